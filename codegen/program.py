@@ -1,0 +1,132 @@
+"""Programs as data: the instructions of one rank, in the order in which it runs them.
+
+Text form, one instruction a line; `s` stage, `m` microbatch, `e` edge, `r` pipeline rank, `p` shared parameter:
+
+    RECV e1 m0 r0         receive the values of edge 1 from rank 0
+    F s1 m0               forward of stage 1 on microbatch 0
+    SEND e2 m0 r2         send the values of edge 2 to rank 2
+    RECV_GRAD e2 m0 r2    receive their gradients
+    B s1 m0               backward of stage 1
+    SEND_GRAD e1 m0 r0    send the gradients of edge 1's values back
+    MOVE e1 m0            source and destination of the edge are on this rank: hand the values over
+    MOVE_GRAD e1 m0       ... and their gradients back
+    REDUCE p0             sum the gradients of shared parameter 0 over the ranks that hold it
+
+Messages between two ranks are matched first in, first out, in each direction: the order of the sends of one rank to
+another is the order of the receives there. The verifier proves it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from smpc.errors import ScheduleError
+from smpc.tracer.ir import TensorSpec
+
+
+class Op(StrEnum):
+    """Opcodes."""
+
+    FORWARD = "F"  # stage, microbatch
+    BACKWARD = "B"  # stage, microbatch
+    SEND = "SEND"  # edge, microbatch, peer
+    RECV = "RECV"  # edge, microbatch, peer
+    SEND_GRAD = "SEND_GRAD"  # edge, microbatch, peer
+    RECV_GRAD = "RECV_GRAD"  # edge, microbatch, peer
+    MOVE = "MOVE"  # edge, microbatch
+    MOVE_GRAD = "MOVE_GRAD"  # edge, microbatch
+    REDUCE = "REDUCE"  # shared parameter
+
+
+_OPERANDS = {
+    Op.FORWARD: "sm",
+    Op.BACKWARD: "sm",
+    Op.SEND: "emr",
+    Op.RECV: "emr",
+    Op.SEND_GRAD: "emr",
+    Op.RECV_GRAD: "emr",
+    Op.MOVE: "em",
+    Op.MOVE_GRAD: "em",
+    Op.REDUCE: "p",
+}
+_FIELDS = {"s": "stage", "m": "microbatch", "e": "edge", "r": "peer", "p": "parameter"}
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One step of a rank's program. Operands that an opcode does not have are -1."""
+
+    op: Op
+    stage: int = -1
+    microbatch: int = -1
+    edge: int = -1
+    peer: int = -1
+    parameter: int = -1
+
+    def __post_init__(self) -> None:
+        for letter, name in _FIELDS.items():
+            present = getattr(self, name) >= 0
+            if present != (letter in _OPERANDS[self.op]):
+                raise ScheduleError(f"{self.op} {'needs' if not present else 'takes no'} {name}")
+
+    def __str__(self) -> str:
+        return " ".join([self.op, *(f"{x}{getattr(self, _FIELDS[x])}" for x in _OPERANDS[self.op])])
+
+    @classmethod
+    def parse(cls, text: str) -> Instruction:
+        """The inverse of `str`."""
+        op, *operands = text.split()
+        if op not in Op or not all(re.fullmatch(r"[smerp]\d+", operand) for operand in operands):
+            raise ScheduleError(f"expected an instruction such as 'F s0 m1' or 'SEND e0 m1 r1', found {text!r}")
+        return cls(Op(op), **{_FIELDS[operand[0]]: int(operand[1:]) for operand in operands})
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """An edge of the plan with the specs of its values; `source` is a stage or INPUTS (-1).
+
+    `source_rank` and `destination_rank` are pipeline ranks. Only values whose spec requires grad have gradients.
+    """
+
+    index: int
+    source: int
+    destination: int
+    source_rank: int
+    destination_rank: int
+    values: tuple[str, ...]
+    specs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageCode:
+    """The code of one stage.
+
+    `source` defines a class with `forward(self, *inputs) -> tuple`; `inputs` and `outputs` name, in order, the values that it
+    takes and returns. Of the last stage, `outputs` are the model's output tensors followed by nothing else.
+    """
+
+    index: int
+    class_name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    source: str
+    modules: tuple[str, ...]  # FQNs of modules that it calls
+    attributes: tuple[str, ...]  # canonical FQNs of parameters, buffers and tensors that it reads itself
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgram:
+    """Everything one pipeline rank runs in one step, for training (`has_backward`) or evaluation."""
+
+    rank: int
+    num_ranks: int
+    num_microbatches: int
+    has_backward: bool
+    instructions: tuple[Instruction, ...]
+    channels: tuple[Channel, ...]  # every channel of the plan; channels[i].index == i
+    stages: tuple[StageCode, ...]  # the stages of this rank
+    shared_parameters: tuple[tuple[str, tuple[int, ...]], ...]  # name, ranks that hold it
+    schedule: str
+    fingerprint: str

@@ -1,0 +1,1 @@
+"""smpc: model-parallel training for PyTorch."""

@@ -1,0 +1,210 @@
+"""What a trace is made of: nodes, module calls, state, and the `Trace` that holds them.
+
+Terms
+    node        one recorded torch call, input or attribute read; known by its unique `name`, listed in execution order
+    Ref         an argument that is the value of another node
+    call        one call of an nn.Module: a span of nodes, nested in the span of the module that called it
+    storage     memory behind one or more tensors; views share the storage of their base
+    state       the model's parameters and buffers, known by fully qualified name (FQN)
+
+A `Trace` is immutable, serialises to JSON and back, prints as text, and has a fingerprint (SHA-256 of the JSON).
+Arguments are trees of tuple, list, dict and slice whose leaves are `Ref` or plain constants (see `smpc.tracer.literals`).
+
+Example: `x + self.weight` inside the model's forward, with x of shape [2, 3], is
+
+    Node("x", PLACEHOLDER, "x"), Node("weight", GET_ATTR, "weight"),
+    Node("add", CALL_FUNCTION, "torch.Tensor.add", args=(Ref("x"), Ref("weight")), spec=TensorSpec((2, 3), ...))
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from smpc.tracer.literals import decode, encode, references, register
+from smpc.tracer.structure import Structure
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape, dtype and layout of a tensor. `dtype` is torch's name without the prefix: "float32"."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    stride: tuple[int, ...]
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """The spec of a tensor, real or fake."""
+        stride = tuple(tensor.stride()) if tensor.layout is torch.strided else ()
+        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), stride, tensor.requires_grad)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The torch dtype."""
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype), self.dtype
+        return dtype
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a dense tensor of this shape."""
+        return self.num_elements * self.torch_dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+class NodeKind(StrEnum):
+    """What a node does."""
+
+    PLACEHOLDER = "placeholder"  # a tensor input of the model; target: its path in the inputs ("input_ids", "args[0]")
+    GET_ATTR = "get_attr"  # read a parameter, buffer or tensor attribute; target: its canonical FQN
+    SET_ATTR = "set_attr"  # rebind a buffer to a new tensor (args[0]); target: its FQN
+    CALL_FUNCTION = "call_function"  # call a torch function; target: its qualified name
+    CALL_MODULE = "call_module"  # call a leaf module, nothing recorded inside; target: its FQN
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """Autocast state that differs from the one around the trace."""
+
+    device_type: str
+    dtype: str
+    enabled: bool
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One recorded operation.
+
+    `spec` is None for operations that return no single tensor; their parts are read by `operator.getitem` nodes.
+    `saved` lists the storages that autograd keeps for the backward pass, parameters left out.
+    `mutates` names the nodes whose tensors the call writes in place.
+    """
+
+    name: str
+    kind: NodeKind
+    target: str
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    spec: TensorSpec | None = None
+    storage: int = -1  # index into Trace.storages of the memory behind the output; -1: no single tensor
+    call: int = 0  # index into Trace.calls of the innermost module call around it
+    flops: int = 0  # forward floating point operations
+    bytes_moved: int = 0  # bytes of tensor inputs and outputs; 0 for views
+    saved: tuple[int, ...] = ()
+    mutates: tuple[str, ...] = ()
+    random: bool = False  # draws random numbers
+    grad_enabled: bool = True
+    autocast: Autocast | None = None
+    source: str = ""  # file.py:line of the model's code, without folders
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the nodes it reads, each once, in argument order."""
+        return references((self.args, dict(self.kwargs)))
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """One call of a module. Its nodes are `Trace.nodes[first:last]`; `arguments` and `output` may hold `Ref`s.
+
+    `arguments` flattens (args, kwargs) of the call. A leaf that is neither a tensor of this trace nor a plain
+    constant is `Opaque`: such a call cannot be made again from its arguments alone.
+    """
+
+    fqn: str  # "" for the model itself
+    class_name: str
+    parent: int  # index of the calling call; -1 for the model
+    first: int
+    last: int
+    arguments: Structure
+    argument_leaves: tuple[Any, ...]
+    output: Structure
+    output_leaves: tuple[Any, ...]
+    grad_enabled: bool = True
+    autocast: Autocast | None = None
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """A parameter or buffer. `names` has every FQN under which the model knows it, the canonical one first."""
+
+    names: tuple[str, ...]
+    spec: TensorSpec
+    is_parameter: bool
+    is_persistent: bool = True  # part of the state_dict
+    storage: int = -1
+
+    @property
+    def name(self) -> str:
+        """The canonical FQN."""
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A recorded run of a model: see the module docstring."""
+
+    model_class: str
+    training: bool
+    nodes: tuple[Node, ...]
+    calls: tuple[ModuleCall, ...]  # calls[0] is the model itself
+    inputs: Structure  # of (args, kwargs); its leaves are input_leaves: Ref of a placeholder, or a constant
+    input_leaves: tuple[Any, ...]
+    output: Structure
+    output_leaves: tuple[Any, ...]
+    state: tuple[StateSpec, ...]  # in order of model.named_parameters(), then named_buffers()
+    storages: tuple[int, ...]  # bytes of each storage
+    _index: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        index = {node.name: i for i, node in enumerate(self.nodes)}
+        assert len(index) == len(self.nodes), "node names are not unique"
+        object.__setattr__(self, "_index", index)
+
+    def node(self, name: str) -> Node:
+        """The node of that name."""
+        return self.nodes[self._index[name]]
+
+    def position(self, name: str) -> int:
+        """Where in execution order the node of that name stands."""
+        return self._index[name]
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Names of the nodes that the model returns, each once."""
+        return references(self.output_leaves)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the JSON form."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """JSON text: the same trace gives the same bytes."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "_index"}
+        return json.dumps({name: encode(value) for name, value in fields.items()}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Trace:
+        """The inverse of `to_json`."""
+        return cls(**{name: decode(value) for name, value in json.loads(text).items()})

@@ -1,0 +1,170 @@
+"""Nested containers taken apart and put together again.
+
+`flatten(value)` returns the leaves and a `Structure`; `structure.unflatten(leaves)` builds an equal value.
+Containers are tuple, named tuple, list, dict, set, frozenset, slice, dataclass instances, dict subclasses such as Hugging
+Face's `ModelOutput`, and any other object whose attributes hold tensors (a key-value cache, say). Everything else is a leaf.
+Unlike torch's pytree, sets and unregistered classes are opened, and a Structure is data: it serialises to JSON.
+
+    >>> leaves, structure = flatten({"a": (1, 2), "b": [3]})
+    >>> leaves
+    [1, 2, 3]
+    >>> structure.unflatten([x * 10 for x in leaves])
+    {'a': (10, 20), 'b': [30]}
+    >>> structure.paths()
+    ("['a'][0]", "['a'][1]", "['b'][0]")
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from smpc.tracer.literals import register, resolve
+
+LEAF = "leaf"
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """The shape of a nested container.
+
+    kind: "leaf", "tuple", "list", "dict", "set", "frozenset", "slice", "namedtuple", "mapping" (a dict subclass),
+    "dataclass" or "object". `keys` are the dict keys or attribute names; `class_name` is "module:qualified.name".
+    """
+
+    kind: str = LEAF
+    children: tuple[Structure, ...] = ()
+    keys: tuple[Any, ...] = ()
+    class_name: str = ""
+
+    @property
+    def num_leaves(self) -> int:
+        """Number of leaves."""
+        return 1 if self.kind == LEAF else sum(child.num_leaves for child in self.children)
+
+    def unflatten(self, leaves: Iterable[Any]) -> Any:
+        """The container with these leaves, in order."""
+        return self._build(iter(leaves))
+
+    def paths(self, prefix: str = "") -> tuple[str, ...]:
+        """How each leaf is reached from the container, as Python: `[0]`, `['mask']`, `.logits`."""
+        if self.kind == LEAF:
+            return (prefix,)
+        steps = {
+            "namedtuple": lambda i, key: f"[{i}]",
+            "mapping": lambda i, key: f"[{key!r}]",
+            "dict": lambda i, key: f"[{key!r}]",
+            "tuple": lambda i, key: f"[{i}]",
+            "list": lambda i, key: f"[{i}]",
+        }
+        step = steps.get(self.kind, lambda i, key: f".{key}")
+        keys = self.keys or tuple(range(len(self.children)))
+        found: list[str] = []
+        for i, (key, child) in enumerate(zip(keys, self.children, strict=True)):
+            found.extend(child.paths(prefix + step(i, key)))
+        return tuple(found)
+
+    def _build(self, leaves: Iterator[Any]) -> Any:
+        if self.kind == LEAF:
+            return next(leaves)
+        values = [child._build(leaves) for child in self.children]
+        plain = {"tuple": tuple, "list": list, "set": set, "frozenset": frozenset}
+        if self.kind in plain:
+            return plain[self.kind](values)
+        if self.kind == "dict":
+            return dict(zip(self.keys, values, strict=True))
+        if self.kind == "slice":
+            return slice(*values)
+        cls = resolve(self.class_name)
+        if self.kind == "namedtuple":
+            return cls(*values)
+        if self.kind == "mapping":
+            return _build_mapping(cls, self.keys, values)
+        instance = object.__new__(cls)
+        for key, value in zip(self.keys, values, strict=True):
+            object.__setattr__(instance, key, value)
+        return instance
+
+
+def flatten(value: Any) -> tuple[list[Any], Structure]:
+    """Leaves of a value, left to right, and the structure that holds them."""
+    leaves: list[Any] = []
+    return leaves, _flatten(value, leaves, ())
+
+
+def _flatten(value: Any, leaves: list[Any], open_objects: tuple[int, ...]) -> Structure:
+    kind, keys, children = _open(value, open_objects)
+    if kind == LEAF:
+        leaves.append(value)
+        return Structure()
+    inside = (*open_objects, id(value))
+    named = kind in ("namedtuple", "mapping", "dataclass", "object")
+    return Structure(
+        kind, tuple(_flatten(child, leaves, inside) for child in children), keys, _class_name(type(value)) if named else ""
+    )
+
+
+def _open(value: Any, open_objects: tuple[int, ...]) -> tuple[str, tuple[Any, ...], list[Any]]:
+    """Kind, keys and children of one container; kind LEAF if it is none."""
+    cls = type(value)
+    if id(value) in open_objects or isinstance(value, (torch.Tensor, torch.nn.Module, torch.Size, type)):
+        return LEAF, (), []
+    if cls is dict:
+        return "dict", tuple(value), list(value.values())
+    if cls in (tuple, list):
+        return cls.__name__, (), list(value)
+    if cls in (set, frozenset):
+        return cls.__name__, (), _ordered(value)
+    if cls is slice:
+        return "slice", (), [value.start, value.stop, value.step]
+    if isinstance(value, tuple) and hasattr(cls, "_fields"):
+        return "namedtuple", cls._fields, list(value)
+    if isinstance(value, dict):
+        return "mapping", tuple(value), list(value.values())
+    if dataclasses.is_dataclass(value):
+        names = tuple(f.name for f in dataclasses.fields(value))
+        return "dataclass", names, [getattr(value, name) for name in names]
+    attributes = getattr(value, "__dict__", None)
+    if attributes and _holds_tensor(attributes, 4):
+        return "object", tuple(attributes), list(attributes.values())
+    return LEAF, (), []
+
+
+def _ordered(values: Iterable[Any]) -> list[Any]:
+    """Members of a set in an order that is the same on every rank: plain members sorted, tensors as they come."""
+    members = list(values)
+    try:
+        return sorted(members)
+    except (TypeError, RuntimeError):
+        return members
+
+
+def _holds_tensor(value: Any, depth: int) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth == 0 or isinstance(value, (torch.nn.Module, type)):
+        return False
+    if isinstance(value, Mapping):
+        return any(_holds_tensor(item, depth - 1) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_holds_tensor(item, depth - 1) for item in value)
+    return _holds_tensor(getattr(value, "__dict__", {}), depth - 1) if hasattr(value, "__dict__") else False
+
+
+def _build_mapping(cls: type, keys: tuple[Any, ...], values: list[Any]) -> Any:
+    """A dict subclass: by keyword if its constructor takes them (ModelOutput), else item by item."""
+    if dataclasses.is_dataclass(cls):
+        return cls(**dict(zip(keys, values, strict=True)))
+    instance = cls.__new__(cls)
+    instance.update(zip(keys, values, strict=True))
+    return instance
+
+
+def _class_name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
