@@ -78,7 +78,7 @@ class Instruction:
     def parse(cls, text: str) -> Instruction:
         """The inverse of `str`."""
         op, *operands = text.split()
-        if op not in Op or not all(re.fullmatch(r"[smerp]\d+", operand) for operand in operands):
+        if op not in list(Op) or not all(re.fullmatch(r"[smerp]\d+", operand) for operand in operands):
             raise ScheduleError(f"expected an instruction such as 'F s0 m1' or 'SEND e0 m1 r1', found {text!r}")
         return cls(Op(op), **{_FIELDS[operand[0]]: int(operand[1:]) for operand in operands})
 
