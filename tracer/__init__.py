@@ -1,10 +1,32 @@
 """Records a model: one run of its own Python over fake tensors, written down as a `Trace`."""
 
 if not __name__.startswith("smpc."):
-    raise ImportError(f"import smpc.tracer, not {__name__}: the folders at the top of the repository are parts of smpc")
+    raise ImportError(
+        f"import smpc.tracer, not {__name__}: the folders at the top of the repository are parts of smpc"
+    )
 
+from smpc.tracer.fx import to_fx
 from smpc.tracer.ir import Autocast, ModuleCall, Node, NodeKind, StateSpec, TensorSpec, Trace
-from smpc.tracer.literals import Opaque, Ref
+from smpc.tracer.literals import Opaque, Ref, TraceDevice
+from smpc.tracer.record import record
+from smpc.tracer.replay import replay, verify
 from smpc.tracer.structure import Structure, flatten
 
-__all__ = ["Autocast", "ModuleCall", "Node", "NodeKind", "Opaque", "Ref", "StateSpec", "Structure", "TensorSpec", "Trace", "flatten"]
+__all__ = [
+    "Autocast",
+    "ModuleCall",
+    "Node",
+    "NodeKind",
+    "Opaque",
+    "Ref",
+    "StateSpec",
+    "Structure",
+    "TensorSpec",
+    "Trace",
+    "TraceDevice",
+    "flatten",
+    "record",
+    "replay",
+    "to_fx",
+    "verify",
+]

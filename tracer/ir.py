@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from smpc.tracer.literals import decode, encode, references, register
+from smpc.tracer.literals import decode, encode, references, register, to_source
 from smpc.tracer.structure import Structure
 
 
@@ -45,7 +45,9 @@ class TensorSpec:
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
         """The spec of a tensor, real or fake."""
         stride = tuple(tensor.stride()) if tensor.layout is torch.strided else ()
-        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), stride, tensor.requires_grad)
+        return cls(
+            tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), stride, tensor.requires_grad
+        )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -71,7 +73,9 @@ class TensorSpec:
 class NodeKind(StrEnum):
     """What a node does."""
 
-    PLACEHOLDER = "placeholder"  # a tensor input of the model; target: its path in the inputs ("input_ids", "args[0]")
+    PLACEHOLDER = (
+        "placeholder"  # a tensor input of the model; target: its path in the inputs ("input_ids", "args[0]")
+    )
     GET_ATTR = "get_attr"  # read a parameter, buffer or tensor attribute; target: its canonical FQN
     SET_ATTR = "set_attr"  # rebind a buffer to a new tensor (args[0]); target: its FQN
     CALL_FUNCTION = "call_function"  # call a torch function; target: its qualified name
@@ -208,3 +212,19 @@ class Trace:
     def from_json(cls, text: str) -> Trace:
         """The inverse of `to_json`."""
         return cls(**{name: decode(value) for name, value in json.loads(text).items()})
+
+    def __str__(self) -> str:
+        """One line a node: name, spec, target and arguments, module and source line."""
+        lines = []
+        for node in self.nodes:
+            spec = f": {node.spec}" if node.spec else ""
+            arguments = [to_source(arg, str) for arg in node.args]
+            arguments += [f"{key}={to_source(value, str)}" for key, value in node.kwargs]
+            effect = f"  writes {', '.join(node.mutates)}" if node.mutates else ""
+            where = " ".join(part for part in (self.calls[node.call].fqn, node.source) if part)
+            lines.append(
+                f"{node.name}{spec} = {node.target}({', '.join(arguments)}){effect}"
+                + (f"  # {where}" if where else "")
+            )
+        outputs = ", ".join(to_source(leaf, str) for leaf in self.output_leaves)
+        return "\n".join([f"trace of {self.model_class}", *lines, f"return {outputs}"])

@@ -37,11 +37,19 @@ class Opaque:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class TraceDevice:
+    """The device that the model was traced on; where a stage runs, its own device takes this place."""
+
+
 def is_constant(value: Any) -> bool:
     """Whether a leaf can stand in a trace as it is."""
     if value is None or value is Ellipsis:
         return True
-    if isinstance(value, (bool, int, float, complex, str, enum.Enum, torch.device, torch.Size, *_TORCH_CONSTANTS)):
+    if isinstance(
+        value,
+        (bool, int, float, complex, str, enum.Enum, torch.device, torch.Size, TraceDevice, *_TORCH_CONSTANTS),
+    ):
         return True
     return isinstance(value, type) or (callable(value) and _is_importable(value))
 
@@ -86,6 +94,8 @@ def to_source(value: Any, name_of: Callable[[str], str]) -> str:
     """Python source of a tree; `name_of` gives the expression for a referenced node. Needs `import torch` (and `inf`, `nan`)."""
     if isinstance(value, Ref):
         return name_of(value.name)
+    if isinstance(value, TraceDevice):
+        return "self.device"
     if value is Ellipsis:
         return "..."
     if isinstance(value, torch.Size):
@@ -145,7 +155,10 @@ def encode(value: Any) -> Any:
     if isinstance(value, dict):
         return {"$": "dict", "v": [[encode(key), encode(item)] for key, item in value.items()]}
     if dataclasses.is_dataclass(value) and type(value).__name__ in _JSON_CLASSES:
-        return {"$": type(value).__name__, "v": [encode(getattr(value, f.name)) for f in dataclasses.fields(value)]}
+        return {
+            "$": type(value).__name__,
+            "v": [encode(getattr(value, f.name)) for f in dataclasses.fields(value)],
+        }
     return _encode_special(value)
 
 
@@ -212,3 +225,4 @@ def _is_importable(value: Any) -> bool:
 
 register(Ref)
 register(Opaque)
+register(TraceDevice)

@@ -105,7 +105,10 @@ def _flatten(value: Any, leaves: list[Any], open_objects: tuple[int, ...]) -> St
     inside = (*open_objects, id(value))
     named = kind in ("namedtuple", "mapping", "dataclass", "object")
     return Structure(
-        kind, tuple(_flatten(child, leaves, inside) for child in children), keys, _class_name(type(value)) if named else ""
+        kind,
+        tuple(_flatten(child, leaves, inside) for child in children),
+        keys,
+        _class_name(type(value)) if named else "",
     )
 
 
@@ -167,4 +170,3 @@ def _build_mapping(cls: type, keys: tuple[Any, ...], values: list[Any]) -> Any:
 
 def _class_name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
-

@@ -1,0 +1,630 @@
+"""The recorder: one run of the model's own Python over fake tensors, written down as a `Trace`.
+
+`record(model, args, kwargs)` replaces parameters, buffers and inputs by FakeTensors (no memory, no arithmetic), runs the model once
+in its present mode, and notes every torch call that returns a tensor or writes into one. Tensors are known by identity and kept
+alive until the end, so that identities stay unique. Python values are baked in: a trace belongs to one input signature.
+
+What a call writes in place is found by comparing tensors' version counters around it; batch normalisation, which updates its running
+statistics without telling autograd, is the one operation that has to be known by name.
+
+    >>> trace = record(nn.Linear(3, 2), (torch.zeros(4, 3),))
+    >>> [node.target for node in trace.nodes]
+    ['args[0]', 'weight', 'bias', 'torch.nn.functional.linear']
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from smpc.errors import SmpcError, TraceError
+from smpc.tracer import targets
+from smpc.tracer.fakes import FakeState, installed, make_fakes
+from smpc.tracer.ir import Autocast, ModuleCall, Node, NodeKind, TensorSpec, Trace
+from smpc.tracer.literals import Opaque, Ref, TraceDevice, is_constant, normalise
+from smpc.tracer.measure import Meter, touched_bytes
+from smpc.tracer.structure import Structure, flatten
+
+_UNTRACEABLE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+# Positions of the running mean and variance, which these write in place when `training` (position, default) says so.
+_RUNNING_STATISTICS = {
+    "torch.nn.functional.batch_norm": ((1, "running_mean"), (2, "running_var"), (5, "training"), False),
+    "torch.nn.functional.instance_norm": (
+        (1, "running_mean"),
+        (2, "running_var"),
+        (5, "use_input_stats"),
+        True,
+    ),
+    "torch.batch_norm": ((3, "running_mean"), (4, "running_var"), (5, "training"), False),
+}
+# They return their argument, and what they change about it is no version.
+_MARKING = ("requires_grad_", "detach_")
+_TORCH_FOLDER = str(Path(torch.__file__).parent)
+_OWN_FOLDER = str(Path(__file__).parent)
+_WAY_OUT = "what to do: compute the value outside the model and pass it in, or name the module in leaf_modules so that it is called whole"
+
+
+def record(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    leaf_modules: Sequence[str] = (),
+    device: torch.device | str = "cpu",
+) -> Trace:
+    """Records one forward run of `model(*args, **kwargs)`.
+
+    Tensors in the inputs may be real, on the meta device, or fake: only their shapes, dtypes and strides count. `leaf_modules` are
+    FQNs of modules to be called whole, with nothing recorded inside. `device` is the device that the run pretends to be on.
+
+    Raises TraceError if the model's Python depends on the values of tensors, or does something that has no name; the message says
+    where.
+    """
+    names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
+    unknown = [name for name in leaf_modules if name not in names.values()]
+    if unknown:
+        raise TraceError(f"leaf_modules: the model has no module called {', '.join(map(repr, unknown))}")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    state = make_fakes(model, mode, torch.device(device))
+    with ExitStack() as stack:
+        # Ours, not the caller's, decides what is recorded: autograd on or off is part of the signature.
+        stack.enter_context(installed(model, state))
+        stack.enter_context(mode)
+        recorder = Recorder(state, names, frozenset(leaf_modules), torch.device(device))
+        fake_args, fake_kwargs = recorder.bind_inputs(tuple(args), dict(kwargs or {}), mode)
+        stack.enter_context(recorder.meter)
+        stack.enter_context(saved_tensors_hooks(recorder.note_saved, lambda tensor: tensor))
+        stack.enter_context(_module_calls(recorder))
+        stack.enter_context(recorder)
+        try:
+            output = model(*fake_args, **fake_kwargs)
+        except SmpcError:
+            raise
+        except Exception as error:
+            raise recorder.error(f"{type(error).__name__}: {error}", frame=_innermost(error)) from error
+        with torch._C.DisableTorchFunction():
+            return recorder.finish(model, output)
+
+
+@contextmanager
+def _module_calls(recorder: Recorder) -> Iterator[None]:
+    """Routes every call of a module through the recorder."""
+    original = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.module_call(module, lambda: original(module, *args, **kwargs), args, kwargs)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+class _OpenCall:
+    """A module call that has not returned."""
+
+    __slots__ = (
+        "arguments",
+        "autocast",
+        "first",
+        "fqn",
+        "grad_enabled",
+        "index",
+        "leaves",
+        "module",
+        "parent",
+    )
+
+    def __init__(self, index: int, fqn: str, module: nn.Module, parent: int, first: int) -> None:
+        self.index, self.fqn, self.module, self.parent, self.first = index, fqn, module, parent, first
+        self.leaves: tuple[Any, ...] = ()
+        self.arguments = Structure()
+        self.grad_enabled = True
+        self.autocast: Autocast | None = None
+
+
+class Recorder(TorchFunctionMode):
+    """Writes nodes while the model runs. One instance records one trace."""
+
+    def __init__(
+        self, state: FakeState, names: dict[int, str], leaf_modules: frozenset[str], device: torch.device
+    ) -> None:
+        super().__init__()
+        self.state, self.modules, self.leaf_modules, self.device = state, names, leaf_modules, device
+        self.meter = Meter()
+        self.nodes: list[Node] = []
+        self.calls: list[ModuleCall | None] = []
+        self.open: list[_OpenCall] = []
+        self.muted = 0
+        self._node_of: dict[int, str] = {}  # id(tensor) -> node
+        self._alive: list[Any] = []  # ids are unique only among living objects
+        self._storages: dict[int, int] = {}
+        self._storage_bytes: list[int] = []
+        self._attributes: dict[str, str] = {}  # FQN -> node that reads it
+        self._used_names: dict[str, int] = {}
+        self._saved: list[int] = []
+        self._inputs: tuple[Structure, tuple[Any, ...]] = (Structure(), ())
+        self._ambient = {kind: self._autocast_state(kind) for kind in dict.fromkeys(("cpu", device.type))}
+        self._state_storage = [self._storage(fake) for fake in state.fakes]
+        self._state_storages = frozenset(self._state_storage)
+
+    # -- inputs and output ---------------------------------------------------------------------------------------------
+
+    def bind_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Fakes for the tensors in the inputs, each bound to a placeholder."""
+        leaves, structure = flatten((args, kwargs))
+        fakes, refs = [], []
+        for leaf, path in zip(leaves, structure.paths(), strict=True):
+            if isinstance(leaf, torch.Tensor):
+                fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
+                target = _input_path(path)
+                name = self._unique(re.sub(r"\W+", "_", target).strip("_"))
+                self._add(
+                    Node(
+                        name,
+                        NodeKind.PLACEHOLDER,
+                        target,
+                        spec=TensorSpec.of(fake),
+                        storage=self._storage(fake),
+                    )
+                )
+                self._bind(fake, name)
+                fakes.append(fake)
+                refs.append(Ref(name))
+            else:
+                fakes.append(leaf)
+                refs.append(normalise(leaf) if is_constant(normalise(leaf)) else Opaque(type(leaf).__name__))
+        self._inputs = (structure, tuple(refs))
+        built = structure.unflatten(fakes)
+        return built[0], built[1]
+
+    def finish(self, model: nn.Module, output: Any) -> Trace:
+        """The trace of the run that returned `output`."""
+        leaves, structure = flatten(output)
+        outputs = tuple(self._argument(leaf, "the model's output") for leaf in leaves)
+        specs = tuple(
+            type(spec)(spec.names, spec.spec, spec.is_parameter, spec.is_persistent, storage)
+            for spec, storage in zip(self.state.specs, self._state_storage, strict=True)
+        )
+        calls = tuple(call for call in self.calls if call is not None)
+        assert len(calls) == len(self.calls), "a module call did not return"
+        return Trace(
+            f"{type(model).__module__}.{type(model).__qualname__}",
+            model.training,
+            tuple(self.nodes),
+            calls,
+            *self._inputs,
+            structure,
+            outputs,
+            specs,
+            tuple(self._storage_bytes),
+        )
+
+    # -- torch calls ---------------------------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.muted:
+            return self._run(func, args, kwargs)
+        before = [(tensor, _version(tensor)) for tensor in _tensors((args, kwargs))]
+        self.meter.reset()
+        self._saved = []
+        out = self._run(func, args, kwargs)
+        results = list(_tensors(out))
+        kind = getattr(func, "__name__", "")
+        written = [tensor for tensor, version in before if _version(tensor) != version]
+        written += _running_statistics(func, args, kwargs)
+        if not written and kind not in _MARKING and kind != "__set__":
+            if not results or isinstance(out, torch.Tensor) and any(out is tensor for tensor, _ in before):
+                return out  # nothing happened, or `x.to(dtype)` returned x itself
+        self._record_call(func, args, kwargs, out, before, written)
+        return out
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except _UNTRACEABLE as error:
+            what = getattr(func, "__name__", str(func))
+            raise self.error(
+                f"torch.{what} needs the values of a tensor, or has no shape rule ({type(error).__name__}: {error})"
+            ) from error
+
+    def _record_call(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        out: Any,
+        before: list[tuple[torch.Tensor, int]],
+        written: list[torch.Tensor],
+    ) -> None:
+        try:
+            target, args = targets.name_call(func, args)
+        except KeyError as error:
+            raise self.error(f"a function without a name was called: {error.args[0]}") from error
+        where = f"an argument of {target}"
+        node_args = tuple(self._tree(arg, where) for arg in args)
+        node_kwargs = tuple((key, self._tree(value, where)) for key, value in kwargs.items())
+        mutates = tuple(dict.fromkeys(self._name(tensor, where) for tensor in written))
+        name = self._unique(_short(target, node_args))
+        single = out if isinstance(out, torch.Tensor) else None
+        grad_enabled, autocast = self._context()
+        inputs = [tensor for tensor, _ in before]
+        is_view = not written and all(
+            any(_same_memory(t, tensor) for tensor in inputs) for t in _tensors(out)
+        )
+        moved = 0 if is_view else sum(touched_bytes(tensor) for tensor in (*inputs, *_tensors(out)))
+        self._add(
+            Node(
+                name,
+                NodeKind.CALL_FUNCTION,
+                target,
+                node_args,
+                node_kwargs,
+                TensorSpec.of(single) if single is not None else None,
+                self._storage(single) if single is not None else -1,
+                self.open[-1].index if self.open else 0,
+                self.meter.flops,
+                moved,
+                tuple(dict.fromkeys(self._saved)),
+                mutates,
+                self.meter.random,
+                grad_enabled,
+                autocast,
+                self._source(),
+            )
+        )
+        self._bind_result(out, name)
+
+    def note_saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Called for every tensor that autograd saves."""
+        storage = self._storage(tensor)
+        if storage not in self._state_storages:
+            self._saved.append(storage)
+        return tensor
+
+    # -- module calls --------------------------------------------------------------------------------------------------
+
+    def module_call(
+        self, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Runs one module call and writes down its span."""
+        fqn = self.modules.get(id(module))
+        if fqn is None or self.muted:
+            return run()
+        if fqn in self.leaf_modules:
+            return self._leaf_call(fqn, run, args, dict(kwargs))
+        opened = _OpenCall(
+            len(self.calls), fqn, module, self.open[-1].index if self.open else -1, len(self.nodes)
+        )
+        with torch._C.DisableTorchFunction():
+            leaves, opened.arguments = flatten((args, dict(kwargs)))
+            opened.leaves = tuple(self._argument(leaf, None) for leaf in leaves)
+            opened.grad_enabled, opened.autocast = self._context()
+        buffers = dict(module._buffers)
+        self.calls.append(None)
+        self.open.append(opened)
+        out = run()
+        with torch._C.DisableTorchFunction():
+            self._note_rebound_buffers(opened, buffers)
+            self._close(opened, out)
+        return out
+
+    def _close(self, opened: _OpenCall, out: Any) -> None:
+        assert self.open.pop() is opened
+        leaves, structure = flatten(out)
+        self.calls[opened.index] = ModuleCall(
+            opened.fqn,
+            type(opened.module).__name__,
+            opened.parent,
+            opened.first,
+            len(self.nodes),
+            opened.arguments,
+            opened.leaves,
+            structure,
+            tuple(self._argument(leaf, None) for leaf in leaves),
+            opened.grad_enabled,
+            opened.autocast,
+        )
+
+    def _leaf_call(
+        self, fqn: str, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        where = f"an argument of leaf module {fqn}"
+        node_args = tuple(self._tree(arg, where) for arg in args)
+        node_kwargs = tuple((key, self._tree(value, where)) for key, value in kwargs.items())
+        self.meter.reset()
+        self._saved = []
+        before = [(tensor, _version(tensor)) for tensor in (*_tensors((args, kwargs)), *self.state.fakes)]
+        self.muted += 1
+        out = run()
+        self.muted -= 1
+        with torch._C.DisableTorchFunction():
+            written = [tensor for tensor, version in before if _version(tensor) != version]
+            mutates = tuple(dict.fromkeys(self._name(tensor, where) for tensor in written))
+            name = self._unique(re.sub(r"\W", "_", fqn))
+            single = out if isinstance(out, torch.Tensor) else None
+            grad_enabled, autocast = self._context()
+            self._add(
+                Node(
+                    name,
+                    NodeKind.CALL_MODULE,
+                    fqn,
+                    node_args,
+                    node_kwargs,
+                    TensorSpec.of(single) if single is not None else None,
+                    self._storage(single) if single is not None else -1,
+                    self.open[-1].index if self.open else 0,
+                    self.meter.flops,
+                    sum(touched_bytes(tensor) for tensor in (*_tensors((args, kwargs)), *_tensors(out))),
+                    tuple(dict.fromkeys(self._saved)),
+                    mutates,
+                    self.meter.random,
+                    grad_enabled,
+                    autocast,
+                    self._source(),
+                )
+            )
+            self._bind_result(out, name)
+        return out
+
+    def _note_rebound_buffers(self, opened: _OpenCall, before: dict[str, torch.Tensor | None]) -> None:
+        """`self.count = self.count + 1` on a buffer is an effect: the module holds another tensor afterwards."""
+        for key, value in opened.module._buffers.items():
+            if value is None or value is before.get(key):
+                continue
+            fqn = f"{opened.fqn}.{key}" if opened.fqn else key
+            known = self.state.names.get(id(before.get(key)), fqn)
+            ref = Ref(self._name(value, f"buffer {fqn}"))
+            name = self._unique(f"set_{key}")
+            self._add(Node(name, NodeKind.SET_ATTR, known, (ref,), call=opened.index, source=self._source()))
+
+    # -- tensors to names ----------------------------------------------------------------------------------------------
+
+    def _tree(self, value: Any, where: str) -> Any:
+        """An argument with its tensors replaced by `Ref`s."""
+        if type(value) in (tuple, list):
+            return type(value)(self._tree(item, where) for item in value)
+        if isinstance(value, torch.Size):
+            return tuple(value)
+        if isinstance(value, tuple):
+            return tuple(self._tree(item, where) for item in value)
+        if isinstance(value, dict):
+            return {key: self._tree(item, where) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(*(self._tree(item, where) for item in (value.start, value.stop, value.step)))
+        return self._argument(value, where)
+
+    def _argument(self, leaf: Any, where: str | None) -> Any:
+        """A Ref or a constant. What is neither is an error, or `Opaque` when there is no `where` to blame."""
+        if isinstance(leaf, torch.Tensor):
+            if where is None and id(leaf) not in self._node_of and id(leaf) not in self.state.names:
+                return Opaque("tensor")
+            return Ref(self._name(leaf, where or ""))
+        leaf = normalise(leaf)
+        if isinstance(leaf, torch.device) and leaf.type == self.device.type:
+            return TraceDevice()
+        if is_constant(leaf):
+            return leaf
+        if where is None:
+            return Opaque(type(leaf).__name__)
+        raise self.error(
+            f"{where} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which a trace cannot hold"
+        )
+
+    def _name(self, tensor: torch.Tensor, where: str) -> str:
+        """The node whose value a tensor is."""
+        found = self._node_of.get(id(tensor))
+        if found is not None:
+            return found
+        fqn = self.state.names.get(id(tensor))
+        if fqn is None:
+            raise self.error(
+                f"{where} is a tensor {tuple(tensor.shape)} that no recorded call returned and no module holds "
+                "(from a custom autograd Function, numpy, or a global?)"
+            )
+        if fqn not in self._attributes:
+            self._attributes[fqn] = name = self._unique(re.sub(r"\W+", "_", fqn).strip("_"))
+            spec, storage = TensorSpec.of(tensor), self._storage(tensor)
+            self._add(Node(name, NodeKind.GET_ATTR, fqn, spec=spec, storage=storage))
+        return self._attributes[fqn]
+
+    def _bind(self, tensor: torch.Tensor, name: str) -> None:
+        self._node_of[id(tensor)] = name
+        self._alive.append(tensor)
+
+    def _bind_result(self, out: Any, name: str) -> None:
+        """Binds what a call returned: a tensor to the node itself, the parts of a tuple to getitem nodes."""
+        if isinstance(out, torch.Tensor):
+            if id(out) not in self.state.names or id(out) in self._node_of:
+                self._bind(out, name)
+            return
+        parts: Iterator[tuple[Any, Any]] = iter(())
+        if isinstance(out, (tuple, list)):
+            parts = iter(enumerate(out))
+        elif isinstance(out, dict):
+            parts = iter(out.items())
+        for key, item in parts:
+            if not any(True for _ in _tensors(item)):
+                continue
+            part = self._unique(f"{name}_{key}")
+            single = item if isinstance(item, torch.Tensor) else None
+            grad_enabled, autocast = self._context()
+            self._add(
+                Node(
+                    part,
+                    NodeKind.CALL_FUNCTION,
+                    targets.GETITEM,
+                    (Ref(name), key),
+                    (),
+                    TensorSpec.of(single) if single is not None else None,
+                    self._storage(single) if single is not None else -1,
+                    self.open[-1].index if self.open else 0,
+                    grad_enabled=grad_enabled,
+                    autocast=autocast,
+                )
+            )
+            self._bind_result(item, part)
+
+    def _add(self, node: Node) -> None:
+        self.nodes.append(node)
+
+    def _unique(self, base: str) -> str:
+        if not base.isidentifier() or keyword.iskeyword(base):
+            base = f"_{base}"
+        count = self._used_names.get(base)
+        if count is None:
+            self._used_names[base] = 0
+            return base
+        while True:
+            count += 1
+            self._used_names[base] = count
+            if f"{base}_{count}" not in self._used_names:
+                self._used_names[f"{base}_{count}"] = 0
+                return f"{base}_{count}"
+
+    def _storage(self, tensor: torch.Tensor) -> int:
+        if tensor.layout is not torch.strided:
+            return -1
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = len(self._storage_bytes)
+            self._storage_bytes.append(storage.nbytes())
+            self._alive.append(storage)
+        return self._storages[storage._cdata]
+
+    # -- surroundings --------------------------------------------------------------------------------------------------
+
+    def _context(self) -> tuple[bool, Autocast | None]:
+        for kind, ambient in self._ambient.items():
+            now = self._autocast_state(kind)
+            if now != ambient:
+                return torch.is_grad_enabled(), now
+        return torch.is_grad_enabled(), None
+
+    @staticmethod
+    def _autocast_state(kind: str) -> Autocast:
+        dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        return Autocast(kind, dtype, torch.is_autocast_enabled(kind))
+
+    @staticmethod
+    def _source() -> str:
+        """The innermost line that is neither torch's nor ours, as file.py:line."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if not file.startswith((_TORCH_FOLDER, _OWN_FOLDER)) and "/smpc/tracer/" not in file:
+                return f"{Path(file).name}:{frame.f_lineno}"
+            frame = frame.f_back  # type: ignore[assignment]
+        return ""
+
+    def error(self, what: str, frame: str | None = None) -> TraceError:
+        """A TraceError that says where in the model it happened."""
+        calls = [call for call in self.open if call.fqn]
+        module = (
+            f"module {calls[-1].fqn!r} ({type(calls[-1].module).__name__})" if calls else "the model itself"
+        )
+        return TraceError(
+            f"cannot trace {module}, {frame or self._source() or 'unknown line'}: {what}; {_WAY_OUT}"
+        )
+
+
+def _input_path(path: str) -> str:
+    """ "[1]['input_ids']" of (args, kwargs) as "input_ids"; "[0][2]" as "args[2]"."""
+    if path.startswith("[0]"):
+        return "args" + path[3:]
+    match = re.match(r"\[1\]\['(\w+)'\](.*)", path, re.DOTALL)
+    assert match, path
+    return match[1] + match[2]
+
+
+def _short(target: str, args: tuple[Any, ...]) -> str:
+    """A node name from a target: "torch.Tensor.__rsub__" gives rsub, reading an attribute gives the attribute."""
+    if target == targets.GETATTR:
+        return str(args[1]).strip("_") or "attribute"
+    return re.sub(r"\W", "_", target.rpartition(".")[2]).strip("_") or "call"
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _tensors(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from _tensors(item)
+    elif isinstance(tree, slice):
+        yield from _tensors((tree.start, tree.stop, tree.step))
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return False
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def _running_statistics(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    """Running mean and variance that this call writes."""
+    if "norm" not in getattr(func, "__name__", ""):
+        return []
+    entry = _RUNNING_STATISTICS.get(targets.name_of(func))
+    if entry is None:
+        return []
+    *statistics, training, default = entry
+
+    def argument(position: int, name: str, otherwise: Any) -> Any:
+        return args[position] if len(args) > position else kwargs.get(name, otherwise)
+
+    if not argument(*training, default):
+        return []
+    values = [argument(*statistic, None) for statistic in statistics]
+    return [value for value in values if value is not None]
+
+
+def _innermost(error: BaseException) -> str:
+    """file.py:line of the innermost frame of the model's code in a traceback."""
+    found, traceback = "", error.__traceback__
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if not file.startswith((_TORCH_FOLDER, _OWN_FOLDER)) and "/smpc/tracer/" not in file:
+            found = f"{Path(file).name}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return found

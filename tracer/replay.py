@@ -1,0 +1,143 @@
+"""Runs a trace node by node on a real model, and proves that it does what the model does.
+
+`replay` evaluates the nodes in order; it is the slow and obvious meaning of a trace, which the code generator must reproduce.
+`verify` compares it with the model, bitwise: outputs, gradients of every parameter, and buffers afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from smpc.errors import TraceError
+from smpc.tracer import targets
+from smpc.tracer.ir import Autocast, Node, NodeKind, Trace
+from smpc.tracer.literals import TraceDevice, map_references
+from smpc.tracer.structure import flatten
+
+
+def input_values(trace: Trace, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors in the inputs, by placeholder name. Raises TraceError if the inputs are not of the traced signature."""
+    leaves, structure = flatten((tuple(args), dict(kwargs)))
+    if structure != trace.inputs:
+        raise TraceError(
+            f"the trace belongs to inputs of the form {trace.inputs.paths()}, found {structure.paths()}; trace again"
+        )
+    placeholders = (node for node in trace.nodes if node.kind is NodeKind.PLACEHOLDER)
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return {node.name: tensor for node, tensor in zip(placeholders, tensors, strict=True)}
+
+
+def replay(
+    trace: Trace, model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """What `model(*args, **kwargs)` returns, computed from the trace and the model's parameters and buffers."""
+    inputs = input_values(trace, args, kwargs or {})
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    values: dict[str, Any] = {}
+    for node in trace.nodes:
+        values[node.name] = _evaluate(node, values, inputs, model, device)
+    return trace.output.unflatten(_real(leaf, values, device) for leaf in trace.output_leaves)
+
+
+def verify(
+    trace: Trace, model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> None:
+    """Raises TraceError unless the replay equals the model bitwise: outputs, parameter gradients and buffers.
+
+    Both run on copies of the model from the same random state, so nothing of the model changes.
+    """
+    results = []
+    for run in (
+        lambda copied: copied(*args, **(kwargs or {})),
+        lambda copied: replay(trace, copied, args, kwargs),
+    ):
+        copied = copy.deepcopy(model)
+        copied.zero_grad(set_to_none=True)
+        with torch.random.fork_rng():
+            output = run(copied)
+        outputs = [leaf for leaf in flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+        roots = [tensor for tensor in outputs if tensor.requires_grad]
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(tensor) for tensor in roots])
+        found = {f"output {i}": tensor.detach() for i, tensor in enumerate(outputs)}
+        found |= {
+            f"gradient of {name}": p.grad for name, p in copied.named_parameters() if p.grad is not None
+        }
+        found |= {f"buffer {name}": buffer for name, buffer in copied.named_buffers()}
+        results.append(found)
+    expected, got = results
+    wrong = [name for name in expected if name not in got or not _same_bits(expected[name], got[name])]
+    wrong += [name for name in got if name not in expected]
+    if wrong:
+        raise TraceError(
+            f"replay of {trace.model_class} differs from the model in {len(wrong)} of {len(expected)} tensors: "
+            f"{', '.join(wrong[:5])}; this is a defect of the tracer, please report the model"
+        )
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+
+
+def _evaluate(
+    node: Node,
+    values: Mapping[str, Any],
+    inputs: Mapping[str, torch.Tensor],
+    model: nn.Module,
+    device: torch.device,
+) -> Any:
+    if node.kind is NodeKind.PLACEHOLDER:
+        return inputs[node.name]
+    if node.kind is NodeKind.GET_ATTR:
+        return read_attribute(model, node.target)
+    args = [_real(arg, values, device) for arg in node.args]
+    if node.kind is NodeKind.SET_ATTR:
+        owner, _, name = node.target.rpartition(".")
+        setattr(model.get_submodule(owner), name, args[0])
+        return None
+    kwargs = {key: _real(value, values, device) for key, value in node.kwargs}
+    with context(node.grad_enabled, node.autocast):
+        if node.kind is NodeKind.CALL_MODULE:
+            return model.get_submodule(node.target)(*args, **kwargs)
+        return targets.function(node.target)(*args, **kwargs)
+
+
+def read_attribute(model: nn.Module, path: str) -> Any:
+    """A parameter, buffer or tensor attribute by its path: "transformer.h.0.weight", "tables['cos']", "scales[1]"."""
+    owner, _, name = path.partition("[")[0].rpartition(".")
+    module = model.get_submodule(owner)
+    value = getattr(module, name)
+    if "[" in path:
+        key = path[path.index("[") + 1 : -1]
+        value = value[int(key) if key.lstrip("-").isdigit() else key.strip("'\"")]
+    return value
+
+
+@contextmanager
+def context(grad_enabled: bool, autocast: Autocast | None) -> Iterator[None]:
+    """The grad mode and autocast state under which a node was recorded."""
+    with torch.set_grad_enabled(grad_enabled and torch.is_grad_enabled()):
+        if autocast is None:
+            yield
+            return
+        with torch.autocast(autocast.device_type, getattr(torch, autocast.dtype), autocast.enabled):
+            yield
+
+
+def _real(tree: Any, values: Mapping[str, Any], device: torch.device) -> Any:
+    tree = map_references(tree, lambda name: values[name])
+    return _place(tree, device)
+
+
+def _place(tree: Any, device: torch.device) -> Any:
+    if isinstance(tree, TraceDevice):
+        return device
+    if type(tree) in (tuple, list):
+        return type(tree)(_place(item, device) for item in tree)
+    return tree

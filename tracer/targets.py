@@ -1,0 +1,124 @@
+"""Names for torch functions, and the functions behind the names.
+
+A recorded call is known by the qualified name under which a person would call it: "torch.nn.functional.linear",
+"torch.Tensor.view", "torch.ops.aten.add.Tensor". Reading an attribute of a tensor (`x.T`) is "builtins.getattr" with the attribute's
+name as second argument, writing one (`x.data = y`) is "builtins.setattr", taking an item is "_operator.getitem".
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+GETATTR = "builtins.getattr"
+SETATTR = "builtins.setattr"
+GETITEM = "_operator.getitem"
+SETITEM = "_operator.setitem"
+
+# Searched in this order: the name that users know best comes first.
+_NAMESPACES = (
+    "torch.nn.functional",
+    "torch",
+    "torch.Tensor",
+    "torch.special",
+    "torch.linalg",
+    "torch.fft",
+    "torch.nn.init",
+    "torch._C._nn",
+    "torch._C._special",
+    "torch._C._linalg",
+    "torch._C._fft",
+    "torch._VF",
+)
+
+
+def name_call(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    """The name of a call and the arguments to make it with; a property access becomes `builtins.getattr(x, "T")`.
+
+    Raises KeyError when the function cannot be reached by a name.
+    """
+    kind = getattr(func, "__name__", "")
+    if kind == "__get__":
+        return GETATTR, (args[0], _attribute(func))
+    if kind == "__set__":
+        return SETATTR, (args[0], _attribute(func), args[1])
+    if kind == "__getitem__":
+        return GETITEM, args
+    if kind == "__setitem__":
+        return SETITEM, args
+    return name_of(func), args
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """The qualified name of a function. Raises KeyError when it has none."""
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return f"torch.ops.{func}"
+    try:
+        found = _index().get(func)
+    except TypeError:  # not hashable
+        found = None
+    if found is not None:
+        return found
+    name = f"{func.__module__}.{func.__qualname__}"
+    if _reaches(name, func):
+        return name
+    raise KeyError(f"{func!r} is called {name}, but that name does not lead to it")
+
+
+@functools.cache
+def function(name: str) -> Callable[..., Any]:
+    """The function of that qualified name."""
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        assert callable(found), name
+        return found  # type: ignore[no-any-return]
+    raise KeyError(name)
+
+
+def _attribute(func: Callable[..., Any]) -> str:
+    """The attribute that a bound `__get__` or `__set__` belongs to."""
+    descriptor = func.__self__  # type: ignore[attr-defined]
+    if isinstance(descriptor, property):
+        return str(descriptor.fget.__name__)
+    return str(descriptor.__name__)
+
+
+def _reaches(name: str, func: Callable[..., Any]) -> bool:
+    try:
+        return function(name) is func
+    except (AttributeError, KeyError):
+        return False
+
+
+@functools.cache
+def _index() -> dict[Callable[..., Any], str]:
+    """Every function of the usual namespaces, by identity, with its best name."""
+    found: dict[Callable[..., Any], str] = {operator.getitem: GETITEM}
+    for namespace in _NAMESPACES:
+        home = (
+            torch.Tensor
+            if namespace == "torch.Tensor"
+            else importlib.import_module(namespace)
+            if namespace != "torch._VF"
+            else torch._VF
+        )
+        for name in dir(home):
+            value = getattr(home, name, None)
+            if not callable(value) or isinstance(value, type):
+                continue
+            try:
+                found.setdefault(value, f"{namespace}.{name}")
+            except TypeError:  # not hashable
+                continue
+    return found
