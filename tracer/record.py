@@ -15,6 +15,7 @@ statistics without telling autograd, is the one operation that has to be known b
 from __future__ import annotations
 
 import keyword
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,7 +97,8 @@ def record(
         fake_args, fake_kwargs = recorder.bind_inputs(tuple(args), dict(kwargs or {}), mode)
         stack.enter_context(recorder.meter)
         stack.enter_context(saved_tensors_hooks(recorder.note_saved, lambda tensor: tensor))
-        stack.enter_context(_module_calls(recorder))
+        stack.enter_context(_python_calls(recorder))
+        stack.enter_context(_quiet())
         stack.enter_context(recorder)
         try:
             output = model(*fake_args, **fake_kwargs)
@@ -109,18 +111,40 @@ def record(
 
 
 @contextmanager
-def _module_calls(recorder: Recorder) -> Iterator[None]:
-    """Routes every call of a module through the recorder."""
-    original = nn.Module.__call__
+def _python_calls(recorder: Recorder) -> Iterator[None]:
+    """Routes every call of a module through the recorder, and stops at custom autograd functions.
+
+    What happens inside such a function's forward can be recorded, but its own backward would be lost without a trace.
+    """
+    original, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return recorder.module_call(module, lambda: original(module, *args, **kwargs), args, kwargs)
 
+    def guarded(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if recorder.muted or cls.__module__.startswith("torch."):
+            return apply.__func__(cls, *args, **kwargs)
+        raise recorder.error(f"custom autograd function {cls.__qualname__} has a backward of its own")
+
     nn.Module.__call__ = call  # type: ignore[method-assign]
+    torch.autograd.Function.apply = classmethod(guarded)  # type: ignore[assignment]
     try:
         yield
     finally:
         nn.Module.__call__ = original  # type: ignore[method-assign]
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """FakeTensor logs the errors that it raises; ours say the same, with the module and the line."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class _OpenCall:
@@ -457,7 +481,8 @@ class Recorder(TorchFunctionMode):
         if fqn not in self._attributes:
             self._attributes[fqn] = name = self._unique(re.sub(r"\W+", "_", fqn).strip("_"))
             spec, storage = TensorSpec.of(tensor), self._storage(tensor)
-            self._add(Node(name, NodeKind.GET_ATTR, fqn, spec=spec, storage=storage))
+            call = self.open[-1].index if self.open else 0
+            self._add(Node(name, NodeKind.GET_ATTR, fqn, spec=spec, storage=storage, call=call))
         return self._attributes[fqn]
 
     def _bind(self, tensor: torch.Tensor, name: str) -> None:
