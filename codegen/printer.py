@@ -1,0 +1,177 @@
+"""Python source for nodes and module calls, as a person would write it.
+
+    Node torch.Tensor.add(x, y)                      x + y
+    Node torch.nn.functional.gelu(x)                 F.gelu(x)
+    Node _operator.getitem(x, (slice(None), 0))      x[:, 0]
+    Node builtins.getattr(x, "T")                    x.T
+    attribute transformer.h.0.ln_1.weight            self.transformer.h[0].ln_1.weight
+
+Names in scope of the printed code: `torch`, `F` (torch.nn.functional), `importlib`, `function` (of `smpc.tracer.targets`), `self`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from smpc.tracer import targets
+from smpc.tracer.ir import Autocast, Node, NodeKind
+from smpc.tracer.literals import Ref, to_source
+from smpc.tracer.structure import LEAF, Structure
+
+Namer = Callable[[str], str]
+
+# `a.add(b)` is what Python calls for `a + b`; reversed operators have their operands swapped.
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "matmul": "@", "pow": "**", "eq": "==", "ne": "!=", "lt": "<",
+    "le": "<=", "gt": ">", "ge": ">=", "__eq__": "==", "__and__": "&", "__or__": "|", "__xor__": "^",
+}  # fmt: skip
+_REVERSED = {"__rsub__": "-", "__rpow__": "**", "__rdiv__": "/"}
+
+
+def attribute_source(path: str) -> str:
+    """The expression for a parameter, buffer or module of a stage: "h.0.weight" is `self.h[0].weight`."""
+    dotted, bracket, rest = path.partition("[")
+    source = "self"
+    for part in dotted.split("."):
+        if part.isdigit():
+            source += f"[{part}]"
+        elif part.isidentifier():
+            source += f".{part}"
+        else:
+            source = f"getattr({source}, {part!r})"
+    return source + bracket + rest
+
+
+def node_source(node: Node, name_of: Namer) -> str:
+    """The statement or expression that evaluates a node; assignments to items and attributes are statements."""
+    if node.kind is NodeKind.SET_ATTR:
+        return f"{attribute_source(node.target)} = {to_source(node.args[0], name_of)}"
+    if node.kind is NodeKind.CALL_MODULE:
+        return f"{attribute_source(node.target)}({_arguments(node, name_of)})"
+    return _function_source(node, name_of)
+
+
+def is_statement(node: Node) -> bool:
+    """Whether a node prints as a statement that has no value."""
+    return node.kind is NodeKind.SET_ATTR or node.target in (targets.SETITEM, targets.SETATTR)
+
+
+def call_source(fqn: str, arguments: Structure, leaves: tuple[Any, ...], name_of: Namer) -> str:
+    """A call of a module with the arguments it was recorded with; `arguments` is the structure of (args, kwargs)."""
+    sources = iter([to_source(leaf, name_of) for leaf in leaves])
+    args, kwargs = arguments.children
+    parts = [_tree_source(child, sources) for child in args.children]
+    for key, child in zip(kwargs.keys, kwargs.children, strict=True):
+        parts.append(f"{key}={_tree_source(child, sources)}")
+    return f"{attribute_source(fqn)}({', '.join(parts)})"
+
+
+def context_source(grad_enabled: bool, autocast: Autocast | None) -> str:
+    """The `with` items that restore grad mode and autocast; "" where nothing differs from the surroundings."""
+    items = [] if grad_enabled else ["torch.no_grad()"]
+    if autocast is not None:
+        items.append(f"torch.autocast({autocast.device_type!r}, torch.{autocast.dtype}, enabled={autocast.enabled})")
+    return ", ".join(items)
+
+
+def _function_source(node: Node, name_of: Namer) -> str:
+    target, args = node.target, node.args
+    if target == targets.GETATTR:
+        return f"{_operand(args[0], name_of)}.{args[1]}"
+    if target == targets.SETATTR:
+        return f"{_operand(args[0], name_of)}.{args[1]} = {to_source(args[2], name_of)}"
+    if target == targets.GETITEM:
+        return f"{_operand(args[0], name_of)}[{_index(args[1], name_of)}]"
+    if target == targets.SETITEM:
+        return f"{_operand(args[0], name_of)}[{_index(args[1], name_of)}] = {to_source(args[2], name_of)}"
+    owner, _, method = target.rpartition(".")
+    if owner == "torch.Tensor" and args and isinstance(args[0], Ref):
+        if len(args) == 2 and not node.kwargs and _is_operand(args[1]):
+            if method in _INFIX:
+                return f"{_operand(args[0], name_of)} {_INFIX[method]} {_operand(args[1], name_of)}"
+            if method in _REVERSED:
+                return f"{_operand(args[1], name_of)} {_REVERSED[method]} {_operand(args[0], name_of)}"
+        return f"{_operand(args[0], name_of)}.{method}({_arguments(node, name_of, skip=1)})"
+    return f"{_callee(target)}({_arguments(node, name_of)})"
+
+
+def _callee(target: str) -> str:
+    if target.startswith("torch.nn.functional."):
+        return "F." + target.rpartition(".")[2]
+    return target if _is_attribute_of_torch(target) else f"function({target!r})"
+
+
+@functools.cache
+def _is_attribute_of_torch(target: str) -> bool:
+    """Whether `import torch` is enough to write the target as it is."""
+    first, *parts = target.split(".")
+    found: Any = torch
+    try:
+        for part in parts:
+            found = getattr(found, part)
+    except AttributeError:
+        return False
+    return first == "torch"
+
+
+def _arguments(node: Node, name_of: Namer, skip: int = 0) -> str:
+    parts = [to_source(arg, name_of) for arg in node.args[skip:]]
+    parts += [f"{key}={to_source(value, name_of)}" for key, value in node.kwargs]
+    return ", ".join(parts)
+
+
+def _is_operand(value: Any) -> bool:
+    return isinstance(value, Ref) or type(value) in (int, float, bool) and value == value
+
+
+def _operand(value: Any, name_of: Namer) -> str:
+    source = to_source(value, name_of)
+    return source if isinstance(value, Ref) or not source.startswith("-") else f"({source})"
+
+
+def _index(value: Any, name_of: Namer) -> str:
+    if type(value) is tuple and value:
+        inner = ", ".join(_index_item(item, name_of) for item in value)
+        return f"{inner}," if len(value) == 1 else inner
+    return _index_item(value, name_of)
+
+
+def _index_item(value: Any, name_of: Namer) -> str:
+    if not isinstance(value, slice):
+        return to_source(value, name_of)
+    start, stop, step = ("" if x is None else to_source(x, name_of) for x in (value.start, value.stop, value.step))
+    return f"{start}:{stop}" + (f":{step}" if step else "")
+
+
+def _tree_source(structure: Structure, leaves: Any) -> str:
+    """Source of a nested argument whose leaves are already printed."""
+    if structure.kind == LEAF:
+        return str(next(leaves))
+    inner = [_tree_source(child, leaves) for child in structure.children]
+    if structure.kind == "tuple":
+        return f"({inner[0]},)" if len(inner) == 1 else f"({', '.join(inner)})"
+    if structure.kind == "list":
+        return f"[{', '.join(inner)}]"
+    if structure.kind == "dict":
+        pairs = (f"{key!r}: {value}" for key, value in zip(structure.keys, inner, strict=True))
+        return "{" + ", ".join(pairs) + "}"
+    assert structure.kind == "slice", structure.kind
+    return f"slice({', '.join(inner)})"
+
+
+def is_plain(structure: Structure) -> bool:
+    """Whether `call_source` can print an argument of this structure."""
+    if structure.kind not in (LEAF, "tuple", "list", "dict", "slice"):
+        return False
+    if structure.kind == "dict" and not all(isinstance(key, (str, int, bool)) for key in structure.keys):
+        return False
+    return all(is_plain(child) for child in structure.children)
+
+
+def is_addressable(structure: Structure) -> bool:
+    """Whether every leaf of a returned value can be reached by an expression; members of sets cannot."""
+    return structure.kind not in ("set", "frozenset") and all(is_addressable(child) for child in structure.children)

@@ -1,0 +1,310 @@
+"""Predicts when every action of a schedule runs, how long a step takes and how much of it is idle.
+
+Terms
+    link        what one stage passes to another for each microbatch, and what it gets back as gradients
+    costs       seconds of each stage's forward and backward; latency and bandwidth of a directed pair of ranks
+    event       an action with its rank, start and end
+    makespan    end of the last event
+    bubble      the idle part of the step: 1 - (sum of busy times) / (num_ranks x makespan)
+
+Model: a rank runs one action at a time, in its order, as soon as the values it needs are there. Sends cost the sender
+nothing; the messages of one directed pair of ranks follow each other on the wire:
+
+    arrival = max(end of the producing action, wire free) + bytes / bandwidth + latency
+
+Values that stay on a rank arrive at once, and so do the model's inputs, which are sent ahead of need (see `lower`).
+
+Example: two stages, three microbatches, 1F1B, backward twice as long as forward (`timeline_text`; one column is one
+second, `--` goes on, `..` is idle):
+
+    rank 0  F0 F1 .. .. B0 -- F2 B1 -- .. B2 --
+    rank 1  .. F0 B0 -- F1 B1 -- F2 B2 -- .. ..
+
+makespan 12 = (m + p - 1)(forward + backward), bubble 1/4 = (p - 1) / (m + p - 1): p ranks, m microbatches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from smpc.codegen.actions import Action, Schedule, backward, forward
+from smpc.codegen.program import Channel, Op
+from smpc.errors import ScheduleError
+from smpc.partitioner.plan import INPUTS
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Values that stage `source` (or INPUTS) passes to stage `destination`, in bytes for one microbatch."""
+
+    source: int
+    destination: int
+    num_bytes: int = 0
+    gradient_bytes: int = 0
+    has_gradient: bool = True
+
+    @classmethod
+    def of(cls, channel: Channel) -> Link:
+        """The link of a channel: gradients come back for values that require grad, but not to the model's inputs."""
+        returned = [spec for spec in channel.specs if spec.requires_grad and channel.source != INPUTS]
+        num_bytes = sum(spec.num_bytes for spec in channel.specs)
+        gradient_bytes = sum(spec.num_bytes for spec in returned)
+        return cls(channel.source, channel.destination, num_bytes, gradient_bytes, bool(returned))
+
+
+def chain(num_stages: int, num_bytes: int = 0) -> tuple[Link, ...]:
+    """Every stage passes `num_bytes` to the next and gets as many back."""
+    return tuple(Link(stage, stage + 1, num_bytes, num_bytes) for stage in range(num_stages - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds by stage; seconds and bytes per second of a message between two ranks."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    latency: float = 0.0
+    bandwidth: float = math.inf
+
+    @classmethod
+    def uniform(cls, num_stages: int, forward: float = 1.0, backward: float = 2.0) -> Costs:
+        """Balanced stages and free communication; a backward has two matrix products for each one of the forward."""
+        return cls((forward,) * num_stages, (backward,) * num_stages)
+
+    def of(self, action: Action) -> float:
+        """Seconds that the action takes."""
+        return (self.forward if action.op is Op.FORWARD else self.backward)[action.stage]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One action in time."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Events in order of their start; every event comes after those it depends on."""
+
+    num_ranks: int
+    events: tuple[Event, ...]
+
+    @property
+    def schedule(self) -> Schedule:
+        """The actions of each rank, in order."""
+        actions: list[list[Action]] = [[] for _ in range(self.num_ranks)]
+        for event in self.events:
+            actions[event.rank].append(event.action)
+        return tuple(tuple(order) for order in actions)
+
+    @property
+    def makespan(self) -> float:
+        """When the last event ends."""
+        return max((event.end for event in self.events), default=0.0)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds that each rank computes."""
+        total = [0.0] * self.num_ranks
+        for event in self.events:
+            total[event.rank] += event.end - event.start
+        return tuple(total)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle share of all ranks' time: 1 - sum(busy) / (num_ranks x makespan)."""
+        available = self.num_ranks * self.makespan
+        return 1.0 - sum(self.busy) / available if available else 0.0
+
+
+def simulate(schedule: Schedule, links: Sequence[Link], costs: Costs) -> Timeline:
+    """Run a schedule as it is ordered. ScheduleError if it deadlocks."""
+    return merge(tuple(enumerate(schedule)), links, costs, num_ranks=len(schedule))
+
+
+def merge(
+    sequences: Sequence[tuple[int, Sequence[Action]]],
+    links: Sequence[Link],
+    costs: Costs,
+    *,
+    num_ranks: int,
+    in_flight: Sequence[int] | None = None,
+) -> Timeline:
+    """Run (rank, ordered actions) sequences; a rank with several takes, of those ready, a backward first, then
+    the oldest microbatch. This is list scheduling: whenever a rank is free and something is ready, it works.
+
+    With `in_flight`, stage s starts the forward of microbatch m only after the backward of microbatch m - in_flight[s].
+    The order is unique, since every choice has a total order, and it exists whenever the sequences, the links and the
+    bounds together have no cycle. ScheduleError says who waits for what otherwise.
+    """
+    simulation = _Simulation(sequences, links, costs, num_ranks, in_flight)
+    simulation.run()
+    return Timeline(num_ranks, tuple(simulation.events))
+
+
+def timeline_text(timeline: Timeline, *, max_columns: int = 160) -> str:
+    """Draw a timeline: a row for each rank, a column for the shortest event (wider ones if `max_columns` needs it).
+
+    A cell shows what runs in the middle of its column: `F3`, microbatch 3's forward, `B3`, its backward, `--`, it
+    goes on, `..`, nothing. Where a rank has several stages, the stage comes first: `2F3`.
+    """
+    if not timeline.events:
+        return "".join(f"rank {rank}\n" for rank in range(timeline.num_ranks))
+    several = len({(e.rank, e.action.stage) for e in timeline.events}) > len({e.rank for e in timeline.events})
+    shortest = min((e.end - e.start for e in timeline.events if e.end > e.start), default=1.0)
+    column = max(shortest, timeline.makespan / max_columns)
+    rows = [[""] * math.ceil(timeline.makespan / column - 1e-9) for _ in range(timeline.num_ranks)]
+    for event in timeline.events:
+        first, last = (math.ceil(time / column - 0.5 - 1e-9) for time in (event.start, event.end))
+        stage = str(event.action.stage) if several else ""
+        for index in range(first, last):
+            rows[event.rank][index] = f"{stage}{event.action.op}{event.action.microbatch}" if index == first else "-"
+    width = max((len(cell) for row in rows for cell in row), default=1)
+    fill = {"": "." * width, "-": "-" * width}
+    margin = len(f"rank {timeline.num_ranks - 1}")
+    return "".join(
+        f"{f'rank {rank}':<{margin}}  {' '.join(fill.get(cell, cell).ljust(width) for cell in row).rstrip()}\n"
+        for rank, row in enumerate(rows)
+    )
+
+
+class _Simulation:
+    """The state of one run. `arrived` has (index of the link, F or B, microbatch) of every message delivered."""
+
+    def __init__(
+        self,
+        sequences: Sequence[tuple[int, Sequence[Action]]],
+        links: Sequence[Link],
+        costs: Costs,
+        num_ranks: int,
+        in_flight: Sequence[int] | None,
+    ) -> None:
+        self.sequences = sequences
+        self.costs = costs
+        self.links = links
+        self.in_flight = in_flight
+        self.events: list[Event] = []
+        self.position = [0] * len(sequences)
+        self.free = [0.0] * num_ranks
+        self.finished: dict[Action, float] = {}
+        self.arrived: dict[tuple[int, Op, int], float] = {}
+        self.wire_free: dict[tuple[int, int], float] = {}
+        self.rank_of = {action.stage: rank for rank, actions in sequences for action in actions}
+        self.on_rank: list[list[int]] = [[] for _ in range(num_ranks)]
+        for index, (rank, _) in enumerate(sequences):
+            self.on_rank[rank].append(index)
+        self.incoming: dict[int, list[int]] = {stage: [] for stage in self.rank_of}
+        self.outgoing: dict[int, list[int]] = {stage: [] for stage in self.rank_of}
+        for index, link in enumerate(links):
+            missing = [s for s in (link.source, link.destination) if s != INPUTS and s not in self.rank_of]
+            if missing:
+                raise ScheduleError(f"expected a rank that runs stage {missing[0]}, since it has an edge; found none")
+            if link.source != INPUTS:
+                self.outgoing[link.source].append(index)
+                self.incoming[link.destination].append(index)
+
+    def run(self) -> None:
+        """Commit, again and again, the action that can start first: nothing uncommitted can end before it starts."""
+        proposals = {rank: self.propose(rank) for rank in range(len(self.free))}
+        while True:
+            started = [(found[0], rank) for rank, found in proposals.items() if found is not None]
+            if not started:
+                break
+            rank = min(started)[1]
+            found = proposals[rank]
+            assert found is not None
+            for touched in self.commit(rank, *found):
+                proposals[touched] = self.propose(touched)
+        if any(index < len(actions) for index, (_, actions) in zip(self.position, self.sequences, strict=True)):
+            raise ScheduleError(self.stuck())
+
+    def propose(self, rank: int) -> tuple[float, int] | None:
+        """The start time and the sequence of what the rank runs next, if anything is ready."""
+        ready: list[tuple[float, bool, int, int, int]] = []
+        for index in self.on_rank[rank]:
+            actions = self.sequences[index][1]
+            if self.position[index] < len(actions):
+                action = actions[self.position[index]]
+                time = self.ready(action)
+                if time is not None:
+                    start = max(time, self.free[rank])
+                    ready.append((start, action.op is Op.FORWARD, action.microbatch, -action.stage, index))
+        if not ready:
+            return None
+        start, *_, index = min(ready)
+        return start, index
+
+    def needs(self, action: Action) -> list[tuple[int, Op, int]]:
+        """The messages without which the action cannot start."""
+        if action.op is Op.FORWARD:
+            indices = self.incoming[action.stage]
+        else:
+            indices = [index for index in self.outgoing[action.stage] if self.links[index].has_gradient]
+        return [(index, action.op, action.microbatch) for index in indices]
+
+    def own_needs(self, action: Action) -> list[Action]:
+        """The actions of the same stage without which the action cannot start."""
+        if action.op is Op.BACKWARD:
+            return [forward(action.stage, action.microbatch)]
+        if self.in_flight is None or action.microbatch < self.in_flight[action.stage]:
+            return []
+        return [backward(action.stage, action.microbatch - self.in_flight[action.stage])]
+
+    def ready(self, action: Action) -> float | None:
+        """When everything that the action needs is there; None as long as something has no time yet."""
+        times = [self.arrived.get(message) for message in self.needs(action)]
+        times += [self.finished.get(before) for before in self.own_needs(action)]
+        known = [time for time in times if time is not None]
+        return max(known, default=0.0) if len(known) == len(times) else None
+
+    def commit(self, rank: int, start: float, index: int) -> list[int]:
+        """Run the next action of a sequence; return the ranks that it may have made ready."""
+        action = self.sequences[index][1][self.position[index]]
+        end = start + self.costs.of(action)
+        self.events.append(Event(rank, action, start, end))
+        self.position[index] += 1
+        self.free[rank] = end
+        self.finished[action] = end
+        touched = [rank]
+        if action.op is Op.FORWARD:
+            receivers = [(i, self.links[i].destination, self.links[i].num_bytes) for i in self.outgoing[action.stage]]
+        else:
+            returning = [i for i in self.incoming[action.stage] if self.links[i].has_gradient]
+            receivers = [(i, self.links[i].source, self.links[i].gradient_bytes) for i in returning]
+        for link, stage, num_bytes in receivers:
+            peer = self.rank_of[stage]
+            self.arrived[link, action.op, action.microbatch] = self.deliver(rank, peer, num_bytes, end)
+            touched.append(peer)
+        return touched
+
+    def deliver(self, rank: int, peer: int, num_bytes: int, time: float) -> float:
+        """When a message handed over at `time` arrives."""
+        if rank == peer:
+            return time
+        sent = max(time, self.wire_free.get((rank, peer), 0.0)) + num_bytes / self.costs.bandwidth
+        self.wire_free[rank, peer] = sent
+        return sent + self.costs.latency
+
+    def stuck(self) -> str:
+        """Who waits for what when nothing can run."""
+        lines = ["the schedule deadlocks; each line names the next action of a rank and what it waits for:"]
+        for index, (rank, actions) in enumerate(self.sequences):
+            if self.position[index] < len(actions):
+                action = actions[self.position[index]]
+                waits = [before for before in self.own_needs(action) if before not in self.finished]
+                waits += [self.producer(message) for message in self.needs(action) if message not in self.arrived]
+                lines.append(f"  rank {rank}: {action} waits for {', '.join(map(str, waits))}")
+        lines.append("order the actions of every rank so that each comes after those it depends on")
+        return "\n".join(lines)
+
+    def producer(self, message: tuple[int, Op, int]) -> Action:
+        """The action that sends a message."""
+        index, op, microbatch = message
+        link = self.links[index]
+        return forward(link.source, microbatch) if op is Op.FORWARD else backward(link.destination, microbatch)

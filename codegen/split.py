@@ -1,0 +1,319 @@
+"""Cuts a traced model into stages: the code of each stage, and the channels between them.
+
+A stage calls the LARGEST INTACT modules and computes the rest node by node. A module call is intact in a stage when
+    - all its nodes that matter are run by the stage,
+    - every tensor used inside comes from its arguments, or is a parameter, buffer or attribute that the module reads itself,
+    - every tensor used outside is among those it returns,
+    - its arguments can be written down, and the tensors among them are at hand.
+
+Nodes that neither reach the model's output nor have an effect are dead and not emitted.
+
+    >>> codes, channels = split(trace, plan)        # doctest: +SKIP
+    >>> print(codes[1].source)                      # doctest: +SKIP
+    class Stage1(StageModule):
+        def forward(self, h_0, labels):
+            h_1 = self.transformer.h[1](h_0)
+            ...
+"""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from smpc.codegen.printer import (
+    attribute_source,
+    call_source,
+    context_source,
+    is_addressable,
+    is_plain,
+    is_statement,
+    node_source,
+)
+from smpc.codegen.program import Channel, StageCode
+from smpc.errors import CodegenError
+from smpc.partitioner.plan import INPUTS, Plan
+from smpc.tracer.ir import ModuleCall, Node, NodeKind, Trace
+from smpc.tracer.literals import Opaque, Ref, references
+
+_IN_SCOPE = ("F", "StageModule", "function", "importlib", "self", "torch")
+_COMPUTES = (NodeKind.CALL_FUNCTION, NodeKind.CALL_MODULE, NodeKind.SET_ATTR)
+
+
+def split(trace: Trace, plan: Plan) -> tuple[tuple[StageCode, ...], tuple[Channel, ...]]:
+    """Stage codes in stage order and one channel for each edge of the plan."""
+    if plan.trace_fingerprint != trace.fingerprint:
+        raise CodegenError(
+            f"the plan was made for trace {plan.trace_fingerprint[:12]}, found trace {trace.fingerprint[:12]}; plan again"
+        )
+    program = _Program(trace, plan)
+    codes = tuple(_StageWriter(program, index).write() for index in range(len(plan.stages)))
+    return codes, _channels(trace, plan)
+
+
+def _channels(trace: Trace, plan: Plan) -> tuple[Channel, ...]:
+    ranks = {stage.index: stage.rank for stage in plan.stages} | {INPUTS: 0}
+    channels = []
+    for edge in plan.edges:
+        specs = []
+        for name in edge.values:
+            spec = trace.node(name).spec
+            assert spec is not None, f"edge {edge.index} carries {name}, which is no tensor"
+            specs.append(spec)
+        channels.append(
+            Channel(
+                edge.index,
+                edge.source,
+                edge.destination,
+                ranks[edge.source],
+                ranks[edge.destination],
+                edge.values,
+                tuple(specs),
+            )
+        )
+    return tuple(channels)
+
+
+class _Program:
+    """What all stages need to know about the trace."""
+
+    def __init__(self, trace: Trace, plan: Plan) -> None:
+        self.trace, self.plan = trace, plan
+        self.assignment = dict(plan.assignment)
+        self.live = _live_nodes(trace)
+        self.users: dict[str, list[int]] = {}  # node -> positions of live nodes that read it
+        for position, node in enumerate(trace.nodes):
+            if node.name in self.live:
+                for name in node.inputs:
+                    self.users.setdefault(name, []).append(position)
+        self.outputs = frozenset(trace.output_names)
+        self.children: dict[int, list[int]] = {}
+        for index, call in enumerate(trace.calls):
+            self.children.setdefault(call.parent, []).append(index)
+        self.variables = _variable_names(trace)
+
+    def computes(self, node: Node) -> bool:
+        """Whether a node is work (inputs and attribute reads are not)."""
+        return node.kind in _COMPUTES
+
+
+def _live_nodes(trace: Trace) -> dict[str, None]:
+    """Nodes that reach the output, write state, or draw random numbers (which shifts later draws)."""
+    live: dict[str, None] = {}
+    wanted = dict.fromkeys(trace.output_names)
+    for node in reversed(trace.nodes):
+        if node.name in wanted or node.mutates or node.random or node.kind is NodeKind.SET_ATTR:
+            live[node.name] = None
+            wanted.update(dict.fromkeys(node.inputs))
+    return live
+
+
+def _variable_names(trace: Trace) -> dict[str, str]:
+    """A readable and unique variable for every node: what a module returns is called after the module."""
+    wanted: dict[str, str] = {}
+    for call in trace.calls[1:]:
+        names = references(call.output_leaves)
+        if len(names) == 1 and names[0] not in wanted and trace.node(names[0]).kind in _COMPUTES:
+            *_, before, last = ("", *call.fqn.split("."))
+            wanted[names[0]] = f"{before}_{last}" if last.isdigit() else last
+    taken = dict.fromkeys((*_IN_SCOPE, *keyword.kwlist, *dir(builtins)))
+    found: dict[str, str] = {}
+    for node in trace.nodes:
+        base = wanted.get(node.name, node.name)
+        name, count = base, 0
+        while name in taken or not name.isidentifier():
+            count += 1
+            name = f"{base}_{count}" if base.isidentifier() else f"v_{count}"
+        taken[name] = None
+        found[node.name] = name
+    return found
+
+
+@dataclass(slots=True)
+class _Statement:
+    """One line of a stage: `text` needs the variables in `reads` and defines those in `defines`."""
+
+    text: str
+    reads: tuple[str, ...]
+    defines: tuple[str, ...]
+    context: str = ""
+
+
+@dataclass(slots=True)
+class _StageWriter:
+    """Writes the code of one stage."""
+
+    program: _Program
+    index: int
+    statements: list[_Statement] = field(default_factory=list)
+    modules: dict[str, None] = field(default_factory=dict)
+    attributes: dict[str, None] = field(default_factory=dict)
+    nodes: dict[str, None] = field(default_factory=dict)  # what the stage runs
+    available: dict[str, None] = field(default_factory=dict)  # values at hand so far
+
+    def write(self) -> StageCode:
+        trace, plan = self.program.trace, self.program.plan
+        stage = plan.stages[self.index]
+        inputs = tuple(dict.fromkeys(v for edge in plan.edges if edge.destination == self.index for v in edge.values))
+        outputs = tuple(dict.fromkeys(v for edge in plan.edges if edge.source == self.index for v in edge.values))
+        if self.index == len(plan.stages) - 1:
+            assert not outputs, "the last stage sends to no stage"
+            outputs = trace.output_names
+        self._select_nodes(stage.recomputed)
+        self.available = dict.fromkeys(inputs)
+        self._write_call(0)
+        source = self._class_source(inputs, outputs)
+        for name in (*stage.parameters, *stage.buffers):
+            self.attributes[name] = None
+        return StageCode(
+            self.index, f"Stage{self.index}", inputs, outputs, source, tuple(self.modules), tuple(self.attributes)
+        )
+
+    def _select_nodes(self, recomputed: tuple[str, ...]) -> None:
+        again = dict.fromkeys(recomputed)
+        for node in self.program.trace.nodes:
+            owned = self.program.assignment.get(node.name) == self.index and node.name in self.program.live
+            if self.program.computes(node) and (owned or node.name in again):
+                self.nodes[node.name] = None
+
+    # -- walking the module calls --------------------------------------------------------------------------------------
+
+    def _write_call(self, index: int) -> None:
+        """Writes what this stage runs of a call, from the inside: children that are intact whole, the rest node by node."""
+        trace = self.program.trace
+        position = trace.calls[index].first
+        for child in self.program.children.get(index, ()):
+            call = trace.calls[child]
+            self._write_nodes(position, call.first)
+            if any(node.name in self.nodes for node in trace.nodes[call.first : call.last]):
+                if self._is_intact(call):
+                    self._emit_call(call)
+                else:
+                    self._write_call(child)
+            position = call.last
+        self._write_nodes(position, trace.calls[index].last)
+
+    def _write_nodes(self, first: int, last: int) -> None:
+        for node in self.program.trace.nodes[first:last]:
+            if node.name in self.nodes:
+                self._emit_node(node)
+
+    def _is_intact(self, call: ModuleCall) -> bool:
+        trace, program = self.program.trace, self.program
+        if not (call.fqn and is_plain(call.arguments)) or any(isinstance(x, Opaque) for x in call.argument_leaves):
+            return False
+        arguments = references(call.argument_leaves)
+        if not all(self._at_hand(name) for name in arguments):
+            return False
+        returned = dict.fromkeys(references(call.output_leaves))
+        span = range(call.first, call.last)
+        for node in trace.nodes[call.first : call.last]:
+            if not program.computes(node):
+                continue
+            if node.name in program.live and node.name not in self.nodes:
+                return False
+            for name in node.inputs:
+                outside = trace.position(name) not in span and trace.node(name).kind is not NodeKind.GET_ATTR
+                if outside and name not in arguments:
+                    return False
+            used_outside = node.name in program.outputs or any(p not in span for p in program.users.get(node.name, ()))
+            if used_outside and node.name not in returned:
+                return False
+        return is_addressable(call.output)
+
+    def _at_hand(self, name: str) -> bool:
+        return name in self.available or self.program.trace.node(name).kind is NodeKind.GET_ATTR
+
+    # -- statements ----------------------------------------------------------------------------------------------------
+
+    def _name(self, node: str) -> str:
+        """The expression for a node's value."""
+        found = self.program.trace.node(node)
+        if found.kind is NodeKind.GET_ATTR:
+            self.attributes[found.target] = None
+            return attribute_source(found.target)
+        return self.program.variables[node]
+
+    def _emit_node(self, node: Node) -> None:
+        text = node_source(node, self._name)
+        if node.kind is NodeKind.CALL_MODULE:
+            self.modules[node.target] = None
+        if node.kind is NodeKind.SET_ATTR:
+            self.attributes[node.target] = None
+        statement = is_statement(node)
+        self.statements.append(
+            _Statement(
+                text if statement else f"{self.program.variables[node.name]} = {text}",
+                self._variables(node.inputs),
+                () if statement else (self.program.variables[node.name],),
+                context_source(node.grad_enabled, node.autocast),
+            )
+        )
+        self.available[node.name] = None
+
+    def _emit_call(self, call: ModuleCall) -> None:
+        self.modules[call.fqn] = None
+        text = call_source(call.fqn, call.arguments, call.argument_leaves, self._name)
+        reads = self._variables(references(call.argument_leaves))
+        context = context_source(call.grad_enabled, call.autocast)
+        found: dict[str, str] = {}  # node -> path in the output
+        for leaf, path in zip(call.output_leaves, call.output.paths(), strict=True):
+            if isinstance(leaf, Ref) and leaf.name not in self.available:
+                found.setdefault(leaf.name, path)
+        found = {name: path for name, path in found.items() if self._is_used_after(name, call)}
+        variables = self.program.variables
+        if len(found) == 1:
+            (name, path) = next(iter(found.items()))
+            self.statements.append(_Statement(f"{variables[name]} = {text}{path}", reads, (variables[name],), context))
+        elif not found:
+            self.statements.append(_Statement(text, reads, (), context))
+        else:
+            whole = f"{call.fqn.replace('.', '_')}_output"
+            self.statements.append(_Statement(f"{whole} = {text}", reads, (whole,), context))
+            for name, path in found.items():
+                self.statements.append(_Statement(f"{variables[name]} = {whole}{path}", (whole,), (variables[name],)))
+        self.available.update(dict.fromkeys(found))
+
+    def _is_used_after(self, name: str, call: ModuleCall) -> bool:
+        users = self.program.users.get(name, ())
+        return name in self.program.outputs or any(not call.first <= position < call.last for position in users)
+
+    def _variables(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        kinds = ((name, self.program.trace.node(name).kind) for name in names)
+        return tuple(self.program.variables[name] for name, kind in kinds if kind is not NodeKind.GET_ATTR)
+
+    # -- source --------------------------------------------------------------------------------------------------------
+
+    def _class_source(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> str:
+        variables = self.program.variables
+        results = [self._name(name) for name in outputs]
+        parameters = ", ".join(("self", *(variables[name] for name in inputs)))
+        lines = [
+            f"class Stage{self.index}(StageModule):",
+            f'    """Stage {self.index} of {len(self.program.plan.stages)} of {self.program.trace.model_class}."""',
+            "",
+            f"    def forward({parameters}):",
+            *self._body([variables[name] for name in inputs], results),
+            f"        return ({', '.join(results)}{',' if len(results) == 1 else ''})",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _body(self, inputs: list[str], results: list[str]) -> Iterator[str]:
+        """The statements, each under its context, with every variable deleted after its last use."""
+        last_use = {name: -1 for name in inputs}
+        for position, statement in enumerate(self.statements):
+            last_use.update(dict.fromkeys((*statement.reads, *statement.defines), position))
+        kept = dict.fromkeys(results)
+        context = ""
+        for position, statement in enumerate(self.statements):
+            if statement.context and statement.context != context:
+                yield f"        with {statement.context}:"
+            context = statement.context
+            indent = " " * (12 if context else 8)
+            yield indent + statement.text
+            names = dict.fromkeys((*statement.reads, *statement.defines))
+            dead = [name for name in names if last_use[name] == position and name not in kept]
+            if dead:
+                yield f"{indent}del {', '.join(dead)}"

@@ -1,0 +1,103 @@
+"""Stage modules: the part of a model that one stage runs, as an nn.Module.
+
+A stage module holds the very parameters, buffers and submodules of the model, under their fully qualified names, and nothing that
+other stages own. Submodules that the stage calls whole are the model's own objects, so their hooks, activation checkpointing and
+compiled forms keep working; above them stand `Container`s, which only hold.
+
+    model.transformer.h.3 called whole by stage 1      stage.transformer.h[3] is model.transformer.h[3]
+    lm_head.weight read by stage 1                      stage.lm_head.weight is model.lm_head.weight
+"""
+
+from __future__ import annotations
+
+import importlib
+import linecache
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from smpc.codegen.program import StageCode
+from smpc.tracer.targets import function
+
+
+class Container(nn.Module):
+    """Holds parts of one module of the model. Buffers that are rebound here are rebound in the model too."""
+
+    def __init__(self, origin: nn.Module) -> None:
+        super().__init__()
+        # Not a submodule: the model must not appear among this module's own parts.
+        object.__setattr__(self, "_origin", origin)
+        self.training = origin.training
+
+    def __getitem__(self, index: int) -> nn.Module:
+        module = self._modules[str(index)]
+        assert module is not None
+        return module
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in self.__dict__.get("_buffers", ()):
+            setattr(self._origin, name, value)
+
+
+class StageModule(Container):
+    """Base of the classes that code generation writes; `device` stands for the device of the trace."""
+
+    def __init__(self, origin: nn.Module, device: torch.device) -> None:
+        super().__init__(origin)
+        self.device = device
+
+
+def build_stage(code: StageCode, model: nn.Module, device: torch.device | str = "cpu") -> StageModule:
+    """The stage's module over the parameters, buffers and submodules of `model`."""
+    namespace: dict[str, Any] = {
+        "F": F, "StageModule": StageModule, "function": function, "importlib": importlib, "torch": torch,
+    }  # fmt: skip
+    filename = f"<smpc stage {code.index} {id(code):x}>"
+    linecache.cache[filename] = (len(code.source), None, code.source.splitlines(keepends=True), filename)
+    exec(compile(code.source, filename, "exec"), namespace)
+    stage: StageModule = namespace[code.class_name](model, torch.device(device))
+    for path in _outermost(code.modules):
+        owner, name = _container(stage, model, path)
+        owner.add_module(name, model.get_submodule(path))
+    inside = tuple(f"{path}." for path in code.modules)
+    for path in code.attributes:
+        if not path.startswith(inside):
+            _hold(stage, model, path)
+    return stage
+
+
+def _outermost(paths: Iterable[str]) -> list[str]:
+    """The paths that lie inside no other one."""
+    found: list[str] = []
+    for path in sorted(paths, key=lambda path: path.split(".")):
+        if not found or not path.startswith(f"{found[-1]}."):
+            found.append(path)
+    return found
+
+
+def _container(stage: StageModule, model: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The container that holds `path`, made where it does not exist, and the last part of the path."""
+    *parents, name = path.partition("[")[0].split(".")
+    owner: nn.Module = stage
+    origin = model
+    for part in parents:
+        origin = origin.get_submodule(part)
+        if part not in owner._modules:
+            owner.add_module(part, Container(origin))
+        owner = owner.get_submodule(part)
+    return owner, name
+
+
+def _hold(stage: StageModule, model: nn.Module, path: str) -> None:
+    owner, name = _container(stage, model, path)
+    origin = model.get_submodule(path.partition("[")[0].rpartition(".")[0])
+    if name in origin._parameters:
+        owner.register_parameter(name, origin._parameters[name])
+    elif name in origin._buffers:
+        owner.register_buffer(name, origin._buffers[name], name not in origin._non_persistent_buffers_set)
+    else:
+        setattr(owner, name, getattr(origin, name))
