@@ -1,0 +1,249 @@
+"""Placement of a DAG of units on stages as an integer program, solved to proof by HiGHS through pulp.
+
+Input: `PlacementProblem`. Output: `PlacementSolution`: the stage of each unit, the bottleneck, a proven lower bound
+for the bottleneck of any placement of these units, and a note that is empty unless a solver limit was hit.
+
+Variables, for unit u, stage s, shared item k and value v:
+
+    x[u,s] = 1   u runs on s                    sum over s of x[u,s] = 1;  sum over u of x[u,s] >= 1 (no stage is
+    empty) h[k,s] = 1   s holds item k                 h[k,s] >= x[u,s] for each user u
+    c[v,s] = 1   v is received by s             c[v,s] >= x[w,s] - x[u,s] for its producer u and each consumer w
+    B            bottleneck                     B >= cost of s, for each s
+
+A dependency u -> w means stage(u) <= stage(w): for each s, sum of x[u,t] over t <= s is at least that of x[w,t].
+First B is minimised, then the bytes received at that B. The search is limited by nodes, which is deterministic, and
+by seconds as a last resort. Only this file imports pulp.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pulp
+
+from smpc.errors import PartitionError
+from smpc.partitioner.problem import Scale, Units, stage_costs
+
+TIME_LIMIT = 10.0
+_NODE_LIMIT = 50_000
+_SLACK = 1e-7  # solver arithmetic: bounds proven to this relative accuracy
+_LIMIT_NOTE = "the solver stopped at its limit: best plan found"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Bytes that a unit produces and others consume; a stage receives them at most once."""
+
+    producer: int
+    consumers: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementProblem:
+    """Units, who must not run before whom, and what they hand to each other."""
+
+    units: Units
+    scale: Scale
+    in_flight: tuple[int, ...]  # by stage
+    dependencies: tuple[tuple[int, int], ...]  # (u, w): stage(u) <= stage(w)
+    values: tuple[Value, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementSolution:
+    """A placement and what is proven about it."""
+
+    assignment: tuple[int, ...]
+    bottleneck: float
+    lower_bound: float
+    received_bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class PlacementModel:
+    """The integer program, and its variables by (unit, stage)."""
+
+    program: pulp.LpProblem
+    runs: tuple[tuple[pulp.LpVariable, ...], ...]
+    bottleneck: pulp.LpVariable
+    received: pulp.LpAffineExpression
+
+
+def solver_name() -> str | None:
+    """The solver that will be used: "HiGHS", "CBC", or None if neither is installed."""
+    if pulp.HiGHS(msg=False).available():
+        return "HiGHS"
+    return "CBC" if _cbc().available() else None
+
+
+def solve_placement(
+    problem: PlacementProblem, start: Sequence[int] | None = None, time_limit: float = TIME_LIMIT
+) -> PlacementSolution:
+    """The best placement. `start` is a known one: never returned worse, and the answer if no solver is installed."""
+    if len(problem.in_flight) > len(problem.units):
+        raise PartitionError(
+            f"expected at least {len(problem.in_flight)} units for as many stages, found {len(problem.units)}"
+        )
+    if solver_name() is None:
+        warnings.warn(
+            "no solver for integer programs (highspy) is installed: using the exact chain solution", stacklevel=2
+        )
+        if start is None:
+            raise PartitionError("expected highspy or CBC to place a graph, found neither: pip install highspy")
+        return _solution(problem, tuple(start), 0.0, "no solver is installed: exact chain solution")
+    return decode(problem, solve(build(problem), problem, start, time_limit), start)
+
+
+def build(problem: PlacementProblem) -> PlacementModel:
+    """The integer program, objective B."""
+    units, num_stages = problem.units, len(problem.in_flight)
+    stages = range(num_stages)
+    program = pulp.LpProblem("placement", pulp.LpMinimize)
+    runs = tuple(tuple(_binary(program, f"x_{u}_{s}") for s in stages) for u in range(len(units)))
+    for row in runs:
+        program += pulp.lpSum(row) == 1
+    for s in stages:
+        program += pulp.lpSum(row[s] for row in runs) >= 1
+    for (u, w), s in itertools.product(problem.dependencies, stages[:-1]):
+        program += pulp.lpSum(runs[u][: s + 1]) >= pulp.lpSum(runs[w][: s + 1])
+    held = [[_fraction(program, f"h_{k}_{s}") for s in stages] for k in range(len(units.shared))]
+    for item, holds in zip(units.shared, held, strict=True):
+        for user, s in itertools.product(item.users, stages):
+            program += holds[s] >= runs[user][s]
+    bottleneck = program.add_variable("B", lowBound=0)
+    for s in stages:
+        program += bottleneck >= _cost(problem, s, runs, held)
+    program.setObjective(bottleneck)
+    return PlacementModel(program, runs, bottleneck, _received(program, problem, runs))
+
+
+def solve(
+    model: PlacementModel, problem: PlacementProblem, start: Sequence[int] | None, time_limit: float
+) -> tuple[tuple[int, ...] | None, float, str]:
+    """Assignment (None: none found), proven lower bound, note."""
+    program = model.program
+    if start is not None:
+        known = float(stage_costs(problem.units, problem.scale, problem.in_flight, start).max())
+        program += model.bottleneck <= known * (1 + _SLACK)
+    finished, bound = _run(program, time_limit)
+    found = _read(problem, model)
+    best = found if found is not None else (tuple(start) if start is not None else None)
+    note = "" if finished else _LIMIT_NOTE
+    if best is None or not problem.values:
+        return best, bound, note
+    reached = float(stage_costs(problem.units, problem.scale, problem.in_flight, best).max())
+    program += model.bottleneck <= reached * (1 + _SLACK)
+    program.setObjective(model.received)
+    finished, _ = _run(program, time_limit)
+    return _read(problem, model) or best, bound, note if finished else _LIMIT_NOTE
+
+
+def decode(
+    problem: PlacementProblem, result: tuple[tuple[int, ...] | None, float, str], start: Sequence[int] | None
+) -> PlacementSolution:
+    """The solution, costs computed afresh from the definition; `start` if it is better."""
+    assignment, bound, note = result
+    if assignment is None:
+        raise PartitionError("expected a placement of the units on the stages, found none within the solver's limits")
+    solution = _solution(problem, assignment, bound, note)
+    if start is not None:
+        known = _solution(problem, tuple(start), bound, note)
+        worse = solution.bottleneck > known.bottleneck * (1 + _SLACK)
+        if worse or (solution.bottleneck >= known.bottleneck and solution.received_bytes >= known.received_bytes):
+            return known
+    return solution
+
+
+def received_bytes(problem: PlacementProblem, assignment: Sequence[int]) -> int:
+    """Bytes that cross between stages: each value once for every other stage that consumes it."""
+    return sum(
+        value.num_bytes * len({assignment[w] for w in value.consumers} - {assignment[value.producer]})
+        for value in problem.values
+    )
+
+
+def _solution(problem: PlacementProblem, assignment: tuple[int, ...], bound: float, note: str) -> PlacementSolution:
+    bottleneck = float(stage_costs(problem.units, problem.scale, problem.in_flight, assignment).max())
+    proven = min(bottleneck, max(0.0, bound * (1 - _SLACK)))
+    return PlacementSolution(assignment, bottleneck, proven, received_bytes(problem, assignment), note)
+
+
+def _cost(
+    problem: PlacementProblem,
+    stage: int,
+    runs: Sequence[Sequence[pulp.LpVariable]],
+    held: Sequence[Sequence[pulp.LpVariable]],
+) -> pulp.LpAffineExpression:
+    """The cost of a stage as a linear expression, the same as `Scale.cost`."""
+    units, scale, multiplier = problem.units, problem.scale, problem.in_flight[stage]
+    per_time = (1.0 - scale.memory_weight) / max(1, scale.total_time)
+    per_byte = scale.memory_weight / max(1, scale.total_memory)
+    columns = zip(units.time, units.static_bytes, units.activation_bytes, runs, strict=True)
+    own = [
+        (row[stage], per_time * time + per_byte * (static + multiplier * activation))
+        for time, static, activation, row in columns
+    ]
+    shared = [
+        (row[stage], per_byte * (item.static_bytes + multiplier * item.activation_bytes))
+        for item, row in zip(units.shared, held, strict=True)
+    ]
+    return pulp.LpAffineExpression([*own, *shared])
+
+
+def _received(
+    program: pulp.LpProblem, problem: PlacementProblem, runs: Sequence[Sequence[pulp.LpVariable]]
+) -> pulp.LpAffineExpression:
+    """Bytes received, as a share of all bytes that could cross once."""
+    total = max(1, sum(value.num_bytes for value in problem.values))
+    terms = []
+    for v, value in enumerate(problem.values):
+        for s in range(len(problem.in_flight)):
+            crossing = _fraction(program, f"c_{v}_{s}")
+            for consumer in value.consumers:
+                program += crossing >= runs[consumer][s] - runs[value.producer][s]
+            terms.append((crossing, value.num_bytes / total))
+    return pulp.LpAffineExpression(terms)
+
+
+def _run(program: pulp.LpProblem, time_limit: float) -> tuple[bool, float]:
+    """Solve; whether it was solved to proof, and the proven lower bound of the objective."""
+    if solver_name() == "HiGHS":
+        options = {"random_seed": 0, "mip_max_nodes": _NODE_LIMIT}
+        program.solve(pulp.HiGHS(msg=False, threads=1, timeLimit=time_limit, gapRel=1e-9, gapAbs=1e-12, **options))
+        status = program.solverModel.modelStatusToString(program.solverModel.getModelStatus())
+        return status == "Optimal", float(program.solverModel.getInfo().mip_dual_bound)
+    limits = [f"maxNodes {_NODE_LIMIT}", "randomSeed 1"]
+    program.solve(_cbc(threads=1, timeLimit=time_limit, gapRel=1e-9, options=limits))
+    finished = program.sol_status == pulp.LpSolutionOptimal
+    return finished, float(pulp.value(program.objective)) if finished else 0.0
+
+
+def _cbc(**options: Any) -> pulp.LpSolver:
+    """CBC as pulp ships it (its own class for that is deprecated and warns)."""
+    return pulp.COIN_CMD(path=pulp.PULP_CBC_CMD.pulp_cbc_path, msg=False, **options)
+
+
+def _read(problem: PlacementProblem, model: PlacementModel) -> tuple[int, ...] | None:
+    """The assignment that the variables spell, if they spell a valid one."""
+    assignment = []
+    for row in model.runs:
+        chosen = [s for s, variable in enumerate(row) if (variable.varValue or 0.0) > 0.5]
+        if len(chosen) != 1:
+            return None
+        assignment.append(chosen[0])
+    ordered = all(assignment[u] <= assignment[w] for u, w in problem.dependencies)
+    return tuple(assignment) if ordered and len(set(assignment)) == len(problem.in_flight) else None
+
+
+def _binary(program: pulp.LpProblem, name: str) -> pulp.LpVariable:
+    return program.add_variable(name, cat=pulp.LpBinary)
+
+
+def _fraction(program: pulp.LpProblem, name: str) -> pulp.LpVariable:
+    return program.add_variable(name, lowBound=0, upBound=1)

@@ -1,0 +1,148 @@
+"""What a stage costs: the one definition that every solver, bound and report uses.
+
+Terms
+    unit        something that is placed whole: a node, or nodes that must stay together
+    shared item bytes that several units need but a stage holds once: a parameter used twice, an activation that two
+                nodes save
+    in flight   microbatches whose activations a stage holds at the peak of the schedule
+
+Of a stage s with a set U of units, with w the memory weight,
+
+    memory(s) = sum of static_bytes in U + static bytes of the shared items used in U
+              + in_flight[s] * (sum of activation_bytes in U + activation bytes of the shared items used in U)
+    cost(s)   = (1 - w) * time(U) / total_time + w * memory(s) / total_memory
+
+Times and bytes are whole numbers, so sums do not depend on their order and equal stages cost exactly the same.
+
+Example: units of time (3, 1), static bytes (10, 0) and one shared item of 20 bytes used by both; w = 0.5, totals 4
+and 30. Both units on one stage cost 0.5 * 4 / 4 + 0.5 * 30 / 30 = 1; apart they cost 0.5 * 3 / 4 + 0.5 * 30 / 30 =
+0.875 and 0.5 * 1 / 4 + 0.5 * 20 / 30 = 0.458.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from smpc.errors import PartitionError
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedItem:
+    """Bytes that each stage holds once, however many of the `users` (unit indices) it runs."""
+
+    users: tuple[int, ...]
+    static_bytes: int = 0
+    activation_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """What there is to place, in execution order. `time` may be in any unit; the planner uses femtoseconds."""
+
+    time: tuple[int, ...]
+    static_bytes: tuple[int, ...]
+    activation_bytes: tuple[int, ...]
+    shared: tuple[SharedItem, ...] = ()
+
+    def __post_init__(self) -> None:
+        n = len(self.time)
+        assert len(self.static_bytes) == len(self.activation_bytes) == n, "units: columns of different length"
+        assert all(0 <= user < n for item in self.shared for user in item.users), "shared item: no such unit"
+        smallest = min((*self.time, *self.static_bytes, *self.activation_bytes), default=0)
+        assert smallest >= 0, "units: negative time or bytes"
+
+    def __len__(self) -> int:
+        return len(self.time)
+
+    def merged(self, group: Sequence[int] | IntArray, num_groups: int) -> Units:
+        """Units whose members are `group[unit]`; an item that all lies in one group becomes the group's own."""
+        labels = np.asarray(group, dtype=np.int64)
+        time, static, activation = (
+            _sum_by(labels, column, num_groups) for column in (self.time, self.static_bytes, self.activation_bytes)
+        )
+        shared: list[SharedItem] = []
+        for item in self.shared:
+            users = tuple(dict.fromkeys(int(labels[user]) for user in item.users))
+            if len(users) == 1:
+                static[users[0]] += item.static_bytes
+                activation[users[0]] += item.activation_bytes
+            elif users:
+                shared.append(SharedItem(tuple(sorted(users)), item.static_bytes, item.activation_bytes))
+        return Units(tuple(time.tolist()), tuple(static.tolist()), tuple(activation.tolist()), tuple(shared))
+
+    def subset(self, chosen: Sequence[int]) -> Units:
+        """The chosen units alone, in this order, with what they share."""
+        place = {unit: i for i, unit in enumerate(chosen)}
+        time, static, activation = (
+            tuple(column[unit] for unit in chosen) for column in (self.time, self.static_bytes, self.activation_bytes)
+        )
+        shared = []
+        for item in self.shared:
+            users = tuple(sorted(place[user] for user in item.users if user in place))
+            if users:
+                shared.append(SharedItem(users, item.static_bytes, item.activation_bytes))
+        return Units(time, static, activation, tuple(shared))
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The weights that turn time and memory into one number."""
+
+    memory_weight: float
+    total_time: int
+    total_memory: int
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.memory_weight <= 1.0:
+            raise PartitionError(f"memory_weight must lie between 0 and 1, found {self.memory_weight}")
+
+    @classmethod
+    def of(cls, units: Units, in_flight: Sequence[int], memory_weight: float) -> Scale:
+        """Totals of the whole model, every item once and activations times the mean in flight: costs sum to about 1."""
+        static = sum(units.static_bytes) + sum(item.static_bytes for item in units.shared)
+        activation = sum(units.activation_bytes) + sum(item.activation_bytes for item in units.shared)
+        mean = -(-activation * sum(in_flight) // max(1, len(in_flight)))
+        return cls(memory_weight, sum(units.time), static + mean)
+
+    def cost(self, time: IntArray, memory: IntArray) -> FloatArray:
+        """Cost of stages. Each floating point step is monotone: more time or memory never costs less."""
+        seconds = (1.0 - self.memory_weight) * (time / max(1, self.total_time))
+        size = self.memory_weight * (memory / max(1, self.total_memory))
+        total: FloatArray = seconds + size
+        return total
+
+
+def stage_loads(
+    units: Units, assignment: Sequence[int] | IntArray, num_stages: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Time, static bytes and activation bytes of one microbatch, by stage."""
+    labels = np.asarray(assignment, dtype=np.int64)
+    time, static, activation = (
+        _sum_by(labels, column, num_stages) for column in (units.time, units.static_bytes, units.activation_bytes)
+    )
+    for item in units.shared:
+        for stage in sorted({int(labels[user]) for user in item.users}):
+            static[stage] += item.static_bytes
+            activation[stage] += item.activation_bytes
+    return time, static, activation
+
+
+def stage_costs(
+    units: Units, scale: Scale, in_flight: Sequence[int], assignment: Sequence[int] | IntArray
+) -> FloatArray:
+    """Cost of each stage; `assignment[unit]` is a stage, `in_flight` has one entry for every stage."""
+    time, static, activation = stage_loads(units, assignment, len(in_flight))
+    return scale.cost(time, static + np.asarray(in_flight, dtype=np.int64) * activation)
+
+
+def _sum_by(labels: IntArray, values: Sequence[int], num_labels: int) -> IntArray:
+    sums = np.zeros(num_labels, dtype=np.int64)
+    np.add.at(sums, labels, np.asarray(values, dtype=np.int64))
+    return sums

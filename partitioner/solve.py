@@ -1,0 +1,247 @@
+"""The planner: from a trace to a plan.
+
+`solve_partition` cuts the chain of all operations exactly (`chain`), within 1% of the best bottleneck so that whole
+modules stay together. If the proven lower bound leaves more than that 1% open and the model is not a chain
+(branches), the integer program (`ilp`) looks for a better placement of coarse units, starting from the chain's.
+`plan_from_assignment` makes the plan of a given assignment.
+
+What a plan's objective says
+    bottleneck      the largest stage cost, as defined in `smpc.partitioner.problem`
+    lower_bound     no assignment of the nodes to this many stages, contiguous or not, has a smaller bottleneck
+                    (`bound`; the integer program's own bound where its units are the finest possible)
+    gap             bottleneck / lower_bound - 1
+    note            the optimum over contiguous partitions, which is exact, and any solver limit that was hit
+
+Example: two stages, 1F1B, at most two microbatches in flight on stage 0 and one on stage 1:
+
+    plan = solve_partition(trace, num_stages=2, in_flight=(2, 1))
+    plan.stages[0].modules     # ('transformer.wte', 'transformer.wpe', 'transformer.drop', 'transformer.h.0')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from smpc.errors import PartitionError
+from smpc.partitioner.bound import lower_bound
+from smpc.partitioner.chain import solve_chain
+from smpc.partitioner.clusters import Clusters, find_clusters
+from smpc.partitioner.coarsen import chain_problem, coarse_problem, node_units
+from smpc.partitioner.cost import CostModel, NodeTimes, node_times
+from smpc.partitioner.edges import Crossing, check_stages, find_crossing, stages_by_rank
+from smpc.partitioner.graph import Graph, build_graph, largest_whole_calls
+from smpc.partitioner.ilp import PlacementSolution, solve_placement
+from smpc.partitioner.memory import stage_memory
+from smpc.partitioner.plan import Objective, Plan, ScheduleSummary, SharedParameter, Stage
+from smpc.partitioner.problem import IntArray, Scale, Units, stage_costs
+from smpc.partitioner.recompute import find_recomputable
+from smpc.tracer.ir import Trace
+
+TOLERANCE = 0.01  # how much bottleneck may be given for whole modules and fewer bytes
+MAX_COARSE_UNITS = 40
+UNSCHEDULED = ScheduleSummary("unscheduled", 1, 1, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Everything about a trace that does not depend on the stage of a node."""
+
+    graph: Graph
+    clusters: Clusters
+    times: NodeTimes
+    recomputable: dict[int, tuple[int, ...]]
+    units: Units
+    cost_model: CostModel
+
+
+def analyse(trace: Trace, cost_model: CostModel) -> Analysis:
+    """Index the trace and cost its nodes."""
+    graph = build_graph(trace)
+    clusters = find_clusters(graph)
+    times = node_times(trace, cost_model)
+    recomputable = find_recomputable(graph, clusters, cost_model)
+    return Analysis(graph, clusters, times, recomputable, node_units(graph, times, cost_model), cost_model)
+
+
+def solve_partition(
+    trace: Trace,
+    *,
+    num_stages: int,
+    memory_weight: float = 0.8,
+    in_flight: Sequence[int],
+    cost_model: CostModel | None = None,
+    placement: Sequence[int] | None = None,
+    schedule: ScheduleSummary = UNSCHEDULED,
+) -> Plan:
+    """The best plan found, with proof of how good it is.
+
+    in_flight: microbatches that each stage holds at the peak of the schedule. placement: the pipeline rank of each
+    stage; stage i on rank i if None. Raises PartitionError for more stages than modules, and for settings out of
+    range.
+    """
+    _check_settings(num_stages, memory_weight, in_flight, placement)
+    analysis = analyse(trace, cost_model or CostModel())
+    num_modules = analysis.graph.num_modules()
+    if num_stages > num_modules:
+        raise PartitionError(
+            f"expected at most as many stages as modules, found {num_stages} stages and {num_modules} modules in "
+            f"{trace.model_class}: lower the pipeline parallel degree"
+        )
+    scale = Scale.of(analysis.units, in_flight, memory_weight)
+    chain = chain_problem(analysis.graph, analysis.clusters, analysis.recomputable, analysis.units, scale, in_flight)
+    solution = solve_chain(chain, num_stages, TOLERANCE)
+    stage_of = solution.assignment(analysis.graph.num_compute)
+    bound = lower_bound(analysis.graph, analysis.clusters, analysis.units, scale, in_flight)
+    objective = _objective(
+        memory_weight, solution.bottleneck, bound, "chain", f"best contiguous cut {solution.optimum:.6g}"
+    )
+    if objective.gap > TOLERANCE:
+        found, bound, stage_found = _place(analysis, scale, in_flight, stage_of, bound)
+        note = "; ".join(filter(None, (objective.note, found.note if found else "")))
+        if found is not None and found.bottleneck < solution.optimum * (1.0 - TOLERANCE):
+            objective, stage_of = _objective(memory_weight, found.bottleneck, bound, "ilp", note), stage_found
+        else:
+            objective = _objective(memory_weight, solution.bottleneck, bound, "chain", note)
+    return _plan(analysis, np.asarray(stage_of), scale, in_flight, placement, schedule, objective)
+
+
+def plan_from_assignment(
+    trace: Trace,
+    assignment: Mapping[str, int],
+    *,
+    num_stages: int,
+    memory_weight: float = 0.8,
+    in_flight: Sequence[int],
+    cost_model: CostModel | None = None,
+    placement: Sequence[int] | None = None,
+    schedule: ScheduleSummary = UNSCHEDULED,
+) -> Plan:
+    """The plan of a given assignment (node name -> stage, for every node that computes).
+
+    Raises PartitionError if it cannot run: see `smpc.partitioner.edges.check_assignment`.
+    """
+    _check_settings(num_stages, memory_weight, in_flight, placement)
+    analysis = analyse(trace, cost_model or CostModel())
+    stage_of = stages_by_rank(analysis.graph, assignment)
+    check_stages(analysis.graph, analysis.clusters, stage_of, num_stages)
+    scale = Scale.of(analysis.units, in_flight, memory_weight)
+    bottleneck = float(stage_costs(analysis.units, scale, in_flight, stage_of.tolist()).max())
+    bound = lower_bound(analysis.graph, analysis.clusters, analysis.units, scale, in_flight)
+    objective = _objective(memory_weight, bottleneck, bound, "manual", "")
+    return _plan(analysis, stage_of, scale, in_flight, placement, schedule, objective)
+
+
+def _check_settings(
+    num_stages: int, memory_weight: float, in_flight: Sequence[int], placement: Sequence[int] | None
+) -> None:
+    if num_stages < 1:
+        raise PartitionError(f"expected at least 1 stage, found {num_stages}")
+    if not 0.0 <= memory_weight <= 1.0:
+        raise PartitionError(f"expected memory_weight between 0 and 1, found {memory_weight}")
+    for name, values in (("in_flight", in_flight), ("placement", placement)):
+        if values is not None and (len(values) != num_stages or min(values) < 0):
+            raise PartitionError(
+                f"expected {name} to be {num_stages} numbers from 0 up, one for each stage, found {tuple(values)}"
+            )
+
+
+def _place(
+    analysis: Analysis, scale: Scale, in_flight: Sequence[int], stage_of: Sequence[int], bound: float
+) -> tuple[PlacementSolution | None, float, tuple[int, ...]]:
+    """Try the integer program: its solution (None: not worth trying), the best bound, stages by rank."""
+    if len(in_flight) == 1:
+        return None, bound, tuple(stage_of)
+    coarse = coarse_problem(
+        analysis.graph,
+        analysis.clusters,
+        analysis.recomputable,
+        analysis.units,
+        scale,
+        in_flight,
+        MAX_COARSE_UNITS,
+    )
+    if coarse.is_ordered or len(coarse.problem.units) < len(in_flight):
+        return None, bound, tuple(stage_of)
+    found = solve_placement(coarse.problem)
+    if coarse.is_finest:
+        bound = max(bound, found.lower_bound)
+    return found, bound, tuple(found.assignment[unit] for unit in coarse.unit_of)
+
+
+def _objective(memory_weight: float, bottleneck: float, bound: float, solver: str, note: str) -> Objective:
+    proven = min(bound, bottleneck)
+    gap = bottleneck / proven - 1.0 if proven > 0 else 0.0
+    return Objective(memory_weight, bottleneck, proven, gap, solver, note)
+
+
+def _plan(
+    analysis: Analysis,
+    stage_of: IntArray,
+    scale: Scale,
+    in_flight: Sequence[int],
+    placement: Sequence[int] | None,
+    schedule: ScheduleSummary,
+    objective: Objective,
+) -> Plan:
+    graph, num_stages = analysis.graph, len(in_flight)
+    check_stages(graph, analysis.clusters, stage_of, num_stages)
+    crossing = find_crossing(graph, analysis.recomputable, stage_of, num_stages)
+    costs = stage_costs(analysis.units, scale, in_flight, stage_of.tolist()).tolist()
+    ranks = tuple(range(num_stages)) if placement is None else tuple(placement)
+    nodes, trace = graph.trace.nodes, graph.trace
+    stages = tuple(_stage(analysis, stage_of, crossing, s, ranks[s], in_flight[s], costs[s]) for s in range(num_stages))
+    shared = tuple(
+        SharedParameter(state.name, holders)
+        for i, state in enumerate(trace.state)
+        if state.is_parameter and len(holders := tuple(s for s in range(num_stages) if i in crossing.state[s])) > 1
+    )
+    return Plan(
+        trace.model_class,
+        num_stages,
+        stages,
+        crossing.edges,
+        shared,
+        objective,
+        schedule,
+        tuple((nodes[i].name, int(s)) for i, s in zip(graph.compute.tolist(), stage_of.tolist(), strict=True)),
+        trace.fingerprint,
+    )
+
+
+def _stage(
+    analysis: Analysis,
+    stage_of: IntArray,
+    crossing: Crossing,
+    index: int,
+    rank: int,
+    num_in_flight: int,
+    cost: float,
+) -> Stage:
+    graph, trace = analysis.graph, analysis.graph.trace
+    own = graph.compute[stage_of == index].tolist()
+    again = crossing.recomputed[index]
+    state = crossing.state[index]
+    is_last = index == len(crossing.state) - 1
+    memory = stage_memory(graph, analysis.cost_model, index, sorted((*own, *again)), state, crossing.edges, is_last)
+    return Stage(
+        index=index,
+        rank=rank,
+        modules=largest_whole_calls(graph, stage_of, index),
+        parameters=tuple(trace.state[i].name for i in state if trace.state[i].is_parameter),
+        buffers=tuple(trace.state[i].name for i in state if not trace.state[i].is_parameter),
+        recomputed=tuple(trace.nodes[i].name for i in again),
+        num_parameters=memory.num_parameters,
+        parameter_bytes=memory.parameter_bytes,
+        gradient_bytes=memory.gradient_bytes,
+        optimizer_bytes=memory.optimizer_bytes,
+        activation_bytes_per_microbatch=memory.activation_bytes,
+        num_in_flight=num_in_flight,
+        peak_memory_bytes=memory.peak_bytes(num_in_flight),
+        forward_flops=sum(trace.nodes[i].flops for i in (*own, *again)),
+        forward_time=float(analysis.times.forward[[*own, *again]].sum()),
+        backward_time=float(analysis.times.backward[[*own, *again]].sum()),
+        cost=cost,
+    )
