@@ -1,0 +1,43 @@
+"""What a rank holds for one stage and one microbatch, from the first value received until the last gradient is sent.
+
+    inputs     values in the order of StageCode.inputs; put there by RECV and MOVE, taken by F
+    leaves     F leaves here those inputs that want a gradient; B reads their .grad
+    outputs    values in the order of StageCode.outputs that SEND and MOVE still have to take
+    edges      by output: where in the autograd graph its gradient enters. Not the tensor itself: if nothing
+               saved it for backward, its memory is free as soon as it has been sent
+    roots      what B starts from: (edge, gradient), in the order in which the gradients arrived
+    grads      gradients of the inputs that SEND_GRAD and MOVE_GRAD still have to take
+
+An input that the stage passes on is one tensor, both input and output: its edge is the leaf itself, so
+autograd adds the gradient that comes from further down first and the stage's own contributions after it, as
+in an unsplit run.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+Root: TypeAlias = tuple[Tensor | GradientEdge, Tensor | None]
+
+
+class Frame:
+    """State of one (stage, microbatch); empty before and after its part of a step."""
+
+    __slots__ = ("edges", "grads", "inputs", "leaves", "outputs", "roots")
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        self.inputs: list[Tensor | None] = [None] * num_inputs
+        self.leaves: list[Tensor | None] = [None] * num_inputs
+        self.grads: list[Tensor | None] = [None] * num_inputs
+        self.outputs: list[Tensor | None] = [None] * num_outputs
+        self.edges: list[Tensor | GradientEdge | None] = [None] * num_outputs
+        self.roots: list[Root] = []
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        for slots in (self.inputs, self.leaves, self.grads, self.outputs, self.edges):
+            slots[:] = [None] * len(slots)
+        self.roots = []

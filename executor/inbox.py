@@ -1,0 +1,118 @@
+"""Receives posted ahead: what one peer will send in a step, in order.
+
+Terms
+    delivery    everything that one instruction of the peer sends here: the values of an edge, or gradients
+    presence    which gradients of a channel exist. Whether a value gets a gradient at all depends on the
+                user's loss, so the first delivery of gradients of a channel in a step begins with a mask, one
+                byte for each gradient: 1 if it follows. The later deliveries of the step hold the same
+                gradients. Example: mask 1 0, g0(m0), g0(m1), g0(m2)
+
+The receives of the next `window` deliveries are posted before they are needed, so a transport can fill them
+meanwhile. Past a mask that has not arrived nothing can be posted, as nobody knows yet what follows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from smpc.executor.transport import Receipt, Transport, WireFormat
+
+
+class Presence:
+    """Which gradients of one channel exist in this step; unknown (None) until its first delivery."""
+
+    __slots__ = ("mask",)
+
+    def __init__(self) -> None:
+        self.mask: list[bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What one instruction receives. `presence` is None for values; `is_first`: a mask comes before the gradients."""
+
+    forms: tuple[WireFormat, ...]
+    presence: Presence | None = None
+    is_first: bool = False
+
+    @property
+    def mask_form(self) -> WireFormat:
+        """The format of the mask."""
+        return mask_form(len(self.forms))
+
+
+def mask_form(num_gradients: int) -> WireFormat:
+    """The format of a mask."""
+    return WireFormat("gradient mask", (num_gradients,), torch.uint8, (1,), None, False, num_gradients == 0)
+
+
+class Inbox:
+    """The deliveries of one peer."""
+
+    def __init__(self, transport: Transport, peer: int, window: int) -> None:
+        self._transport = transport
+        self._peer = peer
+        self._window = window
+        self._deliveries: list[Delivery] = []
+        self._posted: deque[list[Receipt | None]] = deque()
+        self._num_taken = 0
+        self._waits_for_mask = False  # the last one posted is a mask
+
+    def expect(self, delivery: Delivery) -> None:
+        """Add a delivery to the end of every step; when the programs are bound."""
+        self._deliveries.append(delivery)
+
+    def start(self) -> None:
+        """Begin a step: post the first receives."""
+        self._posted.clear()
+        self._num_taken = 0
+        self._waits_for_mask = False
+        self._post()
+
+    def clear(self) -> None:
+        """Forget what is posted, after a failure."""
+        self._posted.clear()
+
+    def _post(self) -> None:
+        last = min(self._num_taken + self._window, len(self._deliveries))
+        for index in range(self._num_taken + len(self._posted), last):
+            if self._waits_for_mask:
+                return
+            delivery = self._deliveries[index]
+            if delivery.is_first:
+                self._posted.append([self._transport.receive(self._peer, delivery.mask_form)])
+                self._waits_for_mask = True
+            else:
+                self._posted.append(self._receive(delivery))
+
+    def _receive(self, delivery: Delivery) -> list[Receipt | None]:
+        receive, peer = self._transport.receive, self._peer
+        if delivery.presence is None:
+            return [receive(peer, form) for form in delivery.forms]
+        assert delivery.presence.mask is not None, "gradients posted before their mask"
+        present: Sequence[bool] = delivery.presence.mask
+        return [receive(peer, form) if here else None for form, here in zip(delivery.forms, present, strict=True)]
+
+    def ready(self) -> bool:
+        """Whether `take` would return at once (loopback: the sender puts a whole delivery into the queue at a time)."""
+        return all(receipt is None or receipt.ready() for receipt in self._posted[0])
+
+    def take(self) -> list[Tensor | None]:
+        """Wait for the next delivery; None where a gradient does not exist."""
+        delivery = self._deliveries[self._num_taken]
+        if delivery.is_first:
+            (mask,) = self._posted[0]
+            assert mask is not None
+            assert delivery.presence is not None
+            delivery.presence.mask = [byte != 0 for byte in mask.wait().tolist()]
+            self._posted[0] = self._receive(delivery)
+            self._waits_for_mask = False
+        receipts = self._posted.popleft()
+        self._num_taken += 1
+        self._post()
+        return [None if receipt is None else receipt.wait() for receipt in receipts]
