@@ -2,7 +2,9 @@
 
     SmpcError
     |-- ConfigError (ValueError)            a setting, a command-line argument or a config file is wrong
-    |   `-- ConfigTypeError (TypeError)     ... because it has the wrong type
+    |   |-- ConfigTypeError (TypeError)     ... because it has the wrong type
+    |   `-- ConfigUnsupportedError (NotImplementedError)    ... because this version cannot do it yet
+    |-- UsageError (ValueError)             a function is called too early or with wrong arguments
     |-- StepError (ValueError)              the arguments or the body of a step function are wrong
     |-- TraceError                          the model cannot be recorded
     |-- PartitionError (ValueError)         no plan exists, or the plan asked for is impossible
@@ -29,6 +31,14 @@ class ConfigError(SmpcError, ValueError):
 
 class ConfigTypeError(ConfigError, TypeError):
     """A setting has the wrong type."""
+
+
+class ConfigUnsupportedError(ConfigError, NotImplementedError):
+    """A setting is valid, but asks for something that this version cannot do."""
+
+
+class UsageError(SmpcError, ValueError):
+    """A function of the programming interface is called too early, or with arguments that cannot be."""
 
 
 class StepError(SmpcError, ValueError):

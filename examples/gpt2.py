@@ -1,0 +1,38 @@
+"""A GPT-2 of 10 million parameters over bytes, from a Hugging Face configuration with random weights.
+
+    smpc compile examples/gpt2.py:build -p 2 -m 8
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+SEQUENCE_LENGTH = 128
+BATCH_SIZE = 16
+
+
+def make_model(seed: int = 0) -> GPT2LMHeadModel:
+    """The model; the same seed gives the same weights on every rank."""
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        vocab_size=256,
+        n_positions=SEQUENCE_LENGTH,
+        n_embd=320,
+        n_layer=8,
+        n_head=5,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config).train()
+
+
+def build() -> tuple[GPT2LMHeadModel, dict[str, torch.Tensor]]:
+    """A model and one batch of sample inputs, as `smpc compile` wants them."""
+    ids = torch.zeros(BATCH_SIZE, SEQUENCE_LENGTH, dtype=torch.int64)
+    return make_model(), {"input_ids": ids, "labels": ids}

@@ -1,0 +1,50 @@
+"""The functions and classes that `import smpc` gives.
+
+    plan = smpc.partition(model, sample_inputs, pipeline_parallel_degree=4, microbatches=8)
+    print(plan.to_json())
+
+needs no process group and allocates nothing: a model on the meta device will do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from smpc.compile import Compilation, PipelineOptions, compile_model
+from smpc.partitioner.plan import Plan
+from smpc.runtime import LoopbackRuntime, Runtime
+
+
+def partition(
+    model: nn.Module,
+    sample_inputs: Any,
+    *,
+    pipeline_parallel_degree: int,
+    microbatches: int = 1,
+    pipeline: str = "interleaved",
+    memory_weight: float = 0.8,
+    active_microbatches: int | None = None,
+) -> Plan:
+    """The plan for a model: stages, what crosses between them, predicted memory and time.
+
+    `sample_inputs` are one whole batch: a tensor, a tuple of arguments, a dict of keyword arguments, or a (tuple, dict) pair of both;
+    `microbatches` must divide its size along axis 0. The other arguments are those of SMP's configuration: `pipeline` is
+    "interleaved" or "simple", `memory_weight` in [0, 1] weighs balanced memory against balanced time, `active_microbatches` limits
+    how many microbatches are in execution at a time (default: stages + 2).
+
+    Raises ConfigError, TraceError or PartitionError; each says what was expected and what to do.
+    """
+    return compile_model(
+        model,
+        sample_inputs,
+        pipeline_parallel_degree=pipeline_parallel_degree,
+        microbatches=microbatches,
+        pipeline=pipeline,
+        memory_weight=memory_weight,
+        active_microbatches=active_microbatches,
+    ).plan
+
+
+__all__ = ["Compilation", "LoopbackRuntime", "Plan", "PipelineOptions", "Runtime", "compile_model", "partition"]

@@ -1,0 +1,5 @@
+"""The command line: `smpc compile`, `smpc run`, `smpc env`."""
+
+from smpc.cli.app import main
+
+__all__ = ["main"]

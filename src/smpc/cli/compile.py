@@ -1,0 +1,166 @@
+"""`smpc compile`: plan a model, print the report, write the programs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from smpc.cli.inputs import parse_inputs
+from smpc.cli.targets import load_target
+from smpc.config import Config
+from smpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from smpc.compile import Compilation
+
+_RANK_FILE = re.compile(r"rank_\d+\.py")
+
+
+def compile_command(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="module:factory or file.py:factory, which returns (model, sample_inputs) or a model; "
+            "or a Hugging Face config.json.",
+            show_default=False,
+        ),
+    ],
+    pipeline_parallel_degree: Annotated[
+        int | None, typer.Option("-p", "--pipeline-parallel-degree", metavar="P", help="Ranks to split the model over.")
+    ] = None,
+    tensor_parallel_degree: Annotated[
+        int | None, typer.Option("-t", "--tensor-parallel-degree", metavar="T", help="Only 1 for now.")
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option("-m", "--microbatches", metavar="M", help="Microbatches that the batch is split into.")
+    ] = None,
+    pipeline: Annotated[str | None, typer.Option(help="Schedule: interleaved or simple.")] = None,
+    memory_weight: Annotated[
+        float | None, typer.Option(metavar="W", help="0: balance computation alone; 1: memory alone.")
+    ] = None,
+    active_microbatches: Annotated[
+        int | None, typer.Option(metavar="A", help="Most microbatches in execution at a time.")
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Settings, .json or .toml; options given here win over it.")
+    ] = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input", metavar="NAME=DTYPE[d0,d1]", help="A sample input by shape, the whole batch. Repeatable."
+        ),
+    ] = None,
+    json_only: Annotated[bool, typer.Option("--json", help="Print the plan as JSON and nothing else.")] = False,
+    out: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Write plan.json, rank_<r>.py and schedule.txt there.")
+    ] = None,
+) -> None:
+    """Split a model into pipeline stages and report what each will cost.
+
+    Nothing is trained, and no process group is needed. The same input gives the same plan, byte for byte.
+    """
+    flags = {
+        "pipeline_parallel_degree": pipeline_parallel_degree,
+        "microbatches": microbatches,
+        "pipeline": pipeline,
+        "memory_weight": memory_weight,
+        "active_microbatches": active_microbatches,
+    }
+    settings = _settings(
+        config, {name: value for name, value in flags.items() if value is not None}, tensor_parallel_degree
+    )
+    specs = parse_inputs(inputs or [])
+    folder = None if out is None else _writable_folder(out)
+    # Before the logger is silenced: torch sets the levels of its loggers when it is imported.
+    from smpc.compile import compile_model
+
+    # stdout is for the result alone; whatever the user's code prints goes to stderr.
+    with contextlib.redirect_stdout(sys.stderr), _silenced("torch._subclasses.fake_tensor"):
+        model, sample_inputs = load_target(target, specs)
+        compilation = compile_model(
+            model,
+            sample_inputs,
+            pipeline_parallel_degree=settings.pipeline_parallel_degree,
+            microbatches=settings.microbatches,
+            pipeline=settings.pipeline,
+            memory_weight=settings.memory_weight,
+            active_microbatches=settings.active_microbatches,
+        )
+    if folder is not None:
+        _write(compilation, folder)
+    if json_only:
+        sys.stdout.write(compilation.plan.to_json())
+    else:
+        from smpc.report import print_report
+
+        print_report(compilation.plan, compilation.timeline())
+
+
+@contextlib.contextmanager
+def _silenced(name: str) -> Iterator[None]:
+    """torch logs the traceback of an operation that cannot run on these shapes; the error raised says it in a line."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _settings(path: str | None, flags: dict[str, Any], tensor_parallel_degree: int | None) -> Config:
+    """The settings of the file, if any, overridden by the options given; warnings go to stderr, a line each."""
+    if tensor_parallel_degree not in (None, 1):
+        raise ConfigError(
+            f"-t/--tensor-parallel-degree: {tensor_parallel_degree} is not implemented yet; leave it at 1"
+        )
+    if path is None and "pipeline_parallel_degree" not in flags:
+        raise ConfigError(
+            "-p/--pipeline-parallel-degree: required, the number of ranks to split the model over; try -p 2"
+        )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if path is None:
+            settings = Config.parse(flags, origin="command line")
+        else:
+            settings = Config.from_file(path, overrides=flags)
+    for line in [line for warning in caught for line in str(warning.message).splitlines()]:
+        print(f"smpc: warning: {line}", file=sys.stderr)
+    return settings
+
+
+def _writable_folder(out: str) -> Path:
+    """The folder, checked before the model is compiled as far as it can be without creating it."""
+    folder = Path(out)
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"--out {out!r}: {str(existing)!r} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out {out!r}: {str(existing)!r} is not writable")
+    return folder
+
+
+def _write(compilation: Compilation, folder: Path) -> None:
+    """plan.json, schedule.txt and a program for every rank; programs left from an earlier, larger plan are removed."""
+    files = {f"rank_{rank}.py": compilation.rank_source(rank) for rank in range(len(compilation.programs))}
+    files["schedule.txt"] = compilation.schedule_text()
+    files["plan.json"] = compilation.plan.to_json()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / "plan.json").exists():  # a folder that this command wrote
+            for stale in sorted(folder.iterdir()):
+                if _RANK_FILE.fullmatch(stale.name) and stale.name not in files:
+                    stale.unlink()
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {str(folder)!r}: cannot write {error.filename!r}: {error.strerror}") from error

@@ -1,0 +1,247 @@
+"""From a model to the programs of every rank: trace, plan, split, schedule, lower, prove.
+
+    compilation = compile_model(model, sample_inputs, pipeline_parallel_degree=2, microbatches=4)
+    print(compilation.plan.to_json())
+    print(compilation.rank_source(1))
+
+Sample inputs are one whole batch: a tensor, a tuple or list of positional arguments, a dict of keyword arguments, or a (tuple, dict)
+pair of both. Every tensor of at least one dimension is split along axis 0 into microbatches. Only shapes and dtypes count, so tensors
+on the meta device will do, and so will a model on the meta device: nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from smpc.codegen.emit import describe_channel, emit_rank
+from smpc.codegen.lower import lower
+from smpc.codegen.program import Channel, Instruction, RankProgram, StageCode
+from smpc.codegen.schedule import evaluation, in_flight, scheduler
+from smpc.codegen.simulate import Costs, Link, Timeline, simulate, timeline_text
+from smpc.codegen.split import split
+from smpc.codegen.verify import verify_programs
+from smpc.errors import ConfigError
+from smpc.partitioner.cost import CostModel
+from smpc.partitioner.follow import follow
+from smpc.partitioner.plan import Plan, ScheduleSummary
+from smpc.partitioner.solve import plan_from_assignment, solve_partition
+from smpc.tracer.ir import Trace
+from smpc.tracer.record import record
+from smpc.tracer.structure import flatten
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOptions:
+    """How to cut and schedule a model; `smpc.config.Config` gives the same keys the same meaning."""
+
+    pipeline_parallel_degree: int = 1
+    microbatches: int = 1
+    pipeline: str = "interleaved"
+    memory_weight: float = 0.8
+    active_microbatches: int | None = None
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name}: expected at least 1, found {value}"
+            for name in ("pipeline_parallel_degree", "microbatches", "active_microbatches")
+            if (value := getattr(self, name)) is not None and value < 1
+        ]
+        if not 0.0 <= self.memory_weight <= 1.0:
+            wrong.append(f"memory_weight: expected a number from 0 to 1, found {self.memory_weight}")
+        if wrong:
+            raise ConfigError("\n".join(wrong))
+        scheduler(self.pipeline)
+
+    @property
+    def active(self) -> int:
+        """Microbatches in execution at a time: `active_microbatches`, by default stages + 2, at most all."""
+        return min(self.active_microbatches or self.pipeline_parallel_degree + 2, self.microbatches)
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """A model compiled for one signature of its inputs. `evaluation_programs` run forwards only."""
+
+    trace: Trace
+    plan: Plan
+    channels: tuple[Channel, ...]
+    programs: tuple[RankProgram, ...]
+    evaluation_programs: tuple[RankProgram, ...]
+
+    def rank_source(self, rank: int) -> str:
+        """The program of a pipeline rank as readable Python."""
+        return emit_rank(self.programs[rank])
+
+    def timeline(self) -> Timeline:
+        """The predicted timeline of one training step."""
+        return _simulate(self.plan, self.channels)
+
+    def schedule_text(self) -> str:
+        """The edges, every rank's instructions, and a drawing of the predicted timeline."""
+        lines = [f"{self.plan.schedule.name} schedule, {self.plan.schedule.num_microbatches} microbatches", ""]
+        lines += [describe_channel(channel) for channel in self.channels]
+        lines += ["", timeline_text(self.timeline())]
+        for program in self.programs:
+            lines += ["", f"rank {program.rank}", *(f"  {instruction}" for instruction in program.instructions)]
+        return "\n".join(lines) + "\n"
+
+
+def compile_model(
+    model: nn.Module,
+    sample_inputs: Any,
+    *,
+    pipeline_parallel_degree: int,
+    microbatches: int = 1,
+    pipeline: str = "interleaved",
+    memory_weight: float = 0.8,
+    active_microbatches: int | None = None,
+) -> Compilation:
+    """Compiles a model for a batch like `sample_inputs` (see the module docstring for its forms).
+
+    Raises ConfigError for settings out of bounds or a batch that `microbatches` does not divide, TraceError for a model that
+    cannot be recorded, PartitionError when there are more stages than modules.
+    """
+    options = PipelineOptions(pipeline_parallel_degree, microbatches, pipeline, memory_weight, active_microbatches)
+    args, kwargs = first_microbatch(as_inputs(sample_inputs), microbatches)
+    trace = record(model, args, kwargs)
+    return compile_trace(trace, options)
+
+
+def compile_trace(trace: Trace, options: PipelineOptions, like: Compilation | None = None) -> Compilation:
+    """Compiles a trace of one microbatch. With `like`, every module stays on the stage that it has there."""
+    return compile_plan(trace, make_plan(trace, options, like), options)
+
+
+def make_plan(trace: Trace, options: PipelineOptions, like: Compilation | None = None) -> Plan:
+    """The plan of a trace; its schedule is simulated with the predicted times of the stages."""
+    degree = options.pipeline_parallel_degree
+    held = in_flight(options.pipeline, degree, options.microbatches, options.active)
+    summary = ScheduleSummary(options.pipeline, options.microbatches, options.active, 0.0, 0.0)
+    if like is None:
+        plan = solve_partition(
+            trace, num_stages=degree, memory_weight=options.memory_weight, in_flight=held, schedule=summary
+        )
+    else:
+        plan = plan_from_assignment(
+            trace,
+            follow(trace, like.trace, like.plan),
+            num_stages=degree,
+            memory_weight=options.memory_weight,
+            in_flight=held,
+            schedule=summary,
+        )
+    timeline = _simulate(plan, split(trace, plan)[1])
+    summary = dataclasses.replace(summary, bubble_fraction=timeline.bubble_fraction, step_time=timeline.makespan)
+    return dataclasses.replace(plan, schedule=summary)
+
+
+def compile_plan(trace: Trace, plan: Plan, options: PipelineOptions) -> Compilation:
+    """The verified programs of a plan."""
+    codes, channels = split(trace, plan)
+    placement = tuple(stage.rank for stage in plan.stages)
+    num_ranks = max(placement) + 1
+    shared = tuple(
+        (item.name, tuple(dict.fromkeys(placement[stage] for stage in item.stages))) for item in plan.shared_parameters
+    )
+    degree = options.pipeline_parallel_degree
+    training = scheduler(options.pipeline)(degree, placement, options.microbatches, options.active)
+    forward_only = evaluation(degree, placement, options.microbatches)
+    built = []
+    for schedule, has_backward in ((training, True), (forward_only, False)):
+        instructions = lower(schedule, channels, num_ranks=num_ranks, shared_parameters=shared)
+        programs = _programs(plan, codes, channels, instructions, shared, has_backward)
+        held = [stage.num_in_flight for stage in plan.stages] if has_backward else None
+        verify_programs(programs, max_in_flight=held)
+        built.append(programs)
+    return Compilation(trace, plan, channels, *built)
+
+
+def _programs(
+    plan: Plan,
+    codes: Sequence[StageCode],
+    channels: tuple[Channel, ...],
+    instructions: Sequence[tuple[Instruction, ...]],
+    shared: tuple[tuple[str, tuple[int, ...]], ...],
+    has_backward: bool,
+) -> tuple[RankProgram, ...]:
+    placement = [stage.rank for stage in plan.stages]
+    return tuple(
+        RankProgram(
+            rank,
+            len(instructions),
+            plan.schedule.num_microbatches,
+            has_backward,
+            tuple(own),
+            channels,
+            tuple(code for code in codes if placement[code.index] == rank),
+            shared,
+            plan.schedule.name if has_backward else "evaluation",
+            plan.fingerprint,
+        )
+        for rank, own in enumerate(instructions)
+    )
+
+
+def _simulate(plan: Plan, channels: tuple[Channel, ...]) -> Timeline:
+    """One training step with the predicted times of the stages and of the messages between them."""
+    summary = plan.schedule
+    placement = [stage.rank for stage in plan.stages]
+    schedule = scheduler(summary.name)(
+        len(placement), placement, summary.num_microbatches, summary.active_microbatches
+    )
+    model = CostModel()
+    costs = Costs(
+        tuple(stage.forward_time for stage in plan.stages),
+        tuple(stage.backward_time for stage in plan.stages),
+        model.link_latency,
+        model.link_bandwidth,
+    )
+    return simulate(schedule, [Link.of(channel) for channel in channels], costs)
+
+
+def as_inputs(sample_inputs: Any) -> Inputs:
+    """Sample inputs in one of their forms as (args, kwargs)."""
+    if isinstance(sample_inputs, torch.Tensor):
+        return (sample_inputs,), {}
+    if isinstance(sample_inputs, Mapping):
+        return (), dict(sample_inputs)
+    if isinstance(sample_inputs, (tuple, list)):
+        if len(sample_inputs) == 2 and isinstance(sample_inputs[0], (tuple, list)) and isinstance(sample_inputs[1], dict):
+            return tuple(sample_inputs[0]), dict(sample_inputs[1])
+        return tuple(sample_inputs), {}
+    raise ConfigError(
+        "sample inputs: expected a tensor, a tuple or list of arguments, a dict of keyword arguments or a (tuple, dict) "
+        f"pair, found {type(sample_inputs).__name__}"
+    )
+
+
+def first_microbatch(inputs: Inputs, microbatches: int) -> Inputs:
+    """The first of `microbatches` equal parts along axis 0 of every tensor that has an axis.
+
+    Raises ConfigError, naming every input whose size the number of microbatches does not divide.
+    """
+    leaves, structure = flatten(inputs)
+    parts, wrong = [], []
+    for leaf, path in zip(leaves, structure.paths(), strict=True):
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+            parts.append(leaf)
+            continue
+        size, rest = divmod(leaf.shape[0], microbatches)
+        if rest or not size:
+            where = path.removeprefix("[1]") if path.startswith("[1]") else f"args{path[3:]}"
+            wrong.append(
+                f"input {where}: batch size {leaf.shape[0]} (axis 0) is not divisible by microbatches = {microbatches}"
+            )
+        parts.append(leaf.narrow(0, 0, size))
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    args, kwargs = structure.unflatten(parts)
+    return args, kwargs

@@ -1,0 +1,462 @@
+"""The configuration: every parameter with its meaning, type, default, bounds and options.
+
+Terms
+    key      the name of a parameter, as a user writes it; a field of `Config`
+    source   a mapping that sets keys. Later sources override earlier ones: a file or dict given by the user,
+             then `overrides` (command-line options), then the JSON object in the environment variable
+             SM_HP_MP_PARAMETERS
+
+A source is the flat dict of parameters, or the nested form of a SageMaker estimator:
+`{"smdistributed": {"modelparallel": {"enabled": true, "parameters": {...}}}, "mpi": {...}}`.
+
+    >>> config = Config.parse({"partitions": 2, "microbatches": 4, "ddp": True})
+    >>> config.pipeline_parallel_degree, config.active_microbatches, config.memory_weight
+    (2, 4, 0.8)
+
+All violations of one configuration are reported together, one line each: `ConfigTypeError` if a type is among
+them, else `ConfigError`. A valid setting whose feature does not exist yet raises `ConfigUnsupportedError` (a
+NotImplementedError); one that has no effect here, by nature, is accepted with a warning that says why.
+Nothing is read from the environment unless it is passed in.
+
+The keys, their defaults and their rules are those of the public configuration reference of SMP v1
+(smdistributed-modelparallel).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError
+
+ENVIRONMENT_VARIABLE = "SM_HP_MP_PARAMETERS"
+PLACEMENT_STRATEGIES = ("cluster", "spread", "PDT", "PTD", "DPT", "DTP", "TPD", "TDP")
+_ALIASES = {"partitions": "pipeline_parallel_degree"}
+_KINDS: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What is known about a parameter beside its name, type and default.
+
+    `unsupported` says what to do instead of a value other than the default; `no_effect` says why such a value
+    changes nothing. `derived` is the text of a default that is no constant of the key's type; None is then
+    accepted and means that default.
+    """
+
+    meaning: str
+    minimum: float | None = None
+    maximum: float | None = None
+    options: tuple[str, ...] = ()
+    unsupported: str = ""
+    no_effect: str = ""
+    derived: str = ""
+
+
+def _key(default: Any, meaning: str, **rules: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"key": Key(meaning, **rules)})
+
+
+_NO_HALF = "train in float32: leave it out"
+_NO_SHARDING = "every rank keeps whole parameters, gradients and optimizer state: leave it out"
+_NO_TENSOR_PARALLELISM = "use pipeline and data parallelism: leave it at 1"
+_TENSOR_PARALLEL_ONLY = "it concerns tensor parallelism alone, and tensor_parallel_degree is 1"
+_ONE_PLAN = "a plan depends on the model and the configuration alone, so the same run gets the same partition again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """One checked, immutable configuration. Build it with `Config.parse` or `Config.from_file`.
+
+    The constructor takes the same keys and checks them the same way; None stands for a derived default.
+    Every field is the resolved value: `memory_weight` and `active_microbatches` are always numbers.
+    """
+
+    pipeline_parallel_degree: int = dataclasses.field(
+        metadata={"key": Key("Number of pipeline ranks that the model is split over; `partitions` is an alias", 1)}
+    )
+    microbatches: int = _key(1, "Microbatches that a batch is split into; it must divide the batch size", minimum=1)
+    pipeline: str = _key("interleaved", "The pipeline schedule", options=("interleaved", "simple"))
+    optimize: str = _key(
+        "memory",
+        "What to save: `speed` duplicates activations over tensor-parallel ranks, `memory` communicates more",
+        options=("memory", "speed"),
+    )
+    placement_strategy: str = _key(
+        "cluster",
+        "How D (reduced data), P (pipeline) and T (tensor parallelism) map to ranks, the right-most letter "
+        "varying fastest; `cluster` is DPT, `spread` is TPD",
+        options=PLACEMENT_STRATEGIES,
+    )
+    auto_partition: bool = _key(
+        True,
+        "Whether the partitioner chooses the cut",
+        unsupported="manual partitioning with smp.partition does not exist yet: leave it true",
+    )
+    default_partition: int = _key(
+        None, "Partition of the modules that no smp.partition context places", minimum=0, derived="0"
+    )
+    contiguous: bool = _key(
+        True,
+        "Whether each partition is a connected part of the graph (TensorFlow)",
+        no_effect="it is a parameter for TensorFlow; pipeline stages follow the order of execution",
+    )
+    horovod: bool = _key(
+        False,
+        "Whether Horovod does the data parallelism (TensorFlow)",
+        unsupported="Horovod is for TensorFlow: use ddp: true",
+    )
+    memory_weight: float = _key(
+        None,
+        "Weight of balancing memory, against balancing computation, when the model is cut",
+        minimum=0.0,
+        maximum=1.0,
+        derived="0.2 if optimize is speed, else 0.8",
+    )
+    ddp: bool = _key(False, "Whether there are data-parallel replicas; required when there is more than one")
+    active_microbatches: int = _key(
+        None,
+        "Most microbatches in execution at a time; never more than `microbatches`",
+        minimum=1,
+        derived="pipeline_parallel_degree + 2",
+    )
+    deterministic_server: bool = _key(
+        False,
+        "Whether all data-parallel ranks execute in the same order",
+        no_effect="programs fix the order of execution when they are compiled, so it is always the same",
+    )
+    offload_activations: bool = _key(
+        False,
+        "Whether activations of checkpointed modules wait for their backward pass in CPU memory",
+        unsupported="lower active_microbatches to save memory, and leave it out",
+    )
+    activation_loading_horizon: int = _key(
+        4,
+        "How many pipeline tasks ahead an offloaded activation is loaded back",
+        minimum=1,
+        no_effect="it concerns offload_activations alone, which is off",
+    )
+    tensor_parallel_degree: int = _key(
+        1,
+        "Number of ranks that a tensor-parallel module is split over",
+        minimum=1,
+        unsupported=_NO_TENSOR_PARALLELISM,
+    )
+    tensor_parallel_seed: int = _key(
+        0,
+        "Seed for the initialisation of tensor-parallel modules",
+        minimum=0,
+        no_effect=_TENSOR_PARALLEL_ONLY,
+    )
+    prescaled_batch: bool = _key(
+        False,
+        "Whether the ranks of a tensor-parallel group get the same batch (true of a group of one anyway)",
+    )
+    fp16: bool = _key(False, "Train in float16 with loss scaling", unsupported=_NO_HALF)
+    bf16: bool = _key(False, "Train in bfloat16", unsupported=_NO_HALF)
+    fp16_params: bool = _key(False, "Create the parameters of distributed modules in float16", unsupported=_NO_HALF)
+    shard_optimizer_state: bool = _key(
+        False, "Split the optimizer state over the data-parallel ranks", unsupported=_NO_SHARDING
+    )
+    sharded_data_parallel_degree: int = _key(
+        1,
+        "Number of ranks that parameters and optimizer state are split over",
+        minimum=1,
+        unsupported=_NO_SHARDING,
+    )
+    sdp_reduce_bucket_size: int = _key(
+        500_000_000,
+        "Elements in a gradient bucket of sharded data parallelism",
+        minimum=1,
+        unsupported=_NO_SHARDING,
+    )
+    sdp_param_persistence_threshold: int = _key(
+        1_000_000, "Parameters of fewer elements are not sharded", minimum=0, unsupported=_NO_SHARDING
+    )
+    sdp_max_live_parameters: int = _key(
+        1_000_000_000, "Most elements of gathered parameters at a time", minimum=1, unsupported=_NO_SHARDING
+    )
+    sdp_hierarchical_allgather: bool = _key(
+        True, "Gather sharded parameters between hosts first, then inside them", unsupported=_NO_SHARDING
+    )
+    sdp_gradient_clipping: float = _key(
+        1.0,
+        "Norm that gradients are clipped to under sharded data parallelism",
+        minimum=0.0,
+        unsupported=_NO_SHARDING,
+    )
+    skip_tracing: bool = _key(
+        False,
+        "Do not record the model before it is cut",
+        unsupported="recording allocates no parameters and programs are made from it: leave it false",
+    )
+    delayed_parameter_initialization: bool = _key(
+        False,
+        "Create parameters after the model is cut, on the rank that owns them",
+        unsupported="create the whole model in CPU memory, and leave it out",
+    )
+    checkpoint_attentions: bool = _key(
+        False,
+        "Recompute attention in the backward pass",
+        unsupported="use torch.utils.checkpoint inside the model, and leave it out",
+    )
+    load_partition: bool = _key(False, "Load the partition from `partition_file`", no_effect=_ONE_PLAN)
+    partition_file: str = _key(None, "File that holds a partition", derived="no file", no_effect=_ONE_PLAN)
+    ddp_port: int = _key(
+        0,
+        "Port of a separate rendezvous for data parallelism; 0 for none",
+        minimum=0,
+        maximum=65535,
+        no_effect="all groups are made from the launcher's one rendezvous (MASTER_PORT)",
+    )
+    ddp_dist_backend: str = _key(
+        "auto",
+        "torch.distributed backend that smp.init starts; `auto` is nccl where there is a GPU, else gloo",
+        options=("auto", "nccl", "gloo"),
+    )
+    static_mode: bool = _key(
+        False,
+        "Record the schedule of the first step and reuse it",
+        no_effect="the schedule is always fixed when programs are compiled",
+    )
+    fast_mode: bool = _key(
+        False,
+        "Send values directly between the ranks that use them",
+        no_effect="values always travel directly between the stages that use them",
+    )
+    _match_weights: bool = _key(
+        False, "Give distributed modules the weights of the originals", no_effect=_TENSOR_PARALLEL_ONLY
+    )
+    _fp32_grad_accumulation: bool = _key(
+        False, "Accumulate gradients of half-precision parameters in float32", unsupported=_NO_HALF
+    )
+
+    def __post_init__(self) -> None:
+        """Check every rule, then replace None by the default that it stands for."""
+        values = {name: getattr(self, name) for name in KEYS}
+        given = {name: value for name, value in values.items() if value is not None}
+        _Report().check(given).raise_if_any()
+        degree = self.pipeline_parallel_degree
+        derived = {
+            "default_partition": given.get("default_partition", 0),
+            "memory_weight": float(given.get("memory_weight", 0.2 if self.optimize == "speed" else 0.8)),
+            "active_microbatches": min(given.get("active_microbatches", degree + 2), self.microbatches),
+            "partition_file": given.get("partition_file", ""),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def parse(
+        cls,
+        parameters: Mapping[str, Any],
+        *,
+        overrides: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] | None = None,
+        origin: str = "config",
+        warn: bool = True,
+    ) -> Config:
+        """Build a configuration from its sources.
+
+        `parameters`: the user's dict, flat or nested. `overrides`: keys that win over it. `environ`: an
+        environment (os.environ) whose SM_HP_MP_PARAMETERS wins over both; None reads no environment.
+        `origin`: what messages call `parameters`. `warn`: whether to warn of settings without effect here.
+        Raises ConfigError, ConfigTypeError or ConfigUnsupportedError, each listing everything that is wrong.
+        """
+        report = _Report()
+        report.add_source(origin, parameters)
+        report.add_source("overrides", overrides or {})
+        text = (environ or {}).get(ENVIRONMENT_VARIABLE, "")
+        if text.strip():
+            report.add_source(ENVIRONMENT_VARIABLE, parse_json(text, ENVIRONMENT_VARIABLE))
+        report.check(report.values).raise_if_any()
+        config = cls(**report.values)
+        ignored = [
+            f"{name}: {value!r} has no effect here: {KEYS[name].no_effect}"
+            for name, value in report.values.items()
+            if KEYS[name].no_effect and value != _FIELDS[name].default
+        ]
+        if warn and ignored:
+            warnings.warn("\n".join(ignored), UserWarning, stacklevel=2)
+        return config
+
+    @classmethod
+    def from_file(
+        cls,
+        path: str | Path,
+        *,
+        overrides: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] | None = None,
+        warn: bool = True,
+    ) -> Config:
+        """Build a configuration from a `.json` or `.toml` file; all else is as in `parse`."""
+        return cls.parse(read_file(path), overrides=overrides, environ=environ, origin=str(path), warn=warn)
+
+
+_FIELDS: dict[str, dataclasses.Field[Any]] = {field.name: field for field in dataclasses.fields(Config)}
+KEYS: dict[str, Key] = {name: cast(Key, field.metadata["key"]) for name, field in _FIELDS.items()}
+
+
+class _Report:
+    """Collects sources and everything that is wrong with them."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.types: list[str] = []
+        self.errors: list[str] = []
+        self.unsupported: list[str] = []
+        self._origins: dict[str, str] = {}
+
+    def add_source(self, origin: str, source: Any) -> None:
+        """Merge a source over the earlier ones, resolving aliases inside it."""
+        spelt: dict[str, str] = {}
+        for written, value in _unwrap(source, origin).items():
+            name = _ALIASES.get(written, written)
+            if name not in KEYS:
+                self.errors.append(f"Unrecognized config parameter {written}{_closest(written)} ({origin})")
+            elif name in spelt and self.values[name] != value:
+                self.errors.append(
+                    f"{name}: {spelt[name]} = {self.values[name]!r} and {written} = {value!r} set the same "
+                    f"parameter to different values; keep one ({origin})"
+                )
+            else:
+                spelt[name] = written
+                self.values[name] = value
+                self._origins[name] = origin
+
+    def check(self, values: Mapping[str, Any]) -> _Report:
+        """Check types, bounds, options and dependencies of the given values."""
+        given = {name: v for name, v in values.items() if v is not None or not KEYS[name].derived}
+        if "pipeline_parallel_degree" not in given:
+            self.errors.append(
+                "pipeline_parallel_degree: required, the number of pipeline ranks to split the model over "
+                f"(or its alias, partitions); set it in the configuration or in {ENVIRONMENT_VARIABLE}"
+            )
+        sound = {name: value for name, value in given.items() if self._check_value(name, value)}
+        self._check_dependencies(sound)
+        for name, value in sound.items():
+            if KEYS[name].unsupported and value != _FIELDS[name].default:
+                where = self._where(name)
+                self.unsupported.append(f"{name}: {value!r} is not implemented yet; {KEYS[name].unsupported}{where}")
+        return self
+
+    def raise_if_any(self) -> None:
+        """Raise one error that lists every violation."""
+        if self.types:
+            raise ConfigTypeError("\n".join(self.types + self.errors))
+        if self.errors:
+            raise ConfigError("\n".join(self.errors))
+        if self.unsupported:
+            raise ConfigUnsupportedError("\n".join(self.unsupported))
+
+    def _check_value(self, name: str, value: Any) -> bool:
+        """Whether a value has the right type and lies within its bounds and options; reports it if not."""
+        key, kind = KEYS[name], _KINDS[str(_FIELDS[name].type)]
+        accepted: tuple[type, ...] = (int, float) if kind is float else (kind,)
+        fits = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
+        if not fits:
+            found = f"{type(value).__name__} {value!r}"
+            self.types.append(f"{name}: expected {kind.__name__}, found {found}{self._where(name)}")
+            return False
+        if key.options and value not in key.options:
+            self.errors.append(f"{name}: expected one of {', '.join(key.options)}, found {value!r}{self._where(name)}")
+            return False
+        low, high = key.minimum, key.maximum
+        inside = (low is None or value >= low) and (high is None or value <= high)
+        if not inside:
+            bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+            self.errors.append(f"{name}: expected {bounds}, found {value!r}{self._where(name)}")
+        return inside
+
+    def _check_dependencies(self, sound: Mapping[str, Any]) -> None:
+        """Check the rules between keys, as far as the keys involved are valid themselves."""
+        degree = sound.get("pipeline_parallel_degree")
+        if sound.get("tensor_parallel_degree", 1) > 1 and not sound.get("ddp", False):
+            found = sound["tensor_parallel_degree"]
+            self.errors.append(f"tensor_parallel_degree: {found} requires ddp: true, found ddp: false")
+        if sound.get("auto_partition", True) is False and "default_partition" not in sound:
+            self.errors.append("auto_partition: false requires default_partition, where modules not placed by hand go")
+        if degree is not None and sound.get("default_partition", 0) > degree - 1:
+            self.errors.append(
+                f"default_partition: expected at most pipeline_parallel_degree - 1 = {degree - 1}, "
+                f"found {sound['default_partition']}"
+            )
+
+    def _where(self, name: str) -> str:
+        return f" ({self._origins[name]})" if name in self._origins else ""
+
+
+def _unwrap(source: Any, origin: str) -> dict[str, Any]:
+    """The flat parameters inside a source, which may be nested the way a SageMaker estimator takes it."""
+    path = origin
+    for level, beside in (("smdistributed", ("mpi",)), ("modelparallel", ()), ("parameters", ("enabled",))):
+        if not isinstance(source, Mapping):
+            raise ConfigTypeError(f"{path}: expected a mapping of parameters, found {type(source).__name__}")
+        if level not in source:
+            continue
+        if extra := [str(name) for name in source if name not in (level, *beside)]:
+            raise ConfigError(f"{path}: unexpected beside {level}: {', '.join(extra)}")
+        if source.get("enabled", True) is not True:
+            raise ConfigError(f"{path}: expected enabled: true, found {source['enabled']!r}")
+        source, path = source[level], f"{path}.{level}"
+    if not isinstance(source, Mapping):
+        raise ConfigTypeError(f"{path}: expected a mapping of parameters, found {type(source).__name__}")
+    if odd := [name for name in source if not isinstance(name, str)]:
+        raise ConfigTypeError(f"{path}: expected names as keys, found {', '.join(map(repr, odd))}")
+    return dict(source)
+
+
+def _closest(name: str) -> str:
+    """`; did you mean X?` for the known name that is most like this one, or nothing."""
+    matches = difflib.get_close_matches(name, [*KEYS, *_ALIASES], n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]}?" if matches else ""
+
+
+def parse_json(text: str, origin: str) -> dict[str, Any]:
+    """Parse a JSON object, naming line and column of what is malformed; refuses a key given twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = [name for name in result if names.count(name) > 1]
+            raise ConfigError(f"{origin}: duplicate key {', '.join(twice)}; keep one")
+        return result
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{origin}: malformed JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{origin}: malformed JSON: nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ConfigTypeError(f"{origin}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """Read a `.json` or `.toml` configuration file, its keys unchecked. ConfigError names the file."""
+    path = Path(path)
+    if path.suffix not in (".json", ".toml"):
+        raise ConfigError(f"{path}: expected a .json or .toml file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the config file: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text at byte {error.start}") from None
+    if path.suffix == ".json":
+        return parse_json(text, str(path))
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: malformed TOML: {error}") from None

@@ -1,0 +1,132 @@
+"""What `smpc run` starts for every rank: runs the user's script as `__main__` and reports how it failed.
+
+    python launch_worker.py LAUNCHER_PID SCRIPT [ARGUMENT ...]
+
+`smpc.launch` runs this file by path, so the script's environment is the one that `python SCRIPT` would see: this
+file imports nothing of smpc or torch before the script does. It adds three things:
+
+    - the rank dies with its launcher, even when that is killed with SIGKILL (Linux: PR_SET_PDEATHSIG);
+    - an exception becomes a report, one JSON object in the file named by TORCHELASTIC_ERROR_FILE, in torch elastic's
+      format plus the fields of `_report`: the launcher learns which rank failed first, and shows that traceback alone;
+    - a rank that has failed exits within GRACE_SECONDS, whatever its threads and exit handlers wait for.
+
+Under plain `torchrun`, or with no error file, none of this is used: scripts do not depend on it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+GRACE_SECONDS = 3.0
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_PLAIN_HOOKS = ("sys", "torch.distributed.distributed_c10d")  # modules of exception hooks that only print
+
+
+def main(launcher_pid: int, script: str, arguments: list[str]) -> int:
+    """Run the script; the exit status of this rank."""
+    _die_with(launcher_pid)
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        status = _exit_status(error)
+        if status:
+            _write_report(_report(error, status))
+            _exit_soon(status)
+        raise
+    except BaseException as error:
+        status = 2 if _is_user_error(error) else 1
+        error.__traceback__ = _user_part(error.__traceback__)
+        if getattr(sys.excepthook, "__module__", "") not in _PLAIN_HOOKS:  # a crash reporter, for instance
+            sys.excepthook(type(error), error, error.__traceback__)
+        if not _write_report(_report(error, status)):
+            traceback.print_exception(error)
+        _exit_soon(status)
+        return status
+    return 0
+
+
+def _die_with(launcher_pid: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher_pid:  # it died before the call above
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _exit_status(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
+
+
+def _is_user_error(error: BaseException) -> bool:
+    return isinstance(error, Exception) and "ConfigError" in _smpc_classes(error)
+
+
+def _smpc_classes(error: BaseException) -> list[str]:
+    # By name: importing smpc here would import torch, which may be what failed.
+    return [cls.__name__ for cls in type(error).__mro__ if cls.__module__ == "smpc.errors"]
+
+
+def _user_part(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of this file and of runpy."""
+    own = (__file__, "<frozen runpy>", runpy.__file__)
+    while trace is not None and trace.tb_frame.f_code.co_filename in own:
+        trace = trace.tb_next
+    return trace
+
+
+def _report(error: BaseException, status: int) -> dict[str, Any]:
+    """Fields beside torch's own: `time` in seconds with fractions, `status`, `smpc_classes`, `is_exit` (SystemExit)."""
+    name = type(error).__name__
+    try:
+        text = str(error)
+    except Exception as broken:
+        text = f"<{type(broken).__name__} while formatting it>"
+    extra = {
+        "py_callstack": "".join(traceback.format_exception(error)),
+        "timestamp": str(int(time.time())),
+        "time": time.time(),
+        "status": status,
+        "type": name,
+        "text": text,
+        "smpc_classes": _smpc_classes(error),
+        "is_exit": isinstance(error, SystemExit),
+    }
+    return {"message": {"message": f"{name}: {text}", "extraInfo": extra}}
+
+
+def _write_report(report: dict[str, Any]) -> bool:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return False
+    try:
+        draft = f"{path}.draft"  # renamed when complete: the launcher never reads half a report
+        Path(draft).write_text(json.dumps(report), encoding="utf-8")
+        os.replace(draft, path)
+    except OSError:
+        return False
+    return True
+
+
+def _exit_soon(status: int) -> None:
+    # Exit handlers of a failed rank may wait for peers that wait for it.
+    timer = threading.Timer(GRACE_SECONDS, os._exit, (status,))
+    timer.daemon = True
+    timer.start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

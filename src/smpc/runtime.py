@@ -1,0 +1,217 @@
+"""Runs compiled programs: `Runtime` on one pipeline rank of many processes, `LoopbackRuntime` on all ranks in one process.
+
+    compilation = compile_model(model, batch, pipeline_parallel_degree=2, microbatches=4)
+    runtime = LoopbackRuntime(model)
+    program = runtime.install(compilation)
+
+    def on_output(microbatch, output):              # called on the rank of the last stage, after each forward
+        losses.append(output.loss.detach())
+        return [(output.loss / 4, None)]            # roots of the backward pass; None for no backward
+
+    runtime.run(program, microbatches, on_output, training=True)
+
+A runtime holds the programs of several signatures of one model; all of them share its parameters. `microbatches` are (args, kwargs) of
+the model, one for each microbatch, on pipeline rank 0; the other ranks pass None.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smpc.codegen.program import RankProgram
+from smpc.codegen.stage import StageModule, build_stage
+from smpc.compile import Compilation, Inputs
+from smpc.errors import StepError
+from smpc.executor.bind import StepHooks
+from smpc.executor.interpreter import Interpreter
+from smpc.executor.loopback import run_loopback
+from smpc.executor.transport import Transport, loopback_transports
+from smpc.tracer.ir import Trace
+from smpc.tracer.literals import Ref, TraceDevice
+from smpc.tracer.replay import input_values
+
+Roots = Sequence[tuple[Tensor, Tensor | None]]
+OnOutput = Callable[[int, Any], Roots | None]
+
+
+class RankPrograms:
+    """One rank's stages and interpreters, for training and evaluation, of one compilation."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compilation: Compilation,
+        rank: int,
+        transport: Transport,
+        device: torch.device,
+        hooks: Callable[[Mapping[int, StageModule]], StepHooks | None],
+    ) -> None:
+        self.trace = compilation.trace
+        program = compilation.programs[rank]
+        self.stages = {code.index: build_stage(code, model, device) for code in program.stages}
+        parameters = shared_parameters(model, program)
+        self._interpreters = {
+            training: Interpreter(
+                programs[rank],
+                self.stages,
+                transport,
+                device=device,
+                parameters=parameters,
+                hooks=hooks(self.stages) if training else None,
+            )
+            for training, programs in ((True, compilation.programs), (False, compilation.evaluation_programs))
+        }
+
+    def interpreter(self, training: bool) -> Interpreter:
+        """The interpreter of the training program, or of the program that runs forwards only."""
+        return self._interpreters[training]
+
+
+class Runtime:
+    """One pipeline rank's programs over a transport.
+
+    `hooks(stages)` gives the data-parallel hooks (`smpc.executor.StageReplicas`) for the stage modules of the first compilation;
+    later compilations have other modules over the same parameters, and keep the hooks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        rank: int,
+        transport: Transport,
+        device: torch.device | str = "cpu",
+        hooks: Callable[[Mapping[int, StageModule]], StepHooks | None] = lambda stages: None,
+    ) -> None:
+        self._model, self._rank, self._transport = model, rank, transport
+        self.device = torch.device(device)
+        self._make_hooks = hooks
+        self._hooks: StepHooks | None = None
+        self._programs: list[RankPrograms] = []
+
+    @property
+    def stages(self) -> Mapping[int, StageModule]:
+        """This rank's stage modules, by stage index; parameters have their names in the whole model."""
+        return self._programs[0].stages
+
+    def install(self, compilation: Compilation) -> int:
+        """Builds the stages of a compilation over the model's own parameters; returns the index to run it by."""
+        self._programs.append(
+            RankPrograms(self._model, compilation, self._rank, self._transport, self.device, self._hooks_for)
+        )
+        return len(self._programs) - 1
+
+    def run(
+        self, program: int, microbatches: Sequence[Inputs] | None, on_output: OnOutput | None, *, training: bool
+    ) -> None:
+        """One step: forwards and, when `training`, backwards of all microbatches."""
+        programs = self._programs[program]
+        interpreter = programs.interpreter(training)
+        inputs = None if microbatches is None else placeholders(programs.trace, interpreter.program, microbatches, self.device)
+        interpreter.run(inputs, restored(programs.trace, on_output, self.device))
+
+    def _hooks_for(self, stages: Mapping[int, StageModule]) -> StepHooks | None:
+        if not self._programs:
+            self._hooks = self._make_hooks(stages)
+        return self._hooks
+
+
+class LoopbackRuntime:
+    """All pipeline ranks in one process, over the parameters of one model.
+
+    A parameter that several ranks hold belongs to the model on the first of them; the others work on copies, as they would in
+    processes of their own.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device | str = "cpu") -> None:
+        self._model, self._device = model, torch.device(device)
+        self._programs: list[tuple[RankPrograms, ...]] = []
+        self._models: list[nn.Module] = []
+
+    def install(self, compilation: Compilation) -> int:
+        """Builds every rank's stages; returns the index to run the compilation by."""
+        num_ranks = len(compilation.programs)
+        if not self._models:
+            self._models = [self._rank_model(compilation, rank) for rank in range(num_ranks)]
+        transports = loopback_transports(num_ranks, self._device)
+        self._programs.append(
+            tuple(
+                RankPrograms(self._models[rank], compilation, rank, transports[rank], self._device, lambda stages: None)
+                for rank in range(num_ranks)
+            )
+        )
+        return len(self._programs) - 1
+
+    def stages(self, program: int = 0) -> dict[int, StageModule]:
+        """The stage modules of all ranks, by stage index."""
+        return {index: stage for rank in self._programs[program] for index, stage in rank.stages.items()}
+
+    def run(self, program: int, microbatches: Sequence[Inputs], on_output: OnOutput | None, *, training: bool) -> None:
+        """One step of all ranks."""
+        ranks = self._programs[program]
+        trace = ranks[0].trace
+        interpreters = [rank.interpreter(training) for rank in ranks]
+        inputs = placeholders(trace, interpreters[0].program, microbatches, self._device)
+        run_loopback(interpreters, inputs, restored(trace, on_output, self._device))
+
+    def _rank_model(self, compilation: Compilation, rank: int) -> nn.Module:
+        """The model as this rank sees it: its own objects, except for parameters that belong to an earlier rank."""
+        foreign = {name for name, ranks in compilation.programs[rank].shared_parameters if rank in ranks and rank != min(ranks)}
+        memo = {
+            id(tensor): tensor
+            for tensors in (self._model.named_parameters(), self._model.named_buffers())
+            for name, tensor in tensors
+            if name not in foreign
+        }
+        return copy.deepcopy(self._model, memo) if foreign else self._model
+
+
+def shared_parameters(model: nn.Module, program: RankProgram) -> dict[str, nn.Parameter]:
+    """The parameters that this rank shares with others, by canonical name."""
+    named = dict(model.named_parameters())
+    return {name: named[name] for name, ranks in program.shared_parameters if program.rank in ranks}
+
+
+def placeholders(
+    trace: Trace, program: RankProgram, microbatches: Sequence[Inputs], device: torch.device
+) -> list[dict[str, Tensor]]:
+    """The model's input tensors of every microbatch, by placeholder name, on the device.
+
+    Raises StepError for another number of microbatches than planned, or a tensor whose gradient would leave the pipeline.
+    """
+    if len(microbatches) != program.num_microbatches:
+        raise StepError(f"the program runs {program.num_microbatches} microbatches, found {len(microbatches)}")
+    found = []
+    for index, (args, kwargs) in enumerate(microbatches):
+        values = input_values(trace, args, kwargs)
+        wrong = [name for name, tensor in values.items() if tensor.requires_grad]
+        if wrong:
+            raise StepError(
+                f"model input {wrong[0]} of microbatch {index} requires grad, but gradients do not flow out of the pipeline; "
+                "detach it, or compute it inside the model"
+            )
+        found.append({name: tensor.to(device, non_blocking=True) for name, tensor in values.items()})
+    return found
+
+
+def restored(
+    trace: Trace, on_output: OnOutput | None, device: torch.device
+) -> Callable[[int, tuple[Tensor, ...]], Roots | None] | None:
+    """`on_output` for the interpreter: it gets the last stage's tensors, the user the model's own output structure."""
+    if on_output is None:
+        return None
+    positions = {name: i for i, name in enumerate(trace.output_names)}
+
+    def call(microbatch: int, outputs: tuple[Tensor, ...]) -> Roots | None:
+        leaves = [
+            outputs[positions[leaf.name]] if isinstance(leaf, Ref) else device if isinstance(leaf, TraceDevice) else leaf
+            for leaf in trace.output_leaves
+        ]
+        return on_output(microbatch, trace.output.unflatten(leaves))
+
+    return call
