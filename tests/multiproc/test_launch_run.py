@@ -1,0 +1,203 @@
+"""`smpc run` for real: ranks that meet on loopback, failures, signals, and nothing left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SMPC = [sys.executable, "-c", "import sys; from smpc.cli import main; sys.exit(main())"]
+LIMIT = 120  # seconds; a hang fails the test
+
+ALL_REDUCE = """
+import json, os, sys, torch
+from torch import distributed
+distributed.init_process_group("gloo")
+rank = distributed.get_rank()
+total = torch.tensor([float(rank + 1)])
+distributed.all_reduce(total)
+"""
+
+# Every listening socket of this rank and of the launcher, its parent, as (kernel's hexadecimal address, owner).
+LISTENERS = """
+def inodes(pid):
+    links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd") if os.path.islink(f"/proc/{pid}/fd/{fd}")]
+    return {link[8:-1] for link in links if link.startswith("socket:[")}
+owners = {"rank": inodes(os.getpid()), "launcher": inodes(os.getppid())}
+found = []
+for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+    if os.path.exists(table):
+        for fields in (line.split() for line in open(table).read().splitlines()[1:]):
+            for owner, sockets in owners.items():
+                if fields[3] == "0A" and fields[9] in sockets:
+                    found.append((fields[1].rpartition(":")[0], owner))
+"""
+
+needs_proc = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs /proc")
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def _environment(**changes):
+    """This process's environment without what would steer the ranks."""
+    steering = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {**{name: value for name, value in os.environ.items() if name not in steering}, **changes}
+
+
+def _run(*arguments, environment=None):
+    command = [*SMPC, "run", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT, env=environment or _environment(), check=False
+    )
+
+
+def _start(*arguments):
+    return subprocess.Popen(
+        [*SMPC, "run", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment()
+    )
+
+
+def _ends_within(seconds, pids):
+    """Whether all processes are gone by then (a zombie counts as gone: its parent is)."""
+    deadline = time.monotonic() + seconds
+    while any(map(_lives, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@needs_proc
+def test_ranks_meet_on_loopback_and_get_their_arguments(write, tmp_path):
+    report = "json.dump([total.item(), sys.argv[1:], os.environ['OMP_NUM_THREADS'], found], open(f'{sys.argv[1]}/{rank}', 'w'))"
+    script = write(f"{ALL_REDUCE}{LISTENERS}\n{report}\ndistributed.barrier()\ndistributed.destroy_process_group()\n")
+    arguments = [str(tmp_path), "--help", "-n", "7", "${local_rank}", "$$HOME;`id`", "a  b\nc"]
+    done = _run("-n", "2", script, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    for rank in range(2):
+        total, seen, threads, listeners = json.loads((tmp_path / str(rank)).read_text())
+        assert (total, seen, threads) == (3.0, arguments, "1")
+        assert {owner for _, owner in listeners} == {"rank", "launcher"}  # gloo's and the store's: the check sees them
+        assert {address for address, _ in listeners} == {"0100007F"}
+
+
+def test_plain_torchrun_runs_the_same_script(write):
+    script = write(f"{ALL_REDUCE}\nprint(total.item())\ndistributed.destroy_process_group()\n")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        "--nproc-per-node=1",
+    ]
+    done = subprocess.run(
+        [*command, script], capture_output=True, text=True, timeout=LIMIT, env=_environment(), check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "1.0\n")
+
+
+def test_two_jobs_share_the_host(write):
+    script = write(f"{ALL_REDUCE}\ndistributed.barrier()\ndistributed.destroy_process_group()\nprint(int(total))\n")
+    jobs = [_start("-n", "2", script) for _ in range(2)]
+    for job in jobs:
+        out, err = job.communicate(timeout=LIMIT)
+        assert (job.returncode, out, err) == (0, "3\n3\n", "")
+
+
+def test_exception_on_one_rank_ends_all_with_its_traceback(write):
+    script = write(f"{ALL_REDUCE}\nif rank == 1:\n    raise ValueError('boom on rank 1')\ndistributed.barrier()\n")
+    done = _run("-n", "2", script)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert lines[:2] == [
+        "smpc: error: rank 1 failed, which ended the other ranks:",
+        "Traceback (most recent call last):",
+    ]
+    assert lines[2].startswith(f'  File "{script}", line 10')
+    assert "ValueError: boom on rank 1" in lines
+    assert done.stderr.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    ("death", "status", "says"),
+    [
+        ("sys.exit(42)", 42, "exited with status 42"),
+        ("os._exit(43)", 43, "exited with status 43"),
+        ("os.kill(os.getpid(), 9)", 137, "was killed by signal 9 (SIGKILL)"),
+    ],
+)
+def test_status_is_that_of_the_first_rank_to_fail(write, death, status, says):
+    script = write(f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {death}\ntime.sleep(600)\n")
+    done = _run("-n", "2", script)
+    assert (done.returncode, done.stderr) == (status, f"smpc: error: rank 1 {says}, which ended the other ranks\n")
+
+
+def test_users_mistake_in_the_script_is_told_once(write):
+    script = write("from smpc.errors import ConfigError\nraise ConfigError('WORLD_SIZE: expected 4, found 2')\n")
+    done = _run("-n", "2", script)
+    assert (done.returncode, done.stderr) == (2, "smpc: error: WORLD_SIZE: expected 4, found 2\n")
+
+
+@needs_proc
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_signal_to_the_launcher_leaves_no_rank(write, tmp_path, sent):
+    script = write(
+        "import os, subprocess, sys, time\n"
+        "path = f'{sys.argv[1]}/{os.environ[\"RANK\"]}'\n"
+        "open(path + '.new', 'w').write(str(os.getpid()))\n"
+        "os.rename(path + '.new', path)\n"
+        "time.sleep(600)\n"
+    )
+    job = _start("-n", "2", script, str(tmp_path))
+    files = [tmp_path / str(rank) for rank in range(2)]
+    deadline = time.monotonic() + LIMIT
+    while not all(file.exists() for file in files):
+        assert job.poll() is None, job.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    ranks = [int(file.read_text()) for file in files]
+    assert all(map(_lives, ranks))
+    job.send_signal(sent)
+    assert _ends_within(10, ranks)
+    job.communicate(timeout=LIMIT)
+    assert job.returncode == (-9 if sent == signal.SIGKILL else 128 + sent)
+
+
+@needs_proc
+def test_failed_rank_leaves_no_children(write, tmp_path):
+    script = write(
+        "import subprocess, sys\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "open(sys.argv[1] + '/child', 'w').write(str(child.pid))\n"
+        "sys.exit(3)\n"
+    )
+    done = _run("-n", "1", script, str(tmp_path))
+    assert done.returncode == 3
+    assert _ends_within(10, [int((tmp_path / "child").read_text())])
+
+
+def test_interface_that_the_user_chose_stays(write):
+    script = write("import os\nprint(os.environ['GLOO_SOCKET_IFNAME'], os.environ['OMP_NUM_THREADS'])\n")
+    done = _run("-n", "1", script, environment=_environment(GLOO_SOCKET_IFNAME="eth7", OMP_NUM_THREADS="3"))
+    assert (done.returncode, done.stdout) == (0, "eth7 3\n")

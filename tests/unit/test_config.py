@@ -1,0 +1,369 @@
+"""`smpc.config`: the keys of the reference, their rules, and what every kind of mistake says."""
+
+import dataclasses
+import json
+import pickle
+
+import pytest
+
+from smpc.config import KEYS, Config, read_file
+from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError
+
+# Copied by hand from the public configuration reference: name, type, default with 2 partitions and 8 microbatches.
+REFERENCE = [
+    ("pipeline_parallel_degree", int, 2),
+    ("microbatches", int, 8),
+    ("pipeline", str, "interleaved"),
+    ("optimize", str, "memory"),
+    ("placement_strategy", str, "cluster"),
+    ("auto_partition", bool, True),
+    ("default_partition", int, 0),
+    ("contiguous", bool, True),
+    ("horovod", bool, False),
+    ("memory_weight", float, 0.8),
+    ("ddp", bool, False),
+    ("active_microbatches", int, 4),
+    ("deterministic_server", bool, False),
+    ("offload_activations", bool, False),
+    ("activation_loading_horizon", int, 4),
+    ("tensor_parallel_degree", int, 1),
+    ("fp16_params", bool, False),
+    ("shard_optimizer_state", bool, False),
+    ("prescaled_batch", bool, False),
+    ("skip_tracing", bool, False),
+]
+LATER = {
+    "tensor_parallel_degree": 2,
+    "auto_partition": False,
+    "offload_activations": True,
+    "fp16": True,
+    "bf16": True,
+    "fp16_params": True,
+    "shard_optimizer_state": True,
+    "sharded_data_parallel_degree": 2,
+    "sdp_reduce_bucket_size": 7,
+    "sdp_param_persistence_threshold": 7,
+    "sdp_max_live_parameters": 7,
+    "sdp_hierarchical_allgather": False,
+    "sdp_gradient_clipping": 0.5,
+    "skip_tracing": True,
+    "delayed_parameter_initialization": True,
+    "checkpoint_attentions": True,
+    "_fp32_grad_accumulation": True,
+    "horovod": True,
+}
+NO_EFFECT = {
+    "contiguous": False,
+    "deterministic_server": True,
+    "activation_loading_horizon": 2,
+    "tensor_parallel_seed": 3,
+    "load_partition": True,
+    "partition_file": "plan.pt",
+    "ddp_port": 1234,
+    "static_mode": True,
+    "fast_mode": True,
+    "_match_weights": True,
+}
+
+
+def error(parameters, expected=ConfigError, **sources):
+    with pytest.raises(expected) as caught:
+        Config.parse(parameters, **sources)
+    assert type(caught.value) is expected
+    return str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize(("name", "kind", "default"), REFERENCE)
+def test_keys_and_defaults_of_the_reference(name, kind, default):
+    value = getattr(Config.parse({"pipeline_parallel_degree": 2, "microbatches": 8}), name)
+    assert value == default
+    assert type(value) is kind
+
+
+def test_the_default_of_microbatches_is_one():
+    assert Config.parse({"partitions": 2}).microbatches == 1
+
+
+def test_every_key_has_a_meaning_and_at_most_one_way_of_being_refused():
+    for key in KEYS.values():
+        assert key.meaning
+        assert not (key.unsupported and key.no_effect)
+
+
+@pytest.mark.parametrize(
+    ("given", "microbatches", "resolved"),
+    [(None, 1, 1), (None, 3, 3), (None, 4, 4), (None, 8, 4), (1, 8, 1), (6, 8, 6), (6, 3, 3)],
+)
+def test_active_microbatches_defaults_to_two_more_than_stages_and_never_exceeds_microbatches(
+    given, microbatches, resolved
+):
+    parameters = {"partitions": 2, "microbatches": microbatches, "active_microbatches": given}
+    assert Config.parse(parameters).active_microbatches == resolved
+
+
+def test_memory_weight_follows_optimize_unless_given():
+    assert Config.parse({"partitions": 1, "optimize": "speed"}).memory_weight == 0.2
+    assert Config.parse({"partitions": 1, "optimize": "memory"}).memory_weight == 0.8
+    weight = Config.parse({"partitions": 1, "optimize": "speed", "memory_weight": 1}).memory_weight
+    assert weight == 1.0
+    assert type(weight) is float
+
+
+def test_partitions_is_an_alias():
+    assert Config.parse({"partitions": 3}) == Config.parse({"pipeline_parallel_degree": 3})
+    assert Config.parse({"partitions": 3, "pipeline_parallel_degree": 3}).pipeline_parallel_degree == 3
+    [line] = error({"partitions": 3, "pipeline_parallel_degree": 4})
+    assert "partitions = 3 and pipeline_parallel_degree = 4" in line
+
+
+def test_the_required_key_is_named_when_it_is_missing():
+    [line] = error({"microbatches": 2})
+    assert line.startswith("pipeline_parallel_degree: required")
+    assert "SM_HP_MP_PARAMETERS" in line
+
+
+@pytest.mark.parametrize(
+    ("wrong", "closest"),
+    [
+        ("microbatch", "microbatches"),
+        ("pipeline_paralel_degree", "pipeline_parallel_degree"),
+        ("partition", "partitions"),
+    ],
+)
+def test_an_unknown_key_names_the_closest(wrong, closest):
+    [line] = error({"pipeline_parallel_degree": 1, wrong: 1})
+    assert line.startswith(f"Unrecognized config parameter {wrong}; did you mean {closest}?")
+
+
+def test_an_unknown_key_that_resembles_none_suggests_none():
+    [line] = error({"pipeline_parallel_degree": 1, "zzzz": 1})
+    assert line == "Unrecognized config parameter zzzz (config)"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("microbatches", True, "expected int, found bool True"),
+        ("microbatches", 2.0, "expected int, found float 2.0"),
+        ("microbatches", "2", "expected int, found str '2'"),
+        ("microbatches", None, "expected int, found NoneType None"),
+        ("ddp", 1, "expected bool, found int 1"),
+        ("memory_weight", False, "expected float, found bool False"),
+        ("pipeline", ["simple"], "expected str, found list ['simple']"),
+    ],
+)
+def test_a_wrong_type_names_key_expected_and_found(key, value, text):
+    [line] = error({"partitions": 2, key: value}, ConfigTypeError)
+    assert line == f"{key}: {text} (config)"
+
+
+def test_a_wrong_type_is_both_a_type_error_and_a_value_error():
+    assert issubclass(ConfigTypeError, TypeError)
+    assert issubclass(ConfigTypeError, ValueError)
+    assert issubclass(ConfigUnsupportedError, NotImplementedError)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("partitions", 0, "pipeline_parallel_degree: expected at least 1, found 0"),
+        ("microbatches", -1, "microbatches: expected at least 1, found -1"),
+        ("memory_weight", 1.5, "memory_weight: expected from 0.0 to 1.0, found 1.5"),
+        ("memory_weight", float("nan"), "memory_weight: expected from 0.0 to 1.0, found nan"),
+        ("active_microbatches", 0, "active_microbatches: expected at least 1, found 0"),
+        ("ddp_port", 65536, "ddp_port: expected from 0 to 65535, found 65536"),
+        ("pipeline", "1f1b", "pipeline: expected one of interleaved, simple, found '1f1b'"),
+        ("optimize", "", "optimize: expected one of memory, speed, found ''"),
+        (
+            "placement_strategy",
+            "DPP",
+            "placement_strategy: expected one of cluster, spread, PDT, PTD, DPT, DTP, TPD, TDP, found 'DPP'",
+        ),
+        ("default_partition", 2, "default_partition: expected at most pipeline_parallel_degree - 1 = 1, found 2"),
+        ("auto_partition", False, "auto_partition: false requires default_partition"),
+        ("tensor_parallel_degree", 2, "tensor_parallel_degree: 2 requires ddp: true"),
+    ],
+)
+def test_bounds_options_and_dependencies(key, value, text):
+    [line] = error({"partitions": 2, key: value} if key != "partitions" else {key: value})
+    assert line.startswith(text)
+
+
+def test_all_violations_are_reported_together():
+    lines = error(
+        {
+            "partitions": 2,
+            "pipelin": "simple",
+            "microbatches": 0,
+            "optimize": "both",
+            "default_partition": 5,
+            "tensor_parallel_degree": 2,
+        }
+    )
+    starts = ["Unrecognized config parameter pipelin", "microbatches", "optimize", "tensor_parallel_degree"]
+    assert [line.startswith(start) for line, start in zip(lines, starts, strict=False)] == [True] * 4
+    assert lines[4].startswith("default_partition")
+    assert len(lines) == 5
+    lines = error({"partitions": "2", "microbatches": 0, "ddp": "yes"}, ConfigTypeError)
+    assert [line.split(":")[0] for line in lines] == ["pipeline_parallel_degree", "ddp", "microbatches"]
+
+
+@pytest.mark.parametrize("key", LATER)
+def test_a_feature_of_later_raises_not_implemented(key):
+    parameters = {"partitions": 2, "ddp": True, "default_partition": 0, key: LATER[key]}
+    [line] = error(parameters, ConfigUnsupportedError)
+    assert line.startswith(f"{key}: {LATER[key]!r} is not implemented yet; ")
+    with pytest.raises(NotImplementedError):
+        Config.parse(parameters)
+
+
+@pytest.mark.parametrize("key", NO_EFFECT)
+def test_a_key_without_effect_warns_and_says_why(key):
+    with pytest.warns(UserWarning, match=f"^{key}: .* has no effect here: ..") as caught:
+        config = Config.parse({"partitions": 2, key: NO_EFFECT[key]})
+    assert len(caught) == 1
+    assert getattr(config, key) == NO_EFFECT[key]
+    assert Config.parse({"partitions": 2, key: NO_EFFECT[key]}, warn=False) == config
+
+
+def test_every_key_that_is_neither_used_nor_refused_nor_warned_about_is_known():
+    quiet = {name for name, key in KEYS.items() if not key.unsupported and not key.no_effect}
+    assert quiet == {
+        "pipeline_parallel_degree",
+        "microbatches",
+        "pipeline",
+        "optimize",
+        "placement_strategy",
+        "default_partition",
+        "memory_weight",
+        "ddp",
+        "active_microbatches",
+        "prescaled_batch",
+        "ddp_dist_backend",
+    }
+    assert set(LATER) == {name for name, key in KEYS.items() if key.unsupported}
+    assert set(NO_EFFECT) == {name for name, key in KEYS.items() if key.no_effect}
+
+
+def test_stating_a_default_is_silent():
+    defaults = {field.name: field.default for field in dataclasses.fields(Config) if field.name in LATER | NO_EFFECT}
+    assert Config.parse({"partitions": 2, **defaults}) == Config.parse({"partitions": 2})
+
+
+def test_the_environment_overrides_the_dict_and_overrides_come_between():
+    environ = {"SM_HP_MP_PARAMETERS": '{"partitions": 4, "ddp": true}'}
+    parameters = {"pipeline_parallel_degree": 2, "microbatches": 2, "pipeline": "simple"}
+    config = Config.parse(parameters, overrides={"microbatches": 8, "partitions": 3}, environ=environ)
+    assert (config.pipeline_parallel_degree, config.ddp) == (4, True)
+    assert (config.microbatches, config.pipeline) == (8, "simple")
+    assert Config.parse(parameters, environ={}).pipeline_parallel_degree == 2
+
+
+def test_the_environment_is_not_read_unless_it_is_passed(monkeypatch):
+    monkeypatch.setenv("SM_HP_MP_PARAMETERS", "not JSON")
+    assert Config.parse({"partitions": 2}).pipeline_parallel_degree == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "message"),
+    [
+        ('{"partitions": 2,\n "ddp" true}', ConfigError, "malformed JSON at line 2, column 8"),
+        ("[1]", ConfigTypeError, "expected a JSON object, found list"),
+        ('{"ddp": true, "partitions": 2, "ddp": true}', ConfigError, "duplicate key ddp"),
+        ('{"partitions": 2.5}', ConfigTypeError, "pipeline_parallel_degree: expected int, found float 2.5"),
+        ("[" * 100_000, ConfigError, "nested too deeply"),
+    ],
+)
+def test_a_bad_environment_variable_is_named(text, expected, message):
+    [line] = error({}, expected, environ={"SM_HP_MP_PARAMETERS": text})
+    assert message in line
+    assert "SM_HP_MP_PARAMETERS" in line
+
+
+def test_the_nested_form_of_an_estimator():
+    options = {"enabled": True, "parameters": {"partitions": 2}}
+    mpi = {"enabled": True, "processes_per_host": 8}
+    for nested in (
+        {"smdistributed": {"modelparallel": options}, "mpi": mpi},
+        {"modelparallel": options},
+        options,
+        {"parameters": {"partitions": 2}},
+    ):
+        assert Config.parse(nested) == Config.parse({"partitions": 2})
+    [line] = error({"smdistributed": {"modelparallel": {"enabled": False, "parameters": {}}}})
+    assert line == "config.smdistributed.modelparallel: expected enabled: true, found False"
+    [line] = error({"smdistributed": {"modelparallel": options}, "ddp": True})
+    assert "unexpected beside smdistributed: ddp" in line
+    [line] = error({"parameters": 3}, ConfigTypeError)
+    assert line == "config.parameters: expected a mapping of parameters, found int"
+
+
+@pytest.mark.parametrize("source", [None, 3, [("partitions", 2)], {2: 2}])
+def test_a_source_that_is_no_mapping_of_names(source):
+    [line] = error(source, ConfigTypeError)
+    assert line.startswith("config: expected ")
+
+
+def test_the_constructor_checks_too():
+    assert Config(pipeline_parallel_degree=2, microbatches=3) == Config.parse({"partitions": 2, "microbatches": 3})
+    with pytest.raises(ConfigError, match="microbatches: expected at least 1"):
+        Config(pipeline_parallel_degree=2, microbatches=0)
+    with pytest.raises(ConfigUnsupportedError, match="fp16"):
+        Config(pipeline_parallel_degree=2, fp16=True)
+    config = Config(pipeline_parallel_degree=2)
+    assert dataclasses.replace(config, pipeline="simple").pipeline == "simple"
+
+
+def test_a_config_is_immutable_hashable_and_pickles():
+    config = Config.parse({"partitions": 2})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.ddp = True
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert len({config, Config.parse({"partitions": 2})}) == 1
+
+
+def test_files_of_both_kinds(tmp_path):
+    parameters = {"partitions": 2, "microbatches": 4, "memory_weight": 0.5}
+    (tmp_path / "c.json").write_text(json.dumps(parameters))
+    (tmp_path / "c.toml").write_text("partitions = 2\nmicrobatches = 4\nmemory_weight = 0.5\n")
+    expected = Config.parse(parameters)
+    assert Config.from_file(tmp_path / "c.json") == expected
+    assert Config.from_file(str(tmp_path / "c.toml")) == expected
+    assert Config.from_file(tmp_path / "c.toml", overrides={"microbatches": 8}).microbatches == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("c.json", b'{\n  "partitions": }', "malformed JSON at line 2, column 17"),
+        ("c.json", b'{"ddp": true, "ddp": false}', "duplicate key ddp; keep one"),
+        ("c.json", b"\xff\xfe", "not UTF-8 text at byte 0"),
+        ("c.toml", b"partitions = \n", "malformed TOML: Invalid value (at line 1, column 14)"),
+        ("c.toml", b"ddp = true\nddp = true\n", "malformed TOML: Cannot overwrite a value"),
+        ("c.yaml", b"", "expected a .json or .toml file"),
+    ],
+)
+def test_a_bad_file_is_named_with_what_is_wrong(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        Config.from_file(tmp_path / name)
+    text = str(caught.value)
+    assert text.startswith(f"{tmp_path / name}: {message}")
+    assert "\n" not in text
+
+
+def test_a_missing_file_and_a_folder(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.json: cannot read the config file: No such file"):
+        read_file(tmp_path / "absent.json")
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(ConfigError, match=r"folder\.json: cannot read the config file: Is a directory"):
+        read_file(tmp_path / "folder.json")
+
+
+def test_an_error_in_a_file_names_the_file_beside_the_key(tmp_path):
+    (tmp_path / "c.json").write_text('{"partitions": 2, "microbatches": 0, "pipline": "simple"}')
+    with pytest.raises(ConfigError) as caught:
+        Config.from_file(tmp_path / "c.json")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"Unrecognized config parameter pipline; did you mean pipeline? ({tmp_path / 'c.json'})"
+    assert lines[1] == f"microbatches: expected at least 1, found 0 ({tmp_path / 'c.json'})"

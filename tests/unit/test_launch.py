@@ -1,0 +1,97 @@
+"""Jobs that cannot start, which rank is blamed, and what the user reads."""
+
+import signal
+
+import pytest
+
+from smpc.errors import ConfigError
+from smpc.launch import Job, RankFailure, describe, launch
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("")
+    return str(path)
+
+
+def test_jobs_that_cannot_start(script, tmp_path):
+    for job, says in (
+        (Job(script, num_ranks=0), "-n: expected at least 1 rank, found 0"),
+        (Job(script, num_ranks=-3), "-n: expected at least 1 rank, found -3"),
+        (Job("missing.py"), "script 'missing.py' does not exist"),
+        (Job(str(tmp_path)), "is not a file"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            launch(job)
+        assert says in str(caught.value)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        launch(Job("missing.py", num_ranks=0))
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def _raised(rank, time, kind="ValueError", text="boom", status=1, classes=(), is_exit=False, exit_code=1):
+    report = {
+        "type": kind,
+        "text": text,
+        "time": time,
+        "status": status,
+        "smpc_classes": list(classes),
+        "is_exit": is_exit,
+        "py_callstack": f"Traceback (most recent call last):\n{kind}: {text}\n",
+    }
+    return RankFailure(rank, exit_code, int(time), report)
+
+
+def _died(rank, observed, exit_code):
+    return RankFailure(rank, exit_code, observed, {})
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        ([_raised(0, 10.5), _raised(1, 10.4)], 1),  # the first exception
+        (
+            [_raised(0, 10.4, "PeerError", classes=["PeerError"]), _raised(1, 10.5)],
+            1,
+        ),  # not one that says: a peer did it
+        ([_raised(0, 10.2), _died(1, 10, -signal.SIGKILL)], 1),  # a killed rank, before those that lost it
+        ([_raised(0, 9.97), _died(1, 10, -signal.SIGSEGV)], 1),  # ... observed in the next second
+        ([_raised(0, 10.2), _died(1, 10, 42)], 1),  # os._exit(42)
+        ([_died(0, 10, -signal.SIGTERM), _raised(1, 10.5)], 1),  # the launcher ends ranks with SIGTERM
+        ([_died(0, 10, -signal.SIGABRT), _raised(1, 10.5)], 1),  # nccl's watchdog aborts when a peer is gone
+        ([_died(0, 40, -signal.SIGKILL), _raised(1, 10.5)], 1),  # killed by the launcher, for it ignored SIGTERM
+        ([_raised(0, 10.3, exit_code=-15), _raised(1, 10.4)], 0),  # terminated while it was reporting
+    ],
+)
+def test_cause_comes_before_consequence(failures, expected):
+    assert min(failures, key=lambda failure: failure.order).rank == expected
+
+
+def test_status_is_that_of_the_rank():
+    assert _raised(0, 1.0, exit_code=-15).status == 1
+    assert _died(0, 1, 42).status == 42
+    assert _died(0, 1, -signal.SIGKILL).status == 137
+
+
+def test_description_of_an_exception():
+    failures = [_raised(1, 10.4), _died(0, 10, -signal.SIGTERM), _raised(2, 10.6, "RuntimeError", "lost\nit")]
+    assert describe(failures, 3) == (
+        "smpc: error: rank 1 failed, which ended the other ranks:\n"
+        "Traceback (most recent call last):\n"
+        "ValueError: boom\n"
+        "smpc: after that, rank 2 failed: RuntimeError: lost"
+    )
+
+
+def test_description_of_other_ends():
+    assert describe([_died(0, 1, -signal.SIGKILL)], 1) == "smpc: error: rank 0 was killed by signal 9 (SIGKILL)"
+    assert describe([_raised(1, 1.0, "SystemExit", "42", 42, is_exit=True)], 2) == (
+        "smpc: error: rank 1 exited with status 42, which ended the other ranks"
+    )
+
+
+def test_users_mistakes_are_told_without_a_traceback():
+    wrong = _raised(0, 1.0, "ConfigTypeError", "first\nsecond", 2, ["ConfigTypeError", "ConfigError", "SmpcError"])
+    assert describe([wrong, _raised(1, 1.1)], 2) == "smpc: error: first\nsmpc: error: second"

@@ -1,0 +1,105 @@
+"""What runs every rank: the script sees what `python SCRIPT` would show it, and failures become reports."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import smpc.launch_worker
+
+WORKER = str(Path(smpc.launch_worker.__file__))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a script under the worker; returns the process and the report's extra fields, {} for none."""
+
+    def run(text, *arguments, error_file=True, parent=None):
+        script = tmp_path / "script.py"
+        script.write_text(text)
+        report = tmp_path / "error.json"
+        command = [sys.executable, WORKER, str(os.getpid() if parent is None else parent), str(script), *arguments]
+        environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(report) if error_file else ""}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+        extra = json.loads(report.read_text())["message"]["extraInfo"] if report.exists() else {}
+        return done, extra
+
+    return run
+
+
+def test_script_sees_its_own_world(run, tmp_path):
+    (tmp_path / "neighbour.py").write_text("NAME = 'neighbour'")
+    done, report = run(
+        "import json, sys, pickle, neighbour\n"
+        "class Thing: pass\n"
+        "assert type(pickle.loads(pickle.dumps(Thing()))) is Thing\n"
+        "heavy = [name for name in ('torch', 'smpc', 'numpy') if name in sys.modules]\n"
+        "print(json.dumps([__name__, __file__, sys.argv, sys.path[0], neighbour.NAME, heavy]))\n",
+        "--flag",
+        "a b",
+    )
+    script = str(tmp_path / "script.py")
+    assert json.loads(done.stdout) == ["__main__", script, [script, "--flag", "a b"], str(tmp_path), "neighbour", []]
+    assert (done.returncode, done.stderr, report) == (0, "", {})
+
+
+def test_exception_becomes_a_report(run, tmp_path):
+    done, report = run("def f():\n    raise KeyError('boom')\nf()\n")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert (report["type"], report["text"], report["status"]) == ("KeyError", "'boom'", 1)
+    assert report["py_callstack"].splitlines()[:2] == [
+        "Traceback (most recent call last):",
+        f'  File "{tmp_path / "script.py"}", line 3, in <module>',
+    ]
+
+
+def test_user_errors_have_status_2(run):
+    done, report = run("from smpc.errors import ConfigTypeError\nraise ConfigTypeError('no')\n")
+    assert (done.returncode, report["status"]) == (2, 2)
+    assert report["smpc_classes"] == ["ConfigTypeError", "ConfigError", "SmpcError"]
+
+
+@pytest.mark.parametrize(("argument", "status"), [("3", 3), ("-1", 255), ("'sorry'", 1)])
+def test_exit_becomes_a_report(run, argument, status):
+    done, report = run(f"import sys\nsys.exit({argument})\n")
+    assert (done.returncode, report["status"], report["is_exit"]) == (status, status, True)
+    assert ("sorry" in done.stderr) == (argument == "'sorry'")
+
+
+@pytest.mark.parametrize("argument", ["0", "None", ""])
+def test_good_exit_is_no_failure(run, argument):
+    done, report = run(f"import sys\nsys.exit({argument})\n")
+    assert (done.returncode, report) == (0, {})
+
+
+def test_syntax_error_shows_the_line(run):
+    done, report = run("x = (\n")
+    assert done.returncode == 1
+    assert "line 1" in report["py_callstack"]
+    assert "launch_worker" not in report["py_callstack"]
+
+
+def test_without_a_place_for_reports_the_traceback_is_printed(run):
+    done, report = run("raise ValueError('boom')\n", error_file=False)
+    assert (done.returncode, report) == (1, {})
+    assert done.stderr.endswith("ValueError: boom\n")
+
+
+def test_hook_of_the_script_is_called(run):
+    done, _ = run("import sys\nsys.excepthook = lambda *what: print('hook', what[1])\nraise ValueError('boom')\n")
+    assert done.stdout == "hook boom\n"
+
+
+def test_failed_rank_does_not_wait_for_its_threads(run):
+    done, report = run("import threading\nimport time\n"
+                       "threading.Thread(target=time.sleep, args=(600,)).start()\nraise ValueError\n")  # fmt: skip
+    assert (done.returncode, report["type"]) == (1, "ValueError")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_rank_without_its_launcher_does_not_start(run):
+    done, _ = run("print('started')\n", parent=1)
+    assert (done.returncode, done.stdout) == (-9, "")
