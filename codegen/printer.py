@@ -125,7 +125,7 @@ def _arguments(node: Node, name_of: Namer, skip: int = 0) -> str:
 
 
 def _is_operand(value: Any) -> bool:
-    return isinstance(value, Ref) or type(value) in (int, float, bool) and value == value
+    return isinstance(value, Ref) or (type(value) in (int, float, bool) and value == value)
 
 
 def _operand(value: Any, name_of: Namer) -> str:

@@ -302,7 +302,7 @@ class _StageWriter:
 
     def _body(self, inputs: list[str], results: list[str]) -> Iterator[str]:
         """The statements, each under its context, with every variable deleted after its last use."""
-        last_use = {name: -1 for name in inputs}
+        last_use = dict.fromkeys(inputs, -1)
         for position, statement in enumerate(self.statements):
             last_use.update(dict.fromkeys((*statement.reads, *statement.defines), position))
         kept = dict.fromkeys(results)

@@ -1,6 +1,6 @@
 """The whole way in a few minutes: plan, train on two pipeline ranks, save, sample, and prove that no bit changed.
 
-    make demo
+make demo
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A GPT-2 of 10 million parameters over bytes, from a Hugging Face configuration with random weights.
 
-    smpc compile examples/gpt2.py:build -p 2 -m 8
+smpc compile examples/gpt2.py:build -p 2 -m 8
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Proof that the pipeline changes no bit: 3 steps on 2 ranks against 3 steps of one process over the same microbatches.
 
-    smpc run -n 2 examples/parity.py
+smpc run -n 2 examples/parity.py
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def main() -> None:
         different = [name for name in expected if not torch.equal(expected[name], weights[name])]
         assert losses == expected_losses, f"losses differ: {losses} on 2 ranks, {expected_losses} on one"
         assert not different, f"{len(different)} of {len(expected)} tensors differ, {different[0]} first"
-        print(f"{STEPS} steps on 2 ranks equal {STEPS} single-process steps bitwise: {len(expected)} tensors, losses {losses}")
+        print(
+            f"{STEPS} steps on 2 ranks equal {STEPS} single-process steps bitwise: {len(expected)} tensors, losses {losses}"
+        )
 
 
 if __name__ == "__main__":

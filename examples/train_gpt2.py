@@ -1,6 +1,6 @@
 """Trains the GPT-2 of gpt2.py on Python's standard library over pipeline ranks.
 
-    smpc run -n 2 examples/train_gpt2.py --steps 100 --checkpoint /tmp/gpt2.pt
+smpc run -n 2 examples/train_gpt2.py --steps 100 --checkpoint /tmp/gpt2.pt
 """
 
 from __future__ import annotations

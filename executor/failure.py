@@ -37,6 +37,7 @@ from smpc.errors import PeerError, TransportError
 
 _COUNT = "smpc/errors"
 _REPORT = "smpc/error"
+_STALL = "smpc/stall"
 
 
 class FailureMonitor:
@@ -61,6 +62,7 @@ class FailureMonitor:
         self._poll_interval = poll_interval
         self._grace = grace
         self._stop = threading.Event()
+        self._seen: str | None = None
         self._raised = False  # this process is ending by itself
         self._where: Callable[[], str] | None = None  # inside a step
         self._deadline = float("inf")
@@ -83,12 +85,17 @@ class FailureMonitor:
                 self._store.set(_REPORT, text)
 
     def peer_report(self) -> str | None:
-        """The report, if any rank has failed."""
-        with contextlib.suppress(RuntimeError):
-            if self._store.check([_REPORT]):
-                report: bytes = self._store.get(_REPORT)
-                return report.decode(errors="replace")
-        return None
+        """The report, if any rank has failed. Once seen it is kept: the store may end with its host."""
+        if self._seen is None:
+            with contextlib.suppress(RuntimeError):
+                self._seen = self._read()
+        return self._seen
+
+    def _read(self) -> str | None:
+        if not self._store.check([_REPORT]):
+            return None
+        report: bytes = self._store.get(_REPORT)
+        return report.decode(errors="replace")
 
     @contextlib.contextmanager
     def step(self, where: Callable[[], str], close: Callable[[], None]) -> Iterator[None]:
@@ -110,6 +117,7 @@ class FailureMonitor:
                 close()
             if failed is not None:
                 raise _peer_error(failed) from error
+            time.sleep(2 * self._poll_interval)  # this process may host the store: let all watchers read the report
             raise
         finally:
             self._where, self._deadline = None, float("inf")
@@ -124,25 +132,43 @@ class FailureMonitor:
             time.sleep(0.02)
 
     def _watch(self) -> None:
-        since: float | None = None
+        since: float | None = None  # a reason to end was first seen
         while not self._stop.wait(self._poll_interval):
             if self._raised:
                 return
             now = time.monotonic()
             if now > self._deadline + self._grace:
                 self._end(self._stalled())
-            failed = self.peer_report()
-            if failed is not None:
-                since = since or now
-                if now > since + self._grace:
-                    self._end(str(_peer_error(failed)))
+            reason = self._reason()
+            since = None if reason is None else since or now
+            if reason is not None and since is not None and now > since + self._grace:
+                self._end(reason)
+
+    def _reason(self) -> str | None:
+        """Why this process should end, if it should."""
+        try:
+            self._seen = self._seen or self._read()
+        except RuntimeError as error:
+            if self._where is not None:
+                return f"the store that all ranks share is lost, its host has died: {error}"
+        return None if self._seen is None else str(_peer_error(self._seen))
 
     def _stalled(self) -> str:
         where = self._where() if self._where is not None else "no step"
-        text = f"rank {self._rank} failed: a step took longer than {self._step_timeout:g} s; it stands at {where}"
-        self._publish(text)
         faulthandler.dump_traceback(all_threads=True)
+        text = f"rank {self._rank} failed: a step took longer than {self._step_timeout:g} s; the ranks stand at\n"
+        text += "\n".join(self._gather(f"rank {self._rank}: {where}"))
+        self._publish(text)
         return text
+
+    def _gather(self, line: str) -> list[str]:
+        """This line and those of the other ranks that stall too."""
+        lines = [line]
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{_STALL}/{self._store.add(_STALL, 1)}", line)
+            time.sleep(self._grace / 2)
+            lines = [self._store.get(f"{_STALL}/{n + 1}").decode() for n in range(self._store.add(_STALL, 0))]
+        return sorted(lines)
 
     def _end(self, text: str) -> None:
         if not self._raised:

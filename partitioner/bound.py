@@ -14,8 +14,8 @@ it holds for every plan. The minimum is a dynamic program over (segment, stage);
 weights, starting where moving an average unit to the next stage changes nothing.
 
 Two simpler bounds are taken into account. The units on one path of the graph keep their order in every plan, so the
-exact optimum of the chain of the heaviest path alone, empty stages allowed, is a bound; where all costly units lie on one
-path it is the optimum itself. And a cluster costs something on whatever stage it runs.
+exact optimum of the chain of the heaviest path alone, empty stages allowed, is a bound; where all costly units lie on
+one path it is the optimum itself. And a cluster costs something on whatever stage it runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from smpc.partitioner.clusters import Clusters, condense
 from smpc.partitioner.graph import Graph
 from smpc.partitioner.problem import FloatArray, IntArray, Scale, Units
 
-_ROUNDS = 80
+_ROUNDS = 40
+_MAX_SEGMENTS = 500  # more are joined with their neighbours, which lowers the bound a little
 _ROUNDING = 1e-9  # floating point arithmetic of the bound itself
 
 
@@ -50,7 +51,7 @@ def lower_bound(graph: Graph, clusters: Clusters, units: Units, scale: Scale, in
     labels, dag = condense(graph, clusters, np.arange(graph.num_compute))
     whole = units.merged(labels, dag.number_of_nodes())
     best = max(best, _heaviest_unit(whole, scale, in_flight), _heaviest_path(whole, dag, scale, in_flight))
-    return best * (1.0 - _ROUNDING)
+    return float(best) * (1.0 - _ROUNDING)
 
 
 def _segments(graph: Graph, clusters: Clusters) -> IntArray:
@@ -79,7 +80,8 @@ def _segments(graph: Graph, clusters: Clusters) -> IntArray:
     following = np.minimum.accumulate(last_producer[::-1])[::-1]
     reaches = np.concatenate((following[1:], [n])) >= np.arange(n)
     waist = core & reached & reaches
-    return np.where(core, np.cumsum(waist) - waist + 1, 0)
+    joined = -(-int(waist.sum()) // _MAX_SEGMENTS)
+    return np.where(core, (np.cumsum(waist) - waist) // joined + 1, 0)
 
 
 def _segment_costs(units: Units, scale: Scale, segment: IntArray) -> tuple[FloatArray, FloatArray]:

@@ -54,7 +54,8 @@ def find_clusters(graph: Graph) -> Clusters:
 def condense(graph: Graph, clusters: Clusters, pieces: IntArray) -> tuple[list[int], nx.DiGraph[int]]:
     """Unit of each rank, numbered in execution order, and the dependencies between units.
 
-    `pieces` gives each rank a piece. Pieces that a cluster joins, or that depend on each other in a circle, become one unit.
+    `pieces` gives each rank a piece. Pieces that a cluster joins, or that depend on each other in a circle, become one
+    unit.
     """
     quotient: nx.DiGraph[int] = nx.DiGraph()
     quotient.add_nodes_from(sorted(set(pieces.tolist())))

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 import networkx as nx
 import numpy as np
 
-from smpc.partitioner.chain import ChainProblem
+from smpc.partitioner.chain import ChainProblem, solve_chain
 from smpc.partitioner.clusters import Clusters, condense
 from smpc.partitioner.cost import CostModel, NodeTimes
 from smpc.partitioner.graph import Graph
 from smpc.partitioner.ilp import PlacementProblem, Value
 from smpc.partitioner.memory import state_bytes
-from smpc.partitioner.problem import IntArray, Scale, SharedItem, Units, stage_costs
+from smpc.partitioner.problem import FloatArray, IntArray, Scale, SharedItem, Units, stage_costs
 
 _PIECES_PER_STAGE = 4  # a unit of the integer program should cost at most this part of a stage
 
@@ -125,6 +125,7 @@ class CoarseProblem:
 
     problem: PlacementProblem
     unit_of: tuple[int, ...]  # by rank
+    start: tuple[int, ...]  # a placement to start from: the best contiguous one; empty if there are too few units
     is_ordered: bool  # every two units that cost something depend on each other, so the chain is the only order
     is_finest: bool  # no unit can be split further: bounds hold for every placement
 
@@ -157,42 +158,61 @@ def coarse_problem(
         tuple(Value(producer, users, num_bytes) for (producer, users), num_bytes in sorted(values.items())),
     )
     num_finest = condense(graph, clusters, np.arange(graph.num_compute))[1].number_of_nodes()
-    return CoarseProblem(problem, tuple(labels), _is_ordered(dag, merged, scale), num_finest == len(merged))
+    start = _contiguous(problem, list(nx.lexicographical_topological_sort(dag)))
+    return CoarseProblem(problem, tuple(labels), start, _is_ordered(dag, merged, scale), num_finest == len(merged))
+
+
+def _contiguous(problem: PlacementProblem, order: list[int]) -> tuple[int, ...]:
+    """The best placement in which the stages are intervals of this order."""
+    if len(order) < len(problem.in_flight):
+        return ()
+    chain = ChainProblem(problem.units.subset(order), problem.scale, problem.in_flight)
+    stages = solve_chain(chain, len(problem.in_flight)).assignment(len(order))
+    placed = dict(zip(order, stages, strict=True))
+    return tuple(placed[unit] for unit in range(len(order)))
 
 
 def _open_calls(graph: Graph, units: Units, scale: Scale, in_flight: Sequence[int], max_units: int) -> IntArray:
     """Piece of each rank."""
-    n, spans = graph.num_compute, graph.call_spans.tolist()
+    spans = graph.call_spans.tolist()
     children: dict[int, list[int]] = {}
     for i, call in enumerate(graph.trace.calls):
-        children.setdefault(call.parent, []).append(i)
-    pieces = np.zeros(n, dtype=np.int64)
-    small = 1.0 / (len(in_flight) * _PIECES_PER_STAGE)
-    mean = -(-sum(in_flight) // len(in_flight))
-
-    def weight(first: int, last: int) -> float:
-        inside = np.zeros(n, dtype=np.int64)
-        inside[first:last] = 1
-        return float(stage_costs(units, scale, (0, mean), inside)[1])
-
-    queue = [(-1.0, i) for i in children.get(-1, [])]
-    count = 1
-    while queue and count < max_units:
+        if spans[i][1] > spans[i][0]:
+            children.setdefault(call.parent, []).append(i)
+    weight = np.concatenate(([0.0], np.cumsum(_rank_costs(units, scale, in_flight))))
+    small = weight[-1] / (len(in_flight) * _PIECES_PER_STAGE)
+    pieces = np.zeros(graph.num_compute, dtype=np.int64)
+    queue = [(-float(weight[-1]), i) for i in children.get(-1, [])]
+    num_pieces = next_label = 1
+    while queue and num_pieces < max_units:
         negative, index = heapq.heappop(queue)
         if -negative <= small:
             break
         first, last = spans[index]
-        inner = [i for i in children.get(index, []) if spans[i][1] > spans[i][0]]
-        starts = {first} | {bound for i in inner for bound in spans[i]}
-        if not inner:  # an innermost call: its nodes one by one
-            starts = set(range(first, last))
-        for start in sorted(starts - {last}):
-            stop = min((other for other in starts if other > start), default=last)
-            pieces[start:stop] = count
-            count += 1
+        inner = children.get(index, [])
+        starts = (
+            sorted({first, *(bound for i in inner for bound in spans[i])} - {last}) if inner else [*range(first, last)]
+        )
+        room = max_units - num_pieces + 1
+        starts = starts[:: -(-len(starts) // room)]  # too many: join neighbours
+        parts = tuple(itertools.pairwise((*starts, last)))
+        for label, (start, stop) in enumerate(parts, next_label):
+            pieces[start:stop] = label
+        next_label += len(parts)
+        num_pieces += len(parts) - 1
         for i in inner:
-            heapq.heappush(queue, (-weight(*spans[i]), i))
+            if tuple(spans[i]) in parts:
+                heapq.heappush(queue, (-float(weight[spans[i][1]] - weight[spans[i][0]]), i))
     return pieces
+
+
+def _rank_costs(units: Units, scale: Scale, in_flight: Sequence[int]) -> FloatArray:
+    """About what each unit adds to a stage; shared items count with their first user."""
+    static, activation = np.asarray(units.static_bytes), np.asarray(units.activation_bytes)
+    for item in units.shared:
+        static[item.users[0]] += item.static_bytes
+        activation[item.users[0]] += item.activation_bytes
+    return scale.cost(np.asarray(units.time), static + max(in_flight) * activation)
 
 
 def _is_ordered(dag: nx.DiGraph[int], units: Units, scale: Scale) -> bool:

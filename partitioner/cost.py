@@ -47,8 +47,8 @@ class CostModel:
     peak_flops: Mapping[str, float] = field(default_factory=lambda: _H100_PEAK)  # FLOP/s by dtype; others as float32
     memory_bandwidth: float = 3.35e12  # bytes/s
     link_bandwidth: float = 50e9  # bytes/s between stages
-    link_latency: float = 10e-6  # s for one message
-    kernel_overhead: float = 2e-6  # s to run one node once more; used to judge recomputation only
+    link_latency: float = 50e-6  # s for one message, with what both ends do about it
+    kernel_overhead: float = 1e-6  # s to run one node once more; used to judge recomputation only
     optimizer_bytes_per_element: int = 8
 
     def forward_time(self, node: Node, dtype: str) -> float:

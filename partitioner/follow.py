@@ -59,7 +59,11 @@ def _by_module(trace: Trace, planned: Trace, plan: Plan, nodes: list[Node]) -> d
             found[node.name] = of_call[calls[call]]
             continue
         reads = (trace.node(name) for name in node.inputs)
-        held = [of_parameter[read.target] for read in reads if read.kind is NodeKind.GET_ATTR and read.target in of_parameter]
+        held = [
+            of_parameter[read.target]
+            for read in reads
+            if read.kind is NodeKind.GET_ATTR and read.target in of_parameter
+        ]
         if held:
             found[node.name] = max(held)
     return found

@@ -17,6 +17,7 @@ by seconds as a last resort. Only this file imports pulp.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Sequence
@@ -211,15 +212,18 @@ def _received(
     return pulp.LpAffineExpression(terms)
 
 
-def _run(program: pulp.LpProblem, time_limit: float) -> tuple[bool, float]:
+def _run(program: pulp.LpProblem, gap: float, time_limit: float) -> tuple[bool, float]:
     """Solve; whether it was solved to proof, and the proven lower bound of the objective."""
     if solver_name() == "HiGHS":
         options = {"random_seed": 0, "mip_max_nodes": _NODE_LIMIT}
-        program.solve(pulp.HiGHS(msg=False, threads=1, timeLimit=time_limit, gapRel=1e-9, gapAbs=1e-12, **options))
+        solver = pulp.HiGHS(msg=False, threads=1, timeLimit=time_limit, gapRel=max(gap, 1e-9), gapAbs=1e-12, **options)
+        # pulp has no word for HiGHS's node limit; the variables have their values by then.
+        with contextlib.suppress(KeyError):
+            program.solve(solver)
         status = program.solverModel.modelStatusToString(program.solverModel.getModelStatus())
         return status == "Optimal", float(program.solverModel.getInfo().mip_dual_bound)
     limits = [f"maxNodes {_NODE_LIMIT}", "randomSeed 1"]
-    program.solve(_cbc(threads=1, timeLimit=time_limit, gapRel=1e-9, options=limits))
+    program.solve(_cbc(threads=1, timeLimit=time_limit, gapRel=max(gap, 1e-9), options=limits))
     finished = program.sol_status == pulp.LpSolutionOptimal
     return finished, float(pulp.value(program.objective)) if finished else 0.0
 

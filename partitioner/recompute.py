@@ -7,7 +7,7 @@ than sending it:
     sum over the cone of (forward time + kernel overhead) + time to send the model inputs that the cone reads
         <= time to send the value                    (latencies left out for the inputs: they share one message)
 
-Masks and positions pass easily: memory is some sixty times faster than a link, and a message costs five small
+Masks and positions pass easily: memory is some sixty times faster than a link, and a message costs fifty small
 kernels. The decision depends on the value alone, not on the cut, so it is the same for every plan.
 """
 

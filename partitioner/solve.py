@@ -163,9 +163,9 @@ def _place(
         in_flight,
         MAX_COARSE_UNITS,
     )
-    if coarse.is_ordered or len(coarse.problem.units) < len(in_flight):
+    if coarse.is_ordered or not coarse.start:
         return None, bound, tuple(stage_of)
-    found = solve_placement(coarse.problem)
+    found = solve_placement(coarse.problem, coarse.start)
     if coarse.is_finest:
         bound = max(bound, found.lower_bound)
     return found, bound, tuple(found.assignment[unit] for unit in coarse.unit_of)

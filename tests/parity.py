@@ -73,12 +73,16 @@ def assert_same(expected: Results, got: Results, shared: tuple[str, ...] = ()) -
     assert list(got[1]) == list(expected[1])
     for name, gradient in expected[1].items():
         found = got[1][name]
-        assert (found is None) == (gradient is None), f"gradient of {name}: {found is None=}, expected {gradient is None}"
+        assert (found is None) == (gradient is None), (
+            f"gradient of {name}: {found is None=}, expected {gradient is None}"
+        )
         if gradient is None or found is None:
             continue
         if name in shared:
             scale = gradient.abs().max().item()
-            torch.testing.assert_close(found, gradient, rtol=1e-6, atol=1e-6 * scale, msg=lambda m: f"gradient of {name}: {m}")
+            torch.testing.assert_close(
+                found, gradient, rtol=1e-6, atol=1e-6 * scale, msg=lambda m: f"gradient of {name}: {m}"
+            )
         else:
             assert torch.equal(found, gradient), f"gradient of {name} differs by {(found - gradient).abs().max()}"
     for name, buffer in expected[2].items():

@@ -232,9 +232,7 @@ class TiedEmbeddings(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 16)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(3)
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(3))
         self.head = nn.Linear(16, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
 

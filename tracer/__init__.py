@@ -1,9 +1,7 @@
 """Records a model: one run of its own Python over fake tensors, written down as a `Trace`."""
 
 if not __name__.startswith("smpc."):
-    raise ImportError(
-        f"import smpc.tracer, not {__name__}: the folders at the top of the repository are parts of smpc"
-    )
+    raise ImportError(f"import smpc.tracer, not {__name__}: the folders at the top of the repository are parts of smpc")
 
 from smpc.tracer.fx import to_fx
 from smpc.tracer.ir import Autocast, ModuleCall, Node, NodeKind, StateSpec, TensorSpec, Trace

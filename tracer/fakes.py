@@ -44,11 +44,9 @@ def make_fakes(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
         for tensor, names, is_parameter in groups.values():
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             fake.requires_grad_(tensor.requires_grad)
-            fake._is_param = is_parameter  # type: ignore[attr-defined]  # isinstance(fake, nn.Parameter) asks for it
+            fake._is_param = is_parameter  # isinstance(fake, nn.Parameter) asks for it
             state.fakes.append(fake)
-            state.specs.append(
-                StateSpec(tuple(names), TensorSpec.of(fake), is_parameter, names[0] not in transient)
-            )
+            state.specs.append(StateSpec(tuple(names), TensorSpec.of(fake), is_parameter, names[0] not in transient))
             state.names[id(fake)] = state.names[id(tensor)] = names[0]
             state.by_original[id(tensor)] = fake
     return state
@@ -72,9 +70,7 @@ def installed(model: nn.Module, state: FakeState) -> Iterator[None]:
             table[key] = tensor
 
 
-def _swap_attributes(
-    prefix: str, module: nn.Module, state: FakeState, undo: list[tuple[Any, Any, Any]]
-) -> None:
+def _swap_attributes(prefix: str, module: nn.Module, state: FakeState, undo: list[tuple[Any, Any, Any]]) -> None:
     """Swaps parameters in a module's own lists; indexes tensors that it holds as plain attributes."""
     for name, value in vars(module).items():
         if name in ("_parameters", "_buffers", "_modules"):

@@ -39,9 +39,7 @@ def to_fx(trace: Trace, device: torch.device | str = "cpu") -> fx.Graph:
         elif node.kind is NodeKind.CALL_MODULE:
             made = graph.create_node("call_module", node.target, args, kwargs, name=node.name)
         elif node.kind is NodeKind.CALL_FUNCTION:
-            made = graph.create_node(
-                "call_function", targets.function(node.target), args, kwargs, name=node.name
-            )
+            made = graph.create_node("call_function", targets.function(node.target), args, kwargs, name=node.name)
         else:
             raise ValueError(f"{node.name} rebinds buffer {node.target}: torch.fx has no such node")
         made.meta["smpc"] = node

@@ -18,6 +18,7 @@ Example: `x + self.weight` inside the model's forward, with x of shape [2, 3], i
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -45,9 +46,7 @@ class TensorSpec:
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
         """The spec of a tensor, real or fake."""
         stride = tuple(tensor.stride()) if tensor.layout is torch.strided else ()
-        return cls(
-            tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), stride, tensor.requires_grad
-        )
+        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), stride, tensor.requires_grad)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -73,9 +72,7 @@ class TensorSpec:
 class NodeKind(StrEnum):
     """What a node does."""
 
-    PLACEHOLDER = (
-        "placeholder"  # a tensor input of the model; target: its path in the inputs ("input_ids", "args[0]")
-    )
+    PLACEHOLDER = "placeholder"  # a tensor input of the model; target: its path in the inputs ("input_ids", "args[0]")
     GET_ATTR = "get_attr"  # read a parameter, buffer or tensor attribute; target: its canonical FQN
     SET_ATTR = "set_attr"  # rebind a buffer to a new tensor (args[0]); target: its FQN
     CALL_FUNCTION = "call_function"  # call a torch function; target: its qualified name
@@ -198,7 +195,7 @@ class Trace:
         """Names of the nodes that the model returns, each once."""
         return references(self.output_leaves)
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the JSON form."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
@@ -223,8 +220,7 @@ class Trace:
             effect = f"  writes {', '.join(node.mutates)}" if node.mutates else ""
             where = " ".join(part for part in (self.calls[node.call].fqn, node.source) if part)
             lines.append(
-                f"{node.name}{spec} = {node.target}({', '.join(arguments)}){effect}"
-                + (f"  # {where}" if where else "")
+                f"{node.name}{spec} = {node.target}({', '.join(arguments)}){effect}" + (f"  # {where}" if where else "")
             )
         outputs = ", ".join(to_source(leaf, str) for leaf in self.output_leaves)
         return "\n".join([f"trace of {self.model_class}", *lines, f"return {outputs}"])

@@ -138,7 +138,7 @@ def register(cls: type[T]) -> type[T]:
 
 def encode(value: Any) -> Any:
     """A JSON value; anything that JSON lacks becomes {"$": kind, "v": ...}."""
-    if value is None or isinstance(value, (bool, str)) and not isinstance(value, enum.Enum):
+    if value is None or (isinstance(value, (bool, str)) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, enum.Enum):
         return {"$": "enum", "v": [_name(type(value)), value.name]}
@@ -184,7 +184,8 @@ def decode(value: Any) -> Any:
         return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
-    kind, content = value["$"], value.get("v")
+    kind: str = value["$"]
+    content: Any = value.get("v")
     if kind in _JSON_CLASSES:
         return _JSON_CLASSES[kind](*(decode(item) for item in content))
     decoders: dict[str, Callable[[Any], Any]] = {

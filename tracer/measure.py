@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     """FLOPs of softmax(q k^T) v for shapes [batch, heads, queries, d] and [batch, heads, keys, d]: two matrix products."""
     batch, heads, queries, width = query.shape
-    return 2 * batch * heads * queries * key.shape[-2] * (width + value.shape[-1])
+    return int(2 * batch * heads * queries * key.shape[-2] * (width + value.shape[-1]))
 
 
 # torch's registry lacks the fused attention of CPUs.
@@ -27,11 +27,11 @@ _OWN_FORMULAS: dict[Any, Callable[..., int]] = {
 }
 
 
-class Meter(TorchDispatchMode):
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the FLOPs of the aten operations that pass, and notes whether one draws random numbers."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.random = False
 
@@ -57,7 +57,5 @@ def touched_bytes(tensor: torch.Tensor) -> int:
     """Bytes that reading the whole tensor moves: an expanded tensor counts its memory once."""
     if tensor.layout is not torch.strided:
         return int(tensor.numel() * tensor.element_size())
-    distinct = math.prod(
-        size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size
-    )
+    distinct = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
     return distinct * tensor.element_size()

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -62,9 +63,11 @@ _RUNNING_STATISTICS = {
 }
 # They return their argument, and what they change about it is no version.
 _MARKING = ("requires_grad_", "detach_")
-_TORCH_FOLDER = str(Path(torch.__file__).parent)
-_OWN_FOLDER = str(Path(__file__).parent)
-_WAY_OUT = "what to do: compute the value outside the model and pass it in, or name the module in leaf_modules so that it is called whole"
+_WAY_OUT = (
+    "what to do: compute the value outside the model and pass it in, "
+    "or name the module in leaf_modules so that it is called whole"
+)
+_CHECK_INPUTS = "what to do: check that the model runs by itself on inputs of these shapes and dtypes"
 
 
 def record(
@@ -105,7 +108,8 @@ def record(
         except SmpcError:
             raise
         except Exception as error:
-            raise recorder.error(f"{type(error).__name__}: {error}", frame=_innermost(error)) from error
+            what = f"{type(error).__name__}: {error}"
+            raise recorder.error(what, line=_innermost(error), way_out=_CHECK_INPUTS) from error
         with torch._C.DisableTorchFunction():
             return recorder.finish(model, output)
 
@@ -202,11 +206,12 @@ class Recorder(TorchFunctionMode):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Fakes for the tensors in the inputs, each bound to a placeholder."""
         leaves, structure = flatten((args, kwargs))
-        fakes, refs = [], []
+        fakes: list[Any] = []
+        refs: list[Any] = []
         for leaf, path in zip(leaves, structure.paths(), strict=True):
             if isinstance(leaf, torch.Tensor):
                 fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
-                target = _input_path(path)
+                target = input_path(path)
                 name = self._unique(re.sub(r"\W+", "_", target).strip("_"))
                 self._add(
                     Node(
@@ -270,7 +275,7 @@ class Recorder(TorchFunctionMode):
         written = [tensor for tensor, version in before if _version(tensor) != version]
         written += _running_statistics(func, args, kwargs)
         if not written and kind not in _MARKING and kind != "__set__":
-            if not results or isinstance(out, torch.Tensor) and any(out is tensor for tensor, _ in before):
+            if not results or (isinstance(out, torch.Tensor) and any(out is tensor for tensor, _ in before)):
                 return out  # nothing happened, or `x.to(dtype)` returned x itself
         self._record_call(func, args, kwargs, out, before, written)
         return out
@@ -305,9 +310,7 @@ class Recorder(TorchFunctionMode):
         single = out if isinstance(out, torch.Tensor) else None
         grad_enabled, autocast = self._context()
         inputs = [tensor for tensor, _ in before]
-        is_view = not written and all(
-            any(_same_memory(t, tensor) for tensor in inputs) for t in _tensors(out)
-        )
+        is_view = not written and all(any(_same_memory(t, tensor) for tensor in inputs) for t in _tensors(out))
         moved = 0 if is_view else sum(touched_bytes(tensor) for tensor in (*inputs, *_tensors(out)))
         self._add(
             Node(
@@ -349,9 +352,7 @@ class Recorder(TorchFunctionMode):
             return run()
         if fqn in self.leaf_modules:
             return self._leaf_call(fqn, run, args, dict(kwargs))
-        opened = _OpenCall(
-            len(self.calls), fqn, module, self.open[-1].index if self.open else -1, len(self.nodes)
-        )
+        opened = _OpenCall(len(self.calls), fqn, module, self.open[-1].index if self.open else -1, len(self.nodes))
         with torch._C.DisableTorchFunction():
             leaves, opened.arguments = flatten((args, dict(kwargs)))
             opened.leaves = tuple(self._argument(leaf, None) for leaf in leaves)
@@ -382,9 +383,7 @@ class Recorder(TorchFunctionMode):
             opened.autocast,
         )
 
-    def _leaf_call(
-        self, fqn: str, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _leaf_call(self, fqn: str, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         where = f"an argument of leaf module {fqn}"
         node_args = tuple(self._tree(arg, where) for arg in args)
         node_kwargs = tuple((key, self._tree(value, where)) for key, value in kwargs.items())
@@ -463,9 +462,7 @@ class Recorder(TorchFunctionMode):
             return leaf
         if where is None:
             return Opaque(type(leaf).__name__)
-        raise self.error(
-            f"{where} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which a trace cannot hold"
-        )
+        raise self.error(f"{where} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which a trace cannot hold")
 
     def _name(self, tensor: torch.Tensor, where: str) -> str:
         """The node whose value a tensor is."""
@@ -566,26 +563,22 @@ class Recorder(TorchFunctionMode):
     @staticmethod
     def _source() -> str:
         """The innermost line that is neither torch's nor ours, as file.py:line."""
-        frame = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(2)
         while frame is not None:
-            file = frame.f_code.co_filename
-            if not file.startswith((_TORCH_FOLDER, _OWN_FOLDER)) and "/smpc/tracer/" not in file:
-                return f"{Path(file).name}:{frame.f_lineno}"
-            frame = frame.f_back  # type: ignore[assignment]
+            if _is_users(frame):
+                return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            frame = frame.f_back
         return ""
 
-    def error(self, what: str, frame: str | None = None) -> TraceError:
+    def error(self, what: str, line: str | None = None, way_out: str = _WAY_OUT) -> TraceError:
         """A TraceError that says where in the model it happened."""
         calls = [call for call in self.open if call.fqn]
-        module = (
-            f"module {calls[-1].fqn!r} ({type(calls[-1].module).__name__})" if calls else "the model itself"
-        )
-        return TraceError(
-            f"cannot trace {module}, {frame or self._source() or 'unknown line'}: {what}; {_WAY_OUT}"
-        )
+        module = f"module {calls[-1].fqn!r} ({type(calls[-1].module).__name__})" if calls else "the model itself"
+        line = self._source() if line is None else line
+        return TraceError(f"cannot trace {module}{', ' if line else ''}{line}: {what}; {way_out}")
 
 
-def _input_path(path: str) -> str:
+def input_path(path: str) -> str:
     """ "[1]['input_ids']" of (args, kwargs) as "input_ids"; "[0][2]" as "args[2]"."""
     if path.startswith("[0]"):
         return "args" + path[3:]
@@ -621,7 +614,7 @@ def _version(tensor: torch.Tensor) -> int:
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.layout is not torch.strided or b.layout is not torch.strided:
         return False
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 def _running_statistics(
@@ -644,12 +637,16 @@ def _running_statistics(
     return [value for value in values if value is not None]
 
 
+def _is_users(frame: FrameType) -> bool:
+    """Whether a frame runs code that is neither torch's nor ours."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("torch", "smpc", "contextlib")
+
+
 def _innermost(error: BaseException) -> str:
     """file.py:line of the innermost frame of the model's code in a traceback."""
     found, traceback = "", error.__traceback__
     while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        if not file.startswith((_TORCH_FOLDER, _OWN_FOLDER)) and "/smpc/tracer/" not in file:
-            found = f"{Path(file).name}:{traceback.tb_lineno}"
+        if _is_users(traceback.tb_frame):
+            found = f"{Path(traceback.tb_frame.f_code.co_filename).name}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return found

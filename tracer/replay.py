@@ -33,9 +33,7 @@ def input_values(trace: Trace, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return {node.name: tensor for node, tensor in zip(placeholders, tensors, strict=True)}
 
 
-def replay(
-    trace: Trace, model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-) -> Any:
+def replay(trace: Trace, model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
     """What `model(*args, **kwargs)` returns, computed from the trace and the model's parameters and buffers."""
     inputs = input_values(trace, args, kwargs or {})
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
@@ -45,30 +43,23 @@ def replay(
     return trace.output.unflatten(_real(leaf, values, device) for leaf in trace.output_leaves)
 
 
-def verify(
-    trace: Trace, model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-) -> None:
+def verify(trace: Trace, model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
     """Raises TraceError unless the replay equals the model bitwise: outputs, parameter gradients and buffers.
 
     Both run on copies of the model from the same random state, so nothing of the model changes.
     """
     results = []
-    for run in (
-        lambda copied: copied(*args, **(kwargs or {})),
-        lambda copied: replay(trace, copied, args, kwargs),
-    ):
+    for replayed in (False, True):
         copied = copy.deepcopy(model)
         copied.zero_grad(set_to_none=True)
         with torch.random.fork_rng():
-            output = run(copied)
+            output = replay(trace, copied, args, kwargs) if replayed else copied(*args, **(kwargs or {}))
         outputs = [leaf for leaf in flatten(output)[0] if isinstance(leaf, torch.Tensor)]
         roots = [tensor for tensor in outputs if tensor.requires_grad]
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(tensor) for tensor in roots])
         found = {f"output {i}": tensor.detach() for i, tensor in enumerate(outputs)}
-        found |= {
-            f"gradient of {name}": p.grad for name, p in copied.named_parameters() if p.grad is not None
-        }
+        found |= {f"gradient of {name}": p.grad for name, p in copied.named_parameters() if p.grad is not None}
         found |= {f"buffer {name}": buffer for name, buffer in copied.named_buffers()}
         results.append(found)
     expected, got = results

@@ -55,18 +55,13 @@ class Structure:
         """How each leaf is reached from the container, as Python: `[0]`, `['mask']`, `.logits`."""
         if self.kind == LEAF:
             return (prefix,)
-        steps = {
-            "namedtuple": lambda i, key: f"[{i}]",
-            "mapping": lambda i, key: f"[{key!r}]",
-            "dict": lambda i, key: f"[{key!r}]",
-            "tuple": lambda i, key: f"[{i}]",
-            "list": lambda i, key: f"[{i}]",
-        }
-        step = steps.get(self.kind, lambda i, key: f".{key}")
+        by_key = self.kind in ("mapping", "dict")
+        by_index = self.kind in ("namedtuple", "tuple", "list")
         keys = self.keys or tuple(range(len(self.children)))
         found: list[str] = []
         for i, (key, child) in enumerate(zip(keys, self.children, strict=True)):
-            found.extend(child.paths(prefix + step(i, key)))
+            step = f"[{key!r}]" if by_key else f"[{i}]" if by_index else f".{key}"
+            found.extend(child.paths(prefix + step))
         return tuple(found)
 
     def _build(self, leaves: Iterator[Any]) -> Any:
@@ -150,18 +145,18 @@ def _ordered(values: Iterable[Any]) -> list[Any]:
 def _holds_tensor(value: Any, depth: int) -> bool:
     if isinstance(value, torch.Tensor):
         return True
-    if depth == 0 or isinstance(value, (torch.nn.Module, type)):
+    if depth == 0 or value is None or isinstance(value, (torch.nn.Module, type)):
         return False
     if isinstance(value, Mapping):
         return any(_holds_tensor(item, depth - 1) for item in value.values())
     if isinstance(value, (list, tuple)):
         return any(_holds_tensor(item, depth - 1) for item in value)
-    return _holds_tensor(getattr(value, "__dict__", {}), depth - 1) if hasattr(value, "__dict__") else False
+    return _holds_tensor(getattr(value, "__dict__", None), depth - 1)
 
 
-def _build_mapping(cls: type, keys: tuple[Any, ...], values: list[Any]) -> Any:
+def _build_mapping(cls: Any, keys: tuple[Any, ...], values: list[Any]) -> Any:
     """A dict subclass: by keyword if its constructor takes them (ModelOutput), else item by item."""
-    if dataclasses.is_dataclass(cls):
+    if hasattr(cls, "__dataclass_fields__"):
         return cls(**dict(zip(keys, values, strict=True)))
     instance = cls.__new__(cls)
     instance.update(zip(keys, values, strict=True))

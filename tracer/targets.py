@@ -88,10 +88,9 @@ def function(name: str) -> Callable[..., Any]:
 
 def _attribute(func: Callable[..., Any]) -> str:
     """The attribute that a bound `__get__` or `__set__` belongs to."""
-    descriptor = func.__self__  # type: ignore[attr-defined]
-    if isinstance(descriptor, property):
-        return str(descriptor.fget.__name__)
-    return str(descriptor.__name__)
+    descriptor: Any = func.__self__  # type: ignore[attr-defined]
+    getter: Any = descriptor.fget if isinstance(descriptor, property) else descriptor
+    return str(getter.__name__)
 
 
 def _reaches(name: str, func: Callable[..., Any]) -> bool:

@@ -47,4 +47,4 @@ def partition(
     ).plan
 
 
-__all__ = ["Compilation", "LoopbackRuntime", "Plan", "PipelineOptions", "Runtime", "compile_model", "partition"]
+__all__ = ["Compilation", "LoopbackRuntime", "PipelineOptions", "Plan", "Runtime", "compile_model", "partition"]

@@ -32,7 +32,7 @@ from smpc.partitioner.follow import follow
 from smpc.partitioner.plan import Plan, ScheduleSummary
 from smpc.partitioner.solve import plan_from_assignment, solve_partition
 from smpc.tracer.ir import Trace
-from smpc.tracer.record import record
+from smpc.tracer.record import input_path, record
 from smpc.tracer.structure import flatten
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -194,9 +194,7 @@ def _simulate(plan: Plan, channels: tuple[Channel, ...]) -> Timeline:
     """One training step with the predicted times of the stages and of the messages between them."""
     summary = plan.schedule
     placement = [stage.rank for stage in plan.stages]
-    schedule = scheduler(summary.name)(
-        len(placement), placement, summary.num_microbatches, summary.active_microbatches
-    )
+    schedule = scheduler(summary.name)(len(placement), placement, summary.num_microbatches, summary.active_microbatches)
     model = CostModel()
     costs = Costs(
         tuple(stage.forward_time for stage in plan.stages),
@@ -214,7 +212,11 @@ def as_inputs(sample_inputs: Any) -> Inputs:
     if isinstance(sample_inputs, Mapping):
         return (), dict(sample_inputs)
     if isinstance(sample_inputs, (tuple, list)):
-        if len(sample_inputs) == 2 and isinstance(sample_inputs[0], (tuple, list)) and isinstance(sample_inputs[1], dict):
+        if (
+            len(sample_inputs) == 2
+            and isinstance(sample_inputs[0], (tuple, list))
+            and isinstance(sample_inputs[1], dict)
+        ):
             return tuple(sample_inputs[0]), dict(sample_inputs[1])
         return tuple(sample_inputs), {}
     raise ConfigError(
@@ -236,9 +238,8 @@ def first_microbatch(inputs: Inputs, microbatches: int) -> Inputs:
             continue
         size, rest = divmod(leaf.shape[0], microbatches)
         if rest or not size:
-            where = path.removeprefix("[1]") if path.startswith("[1]") else f"args{path[3:]}"
             wrong.append(
-                f"input {where}: batch size {leaf.shape[0]} (axis 0) is not divisible by microbatches = {microbatches}"
+                f"input {input_path(path)}: batch size {leaf.shape[0]} (axis 0) is not divisible by microbatches = {microbatches}"
             )
         parts.append(leaf.narrow(0, 0, size))
     if wrong:

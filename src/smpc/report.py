@@ -3,7 +3,7 @@
     print_report(plan, timeline)     on stdout, in colour if that is a terminal, else plain text 100 columns wide
     render(plan, timeline, width)    the same as a rich renderable, for other consoles
 
-Modules of a stage are shown in order of execution, runs of numbered ones as one: `transformer.h.0-4`. Sizes are
+Modules of a stage are shown in order of execution, shortened: `transformer.{wte, wpe}, transformer.h.0-4`. Sizes are
 binary (1 MiB = 2^20 bytes), times are predictions for the device that the cost model assumes; FLOPs, times and
 messages are those of one microbatch. Names come from the user's model: they are shown as they are, never read
 as markup, and unprintable characters are escaped.
@@ -55,20 +55,25 @@ def render(plan: Plan, timeline: Timeline | None = None, width: int = PLAIN_WIDT
 
 
 def compress(modules: Sequence[str]) -> tuple[str, ...]:
-    """Module names with runs of consecutive numbers joined: h.0, h.1, h.2, ln -> h.0-2, ln."""
-    runs: list[tuple[str, int, int] | str] = []
+    """Module names, shorter: h.0, h.1, h.2 -> h.0-2; neighbours of one parent -> parent.{first, second}."""
+    groups: list[tuple[str, list[tuple[str, str]]]] = []  # parent, runs of its children: (first, last)
     for name in modules:
-        prefix, _, last = name.rpartition(".")
-        number = int(last) if last.isdecimal() else None
-        if number is None:
-            runs.append(name or "(the whole model)")
-            continue
-        before = runs[-1] if runs else None
-        if isinstance(before, tuple) and before[0] == prefix and before[2] == number - 1:
-            runs[-1] = (prefix, before[1], number)
+        parent, _, child = name.rpartition(".")
+        if not groups or groups[-1][0] != parent:
+            groups.append((parent, []))
+        runs = groups[-1][1]
+        if runs and child.isdecimal() and runs[-1][1].isdecimal() and int(child) == int(runs[-1][1]) + 1:
+            runs[-1] = (runs[-1][0], child)
         else:
-            runs.append((prefix, number, number))
-    return tuple(run if isinstance(run, str) else _run_name(*run) for run in runs)
+            runs.append((child, child))
+    pieces: list[str] = []
+    for parent, runs in groups:
+        children = [first if first == last else f"{first}-{last}" for first, last in runs]
+        if not parent:
+            pieces += [child or "(the whole model)" for child in children]
+        else:
+            pieces.append(f"{parent}.{children[0] if len(children) == 1 else '{' + ', '.join(children) + '}'}")
+    return tuple(pieces)
 
 
 def printable(text: str) -> str:
@@ -105,11 +110,6 @@ def _scaled(value: float, units: Sequence[str], base: int) -> str:
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{'' if number == 1 else plural}"
-
-
-def _run_name(prefix: str, first: int, last: int) -> str:
-    numbers = str(first) if first == last else f"{first}-{last}"
-    return f"{prefix}.{numbers}" if prefix else numbers
 
 
 def _table(width: int, *headers: str, left: Sequence[str] = ()) -> Table:

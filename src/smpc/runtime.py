@@ -112,7 +112,11 @@ class Runtime:
         """One step: forwards and, when `training`, backwards of all microbatches."""
         programs = self._programs[program]
         interpreter = programs.interpreter(training)
-        inputs = None if microbatches is None else placeholders(programs.trace, interpreter.program, microbatches, self.device)
+        inputs = (
+            None
+            if microbatches is None
+            else placeholders(programs.trace, interpreter.program, microbatches, self.device)
+        )
         interpreter.run(inputs, restored(programs.trace, on_output, self.device))
 
     def _hooks_for(self, stages: Mapping[int, StageModule]) -> StepHooks | None:
@@ -161,7 +165,9 @@ class LoopbackRuntime:
 
     def _rank_model(self, compilation: Compilation, rank: int) -> nn.Module:
         """The model as this rank sees it: its own objects, except for parameters that belong to an earlier rank."""
-        foreign = {name for name, ranks in compilation.programs[rank].shared_parameters if rank in ranks and rank != min(ranks)}
+        foreign = {
+            name for name, ranks in compilation.programs[rank].shared_parameters if rank in ranks and rank != min(ranks)
+        }
         memo = {
             id(tensor): tensor
             for tensors in (self._model.named_parameters(), self._model.named_buffers())
@@ -209,7 +215,11 @@ def restored(
 
     def call(microbatch: int, outputs: tuple[Tensor, ...]) -> Roots | None:
         leaves = [
-            outputs[positions[leaf.name]] if isinstance(leaf, Ref) else device if isinstance(leaf, TraceDevice) else leaf
+            outputs[positions[leaf.name]]
+            if isinstance(leaf, Ref)
+            else device
+            if isinstance(leaf, TraceDevice)
+            else leaf
             for leaf in trace.output_leaves
         ]
         return on_output(microbatch, trace.output.unflatten(leaves))

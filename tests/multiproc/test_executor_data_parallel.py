@@ -11,6 +11,13 @@ from smpc.executor.transport import GlooTransport
 
 # global rank = 2 * replica + pipeline rank
 
+OPTIONS = {  # and the steps at whose ends gradients are averaged
+    "overlapping": ({}, (0, 1)),
+    "at the end": ({"overlapping": False, "bucket_cap_mb": 1}, (0, 1)),
+    "bucket views": ({"gradient_as_bucket_view": True}, (0, 1)),
+    "every second step": ({"backward_passes_per_step": 2}, (1,)),
+}
+
 
 def groups(rank):
     pipelines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -43,18 +50,22 @@ def loss(outputs):
     return outputs[0].square().mean() / MB
 
 
-def train(rank, _, options):
+def train(rank, _):
+    """The gradients for each of OPTIONS."""
     replica, position = divmod(rank, 2)
     pipeline, replicas = groups(rank)
-    stage = Spare(layer, 10 * rank)  # other weights in replica 1: construction replaces them
-    hooks = StageReplicas({position: stage}, replicas, **options)
-    stage.replica = replica
-    program = two_stage_program(position)
-    interpreter = Interpreter(program, {position: stage}, GlooTransport(pipeline), hooks=hooks)
-    for step in range(2):
-        inputs = microbatches(2 * step + replica) if position == 0 else None
-        interpreter.run(inputs, lambda m, outputs: [(loss(outputs), None)])
-    return {name: p.grad for name, p in stage.named_parameters()}
+    transport = GlooTransport(pipeline)
+    found = []
+    for options, _ in OPTIONS.values():
+        stage = Spare(layer, 10 * rank)  # other weights in replica 1: construction replaces them
+        hooks = StageReplicas({position: stage}, replicas, **options)
+        stage.replica = replica
+        interpreter = Interpreter(two_stage_program(position), {position: stage}, transport, hooks=hooks)
+        for step in range(2):
+            inputs = microbatches(2 * step + replica) if position == 0 else None
+            interpreter.run(inputs, lambda m, outputs: [(loss(outputs), None)])
+        found.append({name: p.grad for name, p in stage.named_parameters()})
+    return found
 
 
 def eager(averaged_steps):
@@ -77,18 +88,15 @@ def eager(averaged_steps):
     return models[0]
 
 
-@pytest.mark.parametrize(
-    ("options", "averaged_steps"),
-    [
-        ({}, (0, 1)),
-        ({"overlapping": False, "bucket_cap_mb": 1}, (0, 1)),
-        ({"gradient_as_bucket_view": True}, (0, 1)),
-        ({"backward_passes_per_step": 2}, (1,)),
-    ],
-    ids=["overlapping", "at the end", "bucket views", "every second step"],
-)
-def test_gradients_are_averaged(tmp_path, options, averaged_steps):
-    found = run_workers(train, 4, tmp_path, options)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return run_workers(train, 4, tmp_path_factory.mktemp("trained"))
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_gradients_are_averaged(trained, case):
+    _, averaged_steps = OPTIONS[case]
+    found = [gradients[list(OPTIONS).index(case)] for gradients in trained]
     for position, stage in enumerate(eager(averaged_steps)):
         for name, parameter in stage.named_parameters():
             pair = [found[position][name], found[2 + position][name]]

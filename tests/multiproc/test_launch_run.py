@@ -25,7 +25,8 @@ distributed.all_reduce(total)
 # Every listening socket of this rank and of the launcher, its parent, as (kernel's hexadecimal address, owner).
 LISTENERS = """
 def inodes(pid):
-    links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd") if os.path.islink(f"/proc/{pid}/fd/{fd}")]
+    paths = [f"/proc/{pid}/fd/{fd}" for fd in os.listdir(f"/proc/{pid}/fd")]
+    links = [os.readlink(path) for path in paths if os.path.islink(path)]
     return {link[8:-1] for link in links if link.startswith("socket:[")}
 owners = {"rank": inodes(os.getpid()), "launcher": inodes(os.getppid())}
 found = []
@@ -88,7 +89,8 @@ def _lives(pid):
 
 @needs_proc
 def test_ranks_meet_on_loopback_and_get_their_arguments(write, tmp_path):
-    report = "json.dump([total.item(), sys.argv[1:], os.environ['OMP_NUM_THREADS'], found], open(f'{sys.argv[1]}/{rank}', 'w'))"
+    seen = "[total.item(), sys.argv[1:], os.environ['OMP_NUM_THREADS'], found]"
+    report = f"json.dump({seen}, open(f'{{sys.argv[1]}}/{{rank}}', 'w'))"
     script = write(f"{ALL_REDUCE}{LISTENERS}\n{report}\ndistributed.barrier()\ndistributed.destroy_process_group()\n")
     arguments = [str(tmp_path), "--help", "-n", "7", "${local_rank}", "$$HOME;`id`", "a  b\nc"]
     done = _run("-n", "2", script, *arguments)

@@ -47,9 +47,13 @@ def unfit():
 
 
 @pytest.fixture(autouse=True)
-def _clean_imports(monkeypatch):
+def _clean_imports(monkeypatch, tmp_path):
+    """Targets change what can be imported and what has been: undo it."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    yield
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 @pytest.fixture
@@ -198,7 +202,7 @@ def test_settings_without_effect_are_named(smpc, factories, tmp_path):
         ),
         (["{factories}:build", "-p", "2", "--memory-weight", "1.5"], ["memory_weight: expected from 0.0 to 1.0"]),
         (["{factories}:build", "-p", "2", "--active-microbatches", "0"], ["active_microbatches: expected at least 1"]),
-        (["{factories}:raising", "-p", "2"], ["raising raised ValueError: no way ({factories}:34)"]),
+        (["{factories}:raising", "-p", "2"], ["raising raised ValueError: no way ({factories}:32)"]),
         (["{factories}:unfit", "-p", "2"], ["RuntimeError: "]),
         (["{factories}:model", "-p", "2"], ["add --input NAME=DTYPE[d0,d1]"]),
         (["{factories}:model", "-p", "2", "--input", "hiden=float32[8,4,16]"], ["did you mean 'hidden'?"]),
@@ -261,9 +265,10 @@ def test_debugging_shows_the_cause(smpc, factories, monkeypatch):
 
 
 def test_help_version_and_environment(smpc):
-    status, out, _ = smpc("--help")
-    assert status == 0
-    assert all(command in out for command in ("compile", "run", "env"))
+    for arguments in ((), ("--help",), ("-h",)):
+        status, out, _ = smpc(*arguments)
+        assert status == 0
+        assert all(command in out for command in ("compile", "run", "env"))
     status, out, _ = smpc("compile", "--help")
     assert status == 0
     assert "--pipeline-parallel" in out
@@ -275,8 +280,8 @@ def test_help_version_and_environment(smpc):
     assert {"smpc", "torch", "python", "platform", "devices", "backends", "solvers", "transformers"} <= set(names)
 
 
-@pytest.mark.parametrize("arguments", [(), ("nonsense",), ("--nonsense",)])
-def test_no_command_is_an_error(smpc, arguments):
+@pytest.mark.parametrize("arguments", [("nonsense",), ("--nonsense",)])
+def test_unknown_commands_are_errors(smpc, arguments):
     status, _, err = smpc(*arguments)
     assert status == 2
     assert len(_errors(err)) == 1

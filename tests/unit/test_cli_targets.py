@@ -13,9 +13,13 @@ from smpc.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
-def _clean_imports(monkeypatch):
+def _clean_imports(monkeypatch, tmp_path):
+    """Targets change what can be imported and what has been: undo it."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    yield
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 @pytest.fixture
@@ -84,6 +88,14 @@ def test_file_imports_its_neighbours(write):
     """)
     model, _ = load_target(f"{path}:build", (InputSpec("input", "float32", (2, 5)),))
     assert model.in_features == 5
+
+
+def test_file_does_not_replace_a_module_of_its_name(write):
+    for name in ("types", "time"):
+        before = sys.modules[name]
+        model, _ = load_target(f"{write(GOOD, f'{name}.py')}:pair", ())
+        assert isinstance(model, nn.Linear)
+        assert sys.modules[name] is before
 
 
 def test_inputs_by_shape_replace_those_of_the_factory(write):

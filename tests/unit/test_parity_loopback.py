@@ -2,11 +2,11 @@
 
 import itertools
 
+import parity
 import pytest
 import torch
-
-import parity
 import zoo
+
 from smpc.compile import compile_model
 
 CASES = list(itertools.product(zoo.MODELS, (2, 3), (1, 2, 4), ("simple", "interleaved")))

@@ -121,16 +121,17 @@ def test_names_are_never_markup_and_cannot_steer_the_terminal():
 
 
 def test_long_module_lists_are_shortened():
-    text = _text(_plan(tuple(f"part{letter}" for letter in "abcdefgh")))
-    words = " ".join(" ".join(line[14:45] for line in text.splitlines()).split())
-    assert "parta, partb, partc, partd, (+3), parth" in words
+    text = _text(_plan(tuple(f"part{letter}" for letter in "abcdefgh")), width=160)
+    assert "parta, partb, partc, partd, (+3), parth" in text
 
 
 def test_modules_are_compressed():
     assert compress(("wte", "h.0", "h.1", "h.2", "ln")) == ("wte", "h.0-2", "ln")
-    assert compress(("a.0", "b.1", "b.2", "b.4", "b.3")) == ("a.0", "b.1-2", "b.4", "b.3")
-    assert compress(("0", "1", "2")) == ("0-2",)
-    assert compress(("h.0.mlp", "h.1")) == ("h.0.mlp", "h.1")
+    assert compress(("t.wte", "t.wpe", "t.h.0", "t.h.1", "t.ln")) == ("t.{wte, wpe}", "t.h.0-1", "t.ln")
+    assert compress(("a.0", "b.1", "b.2", "b.4", "b.3")) == ("a.0", "b.{1-2, 4, 3}")
+    assert compress(("0", "1", "2", "9", "10", "x")) == ("0-2", "9-10", "x")
+    assert compress(("h.0.mlp", "h.0.norm", "h.1")) == ("h.0.{mlp, norm}", "h.1")
+    assert compress(("h.norm", "h.0", "h.1")) == ("h.{norm, 0-1}",)
     assert compress(("",)) == ("(the whole model)",)
     assert compress(()) == ()
 

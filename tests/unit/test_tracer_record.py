@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-import zoo
 from smpc.errors import TraceError
 from smpc.tracer import NodeKind, Trace, flatten, record, replay, to_fx, verify
 
@@ -256,7 +256,7 @@ def test_other_inputs_than_traced_are_refused():
 OPERATIONS = (
     lambda x, y: x + y,
     lambda x, y: 1 - x,
-    lambda x, y: 2**x.clamp(max=2),
+    lambda x, y: 2 ** x.clamp(max=2),
     lambda x, y: x.mul_(0.5),
     lambda x, y: x[:, 1:].sum() * y,
     lambda x, y: torch.cat([x, y], dim=1)[:, :4],
@@ -289,7 +289,9 @@ def test_random_programs_replay_bitwise(steps):
     model, x = Program(tuple(steps)), torch.linspace(-2, 2, 16).reshape(4, 4)
     try:
         expected = model(x)
-        torch.autograd.backward([t for t in expected if t.requires_grad], [torch.ones_like(t) for t in expected if t.requires_grad])
+        torch.autograd.backward(
+            [t for t in expected if t.requires_grad], [torch.ones_like(t) for t in expected if t.requires_grad]
+        )
     except RuntimeError:
         return  # an in-place write on what autograd saved: no program to replay
     trace = record(model, (x,))

@@ -32,7 +32,7 @@ FORMS = "module:factory, file.py:factory, or the path of a Hugging Face config.j
 
 
 def load_target(target: str, inputs: Sequence[InputSpec]) -> tuple[nn.Module, Any]:
-    """The model and its sample inputs; `inputs`, if any, replace those of the factory. ConfigError names what is wrong."""
+    """The model and its sample inputs; `inputs`, if any, replace those of the factory."""
     path = Path(target)
     if path.is_dir() and (path / "config.json").is_file():
         path = path / "config.json"
@@ -63,12 +63,16 @@ def _load_file(target: str, where: str) -> ModuleType:
     path = Path(where)
     if not path.is_file():
         raise ConfigError(f"TARGET {target!r}: file {where!r} does not exist (looked in {os.getcwd()})")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = path.stem
+    taken = sys.modules.get(name)
+    if taken is not None and getattr(taken, "__file__", None) != str(path):
+        name = f"target_{name}"  # a file called types.py must not replace the module that everything imports
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, path
     assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.resolve().parent))
-    sys.modules[path.stem] = module  # dataclasses and pickle look classes up by their module's name
+    sys.modules[name] = module  # dataclasses and pickle look classes up by their module's name
     loader = spec.loader
     _guard(target, "the file", str(path), lambda: loader.exec_module(module))
     return module

@@ -1,0 +1,184 @@
+"""What `model(...)` and `model.backward(...)` do, which depends on where in a step they are called.
+
+    Capture     pipeline rank 0: the call leaves the step function, taking the model's inputs along
+    Tail        the last stage's rank: the call returns the pipeline's output; backward notes the roots, the schedule runs it
+    Whole       no pipeline: the module's own forward, and backward at once
+
+A step function calls the model once in every microbatch, and backward once or not at all.
+
+Averaging: a root's gradient is divided by the number of microbatches, which makes the step's gradients, bit by bit, those of
+`(loss / num_microbatches).backward()` summed over the microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from smpc.compile import Inputs
+from smpc.errors import StepError
+
+Tensors = Tensor | Sequence[Tensor]
+Gradients = Tensor | Sequence[Tensor | None] | None
+Roots = list[tuple[Tensor, Tensor | None]]
+
+
+class ModelCalls(Protocol):
+    """What the model's two methods do now."""
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """`model(*args, **kwargs)`."""
+
+    def backward(self, tensors: Tensors, gradients: Gradients) -> None:
+        """`model.backward(tensors, gradients)`."""
+
+
+class Captured(BaseException):
+    """Leaves the step function at the call of the model. No Exception: the function must not catch it by accident."""
+
+
+class Capture:
+    """Learns the model's inputs in one microbatch."""
+
+    def __init__(self, step_name: str) -> None:
+        self._step_name = step_name
+        self.inputs: Inputs | None = None
+        self.grad_enabled = True
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Leave."""
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                raise StepError(
+                    f"step function {self._step_name} calls the model under autocast, which the other pipeline ranks do not "
+                    "see; enter autocast in the model's forward"
+                )
+        self.inputs = args, dict(kwargs)
+        self.grad_enabled = torch.is_grad_enabled()
+        raise Captured
+
+    def backward(self, tensors: Tensors, gradients: Gradients) -> None:
+        """Nothing to differentiate yet."""
+        raise _too_early(self._step_name)
+
+
+class Tail:
+    """One microbatch on the rank of the last stage. `scale`: what gradients are divided by."""
+
+    def __init__(self, step_name: str, output: Any, scale: int) -> None:
+        self._step_name = step_name
+        self._output = output
+        self._scale = scale
+        self.called = False
+        self.roots: Roots | None = None
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The pipeline's output."""
+        if self.called:
+            raise _called_twice(self._step_name)
+        self.called = True
+        output, self._output = self._output, None
+        return output
+
+    def backward(self, tensors: Tensors, gradients: Gradients) -> None:
+        """Note the roots."""
+        if not self.called:
+            raise _too_early(self._step_name)
+        if self.roots is not None:
+            raise _backward_twice(self._step_name)
+        self.roots = make_roots(tensors, gradients, self._scale, self._step_name)
+
+
+class Whole:
+    """One microbatch without a pipeline. `more_roots` adds to the roots of the step's last backward."""
+
+    def __init__(
+        self,
+        step_name: str,
+        module: Callable[..., Any],
+        scale: int,
+        more_roots: Callable[[list[Tensor]], tuple[Tensor, Tensor] | None] | None,
+    ) -> None:
+        self._step_name = step_name
+        self._module = module
+        self._scale = scale
+        self._more_roots = more_roots
+        self.called = False
+        self.did_backward = False
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The module's own forward."""
+        if self.called:
+            raise _called_twice(self._step_name)
+        self.called = True
+        return self._module(*args, **kwargs)
+
+    def backward(self, tensors: Tensors, gradients: Gradients) -> None:
+        """Run the backward pass."""
+        if not self.called:
+            raise _too_early(self._step_name)
+        if self.did_backward:
+            raise _backward_twice(self._step_name)
+        self.did_backward = True
+        roots: Roots = make_roots(tensors, gradients, self._scale, self._step_name)
+        if self._more_roots is not None:
+            more = self._more_roots([tensor for tensor, _ in roots])
+            if more is not None:
+                roots.append(more)
+        torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
+
+
+def make_roots(tensors: Tensors, gradients: Gradients, scale: int, step_name: str) -> Roots:
+    """The roots of a backward pass, with their gradients divided by `scale`.
+
+    Raises StepError where torch.autograd.backward could not go on: no history, no gradient for more than one element, other shapes.
+    """
+    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given: list[Tensor | None]
+    if gradients is None or isinstance(gradients, Tensor):
+        given = [gradients] if gradients is not None else [None] * len(roots)
+    else:
+        given = list(gradients)
+    where = f"model.backward in step function {step_name}"
+    if len(given) != len(roots):
+        raise StepError(f"{where}: expected a gradient for each of {len(roots)} tensors, found {len(given)}")
+    found: Roots = []
+    for i, (root, gradient) in enumerate(zip(roots, given, strict=True)):
+        if not root.requires_grad:
+            raise StepError(
+                f"{where}: tensor {i} does not depend on a parameter that requires grad; backward needs the loss itself, not "
+                "a detached one, computed with autograd on"
+            )
+        if gradient is None and root.numel() != 1:
+            raise StepError(
+                f"{where}: tensor {i} has {root.numel()} elements (shape {list(root.shape)}); reduce it to one, or pass "
+                "its gradient: model.backward(outputs, gradients)"
+            )
+        if gradient is not None and gradient.shape != root.shape:
+            raise StepError(
+                f"{where}: gradient {i} has shape {list(gradient.shape)}, its tensor {list(root.shape)}; they must be equal"
+            )
+        seed = torch.ones_like(root) if gradient is None else gradient
+        found.append((root, seed / scale if scale != 1 else seed))
+    return found
+
+
+def _too_early(step_name: str) -> StepError:
+    return StepError(f"step function {step_name} calls model.backward before model(...); call the model first")
+
+
+def _called_twice(step_name: str) -> StepError:
+    return StepError(
+        f"step function {step_name} calls the model twice in one microbatch; a pipeline runs one call of the model for each "
+        "microbatch: use two step functions, or make the two calls inside the model"
+    )
+
+
+def _backward_twice(step_name: str) -> StepError:
+    return StepError(
+        f"step function {step_name} calls model.backward twice in one microbatch; add the losses up, or pass all tensors in "
+        "one call: model.backward([a, b])"
+    )

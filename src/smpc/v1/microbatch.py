@@ -1,0 +1,118 @@
+"""Splitting the arguments of a step function into microbatches.
+
+Terms
+    container   list, tuple, named tuple, set, frozenset, or mutable mapping (dict and its kin, Hugging Face's ModelOutput and
+                BatchEncoding): opened, and rebuilt of the same type when something inside has changed
+    leaf        everything else
+    path        how a leaf is reached from the argument, as Python: `batch['input_ids']`
+
+Tensors are narrowed along an axis into equal parts; an object with `smp_slice(num_mb, mb, axis)` is split by calling it; any other leaf
+goes to every microbatch as it is. A tensor without dimensions cannot be split and is such a leaf.
+
+    >>> parts = split_argument({"x": torch.arange(4), "scale": 2}, "batch", num_microbatches=2)
+    >>> parts[1]
+    {'x': tensor([2, 3]), 'scale': 2}
+
+Source: public SMP v1 API (`smp.step`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, MutableMapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@runtime_checkable
+class Sliceable(Protocol):
+    """A user's object that knows how to be split."""
+
+    def smp_slice(self, num_mb: int, mb: int, axis: int) -> Any:
+        """Microbatch `mb` of `num_mb`, cut along `axis`."""
+
+
+def map_leaves(value: Any, function: Callable[[Any, str], Any], path: str) -> Any:
+    """The value with `function(leaf, path)` in place of every leaf; the value itself if no leaf has changed."""
+    steps, children = _open(value)
+    if steps is None:
+        return function(value, path)
+    new = [map_leaves(child, function, path + step) for step, child in zip(steps, children, strict=True)]
+    if all(a is b for a, b in zip(new, children, strict=True)):
+        return value
+    return _rebuild(value, new)
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The value with `function(tensor)` in place of every tensor in its containers."""
+    return map_leaves(value, lambda leaf, _: function(leaf) if isinstance(leaf, Tensor) else leaf, "")
+
+
+def check_argument(value: Any, name: str, num_microbatches: int, axis: int = 0) -> list[str]:
+    """What keeps an argument from being split: one line for each tensor, with its path, size and axis."""
+    wrong: list[str] = []
+
+    def check(leaf: Any, path: str) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim():
+            wrong.extend(_check_tensor(leaf, path, num_microbatches, axis))
+        return leaf
+
+    map_leaves(value, check, name)
+    return wrong
+
+
+def split_argument(value: Any, name: str, num_microbatches: int, axis: int = 0) -> list[Any]:
+    """The argument of every microbatch. `check_argument` must have found nothing."""
+
+    def part(index: int) -> Callable[[Any, str], Any]:
+        def take(leaf: Any, path: str) -> Any:
+            if isinstance(leaf, Tensor):
+                if not leaf.dim():
+                    return leaf
+                size = leaf.shape[axis] // num_microbatches
+                return leaf.narrow(axis, index * size, size)
+            if isinstance(leaf, Sliceable) and not isinstance(leaf, type):
+                return leaf.smp_slice(num_microbatches, index, axis)
+            return leaf
+
+        return take
+
+    return [map_leaves(value, part(index), name) for index in range(num_microbatches)]
+
+
+def _check_tensor(tensor: Tensor, path: str, num_microbatches: int, axis: int) -> list[str]:
+    if not -tensor.dim() <= axis < tensor.dim():
+        return [f"argument {path}: expected a tensor with an axis {axis}, found shape {list(tensor.shape)}"]
+    size = tensor.shape[axis]
+    if size and size % num_microbatches == 0:
+        return []
+    return [
+        f"argument {path}: size {size} of axis {axis} is not a multiple of microbatches = {num_microbatches} "
+        f"(shape {list(tensor.shape)})"
+    ]
+
+
+def _open(value: Any) -> tuple[list[str] | None, list[Any]]:
+    """The path steps and children of a container; (None, []) for a leaf."""
+    if isinstance(value, torch.Size) or (isinstance(value, Sliceable) and not isinstance(value, type)):
+        return None, []
+    if isinstance(value, (list, tuple, set, frozenset)):
+        children = list(value)
+        return [f"[{i}]" for i in range(len(children))], children
+    if isinstance(value, MutableMapping):
+        return [f"[{key!r}]" for key in value], list(value.values())
+    return None, []
+
+
+def _rebuild(value: Any, children: list[Any]) -> Any:
+    if isinstance(value, MutableMapping):
+        new = copy.copy(value)  # keeps the class and what else it knows, a default factory for instance
+        for key, child in zip(value, children, strict=True):
+            new[key] = child
+        return new
+    if isinstance(value, tuple) and type(value) is not tuple:
+        return type(value)(*children)
+    cls: Any = type(value)
+    return cls(children)

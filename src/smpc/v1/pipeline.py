@@ -1,0 +1,394 @@
+"""One replica's pipeline: what a step does when the model is cut over several ranks.
+
+    pipeline rank 0             others                      rank of the last stage
+    ---------------------------------------------------------------------------------------------
+    run the step function
+    up to model(...)
+    header, tensor arguments -> header                      header; receive the arguments
+    run the program             run the program             run the program; the whole step function
+                                                            where its outputs appear
+    results                     results                  <- results
+
+Terms
+    header      which program runs, and whether the form of the arguments is the last one of this step function
+    new         a signature without a program yet: every rank records the model with meta tensors, rank 0 plans, all compile. The first
+                one fixes which rank holds which parameter; with replicas it is that of replica 0, for all
+    evaluation  a step without backward. The first call of a function in a signature runs a training program, which can do without
+                gradients; from then on it is known, and the forward-only program runs
+
+Errors that pipeline rank 0 finds before the step, and StepErrors of the step function on the last rank, travel in the header and with the
+results: all ranks of the pipeline raise them, nothing is left under way, and the next step may go on.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smpc import errors
+from smpc.codegen.stage import StageModule
+from smpc.compile import Compilation, Inputs, PipelineOptions, compile_plan, make_plan
+from smpc.errors import PeerError, SmpcError, StepError, TraceError
+from smpc.executor.bind import StepHooks
+from smpc.executor.transport import Transport
+from smpc.partitioner.plan import Plan
+from smpc.runtime import Roots, Runtime
+from smpc.tracer.record import record
+from smpc.v1.arguments import ArgumentForm, form_of, merge_arguments
+from smpc.v1.calls import Capture, Captured, ModelCalls, Tail
+from smpc.v1.comm import gather_objects
+from smpc.v1.control import Control
+from smpc.v1.placement import Placement, holders
+from smpc.v1.results import ResultForm, pack, read_results, unpack
+from smpc.v1.signature import ModeReader, Signature, check_equal, read_signature
+from smpc.v1.state import Session, state
+from smpc.v1.step_body import Arguments, StepBody
+
+Enter = Callable[[ModelCalls | None], None]  # sets what model(...) and model.backward(...) do
+_NEW = -1
+_FAILED = -2
+
+
+@dataclass(slots=True)
+class Memory:
+    """What all ranks know of a step function from its earlier calls."""
+
+    arguments: ArgumentForm | None = None
+    results: ResultForm | None = None
+    trains: dict[int, bool] = field(default_factory=dict)  # program -> whether it was ever followed by a backward
+
+
+@dataclass(frozen=True)
+class Request:
+    """A step as pipeline rank 0 begins it."""
+
+    inputs: list[Inputs]
+    signature: Signature
+    form: ArgumentForm
+    tensors: list[Tensor]
+
+
+class Pipeline:
+    """One rank's part of it. `hooks` makes the data-parallel hooks of this rank's stages."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        session: Session,
+        transport: Transport,
+        control: Control,
+        hooks: Callable[[Mapping[int, StageModule]], StepHooks | None],
+        enter: Enter,
+        average: bool,
+    ) -> None:
+        config = session.config
+        self._module, self._session, self._control, self._enter = module, session, control, enter
+        self._average = average
+        self._options = PipelineOptions(
+            config.pipeline_parallel_degree,
+            config.microbatches,
+            config.pipeline,
+            config.memory_weight,
+            config.active_microbatches,
+        )
+        self.placement = Placement(module, control.rank, session.device)
+        self.modes = ModeReader(module)
+        self._runtime = Runtime(
+            module, rank=control.rank, transport=transport, device=session.device, hooks=hooks
+        )
+        self._programs: dict[Signature, int] = {}
+        self._signatures: list[Signature] = []
+        self._memories: dict[int, Memory] = {}
+        self.first: Compilation | None = None
+        self.where = "between steps"
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the first signature, which fixed the placement."""
+        assert self.first is not None, "the model is partitioned by the first step"
+        return self.first.plan
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank runs the last stage, and with it the step function."""
+        return self._last == self._control.rank
+
+    @property
+    def _last(self) -> int:
+        return self.plan.stages[-1].rank
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def begin(self, body: StepBody, own: Arguments, on_partition: Callable[[], None]) -> tuple[int, Request | None]:
+        """Agree on the program of a step, compiling it where it is new; (program, rank 0's request).
+
+        `on_partition` is called when the first program is there. Raises on all ranks what rank 0 finds wrong.
+        """
+        self.where = f"the start of step function {body.name}"
+        request: Request | None = None
+        failure: Exception | None = None
+        if self._control.rank == 0:
+            try:
+                request = self._request(body, own)
+            except Exception as error:
+                failure = error
+        if self.first is None:
+            self._partition(request, failure)
+            on_partition()
+        return self._announce(body, request, failure), request
+
+    def run(self, body: StepBody, own: Arguments, program: int, request: Request | None) -> Any:
+        """Run the step that `begin` has prepared; what it returns."""
+        memory = self._memories.setdefault(body.number, Memory())
+        signature = self._signatures[program]
+        trains = signature.grad_enabled and memory.trains.get(program, True)
+        tail = _LastRank(self, body, memory, trains) if self.is_last else None
+        self.where = f"step function {body.name}, program {program}"
+        form = memory.arguments
+        assert form is not None, "the header brings it"
+        if request is not None and not self.is_last:
+            self._control.send(request.tensors, form.formats, self._last)
+        if tail is not None:
+            tail.arguments = self._arguments(body, own, form, request)
+        self._check_modes(signature)
+        with torch.inference_mode(False), torch.set_grad_enabled(signature.grad_enabled):
+            self._runtime.run(
+                program,
+                None if request is None else request.inputs,
+                None if tail is None else tail.on_output,
+                training=trains,
+            )
+        self.where = f"the end of step function {body.name}"
+        results = self._share(body, memory, program, tail)
+        if self._control.rank == 0:
+            self._control.settle()  # the arguments have arrived; the user may write to them again
+        return results
+
+    def _request(self, body: StepBody, own: Arguments) -> Request:
+        """Rank 0: run the step function up to the model, for every microbatch."""
+        microbatches = body.split(own, self._options.microbatches, self._session.device)
+        modes = self.modes.read()
+        inputs: list[Inputs] = []
+        signatures: list[Signature] = []
+        for arguments in microbatches:
+            capture = Capture(body.name)
+            self._enter(capture)
+            try:
+                body.call(arguments)
+            except Captured:
+                pass
+            finally:
+                self._enter(None)
+            if capture.inputs is None:
+                raise StepError(f"step function {body.name} returned without calling the model; call model(...) in it once")
+            inputs.append(capture.inputs)
+            signatures.append(read_signature(capture.inputs, modes, capture.grad_enabled))
+        check_equal(signatures, body.name)
+        form, tensors = form_of({name: body.on_device(value, self._session.device) for name, value in own.items()})
+        return Request(inputs, signatures[0], form, tensors)
+
+    def _announce(self, body: StepBody, request: Request | None, failure: Exception | None) -> int:
+        """The header, and what it says is to follow."""
+        control = self._control
+        memory = self._memories.setdefault(body.number, Memory())
+        numbers = [_FAILED, body.number, 0]
+        if request is not None:
+            same = memory.arguments == request.form
+            numbers = [self._programs.get(request.signature, _NEW), body.number, int(same)]
+        control.settle()
+        program, number, same_form = control.broadcast_numbers(numbers, 0)
+        if program == _FAILED:
+            raise_everywhere(control.broadcast_object(describe(failure), 0), failure)
+        name = control.broadcast_object(body.name, 0) if self._differs(number, body) else body.name
+        if name != body.name:
+            raise StepError(f"pipeline rank 0 runs step function {name}, this rank {body.name}; run the same one on all ranks")
+        if program == _NEW:
+            signature = control.broadcast_object(None if request is None else request.signature, 0)
+            program = self._add(signature)
+        if not same_form:
+            memory.arguments = control.broadcast_object(None if request is None else request.form, 0)
+        return program
+
+    def _differs(self, number: int, body: StepBody) -> bool:
+        if number != body.number:
+            raise StepError(
+                f"this rank runs step function {body.name}, pipeline rank 0 runs another one; run the same step functions in the "
+                "same order on all ranks"
+            )
+        return False
+
+    def _arguments(
+        self, body: StepBody, own: Arguments, form: ArgumentForm, request: Request | None
+    ) -> Callable[[], list[Arguments]]:
+        """Last rank: post the receives now, wait when the first output is there."""
+        formats = form.formats
+        receipts = [] if request is not None else self._control.receive(formats, 0)
+
+        def arrive() -> list[Arguments]:
+            tensors = request.tensors if request is not None else self._control.wait(receipts)
+            merged = merge_arguments(form, own, tensors)
+            return body.split(merged, self._options.microbatches, self._session.device)
+
+        return arrive
+
+    def _share(self, body: StepBody, memory: Memory, program: int, tail: _LastRank | None) -> Any:
+        """Bring the results of the last rank to all."""
+        control, last = self._control, self._last
+        form: ResultForm | None = None
+        tensors: list[Tensor] = []
+        failure: Exception | None = None if tail is None else tail.failure
+        if tail is not None and failure is None:
+            try:
+                form, tensors = read_results(tail.values(), body.name)
+            except StepError as error:
+                failure = error
+        same = form is not None and form == memory.results
+        numbers = [_FAILED if failure is not None else int(same), int(tail is not None and tail.did_backward)]
+        status, did_backward = control.broadcast_numbers(numbers, last)
+        if status == _FAILED:
+            raise_everywhere(control.broadcast_object(describe(failure), last), failure)
+        if not status:
+            memory.results = control.broadcast_object(form, last)
+        memory.trains[program] = memory.trains.get(program, False) or bool(did_backward)
+        assert memory.results is not None, "it came with the first results"
+        device = self._session.device
+        if tail is not None:
+            control.broadcast_bytes(pack(tensors, device), last)
+        else:
+            payload = torch.empty(memory.results.num_bytes, dtype=torch.uint8, device=device)
+            control.broadcast_bytes(payload, last)
+            tensors = unpack(payload, memory.results.specs)
+        return memory.results.build(tensors)
+
+    def _check_modes(self, signature: Signature) -> None:
+        found = self.modes.read()
+        if found != signature.modes:
+            raise StepError(
+                f"the model is not in the same mode on all ranks: {self.modes.describe_difference(signature.modes, found)}; call "
+                "train(), eval() and requires_grad_() on every rank"
+            )
+
+    # -- programs ------------------------------------------------------------------------------------------------------
+
+    def _partition(self, request: Request | None, failure: Exception | None) -> None:
+        """The first program of all, on all ranks of all replicas: that of replica 0."""
+        session = self._session
+        group = session.groups[errors_axis()]
+        mine = (describe(failure), None if request is None else request.signature)
+        found = gather_objects(mine, group, session.message_device, session.device)
+        first_error = next((error for error, _ in found if error is not None), None)
+        if first_error is not None:
+            raise_everywhere(first_error, failure)
+        mesh = session.mesh
+        leader = next(r for r in range(mesh.world_size) if mesh.pp_rank(r) == 0 and mesh.rdp_rank(r) == 0)
+        self._add(found[leader][1])
+
+    def _add(self, signature: Signature) -> int:
+        """Compile and install a program; collective over the pipeline. Raises the same on all its ranks."""
+        compilation = self._compile(signature)
+        self.placement.add(compilation.plan)
+        if self.first is None:
+            self.placement.apply()
+            self.first = compilation
+        program = self._runtime.install(compilation)
+        self._programs[signature] = program
+        self._signatures.append(signature)
+        return program
+
+    def _compile(self, signature: Signature) -> Compilation:
+        trace: Any = None
+        failure: Exception | None = None
+        try:
+            self._check_modes(signature)
+            trace = self._record(signature)
+        except Exception as error:
+            failure = error
+        found = self._control.gather((describe(failure), None if trace is None else trace.fingerprint))
+        first_error = next((error for error, _ in found if error is not None), None)
+        if first_error is not None:
+            raise_everywhere(first_error, failure)
+        if len({fingerprint for _, fingerprint in found}) > 1:
+            raise TraceError(
+                "the pipeline ranks recorded different models, fingerprints by rank: "
+                f"{[fingerprint[:12] for _, fingerprint in found]}; build the same model on every rank (same configuration, same "
+                "library versions, no code that depends on the rank)"
+            )
+        plan: Plan | None = None
+        if self._control.rank == 0:
+            try:
+                plan = make_plan(trace, self._options, like=self.first)
+            except Exception as error:
+                failure = error
+        description, text = self._control.broadcast_object(
+            (describe(failure), None if plan is None else plan.to_json()), 0
+        )
+        if description is not None:
+            raise_everywhere(description, failure)
+        return compile_plan(trace, plan or Plan.from_json(text), self._options)
+
+    def _record(self, signature: Signature) -> Any:
+        args, kwargs = signature.sample()
+        state.tracing = True
+        try:
+            with torch.inference_mode(False), torch.set_grad_enabled(signature.grad_enabled), self.placement.skeleton():
+                return record(self._module, args, kwargs, device=self._session.device)
+        finally:
+            state.tracing = False
+
+
+class _LastRank:
+    """The step function on the rank of the last stage, in one step."""
+
+    def __init__(self, pipeline: Pipeline, body: StepBody, memory: Memory, trains: bool) -> None:
+        self._pipeline = pipeline
+        self._body = body
+        self._trains = trains
+        self.arguments: Callable[[], list[Arguments]] = list
+        self._microbatches: list[Arguments] | None = None
+        self._values: dict[int, Any] = {}
+        self.did_backward = False
+        self.failure: StepError | None = None
+
+    def on_output(self, microbatch: int, output: Any) -> Roots | None:
+        """Run the step function for one microbatch; the roots of its backward pass.
+
+        After a StepError the remaining microbatches run without it and without gradients, so that every rank comes to the end.
+        """
+        if self.failure is not None:
+            return None
+        try:
+            return self._call(microbatch, output)
+        except StepError as error:
+            self.failure = error
+            return None
+
+    def _call(self, microbatch: int, output: Any) -> Roots | None:
+        pipeline, body = self._pipeline, self._body
+        if self._microbatches is None:
+            self._microbatches = self.arguments()
+        scale = pipeline._options.microbatches if pipeline._average else 1
+        tail = Tail(body.name, output, scale)
+        pipeline._enter(tail)
+        try:
+            self._values[microbatch] = body.call(self._microbatches[microbatch])
+        finally:
+            pipeline._enter(None)
+        if tail.roots is None:
+            return None
+        if not self._trains:
+            raise StepError(
+                f"step function {body.name} calls model.backward, but its earlier calls did not, so this step ran without "
+                "keeping activations; use one step function for training and another for evaluation"
+            )
+        self.did_backward = True
+        return tail.roots
+
+    def values(self) -> list[Any]:
+        """What the microbatches returned, in order."""
+        return [self._values[i] for i in range(len(self._values))]

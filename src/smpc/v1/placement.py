@@ -1,0 +1,101 @@
+"""Which pipeline rank holds which parameter and buffer, and giving every rank its own.
+
+Terms
+    local       used by a stage of this rank, or by no stage at all (then every rank keeps it)
+    foreign     used by stages of other ranks only: its memory is given back here. The Parameter objects stay, with empty tensors in them, so
+                that optimizers made before keep working: they skip what has no gradient
+    skeleton    meta tensors of the original sizes, which stand in for the parameters when the model is recorded again
+
+Names are the canonical fully qualified names, those of `named_parameters()` and `named_buffers()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from smpc.errors import PartitionError
+from smpc.partitioner.plan import Plan
+from smpc.tracer.fakes import FakeState, installed
+
+
+class Placement:
+    """The holders of a model's state, and its original sizes. Grows when later programs use what none has used before."""
+
+    def __init__(self, model: nn.Module, rank: int, device: torch.device) -> None:
+        self._model = model
+        self._rank = rank
+        self._device = device
+        self._parameters = dict(model.named_parameters())
+        self._buffers = dict(model.named_buffers())
+        self._holders: dict[str, tuple[int, ...]] = {}
+        self._skeleton = {
+            name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            for name, tensor in (*self._parameters.items(), *self._buffers.items())
+        }
+
+    def add(self, plan: Plan) -> None:
+        """Take over what a plan says. Raises PartitionError if a parameter would have to move."""
+        found = holders(plan)
+        for name, ranks in found.items():
+            known = self._holders.get(name, ranks)
+            if name in self._parameters and not set(ranks) <= set(known):
+                raise PartitionError(
+                    f"with these inputs parameter {name!r} is used on pipeline ranks {list(ranks)}, but the first step put it "
+                    f"on {list(known)}; make the first step use the model as later ones do"
+                )
+        for name, ranks in found.items():
+            self._holders.setdefault(name, ranks)
+
+    def is_local(self, name: str) -> bool:
+        """Whether this rank holds a parameter or buffer."""
+        return self._rank in self._holders.get(name, (self._rank,))
+
+    def shape(self, name: str) -> torch.Size:
+        """The original shape."""
+        return self._skeleton[name].shape
+
+    def apply(self) -> None:
+        """Free what is foreign, and put what is local on the device. Buffers are all kept: they are small, and may be read anywhere."""
+        for name, parameter in self._parameters.items():
+            if self.is_local(name):
+                parameter.data = parameter.data.to(self._device)
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.to(self._device)
+            else:
+                parameter.grad = None
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
+        for name, buffer in self._buffers.items():
+            if self.is_local(name):
+                buffer.data = buffer.data.to(self._device)
+
+    def restore(self, full: Mapping[str, Tensor]) -> None:
+        """Give every parameter and buffer, foreign ones too, a whole value: the inverse of `apply`."""
+        for name, tensor in (*self._parameters.items(), *self._buffers.items()):
+            if name in full:
+                tensor.grad = None
+                tensor.data = full[name]
+
+    @contextmanager
+    def skeleton(self) -> Iterator[None]:
+        """Puts tensors of the original sizes in the model's place, for recording it."""
+        state = FakeState()
+        for name, tensor in (*self._parameters.items(), *self._buffers.items()):
+            stand_in: Tensor = self._skeleton[name]
+            if isinstance(tensor, nn.Parameter):
+                stand_in = nn.Parameter(stand_in, requires_grad=tensor.requires_grad)
+            state.by_original[id(tensor)] = stand_in
+        with installed(self._model, state):
+            yield
+
+
+def holders(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Name -> pipeline ranks whose stages use the parameter or buffer, ascending."""
+    found: dict[str, set[int]] = {}
+    for stage in plan.stages:
+        for name in (*stage.parameters, *stage.buffers):
+            found.setdefault(name, set()).add(stage.rank)
+    return {name: tuple(sorted(ranks)) for name, ranks in found.items()}

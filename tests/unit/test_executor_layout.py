@@ -1,0 +1,79 @@
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from smpc.errors import TransportError
+from smpc.executor.transport import WireFormat
+from smpc.tracer.ir import TensorSpec
+
+
+def arrive(tensor, spec):
+    """Send through a byte buffer, as a transport does; returns what the receiver has."""
+    form = WireFormat.of("v", spec)
+    wire = form.wire(form.conform(tensor))
+    assert wire.is_contiguous()
+    buffer = form.empty(torch.device("cpu"))
+    target = form.wire(buffer)
+    assert target.is_contiguous()
+    assert target.data_ptr() == buffer.data_ptr()
+    target.copy_(wire)
+    return buffer
+
+
+@st.composite
+def dense_tensors(draw):
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    order = draw(st.permutations(range(len(shape))))
+    return torch.randn([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
+
+
+@given(dense_tensors())
+def test_dense_tensors_keep_their_layout(tensor):
+    found = arrive(tensor, TensorSpec.of(tensor))
+    assert torch.equal(found, tensor)
+    for size, a, b in zip(tensor.shape, found.stride(), tensor.stride(), strict=True):
+        assert size <= 1 or a == b or tensor.numel() == 0
+
+
+@given(dense_tensors(), dense_tensors())
+def test_other_layouts_are_copied_into_the_planned_one(tensor, planned):
+    if tensor.shape == planned.shape:
+        found = arrive(tensor, TensorSpec.of(planned))
+        assert torch.equal(found, tensor)
+        assert found.stride() == planned.stride()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(3.0).expand(2, 3),
+        torch.arange(12.0).view(3, 4)[:, ::2],
+        torch.arange(12.0).as_strided((3, 3), (1, 1)),
+        torch.tensor(True),
+        torch.empty(0, 3, dtype=torch.int64),
+    ],
+    ids=["expanded", "gaps", "overlapping", "0-dim bool", "empty"],
+)
+def test_what_is_not_dense_arrives_contiguous(tensor):
+    found = arrive(tensor, TensorSpec.of(tensor))
+    assert found.is_contiguous()
+    assert torch.equal(found, tensor)
+
+
+def test_right_layout_is_not_copied():
+    tensor = torch.randn(3, 4, requires_grad=True).t()
+    form = WireFormat.of("v", TensorSpec.of(tensor))
+    sent = form.wire(form.conform(tensor))
+    assert sent.data_ptr() == tensor.data_ptr()
+    assert not sent.requires_grad
+
+
+def test_check():
+    form = WireFormat.of("h", TensorSpec((2, 3), "float32", (3, 1)))
+    form.check(torch.zeros(2, 3), "edge 4", gradients=True)
+    form.check(torch.zeros(2, 3, requires_grad=True), "edge 4", gradients=False)
+    with pytest.raises(TransportError, match=r"edge 4: value 'h' was planned as float32\[2, 3\], found int64\[3\]"):
+        form.check(torch.zeros(3, dtype=torch.int64), "edge 4", gradients=True)
+    with pytest.raises(TransportError, match="gradient"):
+        form.check(torch.zeros(2, 3, requires_grad=True), "edge 4", gradients=True)

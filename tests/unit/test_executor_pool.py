@@ -1,0 +1,31 @@
+import torch
+
+from smpc.executor.transport import WireFormat
+from smpc.executor.transport.pool import BufferPool
+from smpc.tracer.ir import TensorSpec
+
+BIG = WireFormat.of("v", TensorSpec((256, 512), "float32", (1, 256)))
+
+
+def test_a_free_buffer_is_used_again():
+    pool = BufferPool(torch.device("cpu"))
+    first = pool.take(BIG)
+    address = first.data_ptr()
+    del first
+    again = pool.take(BIG)
+    assert again.data_ptr() == address
+    assert (again.shape, again.stride(), again.dtype) == ((256, 512), (1, 256), torch.float32)
+
+
+def test_a_buffer_in_use_is_not_handed_out():
+    """In use: by a tensor, by a view, by autograd's saved tensors."""
+    pool = BufferPool(torch.device("cpu"))
+    held = [pool.take(BIG), pool.take(BIG).flatten()[5:], pool.take(BIG).requires_grad_().exp().sum()]
+    leaf = pool.take(BIG).requires_grad_()
+    address = leaf.data_ptr()
+    product = (leaf * leaf).sum()
+    del leaf
+    taken = [pool.take(BIG).fill_(7).data_ptr() for _ in range(10)]
+    assert address not in taken
+    assert held[0].data_ptr() not in taken
+    assert product.item() >= 0
