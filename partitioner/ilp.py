@@ -84,9 +84,15 @@ def solver_name() -> str | None:
 
 
 def solve_placement(
-    problem: PlacementProblem, start: Sequence[int] | None = None, time_limit: float = TIME_LIMIT
+    problem: PlacementProblem,
+    start: Sequence[int] | None = None,
+    gap: float = 0.0,
+    time_limit: float = TIME_LIMIT,
 ) -> PlacementSolution:
-    """The best placement. `start` is a known one: never returned worse, and the answer if no solver is installed."""
+    """The best placement, to within the relative `gap`, in at most `time_limit` seconds.
+
+    `start` is a known placement: the result is never worse, and it is the result if no solver is installed.
+    """
     if len(problem.in_flight) > len(problem.units):
         raise PartitionError(
             f"expected at least {len(problem.in_flight)} units for as many stages, found {len(problem.units)}"
@@ -98,7 +104,7 @@ def solve_placement(
         if start is None:
             raise PartitionError("expected highspy or CBC to place a graph, found neither: pip install highspy")
         return _solution(problem, tuple(start), 0.0, "no solver is installed: exact chain solution")
-    return decode(problem, solve(build(problem), problem, start, time_limit), start)
+    return decode(problem, solve(build(problem), problem, start, gap, time_limit), start)
 
 
 def build(problem: PlacementProblem) -> PlacementModel:
@@ -125,14 +131,14 @@ def build(problem: PlacementProblem) -> PlacementModel:
 
 
 def solve(
-    model: PlacementModel, problem: PlacementProblem, start: Sequence[int] | None, time_limit: float
+    model: PlacementModel, problem: PlacementProblem, start: Sequence[int] | None, gap: float, time_limit: float
 ) -> tuple[tuple[int, ...] | None, float, str]:
     """Assignment (None: none found), proven lower bound, note."""
     program = model.program
     if start is not None:
         known = float(stage_costs(problem.units, problem.scale, problem.in_flight, start).max())
         program += model.bottleneck <= known * (1 + _SLACK)
-    finished, bound = _run(program, time_limit)
+    finished, bound = _run(program, gap, time_limit / 2)
     found = _read(problem, model)
     best = found if found is not None else (tuple(start) if start is not None else None)
     note = "" if finished else _LIMIT_NOTE
@@ -141,7 +147,7 @@ def solve(
     reached = float(stage_costs(problem.units, problem.scale, problem.in_flight, best).max())
     program += model.bottleneck <= reached * (1 + _SLACK)
     program.setObjective(model.received)
-    finished, _ = _run(program, time_limit)
+    finished, _ = _run(program, gap, time_limit / 2)
     return _read(problem, model) or best, bound, note if finished else _LIMIT_NOTE
 
 
@@ -225,7 +231,7 @@ def _run(program: pulp.LpProblem, gap: float, time_limit: float) -> tuple[bool, 
     limits = [f"maxNodes {_NODE_LIMIT}", "randomSeed 1"]
     program.solve(_cbc(threads=1, timeLimit=time_limit, gapRel=max(gap, 1e-9), options=limits))
     finished = program.sol_status == pulp.LpSolutionOptimal
-    return finished, float(pulp.value(program.objective)) if finished else 0.0
+    return finished, float(pulp.value(program.objective)) * (1.0 - gap) if finished else 0.0
 
 
 def _cbc(**options: Any) -> pulp.LpSolver:

@@ -165,7 +165,7 @@ def _place(
     )
     if coarse.is_ordered or not coarse.start:
         return None, bound, tuple(stage_of)
-    found = solve_placement(coarse.problem, coarse.start)
+    found = solve_placement(coarse.problem, coarse.start, gap=TOLERANCE / 10)
     if coarse.is_finest:
         bound = max(bound, found.lower_bound)
     return found, bound, tuple(found.assignment[unit] for unit in coarse.unit_of)

@@ -274,9 +274,9 @@ class Recorder(TorchFunctionMode):
         kind = getattr(func, "__name__", "")
         written = [tensor for tensor, version in before if _version(tensor) != version]
         written += _running_statistics(func, args, kwargs)
-        if not written and kind not in _MARKING and kind != "__set__":
-            if not results or (isinstance(out, torch.Tensor) and any(out is tensor for tensor, _ in before)):
-                return out  # nothing happened, or `x.to(dtype)` returned x itself
+        unchanged = not results or (isinstance(out, torch.Tensor) and any(out is tensor for tensor, _ in before))
+        if unchanged and not written and kind not in _MARKING and kind != "__set__":
+            return out  # nothing happened, or `x.to(dtype)` returned x itself
         self._record_call(func, args, kwargs, out, before, written)
         return out
 
