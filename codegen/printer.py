@@ -12,6 +12,7 @@ Names in scope of the printed code: `torch`, `F` (torch.nn.functional), `importl
 from __future__ import annotations
 
 import functools
+import keyword
 from collections.abc import Callable
 from typing import Any
 
@@ -39,11 +40,19 @@ def attribute_source(path: str) -> str:
     for part in dotted.split("."):
         if part.isdigit():
             source += f"[{part}]"
-        elif part.isidentifier():
+        elif _is_plain_name(part):
             source += f".{part}"
         else:
             source = f"getattr({source}, {part!r})"
     return source + bracket + rest
+
+
+def _is_plain_name(name: str) -> bool:
+    return name.isidentifier() and not keyword.iskeyword(name)
+
+
+def _keyword_argument(name: str, source: str) -> str:
+    return f"{name}={source}" if _is_plain_name(name) else f"**{{{name!r}: {source}}}"
 
 
 def node_source(node: Node, name_of: Namer) -> str:
@@ -66,7 +75,7 @@ def call_source(fqn: str, arguments: Structure, leaves: tuple[Any, ...], name_of
     args, kwargs = arguments.children
     parts = [_tree_source(child, sources) for child in args.children]
     for key, child in zip(kwargs.keys, kwargs.children, strict=True):
-        parts.append(f"{key}={_tree_source(child, sources)}")
+        parts.append(_keyword_argument(key, _tree_source(child, sources)))
     return f"{attribute_source(fqn)}({', '.join(parts)})"
 
 
@@ -120,7 +129,7 @@ def _is_attribute_of_torch(target: str) -> bool:
 
 def _arguments(node: Node, name_of: Namer, skip: int = 0) -> str:
     parts = [to_source(arg, name_of) for arg in node.args[skip:]]
-    parts += [f"{key}={to_source(value, name_of)}" for key, value in node.kwargs]
+    parts += [_keyword_argument(key, to_source(value, name_of)) for key, value in node.kwargs]
     return ", ".join(parts)
 
 

@@ -50,10 +50,11 @@ def split(trace: Trace, plan: Plan) -> tuple[tuple[StageCode, ...], tuple[Channe
         )
     program = _Program(trace, plan)
     codes = tuple(_StageWriter(program, index).write() for index in range(len(plan.stages)))
-    return codes, _channels(trace, plan)
+    return codes, plan_channels(trace, plan)
 
 
-def _channels(trace: Trace, plan: Plan) -> tuple[Channel, ...]:
+def plan_channels(trace: Trace, plan: Plan) -> tuple[Channel, ...]:
+    """The edges of a plan with the specs of their values."""
     ranks = {stage.index: stage.rank for stage in plan.stages} | {INPUTS: 0}
     channels = []
     for edge in plan.edges:
@@ -82,7 +83,7 @@ class _Program:
     def __init__(self, trace: Trace, plan: Plan) -> None:
         self.trace, self.plan = trace, plan
         self.assignment = dict(plan.assignment)
-        self.live = _live_nodes(trace)
+        self.live = trace.live
         self.users: dict[str, list[int]] = {}  # node -> positions of live nodes that read it
         for position, node in enumerate(trace.nodes):
             if node.name in self.live:
@@ -97,17 +98,6 @@ class _Program:
     def computes(self, node: Node) -> bool:
         """Whether a node is work (inputs and attribute reads are not)."""
         return node.kind in _COMPUTES
-
-
-def _live_nodes(trace: Trace) -> dict[str, None]:
-    """Nodes that reach the output, write state, or draw random numbers (which shifts later draws)."""
-    live: dict[str, None] = {}
-    wanted = dict.fromkeys(trace.output_names)
-    for node in reversed(trace.nodes):
-        if node.name in wanted or node.mutates or node.random or node.kind is NodeKind.SET_ATTR:
-            live[node.name] = None
-            wanted.update(dict.fromkeys(node.inputs))
-    return live
 
 
 def _variable_names(trace: Trace) -> dict[str, str]:

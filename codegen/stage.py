@@ -32,10 +32,9 @@ class Container(nn.Module):
         object.__setattr__(self, "_origin", origin)
         self.training = origin.training
 
-    def __getitem__(self, index: int) -> nn.Module:
-        module = self._modules[str(index)]
-        assert module is not None
-        return module
+    def __getitem__(self, index: int) -> Any:
+        """Member `index` of a list of modules or parameters."""
+        return getattr(self, str(index))
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -44,11 +43,11 @@ class Container(nn.Module):
 
 
 class StageModule(Container):
-    """Base of the classes that code generation writes; `device` stands for the device of the trace."""
+    """Base of the classes that code generation writes; `_device` stands for the device of the trace."""
 
     def __init__(self, origin: nn.Module, device: torch.device) -> None:
         super().__init__(origin)
-        self.device = device
+        self._device = device
 
 
 def build_stage(code: StageCode, model: nn.Module, device: torch.device | str = "cpu") -> StageModule:

@@ -17,6 +17,7 @@ Example: `m = torch.zeros(4); m[0] = 1; y = x * m` gives one cluster {zeros, set
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -51,18 +52,20 @@ def find_clusters(graph: Graph) -> Clusters:
     return Clusters(tuple(_components(union)), together, _input_only(graph, together))
 
 
-def condense(graph: Graph, clusters: Clusters, pieces: IntArray) -> tuple[list[int], nx.DiGraph[int]]:
+def condense(
+    graph: Graph, clusters: Clusters, pieces: IntArray, also: Iterable[tuple[int, int]] = ()
+) -> tuple[list[int], nx.DiGraph[int]]:
     """Unit of each rank, numbered in execution order, and the dependencies between units.
 
     `pieces` gives each rank a piece. Pieces that a cluster joins, or that depend on each other in a circle, become one
-    unit.
+    unit. `also` are further pairs of positions (u, w) that count as dependencies: w not before u.
     """
     quotient: nx.DiGraph[int] = nx.DiGraph()
     quotient.add_nodes_from(sorted(set(pieces.tolist())))
     for members in clusters.members:
         joined = pieces[graph.rank[list(members)]].tolist()
         nx.add_cycle(quotient, joined)
-    for u, w in graph.dependencies():
+    for u, w in itertools.chain(graph.dependencies(), also):
         quotient.add_edge(int(pieces[graph.rank[u]]), int(pieces[graph.rank[w]]))
     component_of: dict[int, int] = {}
     for i, component in enumerate(nx.strongly_connected_components(quotient)):

@@ -9,7 +9,8 @@ exact at the finest granularity there is. What a cut before node p costs:
 
 For the integer program the module tree gives coarse units: starting from the model itself, the costliest call is
 opened (into the calls inside it and the runs of nodes between them) until none costs more than a small part of a
-stage, or there are `max_units`. Units that a cluster joins, or that depend on each other in a circle, become one.
+stage, or there are `max_units`. Units that a cluster joins, or that depend on each other in a circle, become one. Those that
+read the same differentiable value keep their order, so that gradients are summed as in one process, bit for bit.
 
 Shared items: a parameter or buffer (with gradient and optimizer state) is held once by each stage that uses it, an
 activation storage once by each stage whose nodes save it.
@@ -127,7 +128,6 @@ class CoarseProblem:
     unit_of: tuple[int, ...]  # by rank
     start: tuple[int, ...]  # a placement to start from: the best contiguous one; empty if there are too few units
     is_ordered: bool  # every two units that cost something depend on each other, so the chain is the only order
-    is_finest: bool  # no unit can be split further: bounds hold for every placement
 
 
 def coarse_problem(
@@ -141,7 +141,7 @@ def coarse_problem(
 ) -> CoarseProblem:
     """At most about `max_units` units for the integer program."""
     pieces = _open_calls(graph, units, scale, in_flight, max_units)
-    labels, dag = condense(graph, clusters, pieces)
+    labels, dag = condense(graph, clusters, pieces, graph.gradient_order())
     merged = units.merged(labels, dag.number_of_nodes())
     values: dict[tuple[int, tuple[int, ...]], int] = {}
     for position, num_bytes in _crossing_values(graph, recomputable):
@@ -157,9 +157,8 @@ def coarse_problem(
         tuple(sorted(nx.transitive_reduction(dag).edges)),
         tuple(Value(producer, users, num_bytes) for (producer, users), num_bytes in sorted(values.items())),
     )
-    num_finest = condense(graph, clusters, np.arange(graph.num_compute))[1].number_of_nodes()
     start = _contiguous(problem, list(nx.lexicographical_topological_sort(dag)))
-    return CoarseProblem(problem, tuple(labels), start, _is_ordered(dag, merged, scale), num_finest == len(merged))
+    return CoarseProblem(problem, tuple(labels), start, _is_ordered(dag, merged, scale))
 
 
 def _contiguous(problem: PlacementProblem, order: list[int]) -> tuple[int, ...]:

@@ -8,6 +8,8 @@ Rules
   - Recomputable values (see `smpc.partitioner.recompute`) are computed again by each other stage that needs them;
     what such a cone reads is inputs and buffers only, so it adds no edge between stages.
   - Parameters and buffers never cross: each stage reads its own replica.
+  - A stage that runs a whole module call also gets those of its arguments that are model inputs or recomputable, though
+    no node may read them: with all its arguments at hand, the module can be called as it is.
 
 Edges are ordered by destination, then source; their values by execution order.
 """
@@ -26,6 +28,7 @@ from smpc.partitioner.graph import Graph, build_graph
 from smpc.partitioner.plan import INPUTS, Edge
 from smpc.partitioner.problem import IntArray
 from smpc.tracer.ir import NodeKind, Trace
+from smpc.tracer.literals import references
 
 _SHOWN = 5  # violations listed in one message
 
@@ -44,7 +47,7 @@ def find_crossing(
 ) -> Crossing:
     """Edges, recomputed nodes and state of each stage; `stage_of` is by rank."""
     stages = range(num_stages)
-    needed = _needed(graph, stage_of, num_stages)
+    needed = _needed(graph, recomputable, stage_of, num_stages)
     again: list[set[int]] = [set() for _ in stages]
     carried: dict[tuple[int, int], list[int]] = {}
     for position, users in needed.items():
@@ -137,7 +140,9 @@ def _report(expected: str, problems: list[str]) -> None:
         raise PartitionError(f"{expected}, found: {'; '.join(problems[:_SHOWN])}{more}")
 
 
-def _needed(graph: Graph, stage_of: IntArray, num_stages: int) -> dict[int, set[int]]:
+def _needed(
+    graph: Graph, recomputable: Mapping[int, tuple[int, ...]], stage_of: IntArray, num_stages: int
+) -> dict[int, set[int]]:
     """For each node, in execution order: the stages that use its value."""
     needed: dict[int, set[int]] = {}
     for position, consumers in enumerate(graph.consumers):
@@ -146,6 +151,14 @@ def _needed(graph: Graph, stage_of: IntArray, num_stages: int) -> dict[int, set[
             needed[position] = stages
     for position in graph.outputs:
         needed.setdefault(position, set()).add(num_stages - 1)
+    for call, (first, last) in zip(graph.trace.calls, graph.call_spans.tolist(), strict=True):
+        stages = set(stage_of[first:last].tolist())
+        if len(stages) != 1:
+            continue
+        for name in references(call.argument_leaves):
+            position = graph.trace.position(name)
+            if position in recomputable or graph.trace.nodes[position].kind is NodeKind.PLACEHOLDER:
+                needed.setdefault(position, set()).update(stages)
     return dict(sorted(needed.items()))
 
 

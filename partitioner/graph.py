@@ -14,6 +14,7 @@ has an owner.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class Graph:
 
     trace: Trace
     inputs: tuple[tuple[int, ...], ...]  # positions of what a node reads
-    consumers: tuple[tuple[int, ...], ...]  # positions of who reads it, in order
+    consumers: tuple[tuple[int, ...], ...]  # positions of the live nodes that read it, in order
     compute: IntArray  # positions of the compute nodes
     rank: IntArray  # by position: index into `compute`, or -1
     state_of: tuple[int, ...]  # state that a get_attr or set_attr node names; -1: none (a constant tensor)
@@ -57,6 +58,24 @@ class Graph:
                 if self.rank[producer] >= 0:
                     yield producer, consumer
 
+    def gradient_order(self) -> Iterator[tuple[int, int]]:
+        """(u, w) pairs of consumers of one value, in order of execution, whose gradients eager sums w first.
+
+        A pipeline sums those of later stages first, so a placement with stage(u) <= stage(w) gives the same bits. For two
+        summands the order makes no difference; the loss counts as one if the model returns the value.
+        """
+        nodes, returned = self.trace.nodes, set(self.outputs)
+        for position, readers in enumerate(self.consumers):
+            spec = nodes[position].spec
+            if self.is_compute(position) and spec is not None and spec.requires_grad:
+                summands = [i for i in readers if self._passes_gradient(i)]
+                if len(summands) + (position in returned) > 2:
+                    yield from itertools.pairwise(summands)
+
+    def _passes_gradient(self, position: int) -> bool:
+        spec = self.trace.nodes[position].spec
+        return spec is None or spec.requires_grad
+
     def num_modules(self) -> int:
         """Number of innermost module calls that compute something; a module called whole is one."""
         spans = self.call_spans.tolist()
@@ -71,8 +90,8 @@ def build_graph(trace: Trace) -> Graph:
     index = {node.name: i for i, node in enumerate(trace.nodes)}
     inputs = tuple(tuple(index[name] for name in node.inputs) for node in trace.nodes)
     consumers: list[list[int]] = [[] for _ in trace.nodes]
-    for i, names in enumerate(inputs):
-        for j in names:
+    for i, (node, names) in enumerate(zip(trace.nodes, inputs, strict=True)):
+        for j in names if node.name in trace.live else ():
             consumers[j].append(i)
     compute = np.asarray([i for i, node in enumerate(trace.nodes) if node.kind not in NO_STAGE], dtype=np.int64)
     if len(compute) == 0:

@@ -30,7 +30,7 @@ from smpc.errors import PartitionError
 from smpc.partitioner.problem import Scale, Units, stage_costs
 
 TIME_LIMIT = 10.0
-_NODE_LIMIT = 50_000
+_NODE_LIMIT = 500
 _SLACK = 1e-7  # solver arithmetic: bounds proven to this relative accuracy
 _LIMIT_NOTE = "the solver stopped at its limit: best plan found"
 

@@ -5,17 +5,19 @@ Terms
     edge        the values that one stage sends to another, once for every microbatch; source INPUTS (-1) stands for the
                 model's own inputs, which start on pipeline rank 0
     assignment  node name -> stage, for every node that computes (inputs and attribute reads belong to no stage)
-    recomputed  nodes that a stage runs although another stage owns them: cheap values of inputs and buffers (masks, positions)
+    recomputed  nodes that a stage runs although another stage owns them: cheap values of inputs and buffers (masks,
+                positions)
 
-All sizes are bytes, times are seconds and describe the device that the cost model assumes. A plan is immutable; `to_json` gives
-the same bytes for the same input, and `fingerprint` is their SHA-256.
+All sizes are bytes, times are seconds and describe the device that the cost model assumes. A plan is immutable;
+`to_json` gives the same bytes for the same input, and `fingerprint` is their SHA-256.
 
-A value that several later stages use travels along the chain of its consumers: used by 1 -> 3, 4 it crosses on the edges
-1 -> 3 and 3 -> 4, so at most one edge carries a value out of a stage.
+A value that several later stages use travels along the chain of its consumers: made by 1 and used by 3 and 4 it crosses
+on the edges 1 -> 3 and 3 -> 4, so at most one edge carries a value out of a stage.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from dataclasses import asdict, dataclass
@@ -105,7 +107,7 @@ class Plan:
     trace_fingerprint: str
     version: int = PLAN_VERSION
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of everything but itself."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()

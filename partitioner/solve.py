@@ -2,13 +2,13 @@
 
 `solve_partition` cuts the chain of all operations exactly (`chain`), within 1% of the best bottleneck so that whole
 modules stay together. If the proven lower bound leaves more than that 1% open and the model is not a chain
-(branches), the integer program (`ilp`) looks for a better placement of coarse units, starting from the chain's.
+(branches), the integer program (`ilp`) looks for a better placement of coarse units that sums every gradient in
+eager's order.
 `plan_from_assignment` makes the plan of a given assignment.
 
 What a plan's objective says
     bottleneck      the largest stage cost, as defined in `smpc.partitioner.problem`
-    lower_bound     no assignment of the nodes to this many stages, contiguous or not, has a smaller bottleneck
-                    (`bound`; the integer program's own bound where its units are the finest possible)
+    lower_bound     no assignment of the nodes to this many stages, contiguous or not, has a smaller bottleneck (`bound`)
     gap             bottleneck / lower_bound - 1
     note            the optimum over contiguous partitions, which is exact, and any solver limit that was hit
 
@@ -41,7 +41,7 @@ from smpc.partitioner.recompute import find_recomputable
 from smpc.tracer.ir import Trace
 
 TOLERANCE = 0.01  # how much bottleneck may be given for whole modules and fewer bytes
-MAX_COARSE_UNITS = 40
+MAX_COARSE_UNITS = 32
 UNSCHEDULED = ScheduleSummary("unscheduled", 1, 1, 0.0, 0.0)
 
 
@@ -99,7 +99,7 @@ def solve_partition(
         memory_weight, solution.bottleneck, bound, "chain", f"best contiguous cut {solution.optimum:.6g}"
     )
     if objective.gap > TOLERANCE:
-        found, bound, stage_found = _place(analysis, scale, in_flight, stage_of, bound)
+        found, stage_found = _place(analysis, scale, in_flight, stage_of)
         note = "; ".join(filter(None, (objective.note, found.note if found else "")))
         if found is not None and found.bottleneck < solution.optimum * (1.0 - TOLERANCE):
             objective, stage_of = _objective(memory_weight, found.bottleneck, bound, "ilp", note), stage_found
@@ -125,12 +125,15 @@ def plan_from_assignment(
     """
     _check_settings(num_stages, memory_weight, in_flight, placement)
     analysis = analyse(trace, cost_model or CostModel())
-    stage_of = stages_by_rank(analysis.graph, assignment)
-    check_stages(analysis.graph, analysis.clusters, stage_of, num_stages)
+    graph = analysis.graph
+    stage_of = stages_by_rank(graph, assignment)
+    check_stages(graph, analysis.clusters, stage_of, num_stages)
     scale = Scale.of(analysis.units, in_flight, memory_weight)
     bottleneck = float(stage_costs(analysis.units, scale, in_flight, stage_of.tolist()).max())
-    bound = lower_bound(analysis.graph, analysis.clusters, analysis.units, scale, in_flight)
-    objective = _objective(memory_weight, bottleneck, bound, "manual", "")
+    bound = lower_bound(graph, analysis.clusters, analysis.units, scale, in_flight)
+    reordered = sum(bool(stage_of[graph.rank[u]] > stage_of[graph.rank[w]]) for u, w in graph.gradient_order())
+    note = f"{reordered} gradient sums in another order than in one process" if reordered else ""
+    objective = _objective(memory_weight, bottleneck, bound, "manual", note)
     return _plan(analysis, stage_of, scale, in_flight, placement, schedule, objective)
 
 
@@ -149,11 +152,11 @@ def _check_settings(
 
 
 def _place(
-    analysis: Analysis, scale: Scale, in_flight: Sequence[int], stage_of: Sequence[int], bound: float
-) -> tuple[PlacementSolution | None, float, tuple[int, ...]]:
-    """Try the integer program: its solution (None: not worth trying), the best bound, stages by rank."""
+    analysis: Analysis, scale: Scale, in_flight: Sequence[int], stage_of: Sequence[int]
+) -> tuple[PlacementSolution | None, tuple[int, ...]]:
+    """Try the integer program: its solution (None: not worth trying), stages by rank."""
     if len(in_flight) == 1:
-        return None, bound, tuple(stage_of)
+        return None, tuple(stage_of)
     coarse = coarse_problem(
         analysis.graph,
         analysis.clusters,
@@ -164,11 +167,9 @@ def _place(
         MAX_COARSE_UNITS,
     )
     if coarse.is_ordered or not coarse.start:
-        return None, bound, tuple(stage_of)
+        return None, tuple(stage_of)
     found = solve_placement(coarse.problem, coarse.start, gap=TOLERANCE / 10)
-    if coarse.is_finest:
-        bound = max(bound, found.lower_bound)
-    return found, bound, tuple(found.assignment[unit] for unit in coarse.unit_of)
+    return found, tuple(found.assignment[unit] for unit in coarse.unit_of)
 
 
 def _objective(memory_weight: float, bottleneck: float, bound: float, solver: str, note: str) -> Objective:

@@ -190,6 +190,17 @@ class Trace:
         """Where in execution order the node of that name stands."""
         return self._index[name]
 
+    @functools.cached_property
+    def live(self) -> frozenset[str]:
+        """Nodes that matter: they reach the output, write state, or draw random numbers (which shifts later draws)."""
+        live: list[str] = []
+        wanted = set(self.output_names)
+        for node in reversed(self.nodes):
+            if node.name in wanted or node.mutates or node.random or node.kind is NodeKind.SET_ATTR:
+                live.append(node.name)
+                wanted.update(node.inputs)
+        return frozenset(live)
+
     @property
     def output_names(self) -> tuple[str, ...]:
         """Names of the nodes that the model returns, each once."""

@@ -95,7 +95,7 @@ def to_source(value: Any, name_of: Callable[[str], str]) -> str:
     if isinstance(value, Ref):
         return name_of(value.name)
     if isinstance(value, TraceDevice):
-        return "self.device"
+        return "self._device"
     if value is Ellipsis:
         return "..."
     if isinstance(value, torch.Size):

@@ -24,7 +24,7 @@ from smpc.codegen.lower import lower
 from smpc.codegen.program import Channel, Instruction, RankProgram, StageCode
 from smpc.codegen.schedule import evaluation, in_flight, scheduler
 from smpc.codegen.simulate import Costs, Link, Timeline, simulate, timeline_text
-from smpc.codegen.split import split
+from smpc.codegen.split import plan_channels, split
 from smpc.codegen.verify import verify_programs
 from smpc.errors import ConfigError
 from smpc.partitioner.cost import CostModel
@@ -138,7 +138,7 @@ def make_plan(trace: Trace, options: PipelineOptions, like: Compilation | None =
             in_flight=held,
             schedule=summary,
         )
-    timeline = _simulate(plan, split(trace, plan)[1])
+    timeline = _simulate(plan, plan_channels(trace, plan))
     summary = dataclasses.replace(summary, bubble_fraction=timeline.bubble_fraction, step_time=timeline.makespan)
     return dataclasses.replace(plan, schedule=summary)
 

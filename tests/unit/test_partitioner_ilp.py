@@ -82,6 +82,18 @@ def test_a_hit_limit_is_said_and_the_start_is_used():
     assert solution.lower_bound <= 0.5
 
 
+def test_the_node_limit_is_no_error(monkeypatch):
+    monkeypatch.setattr(ilp, "_NODE_LIMIT", 1)
+    n = 18
+    units = Units(tuple(17 * i % 29 + 1 for i in range(n)), (0,) * n, (0,) * n)
+    problem = PlacementProblem(units, Scale.of(units, (1,) * 4, 0.0), (1,) * 4, tuple((i, i + 2) for i in range(n - 2)))
+    start = tuple(i * 4 // n for i in range(n))
+    solution = solve_placement(problem, start=start)
+    assert "limit" in solution.note
+    assert solution.lower_bound <= solution.bottleneck
+    assert solution.bottleneck <= float(stage_costs(units, problem.scale, problem.in_flight, start).max())
+
+
 def test_cbc_is_the_fallback(monkeypatch):
     monkeypatch.setattr(ilp, "solver_name", lambda: "CBC")
     solution = solve_placement(diamond())

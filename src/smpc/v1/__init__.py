@@ -21,6 +21,8 @@ from smpc.v1.comm import (
     tp_barrier,
 )
 from smpc.v1.init import init, shutdown
+from smpc.v1.model import DistributedModel
+from smpc.v1.optimizer import DistributedOptimizer
 from smpc.v1.ranks import (
     dp_rank,
     dp_size,
@@ -50,7 +52,10 @@ from smpc.v1.ranks import (
     tp_rank,
     tp_size,
 )
+from smpc.v1.serialization import load, save
 from smpc.v1.state import state
+from smpc.v1.step import step
+from smpc.v1.step_output import StepOutput
 
 __all__ = [
     "DP_GROUP",
@@ -60,7 +65,10 @@ __all__ = [
     "TP_GROUP",
     "WORLD",
     "CommGroup",
+    "DistributedModel",
+    "DistributedOptimizer",
     "RankType",
+    "StepOutput",
     "allgather",
     "barrier",
     "broadcast",
@@ -81,6 +89,7 @@ __all__ = [
     "init",
     "is_initialized",
     "is_tracing",
+    "load",
     "local_rank",
     "local_size",
     "mp_barrier",
@@ -94,10 +103,12 @@ __all__ = [
     "rdp_rank",
     "rdp_size",
     "recv_from",
+    "save",
     "send",
     "shutdown",
     "size",
     "state",
+    "step",
     "tp_barrier",
     "tp_rank",
     "tp_size",

@@ -41,4 +41,5 @@ def make_transport(session: Session) -> Transport:
 
 def _own_group(session: Session) -> dist.ProcessGroup:
     made = [(members, dist.new_group(list(members), timeout=_PATIENCE)) for members in session.mesh.groups(Axis.PP)]
-    return next(group for members, group in made if session.rank in members)
+    group: dist.ProcessGroup = next(group for members, group in made if session.rank in members)
+    return group

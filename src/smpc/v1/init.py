@@ -126,6 +126,8 @@ def shutdown() -> None:
     if not state.initialized:
         return
     session = state.session
+    if state.model is not None:
+        state.model.close()
     state.clear()
     if session.owns_world:
         dist.destroy_process_group()

@@ -22,34 +22,36 @@ results: all ranks of the pipeline raise them, nothing is left under way, and th
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from smpc import errors
 from smpc.codegen.stage import StageModule
 from smpc.compile import Compilation, Inputs, PipelineOptions, compile_plan, make_plan
-from smpc.errors import PeerError, SmpcError, StepError, TraceError
+from smpc.errors import StepError, TraceError, UsageError
 from smpc.executor.bind import StepHooks
 from smpc.executor.transport import Transport
+from smpc.mesh import Axis
 from smpc.partitioner.plan import Plan
 from smpc.runtime import Roots, Runtime
+from smpc.tracer.ir import Trace
 from smpc.tracer.record import record
 from smpc.v1.arguments import ArgumentForm, form_of, merge_arguments
 from smpc.v1.calls import Capture, Captured, ModelCalls, Tail
 from smpc.v1.comm import gather_objects
 from smpc.v1.control import Control
-from smpc.v1.placement import Placement, holders
+from smpc.v1.failures import Description, describe, raise_everywhere, raise_first
+from smpc.v1.microbatch import map_tensors
+from smpc.v1.placement import Placement
 from smpc.v1.results import ResultForm, pack, read_results, unpack
 from smpc.v1.signature import ModeReader, Signature, check_equal, read_signature
 from smpc.v1.state import Session, state
 from smpc.v1.step_body import Arguments, StepBody
 
+OwnArguments = Callable[[], Arguments]  # this rank's arguments of a step; binding them may fail
 Enter = Callable[[ModelCalls | None], None]  # sets what model(...) and model.backward(...) do
 _NEW = -1
 _FAILED = -2
@@ -72,6 +74,21 @@ class Request:
     signature: Signature
     form: ArgumentForm
     tensors: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step returns on every rank, or the StepError that all of them raise."""
+
+    value: Any
+    description: Description | None = None
+    failure: Exception | None = None
+
+    def result(self) -> Any:
+        """The value; raises the error."""
+        if self.description is not None:
+            raise_everywhere(self.description, self.failure)
+        return self.value
 
 
 class Pipeline:
@@ -99,9 +116,7 @@ class Pipeline:
         )
         self.placement = Placement(module, control.rank, session.device)
         self.modes = ModeReader(module)
-        self._runtime = Runtime(
-            module, rank=control.rank, transport=transport, device=session.device, hooks=hooks
-        )
+        self._runtime = Runtime(module, rank=control.rank, transport=transport, device=session.device, hooks=hooks)
         self._programs: dict[Signature, int] = {}
         self._signatures: list[Signature] = []
         self._memories: dict[int, Memory] = {}
@@ -125,7 +140,7 @@ class Pipeline:
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def begin(self, body: StepBody, own: Arguments, on_partition: Callable[[], None]) -> tuple[int, Request | None]:
+    def begin(self, body: StepBody, own: OwnArguments, on_partition: Callable[[], None]) -> tuple[int, Request | None]:
         """Agree on the program of a step, compiling it where it is new; (program, rank 0's request).
 
         `on_partition` is called when the first program is there. Raises on all ranks what rank 0 finds wrong.
@@ -143,8 +158,8 @@ class Pipeline:
             on_partition()
         return self._announce(body, request, failure), request
 
-    def run(self, body: StepBody, own: Arguments, program: int, request: Request | None) -> Any:
-        """Run the step that `begin` has prepared; what it returns."""
+    def run(self, body: StepBody, own: OwnArguments, program: int, request: Request | None) -> Outcome:
+        """Run the step that `begin` has prepared."""
         memory = self._memories.setdefault(body.number, Memory())
         signature = self._signatures[program]
         trains = signature.grad_enabled and memory.trains.get(program, True)
@@ -170,27 +185,31 @@ class Pipeline:
             self._control.settle()  # the arguments have arrived; the user may write to them again
         return results
 
-    def _request(self, body: StepBody, own: Arguments) -> Request:
+    def _request(self, body: StepBody, own: OwnArguments) -> Request:
         """Rank 0: run the step function up to the model, for every microbatch."""
-        microbatches = body.split(own, self._options.microbatches, self._session.device)
+        device = self._session.device
+        arguments = {name: map_tensors(value, lambda tensor: tensor.to(device)) for name, value in own().items()}
+        microbatches = body.split(arguments, self._options.microbatches, device)
         modes = self.modes.read()
         inputs: list[Inputs] = []
         signatures: list[Signature] = []
-        for arguments in microbatches:
+        for microbatch in microbatches:
             capture = Capture(body.name)
             self._enter(capture)
             try:
-                body.call(arguments)
+                body.call(microbatch)
             except Captured:
                 pass
             finally:
                 self._enter(None)
             if capture.inputs is None:
-                raise StepError(f"step function {body.name} returned without calling the model; call model(...) in it once")
+                raise StepError(
+                    f"step function {body.name} returned without calling the model; call model(...) in it once"
+                )
             inputs.append(capture.inputs)
             signatures.append(read_signature(capture.inputs, modes, capture.grad_enabled))
         check_equal(signatures, body.name)
-        form, tensors = form_of({name: body.on_device(value, self._session.device) for name, value in own.items()})
+        form, tensors = form_of(arguments)
         return Request(inputs, signatures[0], form, tensors)
 
     def _announce(self, body: StepBody, request: Request | None, failure: Exception | None) -> int:
@@ -203,11 +222,13 @@ class Pipeline:
             numbers = [self._programs.get(request.signature, _NEW), body.number, int(same)]
         control.settle()
         program, number, same_form = control.broadcast_numbers(numbers, 0)
+        if number != body.number:
+            raise UsageError(
+                f"this rank runs step function {body.name}, pipeline rank 0 runs another one; run the same step functions in the "
+                "same order on all ranks"
+            )
         if program == _FAILED:
             raise_everywhere(control.broadcast_object(describe(failure), 0), failure)
-        name = control.broadcast_object(body.name, 0) if self._differs(number, body) else body.name
-        if name != body.name:
-            raise StepError(f"pipeline rank 0 runs step function {name}, this rank {body.name}; run the same one on all ranks")
         if program == _NEW:
             signature = control.broadcast_object(None if request is None else request.signature, 0)
             program = self._add(signature)
@@ -215,16 +236,8 @@ class Pipeline:
             memory.arguments = control.broadcast_object(None if request is None else request.form, 0)
         return program
 
-    def _differs(self, number: int, body: StepBody) -> bool:
-        if number != body.number:
-            raise StepError(
-                f"this rank runs step function {body.name}, pipeline rank 0 runs another one; run the same step functions in the "
-                "same order on all ranks"
-            )
-        return False
-
     def _arguments(
-        self, body: StepBody, own: Arguments, form: ArgumentForm, request: Request | None
+        self, body: StepBody, own: OwnArguments, form: ArgumentForm, request: Request | None
     ) -> Callable[[], list[Arguments]]:
         """Last rank: post the receives now, wait when the first output is there."""
         formats = form.formats
@@ -232,12 +245,12 @@ class Pipeline:
 
         def arrive() -> list[Arguments]:
             tensors = request.tensors if request is not None else self._control.wait(receipts)
-            merged = merge_arguments(form, own, tensors)
+            merged = merge_arguments(form, own(), tensors)
             return body.split(merged, self._options.microbatches, self._session.device)
 
         return arrive
 
-    def _share(self, body: StepBody, memory: Memory, program: int, tail: _LastRank | None) -> Any:
+    def _share(self, body: StepBody, memory: Memory, program: int, tail: _LastRank | None) -> Outcome:
         """Bring the results of the last rank to all."""
         control, last = self._control, self._last
         form: ResultForm | None = None
@@ -252,7 +265,7 @@ class Pipeline:
         numbers = [_FAILED if failure is not None else int(same), int(tail is not None and tail.did_backward)]
         status, did_backward = control.broadcast_numbers(numbers, last)
         if status == _FAILED:
-            raise_everywhere(control.broadcast_object(describe(failure), last), failure)
+            return Outcome(None, control.broadcast_object(describe(failure), last), failure)
         if not status:
             memory.results = control.broadcast_object(form, last)
         memory.trains[program] = memory.trains.get(program, False) or bool(did_backward)
@@ -260,11 +273,12 @@ class Pipeline:
         device = self._session.device
         if tail is not None:
             control.broadcast_bytes(pack(tensors, device), last)
+            tensors = [tensor.detach() for tensor in tensors] if body.detach_outputs else tensors
         else:
             payload = torch.empty(memory.results.num_bytes, dtype=torch.uint8, device=device)
             control.broadcast_bytes(payload, last)
             tensors = unpack(payload, memory.results.specs)
-        return memory.results.build(tensors)
+        return Outcome(memory.results.build(tensors))
 
     def _check_modes(self, signature: Signature) -> None:
         found = self.modes.read()
@@ -279,18 +293,17 @@ class Pipeline:
     def _partition(self, request: Request | None, failure: Exception | None) -> None:
         """The first program of all, on all ranks of all replicas: that of replica 0."""
         session = self._session
-        group = session.groups[errors_axis()]
         mine = (describe(failure), None if request is None else request.signature)
-        found = gather_objects(mine, group, session.message_device, session.device)
-        first_error = next((error for error, _ in found if error is not None), None)
-        if first_error is not None:
-            raise_everywhere(first_error, failure)
+        found = gather_objects(mine, session.groups[Axis.WORLD], session.message_device, session.device)
+        raise_first([error for error, _ in found], failure)
         mesh = session.mesh
         leader = next(r for r in range(mesh.world_size) if mesh.pp_rank(r) == 0 and mesh.rdp_rank(r) == 0)
         self._add(found[leader][1])
 
     def _add(self, signature: Signature) -> int:
         """Compile and install a program; collective over the pipeline. Raises the same on all its ranks."""
+        if self._signatures and self._session.mesh.rdp_size > 1:
+            self.modes.check_none_unfrozen(self._signatures[0].modes, signature.modes)
         compilation = self._compile(signature)
         self.placement.add(compilation.plan)
         if self.first is None:
@@ -302,7 +315,7 @@ class Pipeline:
         return program
 
     def _compile(self, signature: Signature) -> Compilation:
-        trace: Any = None
+        trace: Trace | None = None
         failure: Exception | None = None
         try:
             self._check_modes(signature)
@@ -310,15 +323,14 @@ class Pipeline:
         except Exception as error:
             failure = error
         found = self._control.gather((describe(failure), None if trace is None else trace.fingerprint))
-        first_error = next((error for error, _ in found if error is not None), None)
-        if first_error is not None:
-            raise_everywhere(first_error, failure)
+        raise_first([error for error, _ in found], failure)
         if len({fingerprint for _, fingerprint in found}) > 1:
             raise TraceError(
                 "the pipeline ranks recorded different models, fingerprints by rank: "
                 f"{[fingerprint[:12] for _, fingerprint in found]}; build the same model on every rank (same configuration, same "
                 "library versions, no code that depends on the rank)"
             )
+        assert trace is not None, "whoever has no trace has raised"
         plan: Plan | None = None
         if self._control.rank == 0:
             try:
@@ -332,11 +344,15 @@ class Pipeline:
             raise_everywhere(description, failure)
         return compile_plan(trace, plan or Plan.from_json(text), self._options)
 
-    def _record(self, signature: Signature) -> Any:
+    def _record(self, signature: Signature) -> Trace:
         args, kwargs = signature.sample()
         state.tracing = True
         try:
-            with torch.inference_mode(False), torch.set_grad_enabled(signature.grad_enabled), self.placement.skeleton():
+            with (
+                torch.inference_mode(False),
+                torch.set_grad_enabled(signature.grad_enabled),
+                self.placement.skeleton(),
+            ):
                 return record(self._module, args, kwargs, device=self._session.device)
         finally:
             state.tracing = False

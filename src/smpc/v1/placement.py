@@ -1,9 +1,9 @@
 """Which pipeline rank holds which parameter and buffer, and giving every rank its own.
 
 Terms
-    local       used by a stage of this rank, or by no stage at all (then every rank keeps it)
-    foreign     used by stages of other ranks only: its memory is given back here. The Parameter objects stay, with empty tensors in them, so
-                that optimizers made before keep working: they skip what has no gradient
+    local       used by a stage of this rank, or by no stage at all: then every rank keeps it
+    foreign     used by stages of other ranks only: its memory is given back here. The Parameter objects stay, with empty
+                tensors in them, so that optimizers made before keep working: they skip what has no gradient
     skeleton    meta tensors of the original sizes, which stand in for the parameters when the model is recorded again
 
 Names are the canonical fully qualified names, those of `named_parameters()` and `named_buffers()`.
@@ -30,12 +30,8 @@ class Placement:
         self._rank = rank
         self._device = device
         self._parameters = dict(model.named_parameters())
-        self._buffers = dict(model.named_buffers())
         self._holders: dict[str, tuple[int, ...]] = {}
-        self._skeleton = {
-            name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-            for name, tensor in (*self._parameters.items(), *self._buffers.items())
-        }
+        self._skeleton = {name: _meta(tensor) for name, tensor in self._state().items()}
 
     def add(self, plan: Plan) -> None:
         """Take over what a plan says. Raises PartitionError if a parameter would have to move."""
@@ -68,13 +64,13 @@ class Placement:
             else:
                 parameter.grad = None
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
-        for name, buffer in self._buffers.items():
+        for name, buffer in self._model.named_buffers():
             if self.is_local(name):
                 buffer.data = buffer.data.to(self._device)
 
     def restore(self, full: Mapping[str, Tensor]) -> None:
         """Give every parameter and buffer, foreign ones too, a whole value: the inverse of `apply`."""
-        for name, tensor in (*self._parameters.items(), *self._buffers.items()):
+        for name, tensor in self._state().items():
             if name in full:
                 tensor.grad = None
                 tensor.data = full[name]
@@ -83,13 +79,22 @@ class Placement:
     def skeleton(self) -> Iterator[None]:
         """Puts tensors of the original sizes in the model's place, for recording it."""
         state = FakeState()
-        for name, tensor in (*self._parameters.items(), *self._buffers.items()):
-            stand_in: Tensor = self._skeleton[name]
-            if isinstance(tensor, nn.Parameter):
-                stand_in = nn.Parameter(stand_in, requires_grad=tensor.requires_grad)
-            state.by_original[id(tensor)] = stand_in
+        for name, tensor in self._state().items():
+            if name in self._parameters:
+                stand_in = nn.Parameter(self._skeleton[name], requires_grad=tensor.requires_grad)
+                state.by_original[id(tensor)] = stand_in
+            else:
+                state.by_original[id(tensor)] = _meta(tensor)
         with installed(self._model, state):
             yield
+
+    def _state(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name; read afresh, since a model may rebind its buffers."""
+        return {**self._parameters, **dict(self._model.named_buffers())}
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def holders(plan: Plan) -> dict[str, tuple[int, ...]]:

@@ -66,6 +66,16 @@ class ModeReader:
             [parameter.requires_grad for _, parameter in self._parameters]
         )
 
+    def check_none_unfrozen(self, before: bytes, now: bytes) -> None:
+        """Raise StepError if a parameter requires grad that did not before: replicas would not average its gradient."""
+        offset = len(self._modules)
+        thawed = [name for i, (name, _) in enumerate(self._parameters, offset) if now[i] and not before[i]]
+        if thawed:
+            raise StepError(
+                f"parameter {thawed[0]!r} requires grad now, but did not in the first step; with data-parallel replicas, set "
+                "requires_grad before the first step"
+            )
+
     def describe_difference(self, expected: bytes, found: bytes) -> str:
         """The first difference between two modes, in words."""
         names = [f"module {name!r}: training" for name, _ in self._modules]

@@ -25,6 +25,7 @@ class StepBody:
     """The function under `@smp.step`.
 
     `non_split_inputs`: names of arguments that every microbatch gets whole. `input_split_axes`: name -> axis, 0 for the others.
+    `detach_outputs`: what the function returns loses its history.
     Raises StepError for names that the function does not have.
     """
 
@@ -33,8 +34,10 @@ class StepBody:
         function: Callable[..., Any],
         non_split_inputs: Iterable[str],
         input_split_axes: Mapping[str, int],
+        detach_outputs: bool,
     ) -> None:
         self.function = function
+        self.detach_outputs = detach_outputs
         self.name = f"{function.__module__}.{function.__qualname__}"
         self.number = zlib.crc32(self.name.encode())  # the same on every rank
         self._signature = inspect.signature(function)
@@ -54,7 +57,7 @@ class StepBody:
         """What the function returns for these arguments."""
         known = {name: value for name, value in arguments.items() if name in self._signature.parameters}
         more = {name: value for name, value in arguments.items() if name not in known}
-        bound = inspect.BoundArguments(self._signature, known)  # type: ignore[arg-type]
+        bound = inspect.BoundArguments(self._signature, known)
         return self.function(*bound.args, **bound.kwargs, **more)
 
     def split(self, arguments: Arguments, num_microbatches: int, device: torch.device) -> list[Arguments]:

@@ -1,0 +1,75 @@
+"""Checkpoint files: written whole or not at all, read without running code.
+
+A file is written under another name in the same folder, brought to the disk and renamed: under its own name it is always complete. It is
+readable by its owner only. Reading unpickles tensors and plain values; anything else is refused, and there is no other way of reading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import tempfile
+from typing import Any
+
+import torch
+
+from smpc.errors import CheckpointError
+
+
+def write_file(obj: Any, path: str, *, pickle_module: Any = pickle, pickle_protocol: int = 2) -> None:
+    """Write an object with torch.save. Raises CheckpointError, naming the path, if that fails; an older file then stays."""
+    folder, name = os.path.split(os.path.abspath(path))
+    try:
+        descriptor, draft = tempfile.mkstemp(prefix=f".{name}.", suffix=".draft", dir=folder)  # 0600
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {path}: {error.strerror}; the folder must exist and be writable"
+        ) from error
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            torch.save(obj, file, pickle_module=pickle_module, pickle_protocol=pickle_protocol)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        if isinstance(error, (OSError, pickle.PicklingError, RuntimeError, TypeError, AttributeError)):
+            raise CheckpointError(f"cannot write {path}: {type(error).__name__}: {error}") from error
+        raise
+
+
+def read_file(path: str, *, map_location: Any = None, mmap: bool | None = None) -> Any:
+    """The object in a file that `write_file` or torch.save wrote.
+
+    Raises CheckpointError if the file is missing (and says what is there in its place), damaged, or holds more than tensors and plain
+    values.
+    """
+    if not os.path.isfile(path):
+        raise CheckpointError(f"no checkpoint file {path}; {_neighbours(path)}")
+    try:
+        return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds objects that are not tensors or plain values, or is damaged; such a file is never unpickled. Save plain "
+            f"values, or allow a class that you trust with torch.serialization.add_safe_globals: {_first_line(error)}"
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _neighbours(path: str) -> str:
+    folder, name = os.path.split(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        return f"there is no folder {folder} either"
+    stem = name.split("_")[0]
+    similar = sorted(entry for entry in os.listdir(folder) if entry.startswith(stem))
+    if not similar:
+        return f"nothing in {folder} has a name that begins with {stem}"
+    more = f" and {len(similar) - 10} more" if len(similar) > 10 else ""
+    return f"in {folder} there are {', '.join(similar[:10])}{more}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

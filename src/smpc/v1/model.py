@@ -1,0 +1,464 @@
+"""`smp.DistributedModel`: the model of a training script, partitioned by its first step.
+
+    model = smp.DistributedModel(module)              # on every rank, after smp.init
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+
+    @smp.step
+    def train_step(model, ids):
+        loss = model(input_ids=ids, labels=ids).loss
+        model.backward(loss)
+        return loss
+
+With a pipeline, the module stays whole on every rank until the first step, which records and cuts it; then each rank keeps its own part.
+Without one, it is placed and, with replicas, made equal to that of replica 0 at once. Names are always those of the module itself.
+
+Source: public SMP v1 API ("smdistributed.modelparallel.torch.DistributedModel").
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.utils.hooks import RemovableHandle
+
+from smpc.errors import (
+    CodegenError,
+    ConfigError,
+    ConfigTypeError,
+    ConfigUnsupportedError,
+    PartitionError,
+    StepError,
+    TraceError,
+    TransportError,
+    UsageError,
+)
+from smpc.executor import FailureMonitor, StageReplicas
+from smpc.mesh import Axis
+from smpc.v1.calls import Gradients, ModelCalls, Tensors
+from smpc.v1.connections import make_control, make_transport
+from smpc.v1.control import Control
+from smpc.v1.model_state import PARTIAL, IncompatibleKeys, ModelState
+from smpc.v1.pipeline import Pipeline
+from smpc.v1.placement import Placement
+from smpc.v1.single import Single
+from smpc.v1.state import state
+from smpc.v1.step_body import Arguments, StepBody
+
+Hook = Callable[["DistributedModel", Any], Any]
+_GATHER_TIMEOUT = datetime.timedelta(minutes=10)
+# All ranks of a pipeline raise these together, with nothing under way: the next step may go on.
+_AGREED = (StepError, TraceError, PartitionError, CodegenError, ConfigError)
+
+
+class DistributedModel(nn.Module):
+    """A module, distributed over pipeline ranks and replicas. One per process; construct it on every rank.
+
+    `trace_device`: "cpu" or "gpu"; recording needs no device, so both do the same. `trace_execution_times`: must be False, times are
+    predicted. `overlapping_allreduce`: reduce gradients over replicas during the last backward pass, rather than after it.
+    `backward_passes_per_step`: steps between two reductions. `average_grads_across_microbatches`: divide gradients by the number of
+    microbatches. `trace_memory_usage`: memory is always known exactly, so True changes nothing. The other options are
+    DistributedDataParallel's, for replicas.
+
+    `model(...)` and `model.backward(...)` can be called in a step function only.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trace_device: str = "gpu",
+        trace_execution_times: bool = False,
+        overlapping_allreduce: bool = True,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        bucket_cap_mb: float = 25,
+        trace_memory_usage: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+    ) -> None:
+        _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step)
+        super().__init__()
+        session = state.session
+        self.module = module
+        self.training = module.training
+        self._calls: ModelCalls | None = None
+        self._post_partition_hooks: dict[int, Hook] = {}
+        self._post_step_hooks: dict[int, Hook] = {}
+        self._deferred: list[Callable[[], object]] = []
+        self._replicas: StageReplicas | None = None
+        self._comm_hook: tuple[object, Callable[[Any, Any], Any]] | None = None
+        self._is_spread = False  # whether this rank's part is where it computes
+        self._ran_hooks = False
+        self._monitor: FailureMonitor | None = None
+
+        def replicas(stages: Mapping[int, nn.Module]) -> StageReplicas | None:
+            if session.mesh.rdp_size == 1:
+                return None
+            self._replicas = StageReplicas(
+                stages,
+                session.groups[Axis.RDP],
+                bucket_cap_mb=bucket_cap_mb,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                broadcast_buffers=broadcast_buffers,
+                overlapping=overlapping_allreduce,
+                backward_passes_per_step=backward_passes_per_step,
+            )
+            if self._comm_hook is not None:
+                self._replicas.register_comm_hook(*self._comm_hook)
+            return self._replicas
+
+        self._pipeline: Pipeline | None = None
+        self._single: Single | None = None
+        average = average_grads_across_microbatches
+        if session.mesh.pp_size > 1:
+            self._transport = make_transport(session)
+            self._control = make_control(session)
+            self._pipeline = Pipeline(module, session, self._transport, self._control, replicas, self._enter, average)
+            self._placement = self._pipeline.placement
+            self._state = ModelState(module, self._placement, self._control)
+        else:
+            self._placement = Placement(module, 0, session.device)
+            self._placement.apply()
+            self._state = ModelState(module, self._placement, None)
+            self._single = Single(module, session, replicas({0: module}), self._enter, average)
+            self._is_spread = True
+        if session.mesh.world_size > 1:
+            self._monitor = FailureMonitor(_get_default_store(), session.rank)
+        atexit.register(self._settle)
+        state.model = self
+
+    # -- in a step -----------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for one microbatch, in a step function. Raises StepError elsewhere."""
+        if self._calls is None:
+            raise StepError("the model was called outside a step; call it in a function decorated with @smp.step")
+        return self._calls.forward(args, kwargs)
+
+    def backward(self, tensors: Tensors, grad_tensors: Gradients = None) -> None:
+        """The backward pass of one microbatch, in a step function; like `torch.autograd.backward(tensors, grad_tensors)`.
+
+        `tensors`: a tensor of one element, or tensors with a gradient of the same shape each. Raises StepError elsewhere.
+        """
+        if self._calls is None:
+            raise StepError("model.backward was called outside a step; call it in a function decorated with @smp.step")
+        self._calls.backward(tensors, grad_tensors)
+
+    def run_step(self, body: StepBody, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a step function on the whole batch; `smp.step` calls it."""
+        if self._calls is not None:
+            raise StepError(f"step function {body.name} was called inside another step; steps do not nest")
+
+        def own() -> Arguments:
+            return body.bind(args, kwargs)
+
+        result = self._run_pipeline(body, own) if self._pipeline is not None else self._run_single(body, own)
+        optimizer = state.optimizer
+        for hook in list(self._post_step_hooks.values()):
+            hook(self, optimizer)
+        return result
+
+    def _run_pipeline(self, body: StepBody, own: Callable[[], Arguments]) -> Any:
+        pipeline = self._pipeline
+        assert pipeline is not None, "there is one"
+        if self.partitioned and not self._is_spread:
+            self._placement.apply()  # after cpu()
+            self._is_spread = True
+        try:
+            program, request = pipeline.begin(body, own, self._on_partition)
+        except _AGREED as error:
+            if self._monitor is not None and state.session.mesh.rdp_size > 1:
+                self._monitor.report(error)  # other replicas would wait for this one
+            raise
+        except BaseException as error:
+            with self._guard():
+                raise error
+        with self._guard():
+            outcome = pipeline.run(body, own, program, request)
+        return outcome.result()
+
+    def _run_single(self, body: StepBody, own: Callable[[], Arguments]) -> Any:
+        single = self._single
+        assert single is not None, "there is no pipeline"
+        if not self._is_spread:
+            self._placement.apply()
+            self._is_spread = True
+        if not self._ran_hooks:
+            self._on_partition()
+        with self._guard():
+            return single.run(body, own())
+
+    def _guard(self) -> contextlib.AbstractContextManager[None]:
+        if self._monitor is None:
+            return contextlib.nullcontext()
+        return self._monitor.step(self._where, self._close_connections)
+
+    def _where(self) -> str:
+        return "a step" if self._pipeline is None else self._pipeline.where
+
+    def _close_connections(self) -> None:
+        if self._pipeline is not None:
+            self._transport.close()
+            self._control.close()
+
+    def _enter(self, calls: ModelCalls | None) -> None:
+        self._calls = calls
+
+    def _on_partition(self) -> None:
+        self._is_spread = self._ran_hooks = True
+        deferred, self._deferred = self._deferred, []
+        for load in deferred:
+            load()
+        optimizer = state.optimizer
+        if optimizer is not None:
+            optimizer.load_deferred()
+        for hook in list(self._post_partition_hooks.values()):
+            hook(self, optimizer)
+
+    def close(self) -> None:
+        """End the threads and connections of this model; its steps cannot run afterwards. `smp.shutdown` calls it."""
+        atexit.unregister(self._settle)
+        self._settle()
+        if self._monitor is not None:
+            self._monitor.stop()
+        self._close_connections()
+
+    def _settle(self) -> None:
+        """Let what this rank has sent arrive: results of the last step may be on their way."""
+        if self._pipeline is not None:
+            with contextlib.suppress(TransportError):  # closed after a failure, which has been raised
+                self._control.settle()
+
+    # -- what is where -------------------------------------------------------------------------------------------------
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether the model has been partitioned: by the first step, or from the start where there is no pipeline."""
+        return self._pipeline is None or self._pipeline.first is not None
+
+    def get_module(self) -> nn.Module:
+        """The module that was given. With a pipeline, parameters of other ranks are empty in it."""
+        return self.module
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters of the module, by their names in it; those of other ranks are empty once it is partitioned."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """All buffers of the module, by their names in it."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """All modules of the module, by their names in it."""
+        modules: Iterator[tuple[str, nn.Module]] = self.module.named_modules(memo, prefix, remove_duplicate)
+        return modules
+
+    def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters of this rank. Raises UsageError before the partition."""
+        self._require_partition("local_named_parameters")
+        return (pair for pair in self.module.named_parameters() if self._placement.is_local(pair[0]))
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of this rank. Raises UsageError before the partition."""
+        return (parameter for _, parameter in self.local_named_parameters())
+
+    def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Buffers of this rank. Raises UsageError before the partition."""
+        self._require_partition("local_named_buffers")
+        return (pair for pair in self.module.named_buffers() if self._placement.is_local(pair[0]))
+
+    def local_buffers(self) -> Iterator[Tensor]:
+        """Buffers of this rank. Raises UsageError before the partition."""
+        return (buffer for _, buffer in self.local_named_buffers())
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules that lie wholly on this rank. Raises UsageError before the partition."""
+        self._require_partition("local_named_modules")
+        if self._pipeline is None:
+            return self.named_modules()
+        rank = self._control.rank
+        tops = tuple(name for stage in self._pipeline.plan.stages if stage.rank == rank for name in stage.modules)
+        below = tuple(f"{name}." for name in tops)
+        return ((n, m) for n, m in self.named_modules() if n in tops or n.startswith(below))
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """Modules that lie wholly on this rank. Raises UsageError before the partition."""
+        return (module for _, module in self.local_named_modules())
+
+    # Without tensor parallelism nothing is distributed, and every parameter is reduced over the data-parallel group.
+
+    def distributed_modules(self) -> Iterator[nn.Module]:
+        """Tensor-parallel modules."""
+        return iter(())
+
+    def is_distributed_parameter(self, param: nn.Parameter) -> bool:
+        """Whether tensor parallelism splits the parameter."""
+        return False
+
+    def is_distributed_buffer(self, buf: Tensor) -> bool:
+        """Whether tensor parallelism splits the buffer."""
+        return False
+
+    def is_scaled_batch_parameter(self, param: nn.Parameter) -> bool:
+        """Whether the parameter works on the batch of the whole tensor-parallel group."""
+        return False
+
+    def is_scaled_batch_buffer(self, buf: Tensor) -> bool:
+        """Whether the buffer works on the batch of the whole tensor-parallel group."""
+        return False
+
+    def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters whose gradients are reduced over the data-parallel group."""
+        return self.local_named_parameters()
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters whose gradients are reduced over the reduced-data-parallel group."""
+        return iter(())
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """The state dict of this rank, with the key `_smp_is_partial`. Raises UsageError before the partition."""
+        self._require_partition("local_state_dict")
+        return {**self._state.local(), PARTIAL: True}
+
+    def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        """The state dict of the whole model, equal to the module's in one process.
+
+        Call it on all ranks of a replica (`smp.dp_rank() == 0`, say): it gathers, tensor by tensor, to the CPU. `gather_to_rank0`: only
+        mp_rank 0 gets it, the others {}. Raises CheckpointError, naming the ranks that did not call it, after ten minutes.
+        """
+        if self.meet("state_dict") is None:
+            return self.module.state_dict()
+        return self._state.full(only_on_rank_0=gather_to_rank0)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
+    ) -> IncompatibleKeys | None:
+        """Load a full state dict, or this rank's partial one; call it on every rank.
+
+        Partial ones are merged over the ranks, so that they may come from another partition; `same_partition_load` skips that where this
+        rank saved its own under the same partition. Partial ones are loaded once the model is partitioned; then None is returned before.
+        Raises CheckpointError, listing every key that is missing, unexpected, or of another shape or dtype; nothing is loaded then.
+        """
+        partial = bool(state_dict.get(PARTIAL, False))
+        if not partial or self._pipeline is None:
+            return self._state.load(state_dict, strict=strict)
+
+        def load() -> IncompatibleKeys:
+            if same_partition_load:
+                return self._state.load_own_part(state_dict, strict=strict)
+            return self._state.load_parts(state_dict, strict=strict)
+
+        if self.partitioned:
+            return load()
+        self._deferred.append(load)
+        return None
+
+    def meet(self, what: str) -> Control | None:
+        """Wait for the ranks among which the model lies, before they exchange state; None if it is whole on each.
+
+        Raises CheckpointError, naming the ranks that do not come within ten minutes.
+        """
+        if self._pipeline is None or not self.partitioned:
+            return None
+        self._control.meet(what, _GATHER_TIMEOUT)
+        return self._control
+
+    def cpu(self) -> DistributedModel:
+        """Gather the whole model on every rank of the replica, on the CPU. Collective, like `state_dict`.
+
+        The next step puts every rank's part back to where it computes.
+        """
+        if self.meet("cpu") is None:
+            super().cpu()
+        else:
+            self._placement.restore(self._state.parameters_and_buffers())
+        self._is_spread = False
+        return self
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def register_post_partition_hook(self, hook: Hook) -> RemovableHandle:
+        """Call `hook(model, optimizer)` in the first step, once the model is partitioned and before anything runs.
+
+        `optimizer` is the DistributedOptimizer, None if there is none. After the first step it is called at once.
+        """
+        handle = RemovableHandle(self._post_partition_hooks)
+        self._post_partition_hooks[handle.id] = hook
+        if self._ran_hooks:
+            hook(self, state.optimizer)
+        return handle
+
+    def register_post_step_hook(self, hook: Hook) -> RemovableHandle:
+        """Call `hook(model, optimizer)` after every step."""
+        handle = RemovableHandle(self._post_step_hooks)
+        self._post_step_hooks[handle.id] = hook
+        return handle
+
+    def register_comm_hook(self, state: object, callable: Callable[[Any, Any], Any]) -> None:
+        """Replace the averaging of gradients over replicas: see DistributedDataParallel.register_comm_hook.
+
+        The hook averages over replicas itself. Raises ConfigError without replicas. To be called once.
+        """
+        self._require_replicas("register_comm_hook")
+        if self._comm_hook is not None:
+            raise UsageError("register_comm_hook: there is a hook already")
+        self._comm_hook = (state, callable)
+        if self._replicas is not None:
+            self._replicas.register_comm_hook(state, callable)
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Train with uneven inputs over replicas. Raises ConfigError without `ddp`."""
+        if not state.cfg.ddp:
+            raise ConfigError("join: there are no data-parallel replicas; set ddp: true, and start several replicas")
+        if state.session.mesh.rdp_size > 1:
+            raise ConfigUnsupportedError(
+                "join: replicas with different numbers of steps are not supported; give every replica as many batches "
+                "(torch.utils.data.DistributedSampler does)"
+            )
+        yield
+
+    def _require_partition(self, what: str) -> None:
+        if not self.partitioned:
+            raise UsageError(
+                f"{what}: the model is partitioned by the first step, and no step has run; run one, or use "
+                "register_post_partition_hook"
+            )
+
+    def _require_replicas(self, what: str) -> None:
+        if state.session.mesh.rdp_size == 1:
+            raise ConfigError(f"{what}: there are no data-parallel replicas; set ddp: true, and start several replicas")
+
+
+def _check_arguments(module: Any, trace_device: Any, trace_execution_times: Any, backward_passes_per_step: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise ConfigTypeError(f"module: expected a torch.nn.Module, found {type(module).__name__}")
+    if isinstance(module, (DistributedModel, nn.parallel.DistributedDataParallel)):
+        raise ConfigError(
+            f"module: expected the plain model, found a {type(module).__name__}; DistributedModel handles data parallelism itself"
+        )
+    if state.model is not None:
+        raise UsageError("there is a DistributedModel in this process already, and there can be only one")
+    if trace_device not in ("cpu", "gpu"):
+        raise ConfigError(f"trace_device: expected 'cpu' or 'gpu', found {trace_device!r}")
+    if trace_execution_times:
+        raise ConfigUnsupportedError(
+            "trace_execution_times: execution times are predicted from FLOPs and bytes, and cannot be measured yet; leave it False"
+        )
+    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
+        raise ConfigError(
+            f"backward_passes_per_step: expected an int of at least 1, found {backward_passes_per_step!r}"
+        )
