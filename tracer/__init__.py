@@ -6,7 +6,7 @@ if not __name__.startswith("smpc."):
 from smpc.tracer.fx import to_fx
 from smpc.tracer.ir import Autocast, ModuleCall, Node, NodeKind, StateSpec, TensorSpec, Trace
 from smpc.tracer.literals import Opaque, Ref, TraceDevice
-from smpc.tracer.record import record
+from smpc.tracer.record import mark_leaf, record
 from smpc.tracer.replay import replay, verify
 from smpc.tracer.structure import Structure, flatten
 
@@ -23,6 +23,7 @@ __all__ = [
     "Trace",
     "TraceDevice",
     "flatten",
+    "mark_leaf",
     "record",
     "replay",
     "to_fx",

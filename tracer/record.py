@@ -65,9 +65,22 @@ _RUNNING_STATISTICS = {
 _MARKING = ("requires_grad_", "detach_")
 _WAY_OUT = (
     "what to do: compute the value outside the model and pass it in, "
-    "or name the module in leaf_modules so that it is called whole"
+    "or have the module called whole (leaf_modules=[...], smpc.mark_leaf)"
 )
 _CHECK_INPUTS = "what to do: check that the model runs by itself on inputs of these shapes and dtypes"
+
+
+_LEAF_MARK = "_smpc_leaf"
+
+
+def mark_leaf(module: nn.Module) -> nn.Module:
+    """Marks a module to be called whole by every trace, with nothing recorded inside; returns it.
+
+    For modules whose Python depends on the values of tensors, or that use custom autograd functions. What such a module returns must
+    have shapes that do not depend on values. In the Python that runs inside it, fake tensors stand for the real ones.
+    """
+    vars(module)[_LEAF_MARK] = True
+    return module
 
 
 def record(
@@ -96,7 +109,8 @@ def record(
         # Ours, not the caller's, decides what is recorded: autograd on or off is part of the signature.
         stack.enter_context(installed(model, state))
         stack.enter_context(mode)
-        recorder = Recorder(state, names, frozenset(leaf_modules), torch.device(device))
+        leaves = [name for name, module in model.named_modules() if vars(module).get(_LEAF_MARK)]
+        recorder = Recorder(state, names, frozenset((*leaf_modules, *leaves)), torch.device(device))
         fake_args, fake_kwargs = recorder.bind_inputs(tuple(args), dict(kwargs or {}), mode)
         stack.enter_context(recorder.meter)
         stack.enter_context(saved_tensors_hooks(recorder.note_saved, lambda tensor: tensor))

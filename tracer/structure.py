@@ -2,7 +2,7 @@
 
 `flatten(value)` returns the leaves and a `Structure`; `structure.unflatten(leaves)` builds an equal value.
 Containers are tuple, named tuple, list, dict, set, frozenset, slice, dataclass instances, dict subclasses such as Hugging
-Face's `ModelOutput`, and any other object whose attributes hold tensors (a key-value cache, say). Everything else is a leaf.
+Face's `ModelOutput`, torch's return types (`torch.return_types.topk`), and any other object whose attributes hold tensors (a key-value cache, say). Everything else is a leaf.
 Unlike torch's pytree, sets and unregistered classes are opened, and a Structure is data: it serialises to JSON.
 
     >>> leaves, structure = flatten({"a": (1, 2), "b": [3]})
@@ -33,8 +33,8 @@ LEAF = "leaf"
 class Structure:
     """The shape of a nested container.
 
-    kind: "leaf", "tuple", "list", "dict", "set", "frozenset", "slice", "namedtuple", "mapping" (a dict subclass),
-    "dataclass" or "object". `keys` are the dict keys or attribute names; `class_name` is "module:qualified.name".
+    kind: "leaf", "tuple", "list", "dict", "set", "frozenset", "slice", "namedtuple", "return_type" (of torch), "mapping" (a
+    dict subclass), "dataclass" or "object". `keys` are the dict keys or attribute names; `class_name` is "module:qualified.name".
     """
 
     kind: str = LEAF

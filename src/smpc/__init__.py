@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from smpc.api import Compilation, LoopbackRuntime, PipelineOptions, Plan, Runtime, compile_model, partition
+    from smpc.api import Compilation, LoopbackRuntime, PipelineOptions, Plan, Runtime, compile_model, mark_leaf, partition
     from smpc.errors import SmpcError
 
 __version__ = "0.1.0"
@@ -25,6 +25,7 @@ __all__ = [
     "SmpcError",
     "__version__",
     "compile_model",
+    "mark_leaf",
     "partition",
 ]
 

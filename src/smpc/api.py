@@ -8,6 +8,7 @@ needs no process group and allocates nothing: a model on the meta device will do
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,7 @@ from torch import nn
 from smpc.compile import Compilation, PipelineOptions, compile_model
 from smpc.partitioner.plan import Plan
 from smpc.runtime import LoopbackRuntime, Runtime
+from smpc.tracer import mark_leaf
 
 
 def partition(
@@ -26,13 +28,15 @@ def partition(
     pipeline: str = "interleaved",
     memory_weight: float = 0.8,
     active_microbatches: int | None = None,
+    leaf_modules: Sequence[str] = (),
 ) -> Plan:
     """The plan for a model: stages, what crosses between them, predicted memory and time.
 
     `sample_inputs` are one whole batch: a tensor, a tuple of arguments, a dict of keyword arguments, or a (tuple, dict) pair of both;
     `microbatches` must divide its size along axis 0. The other arguments are those of SMP's configuration: `pipeline` is
     "interleaved" or "simple", `memory_weight` in [0, 1] weighs balanced memory against balanced time, `active_microbatches` limits
-    how many microbatches are in execution at a time (default: stages + 2).
+    how many microbatches are in execution at a time (default: stages + 2). `leaf_modules` names modules to be called whole, with
+    nothing recorded inside.
 
     Raises ConfigError, TraceError or PartitionError; each says what was expected and what to do.
     """
@@ -44,7 +48,8 @@ def partition(
         pipeline=pipeline,
         memory_weight=memory_weight,
         active_microbatches=active_microbatches,
+        leaf_modules=leaf_modules,
     ).plan
 
 
-__all__ = ["Compilation", "LoopbackRuntime", "PipelineOptions", "Plan", "Runtime", "compile_model", "partition"]
+__all__ = ["Compilation", "LoopbackRuntime", "PipelineOptions", "Plan", "Runtime", "compile_model", "mark_leaf", "partition"]

@@ -103,15 +103,18 @@ def compile_model(
     pipeline: str = "interleaved",
     memory_weight: float = 0.8,
     active_microbatches: int | None = None,
+    leaf_modules: Sequence[str] = (),
 ) -> Compilation:
     """Compiles a model for a batch like `sample_inputs` (see the module docstring for its forms).
+
+    `leaf_modules` are names of modules to be called whole, with nothing recorded inside.
 
     Raises ConfigError for settings out of bounds or a batch that `microbatches` does not divide, TraceError for a model that
     cannot be recorded, PartitionError when there are more stages than modules.
     """
     options = PipelineOptions(pipeline_parallel_degree, microbatches, pipeline, memory_weight, active_microbatches)
     args, kwargs = first_microbatch(as_inputs(sample_inputs), microbatches)
-    trace = record(model, args, kwargs)
+    trace = record(model, args, kwargs, leaf_modules=leaf_modules)
     return compile_trace(trace, options)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from smpc.errors import TraceError
-from smpc.tracer import NodeKind, Trace, flatten, record, replay, to_fx, verify
+from smpc.tracer import NodeKind, Trace, flatten, mark_leaf, record, replay, to_fx, verify
 
 
 @pytest.mark.parametrize("name", zoo.MODELS)
@@ -239,6 +239,12 @@ def test_failures_name_module_line_and_a_way_out(model, expected):
 def test_custom_functions_work_inside_leaf_modules():
     model, args = Custom(), (torch.ones(2, 2),)
     verify(record(model, args, leaf_modules=("square",)), model, args)
+
+
+def test_marked_modules_are_leaves():
+    model, args = Custom(), (torch.ones(2, 2),)
+    assert mark_leaf(model.square) is model.square
+    assert [node.target for node in record(model, args).nodes if node.kind is NodeKind.CALL_MODULE] == ["square"]
 
 
 def test_unknown_leaf_modules_are_refused():

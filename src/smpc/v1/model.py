@@ -128,7 +128,7 @@ class DistributedModel(nn.Module):
             self._single = Single(module, session, replicas({0: module}), self._enter, average)
             self._is_spread = True
         if session.mesh.world_size > 1:
-            self._monitor = FailureMonitor(_get_default_store(), session.rank)
+            self._monitor = FailureMonitor(_get_default_store().clone(), session.rank)
         atexit.register(self._settle)
         state.model = self
 
