@@ -90,35 +90,35 @@ class _Program:
                 for name in node.inputs:
                     self.users.setdefault(name, []).append(position)
         self.outputs = frozenset(trace.output_names)
+        self.rebound = frozenset(node.target for node in trace.nodes if node.kind is NodeKind.SET_ATTR)
         self.children: dict[int, list[int]] = {}
         for index, call in enumerate(trace.calls):
             self.children.setdefault(call.parent, []).append(index)
-        self.variables = _variable_names(trace)
+        self._taken = dict.fromkeys((*_IN_SCOPE, *keyword.kwlist, *dir(builtins)))
+        self.variables = self._name_nodes()
 
     def computes(self, node: Node) -> bool:
         """Whether a node is work (inputs and attribute reads are not)."""
         return node.kind in _COMPUTES
 
-
-def _variable_names(trace: Trace) -> dict[str, str]:
-    """A readable and unique variable for every node: what a module returns is called after the module."""
-    wanted: dict[str, str] = {}
-    for call in trace.calls[1:]:
-        names = references(call.output_leaves)
-        if len(names) == 1 and names[0] not in wanted and trace.node(names[0]).kind in _COMPUTES:
-            *_, before, last = ("", *call.fqn.split("."))
-            wanted[names[0]] = f"{before}_{last}" if last.isdigit() else last
-    taken = dict.fromkeys((*_IN_SCOPE, *keyword.kwlist, *dir(builtins)))
-    found: dict[str, str] = {}
-    for node in trace.nodes:
-        base = wanted.get(node.name, node.name)
+    def new_variable(self, base: str) -> str:
+        """A variable called `base`, or like it where that is taken or no name."""
         name, count = base, 0
-        while name in taken or not name.isidentifier():
+        while name in self._taken or not name.isidentifier():
             count += 1
             name = f"{base}_{count}" if base.isidentifier() else f"v_{count}"
-        taken[name] = None
-        found[node.name] = name
-    return found
+        self._taken[name] = None
+        return name
+
+    def _name_nodes(self) -> dict[str, str]:
+        """A readable variable for every node: what a module returns is called after the module."""
+        wanted: dict[str, str] = {}
+        for call in self.trace.calls[1:]:
+            names = references(call.output_leaves)
+            if len(names) == 1 and names[0] not in wanted and self.computes(self.trace.node(names[0])):
+                *_, before, last = ("", *call.fqn.split("."))
+                wanted[names[0]] = f"{before}_{last}" if last.isdigit() else last
+        return {node.name: self.new_variable(wanted.get(node.name, node.name)) for node in self.trace.nodes}
 
 
 @dataclass(slots=True)
@@ -142,6 +142,7 @@ class _StageWriter:
     attributes: dict[str, None] = field(default_factory=dict)
     nodes: dict[str, None] = field(default_factory=dict)  # what the stage runs
     available: dict[str, None] = field(default_factory=dict)  # values at hand so far
+    first_reads: dict[str, None] = field(default_factory=dict)  # reads of buffers that are rebound later
 
     def write(self) -> StageCode:
         trace, plan = self.program.trace, self.program.plan
@@ -223,7 +224,9 @@ class _StageWriter:
         found = self.program.trace.node(node)
         if found.kind is NodeKind.GET_ATTR:
             self.attributes[found.target] = None
-            return attribute_source(found.target)
+            if found.target not in self.program.rebound:
+                return attribute_source(found.target)
+            self.first_reads[node] = None
         return self.program.variables[node]
 
     def _emit_node(self, node: Node) -> None:
@@ -260,7 +263,7 @@ class _StageWriter:
         elif not found:
             self.statements.append(_Statement(text, reads, (), context))
         else:
-            whole = f"{call.fqn.replace('.', '_')}_output"
+            whole = self.program.new_variable(f"{call.fqn.replace('.', '_')}_output")
             self.statements.append(_Statement(f"{whole} = {text}", reads, (whole,), context))
             for name, path in found.items():
                 self.statements.append(_Statement(f"{variables[name]} = {whole}{path}", (whole,), (variables[name],)))
@@ -272,13 +275,21 @@ class _StageWriter:
 
     def _variables(self, names: tuple[str, ...]) -> tuple[str, ...]:
         kinds = ((name, self.program.trace.node(name).kind) for name in names)
-        return tuple(self.program.variables[name] for name, kind in kinds if kind is not NodeKind.GET_ATTR)
+        return tuple(
+            self.program.variables[name]
+            for name, kind in kinds
+            if kind is not NodeKind.GET_ATTR or name in self.first_reads
+        )
 
     # -- source --------------------------------------------------------------------------------------------------------
 
     def _class_source(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> str:
         variables = self.program.variables
         results = [self._name(name) for name in outputs]
+        reads = [(variables[name], self.program.trace.node(name).target) for name in self.first_reads]
+        self.statements[:0] = [
+            _Statement(f"{variable} = {attribute_source(target)}", (), (variable,)) for variable, target in reads
+        ]
         parameters = ", ".join(("self", *(variables[name] for name in inputs)))
         lines = [
             f"class Stage{self.index}(StageModule):",

@@ -48,6 +48,17 @@ class StageModule(Container):
     def __init__(self, origin: nn.Module, device: torch.device) -> None:
         super().__init__(origin)
         self._device = device
+        self._held_buffers: list[tuple[dict[str, Any], str, dict[str, Any]]] = []  # (container's, name, model's)
+
+    def hold_buffer(self, owner: nn.Module, name: str, origin: nn.Module) -> None:
+        """Registers a buffer of the module `origin` in the container `owner`."""
+        owner.register_buffer(name, origin._buffers[name], name not in origin._non_persistent_buffers_set)
+        self._held_buffers.append((owner._buffers, name, origin._buffers))
+
+    def refresh(self) -> None:
+        """Takes over the tensors of buffers that the model, or another stage module over it, has rebound."""
+        for held, name, model in self._held_buffers:
+            held[name] = model[name]
 
 
 def build_stage(code: StageCode, model: nn.Module, device: torch.device | str = "cpu") -> StageModule:
@@ -97,6 +108,6 @@ def _hold(stage: StageModule, model: nn.Module, path: str) -> None:
     if name in origin._parameters:
         owner.register_parameter(name, origin._parameters[name])
     elif name in origin._buffers:
-        owner.register_buffer(name, origin._buffers[name], name not in origin._non_persistent_buffers_set)
-    else:
+        stage.hold_buffer(owner, name, origin)
+    elif name in vars(origin):  # else a buffer that the model's own forward registers
         setattr(owner, name, getattr(origin, name))

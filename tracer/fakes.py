@@ -2,11 +2,14 @@
 
 Tied parameters (one tensor under several names) share one fake, so the trace sees that they are tied. Lists of parameters that a
 module keeps beside its own (`nn.LSTM._flat_weights`) are replaced too. Tensors that modules hold as plain attributes stay as they
-are; their paths are indexed so that the trace can name them.
+are; their paths are indexed so that the trace can name them. What the run itself writes into modules (a table of cosines kept for
+the next call, a counter, a rebound buffer) is undone with the rest: no fake is left behind.
 """
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,22 +58,46 @@ def make_fakes(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
 @contextmanager
 def installed(model: nn.Module, state: FakeState) -> Iterator[None]:
     """Puts the fakes in the model's place and takes them out again, whatever happens in between."""
-    undo: list[tuple[Any, Any, Any]] = []
+    before = [_Snapshot(module) for module in model.modules()]
     for prefix, module in model.named_modules():
         for table in (module._parameters, module._buffers):
             for key, tensor in table.items():
                 if tensor is not None:
-                    undo.append((table, key, tensor))
                     table[key] = state.by_original[id(tensor)]
-        _swap_attributes(prefix, module, state, undo)
+        _swap_attributes(prefix, module, state)
     try:
         yield
     finally:
-        for table, key, tensor in reversed(undo):
-            table[key] = tensor
+        for snapshot in before:
+            snapshot.restore()
 
 
-def _swap_attributes(prefix: str, module: nn.Module, state: FakeState, undo: list[tuple[Any, Any, Any]]) -> None:
+class _Snapshot:
+    """A module's attributes, and what its lists, dicts and sets hold."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.attributes = dict(vars(module))
+        self.contents = [
+            (value, copy.copy(value))
+            for value in self.attributes.values()
+            if type(value) in (list, dict, set, OrderedDict)
+        ]
+
+    def restore(self) -> None:
+        """Puts everything back as it was."""
+        for value, content in self.contents:
+            value.clear()
+            if isinstance(value, list):
+                value.extend(content)
+            else:
+                value.update(content)
+        attributes = vars(self.module)
+        attributes.clear()
+        attributes.update(self.attributes)
+
+
+def _swap_attributes(prefix: str, module: nn.Module, state: FakeState) -> None:
     """Swaps parameters in a module's own lists; indexes tensors that it holds as plain attributes."""
     for name, value in vars(module).items():
         if name in ("_parameters", "_buffers", "_modules"):
@@ -90,7 +117,6 @@ def _swap_attributes(prefix: str, module: nn.Module, state: FakeState, undo: lis
             if not isinstance(item, torch.Tensor):
                 continue
             if id(item) in state.by_original and not isinstance(value, tuple):
-                undo.append((value, key, item))
                 value[key] = state.by_original[id(item)]
             else:
                 state.names.setdefault(id(item), f"{path}[{key!r}]")

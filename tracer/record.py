@@ -14,6 +14,7 @@ statistics without telling autograd, is the one operation that has to be known b
 
 from __future__ import annotations
 
+import dataclasses
 import keyword
 import logging
 import re
@@ -35,6 +36,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from smpc.errors import SmpcError, TraceError
 from smpc.tracer import targets
@@ -132,7 +134,8 @@ def record(
 def _python_calls(recorder: Recorder) -> Iterator[None]:
     """Routes every call of a module through the recorder, and stops at custom autograd functions.
 
-    What happens inside such a function's forward can be recorded, but its own backward would be lost without a trace.
+    What happens inside such a function's forward can be recorded, but its own backward would be lost without a trace. Only
+    activation checkpointing is known to have the backward of what it runs.
     """
     original, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
 
@@ -140,7 +143,14 @@ def _python_calls(recorder: Recorder) -> Iterator[None]:
         return recorder.module_call(module, lambda: original(module, *args, **kwargs), args, kwargs)
 
     def guarded(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if recorder.muted or cls.__module__.startswith("torch."):
+        if cls is checkpoint.CheckpointFunction and not recorder.muted:
+            run, _, *rest = args
+            grad_enabled = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(rest))
+            with torch.set_grad_enabled(grad_enabled):
+                # These hooks hide ours: nothing of what it runs is saved.
+                with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                    return run(*rest)
+        if recorder.muted or cls.__module__ == checkpoint.__name__:
             return apply.__func__(cls, *args, **kwargs)
         raise recorder.error(f"custom autograd function {cls.__qualname__} has a backward of its own")
 
@@ -202,6 +212,7 @@ class Recorder(TorchFunctionMode):
         self.open: list[_OpenCall] = []
         self.muted = 0
         self._node_of: dict[int, str] = {}  # id(tensor) -> node
+        self._tensor_of: dict[str, torch.Tensor] = {}  # the inverse
         self._alive: list[Any] = []  # ids are unique only among living objects
         self._storages: dict[int, int] = {}
         self._storage_bytes: list[int] = []
@@ -259,7 +270,7 @@ class Recorder(TorchFunctionMode):
         return Trace(
             f"{type(model).__module__}.{type(model).__qualname__}",
             model.training,
-            tuple(self.nodes),
+            tuple(self._settled(node) for node in self.nodes),
             calls,
             *self._inputs,
             structure,
@@ -267,6 +278,14 @@ class Recorder(TorchFunctionMode):
             specs,
             tuple(self._storage_bytes),
         )
+
+    def _settled(self, node: Node) -> Node:
+        """The node with the grad flag that its tensor has in the end: `mask[0] = hidden` makes `mask` require grad."""
+        tensor = self._tensor_of.get(node.name)
+        if tensor is None or node.spec is None or tensor.requires_grad == node.spec.requires_grad:
+            return node
+        spec = dataclasses.replace(node.spec, requires_grad=tensor.requires_grad)
+        return dataclasses.replace(node, spec=spec)
 
     # -- torch calls ---------------------------------------------------------------------------------------------------
 
@@ -497,7 +516,9 @@ class Recorder(TorchFunctionMode):
         return self._attributes[fqn]
 
     def _bind(self, tensor: torch.Tensor, name: str) -> None:
+        self._tensor_of.pop(self._node_of.get(id(tensor), ""), None)
         self._node_of[id(tensor)] = name
+        self._tensor_of[name] = tensor
         self._alive.append(tensor)
 
     def _bind_result(self, out: Any, name: str) -> None:

@@ -16,8 +16,8 @@ from torch import nn
 
 from smpc.errors import TraceError
 from smpc.tracer import targets
-from smpc.tracer.ir import Autocast, Node, NodeKind, Trace
-from smpc.tracer.literals import TraceDevice, map_references
+from smpc.tracer.ir import Autocast, Node, NodeKind, TensorSpec, Trace
+from smpc.tracer.literals import Opaque, Ref, TraceDevice, map_references, normalise
 from smpc.tracer.structure import flatten
 
 
@@ -28,32 +28,54 @@ def input_values(trace: Trace, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         raise TraceError(
             f"the trace belongs to inputs of the form {trace.inputs.paths()}, found {structure.paths()}; trace again"
         )
-    placeholders = (node for node in trace.nodes if node.kind is NodeKind.PLACEHOLDER)
-    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return {node.name: tensor for node, tensor in zip(placeholders, tensors, strict=True)}
+    wrong = []
+    for leaf, traced, path in zip(leaves, trace.input_leaves, structure.paths(), strict=True):
+        expected = trace.node(traced.name).spec if isinstance(traced, Ref) else traced
+        if not _is_as_traced(leaf, expected):
+            found = TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)
+            wrong.append(f"{path}: expected {expected}, found {found}")
+    if wrong:
+        raise TraceError(f"these inputs, as (args, kwargs), are not those of the trace; trace again: {'; '.join(wrong)}")
+    return {
+        traced.name: leaf for leaf, traced in zip(leaves, trace.input_leaves, strict=True) if isinstance(traced, Ref)
+    }
+
+
+def _is_as_traced(leaf: Any, expected: Any) -> bool:
+    """Whether an input has the shape and dtype, or is the constant, that the trace was made for."""
+    if isinstance(expected, TensorSpec):
+        return isinstance(leaf, torch.Tensor) and (tuple(leaf.shape), leaf.dtype) == (expected.shape, expected.torch_dtype)
+    if isinstance(leaf, torch.Tensor) or isinstance(expected, (Opaque, TraceDevice)):
+        return not isinstance(leaf, torch.Tensor)
+    return bool(normalise(leaf) == expected or expected != expected)  # the latter is nan
 
 
 def replay(trace: Trace, model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
     """What `model(*args, **kwargs)` returns, computed from the trace and the model's parameters and buffers."""
     inputs = input_values(trace, args, kwargs or {})
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    values: dict[str, Any] = {}
+    # A read is recorded at its first use, which may come after the model has rebound the buffer.
+    values: dict[str, Any] = {
+        node.name: read_attribute(model, node.target) for node in trace.nodes if node.kind is NodeKind.GET_ATTR
+    }
     for node in trace.nodes:
-        values[node.name] = _evaluate(node, values, inputs, model, device)
+        if node.kind is not NodeKind.GET_ATTR:
+            values[node.name] = _evaluate(node, values, inputs, model, device)
     return trace.output.unflatten(_real(leaf, values, device) for leaf in trace.output_leaves)
 
 
 def verify(trace: Trace, model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
     """Raises TraceError unless the replay equals the model bitwise: outputs, parameter gradients and buffers.
 
-    Both run on copies of the model from the same random state, so nothing of the model changes.
+    Both run on copies of the model and of the inputs from the same random state, so nothing of either changes.
     """
     results = []
     for replayed in (False, True):
         copied = copy.deepcopy(model)
         copied.zero_grad(set_to_none=True)
+        own_args, own_kwargs = _cloned(args, kwargs or {})
         with torch.random.fork_rng():
-            output = replay(trace, copied, args, kwargs) if replayed else copied(*args, **(kwargs or {}))
+            output = replay(trace, copied, own_args, own_kwargs) if replayed else copied(*own_args, **own_kwargs)
         outputs = [leaf for leaf in flatten(output)[0] if isinstance(leaf, torch.Tensor)]
         roots = [tensor for tensor in outputs if tensor.requires_grad]
         if roots:
@@ -72,6 +94,14 @@ def verify(trace: Trace, model: nn.Module, args: Sequence[Any] = (), kwargs: Map
         )
 
 
+def _cloned(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs with copies of their tensors; one tensor in two places stays one."""
+    leaves, structure = flatten((tuple(args), dict(kwargs)))
+    copies = {id(leaf): leaf.detach().clone() for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    cloned_args, cloned_kwargs = structure.unflatten([copies.get(id(leaf), leaf) for leaf in leaves])
+    return cloned_args, cloned_kwargs
+
+
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
 
@@ -85,12 +115,14 @@ def _evaluate(
 ) -> Any:
     if node.kind is NodeKind.PLACEHOLDER:
         return inputs[node.name]
-    if node.kind is NodeKind.GET_ATTR:
-        return read_attribute(model, node.target)
     args = [_real(arg, values, device) for arg in node.args]
     if node.kind is NodeKind.SET_ATTR:
         owner, _, name = node.target.rpartition(".")
-        setattr(model.get_submodule(owner), name, args[0])
+        module = model.get_submodule(owner)
+        if name in module._buffers:
+            setattr(module, name, args[0])
+        else:
+            module.register_buffer(name, args[0])
         return None
     kwargs = {key: _real(value, values, device) for key, value in node.kwargs}
     with context(node.grad_enabled, node.autocast):

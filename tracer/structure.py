@@ -2,7 +2,8 @@
 
 `flatten(value)` returns the leaves and a `Structure`; `structure.unflatten(leaves)` builds an equal value.
 Containers are tuple, named tuple, list, dict, set, frozenset, slice, dataclass instances, dict subclasses such as Hugging
-Face's `ModelOutput`, torch's return types (`torch.return_types.topk`), and any other object whose attributes hold tensors (a key-value cache, say). Everything else is a leaf.
+Face's `ModelOutput`, what torch functions return under field names (`torch.return_types.topk`), and any other object whose
+attributes hold tensors (a key-value cache, say). Everything else is a leaf.
 Unlike torch's pytree, sets and unregistered classes are opened, and a Structure is data: it serialises to JSON.
 
     >>> leaves, structure = flatten({"a": (1, 2), "b": [3]})
@@ -56,7 +57,7 @@ class Structure:
         if self.kind == LEAF:
             return (prefix,)
         by_key = self.kind in ("mapping", "dict")
-        by_index = self.kind in ("namedtuple", "tuple", "list")
+        by_index = self.kind in ("namedtuple", "return_type", "tuple", "list")
         keys = self.keys or tuple(range(len(self.children)))
         found: list[str] = []
         for i, (key, child) in enumerate(zip(keys, self.children, strict=True)):
@@ -78,6 +79,8 @@ class Structure:
         cls = resolve(self.class_name)
         if self.kind == "namedtuple":
             return cls(*values)
+        if self.kind == "return_type":
+            return cls(values)
         if self.kind == "mapping":
             return _build_mapping(cls, self.keys, values)
         instance = object.__new__(cls)
@@ -98,7 +101,7 @@ def _flatten(value: Any, leaves: list[Any], open_objects: tuple[int, ...]) -> St
         leaves.append(value)
         return Structure()
     inside = (*open_objects, id(value))
-    named = kind in ("namedtuple", "mapping", "dataclass", "object")
+    named = kind in ("namedtuple", "return_type", "mapping", "dataclass", "object")
     return Structure(
         kind,
         tuple(_flatten(child, leaves, inside) for child in children),
@@ -122,6 +125,8 @@ def _open(value: Any, open_objects: tuple[int, ...]) -> tuple[str, tuple[Any, ..
         return "slice", (), [value.start, value.stop, value.step]
     if isinstance(value, tuple) and hasattr(cls, "_fields"):
         return "namedtuple", cls._fields, list(value)
+    if isinstance(value, tuple) and cls.__module__ == "torch.return_types":
+        return "return_type", (), list(value)
     if isinstance(value, dict):
         return "mapping", tuple(value), list(value.values())
     if dataclasses.is_dataclass(value):

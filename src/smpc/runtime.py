@@ -31,7 +31,7 @@ from smpc.executor.bind import StepHooks
 from smpc.executor.interpreter import Interpreter
 from smpc.executor.loopback import run_loopback
 from smpc.executor.transport import Transport, loopback_transports
-from smpc.tracer.ir import Trace
+from smpc.tracer.ir import NodeKind, Trace
 from smpc.tracer.literals import Ref, TraceDevice
 from smpc.tracer.replay import input_values
 
@@ -52,6 +52,7 @@ class RankPrograms:
         hooks: Callable[[Mapping[int, StageModule]], StepHooks | None],
     ) -> None:
         self.trace = compilation.trace
+        self.written_inputs = _written_inputs(compilation.trace)
         program = compilation.programs[rank]
         self.stages = {code.index: build_stage(code, model, device) for code in program.stages}
         parameters = shared_parameters(model, program)
@@ -68,7 +69,9 @@ class RankPrograms:
         }
 
     def interpreter(self, training: bool) -> Interpreter:
-        """The interpreter of the training program, or of the program that runs forwards only."""
+        """The interpreter of the training program, or of the program that runs forwards only, for one step."""
+        for stage in self.stages.values():
+            stage.refresh()
         return self._interpreters[training]
 
 
@@ -115,7 +118,7 @@ class Runtime:
         inputs = (
             None
             if microbatches is None
-            else placeholders(programs.trace, interpreter.program, microbatches, self.device)
+            else placeholders(programs, interpreter.program, microbatches, self.device)
         )
         interpreter.run(inputs, restored(programs.trace, on_output, self.device))
 
@@ -128,8 +131,8 @@ class Runtime:
 class LoopbackRuntime:
     """All pipeline ranks in one process, over the parameters of one model.
 
-    A parameter that several ranks hold belongs to the model on the first of them; the others work on copies, as they would in
-    processes of their own.
+    A parameter that several ranks hold belongs to the model on the first of them; the others have a parameter of their own over
+    the same memory, with a gradient of its own, in a copy of the model that shares everything else.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | str = "cpu") -> None:
@@ -160,21 +163,40 @@ class LoopbackRuntime:
         ranks = self._programs[program]
         trace = ranks[0].trace
         interpreters = [rank.interpreter(training) for rank in ranks]
-        inputs = placeholders(trace, interpreters[0].program, microbatches, self._device)
+        inputs = placeholders(ranks[0], interpreters[0].program, microbatches, self._device)
+        copies = [model for model in self._models if model is not self._model]
+        for model in copies:
+            _follow_model(model, self._model)
+        before = [dict(module._buffers) for module in self._model.modules()]
         run_loopback(interpreters, inputs, restored(trace, on_output, self._device))
+        for model in copies:
+            _return_rebound(model, self._model, before)
 
     def _rank_model(self, compilation: Compilation, rank: int) -> nn.Module:
         """The model as this rank sees it: its own objects, except for parameters that belong to an earlier rank."""
         foreign = {
             name for name, ranks in compilation.programs[rank].shared_parameters if rank in ranks and rank != min(ranks)
         }
-        memo = {
-            id(tensor): tensor
-            for tensors in (self._model.named_parameters(), self._model.named_buffers())
-            for name, tensor in tensors
-            if name not in foreign
-        }
-        return copy.deepcopy(self._model, memo) if foreign else self._model
+        if not foreign:
+            return self._model
+        memo = {id(tensor): tensor for tensor in (*self._model.parameters(), *self._model.buffers())}
+        for name, parameter in self._model.named_parameters():
+            if name in foreign:
+                memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+        return copy.deepcopy(self._model, memo)
+
+
+def _follow_model(copied: nn.Module, model: nn.Module) -> None:
+    """Gives a copy the model's mode and buffers, either of which may have changed since the last step."""
+    for ours, theirs in zip(copied.modules(), model.modules(), strict=True):
+        ours.training = theirs.training
+        ours._buffers.update(theirs._buffers)
+
+
+def _return_rebound(copied: nn.Module, model: nn.Module, before: Sequence[Mapping[str, Tensor | None]]) -> None:
+    """Gives the model the buffers that the step has rebound in a copy; `before` are the model's, module by module."""
+    for ours, theirs, old in zip(copied.modules(), model.modules(), before, strict=True):
+        theirs._buffers.update({name: value for name, value in ours._buffers.items() if value is not old.get(name)})
 
 
 def shared_parameters(model: nn.Module, program: RankProgram) -> dict[str, nn.Parameter]:
@@ -184,9 +206,9 @@ def shared_parameters(model: nn.Module, program: RankProgram) -> dict[str, nn.Pa
 
 
 def placeholders(
-    trace: Trace, program: RankProgram, microbatches: Sequence[Inputs], device: torch.device
+    programs: RankPrograms, program: RankProgram, microbatches: Sequence[Inputs], device: torch.device
 ) -> list[dict[str, Tensor]]:
-    """The model's input tensors of every microbatch, by placeholder name, on the device.
+    """The model's input tensors of every microbatch, by placeholder name, on the device; copies of those that the model writes into.
 
     Raises StepError for another number of microbatches than planned, or a tensor whose gradient would leave the pipeline.
     """
@@ -194,15 +216,22 @@ def placeholders(
         raise StepError(f"the program runs {program.num_microbatches} microbatches, found {len(microbatches)}")
     found = []
     for index, (args, kwargs) in enumerate(microbatches):
-        values = input_values(trace, args, kwargs)
+        values = input_values(programs.trace, args, kwargs)
         wrong = [name for name, tensor in values.items() if tensor.requires_grad]
         if wrong:
             raise StepError(
                 f"model input {wrong[0]} of microbatch {index} requires grad, but gradients do not flow out of the pipeline; "
                 "detach it, or compute it inside the model"
             )
+        values |= {name: values[name].clone() for name in programs.written_inputs}
         found.append({name: tensor.to(device, non_blocking=True) for name, tensor in values.items()})
     return found
+
+
+def _written_inputs(trace: Trace) -> tuple[str, ...]:
+    """Inputs that the model changes in place, by placeholder name."""
+    written = {trace.node(name).storage for node in trace.nodes for name in node.mutates}
+    return tuple(node.name for node in trace.nodes if node.kind is NodeKind.PLACEHOLDER and node.storage in written)
 
 
 def restored(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import zoo
 from executor_harness import Launch, run_workers
 from torch import nn
-from transformers.utils import ModelOutput
+from transformers.modeling_outputs import CausalLMOutput
 
 import smpc.v1 as smp
 from smpc.errors import CheckpointError, ConfigUnsupportedError, StepError, TraceError, UsageError
@@ -60,7 +60,7 @@ def reference(name, num_replicas=1):
 def train_step(model, ids, scale):
     output = model(input_ids=ids, labels=ids)
     model.backward(output.loss * scale)
-    return {"loss": output.loss, "pair": (ids.shape[0], None), "output": ModelOutput(logits=output.logits)}
+    return {"loss": output.loss, "pair": (ids.shape[0], None), "output": CausalLMOutput(logits=output.logits)}
 
 
 @smp.step
@@ -89,7 +89,7 @@ def train(rank, folder, name, world):
         scheduler.step()
         losses.append(result["loss"].outputs)
         assert result["pair"] == ([len(ids) // MB] * MB, None)
-        assert type(result["output"]) is ModelOutput
+        assert type(result["output"]) is CausalLMOutput
         assert result["output"].logits.concat().shape == (*ids.shape, zoo.VOCABULARY)
     assert identities == [id(parameter) for parameter in model.parameters()]
     local = {name for name, _ in model.local_named_parameters()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import pickle
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from torch import Tensor
 from smpc.errors import CheckpointError, TransportError
 from smpc.executor.transport.layout import WireFormat
 from smpc.v1.comm import gather_objects
+
+_DATA, _ACKNOWLEDGE = 0, 1  # tags
 
 
 class Control:
@@ -33,6 +35,7 @@ class Control:
         self.device = device
         self._message_device = message_device
         self._pending: list[tuple[dist.Work, Tensor]] = []
+        self._acknowledgements: list[dist.Work] = []
 
     def broadcast_numbers(self, numbers: Sequence[int], source: int) -> list[int]:
         """Whole numbers from `source`; the others pass as many of their own, which do not count."""
@@ -64,7 +67,7 @@ class Control:
             if not form.is_empty:
                 wire = form.wire(form.conform(tensor))
                 with self._connection() as group:
-                    self._pending.append((group.send([wire], destination, 0), wire))
+                    self._pending.append((group.send([wire], destination, _DATA), wire))
 
     def receive(self, formats: Sequence[WireFormat], source: int) -> list[tuple[dist.Work | None, Tensor]]:
         """Post the receives of tensors; `wait` for them."""
@@ -74,7 +77,7 @@ class Control:
             work = None
             if not form.is_empty:
                 with self._connection() as group:
-                    work = group.recv([form.wire(buffer)], source, 0)
+                    work = group.recv([form.wire(buffer)], source, _DATA)
             receipts.append((work, buffer))
         return receipts
 
@@ -93,6 +96,25 @@ class Control:
             for work, _ in pending:
                 work.wait()
 
+    def acknowledge(self, source: int) -> None:
+        """End a transfer from `source`, which waits here until the others have everything.
+
+        A process that ends closes its connections, and with them what its peers have not read yet. A peer that has ended itself in
+        the meantime has had everything, so a lost connection means nothing here.
+        """
+        self.settle()
+        for work in self._acknowledgements:
+            _finish(work)
+        self._acknowledgements.clear()
+        message = torch.zeros(1, dtype=torch.uint8, device=self._message_device)
+        with self._connection() as group:
+            if self.rank != source:
+                self._acknowledgements.append(group.send([message], source, _ACKNOWLEDGE))
+                return
+            works = [group.recv([message], peer, _ACKNOWLEDGE) for peer in range(self.size) if peer != self.rank]
+        for work in works:
+            _finish(work)
+
     def meet(self, what: str, timeout: datetime.timedelta) -> None:
         """Wait for the other ranks. Raises CheckpointError, naming those that do not come in time."""
         if self._message_device.type != "cpu":
@@ -109,6 +131,7 @@ class Control:
     def close(self) -> None:
         """Drop what is under way and close the connections, so that peers that wait wake up."""
         self._pending.clear()
+        self._acknowledgements.clear()
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)
@@ -130,3 +153,8 @@ class Control:
             yield self._group
         except RuntimeError as error:
             raise TransportError(f"pipeline rank {self.rank} lost the connection to its peers: {error}") from None
+
+
+def _finish(work: dist.Work) -> None:
+    with suppress(RuntimeError):
+        work.wait()

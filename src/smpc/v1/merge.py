@@ -69,6 +69,8 @@ def merge(part: Mapping[K, Any], items: Mapping[K, Item], control: Control, keep
             value = value.cpu()
         if keep(key):
             merged[key] = value
+    for owner in sorted({item.owner for item in items.values() if item.is_tensor}):
+        control.acknowledge(owner)
     return merged
 
 

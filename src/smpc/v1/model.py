@@ -17,9 +17,9 @@ Source: public SMP v1 API ("smdistributed.modelparallel.torch.DistributedModel")
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import datetime
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -35,7 +35,6 @@ from smpc.errors import (
     PartitionError,
     StepError,
     TraceError,
-    TransportError,
     UsageError,
 )
 from smpc.executor import FailureMonitor, StageReplicas
@@ -87,8 +86,8 @@ class DistributedModel(nn.Module):
         self.module = module
         self.training = module.training
         self._calls: ModelCalls | None = None
-        self._post_partition_hooks: dict[int, Hook] = {}
-        self._post_step_hooks: dict[int, Hook] = {}
+        self._post_partition_hooks: OrderedDict[int, Hook] = OrderedDict()  # RemovableHandle wants this class
+        self._post_step_hooks: OrderedDict[int, Hook] = OrderedDict()
         self._deferred: list[Callable[[], object]] = []
         self._replicas: StageReplicas | None = None
         self._comm_hook: tuple[object, Callable[[Any, Any], Any]] | None = None
@@ -129,7 +128,6 @@ class DistributedModel(nn.Module):
             self._is_spread = True
         if session.mesh.world_size > 1:
             self._monitor = FailureMonitor(_get_default_store().clone(), session.rank)
-        atexit.register(self._settle)
         state.model = self
 
     # -- in a step -----------------------------------------------------------------------------------------------------
@@ -222,17 +220,9 @@ class DistributedModel(nn.Module):
 
     def close(self) -> None:
         """End the threads and connections of this model; its steps cannot run afterwards. `smp.shutdown` calls it."""
-        atexit.unregister(self._settle)
-        self._settle()
         if self._monitor is not None:
             self._monitor.stop()
         self._close_connections()
-
-    def _settle(self) -> None:
-        """Let what this rank has sent arrive: results of the last step may be on their way."""
-        if self._pipeline is not None:
-            with contextlib.suppress(TransportError):  # closed after a failure, which has been raised
-                self._control.settle()
 
     # -- what is where -------------------------------------------------------------------------------------------------
 
@@ -450,14 +440,14 @@ def _check_arguments(module: Any, trace_device: Any, trace_execution_times: Any,
         raise ConfigError(
             f"module: expected the plain model, found a {type(module).__name__}; DistributedModel handles data parallelism itself"
         )
-    if state.model is not None:
-        raise UsageError("there is a DistributedModel in this process already, and there can be only one")
     if trace_device not in ("cpu", "gpu"):
         raise ConfigError(f"trace_device: expected 'cpu' or 'gpu', found {trace_device!r}")
     if trace_execution_times:
         raise ConfigUnsupportedError(
             "trace_execution_times: execution times are predicted from FLOPs and bytes, and cannot be measured yet; leave it False"
         )
+    if state.model is not None:
+        raise UsageError("there is a DistributedModel in this process already, and there can be only one")
     if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
         raise ConfigError(
             f"backward_passes_per_step: expected an int of at least 1, found {backward_passes_per_step!r}"

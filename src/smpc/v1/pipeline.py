@@ -180,10 +180,9 @@ class Pipeline:
                 training=trains,
             )
         self.where = f"the end of step function {body.name}"
-        results = self._share(body, memory, program, tail)
-        if self._control.rank == 0:
-            self._control.settle()  # the arguments have arrived; the user may write to them again
-        return results
+        outcome = self._share(body, memory, program, tail)
+        self._control.acknowledge(self._last)
+        return outcome
 
     def _request(self, body: StepBody, own: OwnArguments) -> Request:
         """Rank 0: run the step function up to the model, for every microbatch."""
@@ -220,7 +219,6 @@ class Pipeline:
         if request is not None:
             same = memory.arguments == request.form
             numbers = [self._programs.get(request.signature, _NEW), body.number, int(same)]
-        control.settle()
         program, number, same_form = control.broadcast_numbers(numbers, 0)
         if number != body.number:
             raise UsageError(
