@@ -3,7 +3,8 @@
 An action prints as the instruction that it becomes, and parses back:
 
     F s2 m0    forward of stage 2 on microbatch 0
-    B s2 m0    its backward
+    B s2 m0    its backward; if the schedule has a W s2 m0, the gradients of the stage's inputs alone
+    W s2 m0    the gradients of its parameters: the rest of the backward
 
 A `Schedule` holds, for each pipeline rank, its actions in the order in which it runs them. For two stages on two ranks:
 
@@ -13,6 +14,7 @@ A `Schedule` holds, for each pipeline rank, its actions in the order in which it
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from smpc.codegen.program import Instruction, Op
@@ -21,15 +23,15 @@ from smpc.errors import ScheduleError
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """A forward or a backward of one stage on one microbatch."""
+    """A forward, a backward or the deferred part of a backward, of one stage on one microbatch."""
 
     op: Op
     stage: int
     microbatch: int
 
     def __post_init__(self) -> None:
-        if self.op not in (Op.FORWARD, Op.BACKWARD) or self.stage < 0 or self.microbatch < 0:
-            raise ScheduleError(f"expected F or B of a stage and a microbatch, found {self}")
+        if self.op not in (Op.FORWARD, Op.BACKWARD, Op.WEIGHT) or self.stage < 0 or self.microbatch < 0:
+            raise ScheduleError(f"expected F, B or W of a stage and a microbatch, found {self}")
 
     def __str__(self) -> str:
         return f"{self.op} s{self.stage} m{self.microbatch}"
@@ -57,3 +59,46 @@ def forward(stage: int, microbatch: int) -> Action:
 def backward(stage: int, microbatch: int) -> Action:
     """`B s<stage> m<microbatch>`."""
     return Action(Op.BACKWARD, stage, microbatch)
+
+
+def weight(stage: int, microbatch: int) -> Action:
+    """`W s<stage> m<microbatch>`."""
+    return Action(Op.WEIGHT, stage, microbatch)
+
+
+def split_backwards(actions: Iterable[Action]) -> frozenset[tuple[int, int]]:
+    """The (stage, microbatch) whose backward has a deferred part among the actions."""
+    return frozenset((action.stage, action.microbatch) for action in actions if action.op is Op.WEIGHT)
+
+
+def peaks(schedule: Schedule, num_stages: int) -> tuple[int, ...]:
+    """By stage, the most microbatches in flight: those whose forward has run and whose backward has not, all of it.
+
+    0 for a schedule without backwards, which keeps nothing.
+    """
+    most, now = [0] * num_stages, [0] * num_stages
+    ends = {action.op for actions in schedule for action in actions} != {Op.FORWARD}
+    for actions in schedule if ends else ():
+        split = split_backwards(actions)
+        for action in actions:
+            if action.op is Op.FORWARD:
+                now[action.stage] += 1
+                most[action.stage] = max(most[action.stage], now[action.stage])
+            elif action.op is Op.WEIGHT or (action.stage, action.microbatch) not in split:
+                now[action.stage] -= 1
+    return tuple(most)
+
+
+def rank_peaks(schedule: Schedule) -> tuple[int, ...]:
+    """By rank, the most (stage, microbatch) in flight at once."""
+    most = []
+    for actions in schedule:
+        split, now, peak = split_backwards(actions), 0, 0
+        for action in actions:
+            if action.op is Op.FORWARD:
+                now += 1
+            elif action.op is Op.WEIGHT or (action.stage, action.microbatch) not in split:
+                now -= 1
+            peak = max(peak, now)
+        most.append(peak)
+    return tuple(most)

@@ -10,7 +10,7 @@ Around each action of a rank stand
     RECV / MOVE of each channel that enters the stage          F s m   SEND of each channel that leaves it
     RECV_GRAD / MOVE_GRAD of each channel that leaves it       B s m   SEND_GRAD of each channel that enters it
 
-with gradients only on channels that have a value which requires grad, and never to the model's inputs. A channel
+and nothing around W s m. There are gradients only on channels that have a value which requires grad, and never to the model's inputs. A channel
 whose ends are on one rank is a MOVE. A training program ends with the REDUCEs, in the order of the shared parameters.
 
 Order of receives. Along the global order, each send goes to the end of the queue of its directed pair of ranks,
@@ -120,6 +120,9 @@ class _Lowering:
 
     def run(self, rank: int, action: Action) -> None:
         """Receive what the action needs, run it, send what it makes."""
+        if action.op is Op.WEIGHT:
+            self.programs[rank].append(action.instruction)
+            return
         if action.op is Op.FORWARD:
             entering, leaving = self.forward_in[action.stage], self.forward_out[action.stage]
         else:

@@ -6,7 +6,8 @@ Text form, one instruction a line; `s` stage, `m` microbatch, `e` edge, `r` pipe
     F s1 m0               forward of stage 1 on microbatch 0
     SEND e2 m0 r2         send the values of edge 2 to rank 2
     RECV_GRAD e2 m0 r2    receive their gradients
-    B s1 m0               backward of stage 1
+    B s1 m0               backward of stage 1; of its inputs alone if the program has a W s1 m0
+    W s1 m0               the gradients of stage 1's parameters, which B s1 m0 has left out
     SEND_GRAD e1 m0 r0    send the gradients of edge 1's values back
     MOVE e1 m0            source and destination of the edge are on this rank: hand the values over
     MOVE_GRAD e1 m0       ... and their gradients back
@@ -31,6 +32,7 @@ class Op(StrEnum):
 
     FORWARD = "F"  # stage, microbatch
     BACKWARD = "B"  # stage, microbatch
+    WEIGHT = "W"  # stage, microbatch
     SEND = "SEND"  # edge, microbatch, peer
     RECV = "RECV"  # edge, microbatch, peer
     SEND_GRAD = "SEND_GRAD"  # edge, microbatch, peer
@@ -43,6 +45,7 @@ class Op(StrEnum):
 _OPERANDS = {
     Op.FORWARD: "sm",
     Op.BACKWARD: "sm",
+    Op.WEIGHT: "sm",
     Op.SEND: "emr",
     Op.RECV: "emr",
     Op.SEND_GRAD: "emr",

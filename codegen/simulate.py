@@ -2,7 +2,8 @@
 
 Terms
     link        what one stage passes to another for each microbatch, and what it gets back as gradients
-    costs       seconds of each stage's forward and backward; latency and bandwidth of a directed pair of ranks
+    costs       seconds of each stage's forward, backward and of the part of the backward that W does if the schedule
+                has one; latency and bandwidth of a directed pair of ranks
     event       an action with its rank, start and end
     makespan    end of the last event
     bubble      the idle part of the step: 1 - (sum of busy times) / (num_ranks x makespan)
@@ -29,10 +30,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from smpc.codegen.actions import Action, Schedule, backward, forward
+from smpc.codegen.actions import Action, Schedule, backward, forward, split_backwards, weight
 from smpc.codegen.program import Channel, Op
 from smpc.errors import ScheduleError
 from smpc.partitioner.plan import INPUTS
+
+_RANKING = {Op.BACKWARD: 0, Op.FORWARD: 1, Op.WEIGHT: 2}  # what a rank prefers; W can always wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +64,32 @@ def chain(num_stages: int, num_bytes: int = 0) -> tuple[Link, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds by stage; seconds and bytes per second of a message between two ranks."""
+    """Seconds by stage; seconds and bytes per second of a message between two ranks.
+
+    `backward` is all of a backward. Of one that is split, W takes `weight` of it, by default a half: a backward has
+    one matrix product for the gradients of the inputs and one for those of the parameters.
+    """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     latency: float = 0.0
     bandwidth: float = math.inf
+    weight: tuple[float, ...] | None = None
 
     @classmethod
     def uniform(cls, num_stages: int, forward: float = 1.0, backward: float = 2.0) -> Costs:
         """Balanced stages and free communication; a backward has two matrix products for each one of the forward."""
         return cls((forward,) * num_stages, (backward,) * num_stages)
 
-    def of(self, action: Action) -> float:
-        """Seconds that the action takes."""
-        return (self.forward if action.op is Op.FORWARD else self.backward)[action.stage]
+    def of(self, action: Action, is_split: bool = False) -> float:
+        """Seconds that the action takes; `is_split`: a W takes its part of a backward."""
+        if action.op is Op.FORWARD:
+            return self.forward[action.stage]
+        whole = self.backward[action.stage]
+        deferred = whole / 2 if self.weight is None else self.weight[action.stage]
+        if action.op is Op.WEIGHT:
+            return deferred
+        return whole - deferred if is_split else whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +150,10 @@ def merge(
     num_ranks: int,
     in_flight: Sequence[int] | None = None,
 ) -> Timeline:
-    """Run (rank, ordered actions) sequences; a rank with several takes, of those ready, a backward first, then
-    the oldest microbatch. This is list scheduling: whenever a rank is free and something is ready, it works.
+    """Run (rank, ordered actions) sequences; a rank with several takes, of those ready, a backward first, a W last,
+    then the oldest microbatch. This is list scheduling: whenever a rank is free and something is ready, it works.
 
-    With `in_flight`, stage s starts the forward of microbatch m only after the backward of microbatch m - in_flight[s].
+    With `in_flight`, stage s starts the forward of microbatch m only after the backward, all of it, of m - in_flight[s].
     The order is unique, since every choice has a total order, and it exists whenever the sequences, the links and the
     bounds together have no cycle. ScheduleError says who waits for what otherwise.
     """
@@ -151,8 +165,8 @@ def merge(
 def timeline_text(timeline: Timeline, *, max_columns: int = 160) -> str:
     """Draw a timeline: a row for each rank, a column for the shortest event (wider ones if `max_columns` needs it).
 
-    A cell shows what runs in the middle of its column: `F3`, microbatch 3's forward, `B3`, its backward, `--`, it
-    goes on, `..`, nothing. Where a rank has several stages, the stage comes first: `2F3`.
+    A cell shows what runs in the middle of its column: `F3`, microbatch 3's forward, `B3`, its backward, `W3`, the
+    deferred part of it, `--`, it goes on, `..`, nothing. Where a rank has several stages, the stage comes first: `2F3`.
     """
     if not timeline.events:
         return "".join(f"rank {rank}\n" for rank in range(timeline.num_ranks))
@@ -196,6 +210,7 @@ class _Simulation:
         self.arrived: dict[tuple[int, Op, int], float] = {}
         self.wire_free: dict[tuple[int, int], float] = {}
         self.rank_of = {action.stage: rank for rank, actions in sequences for action in actions}
+        self.split = split_backwards(action for _, actions in sequences for action in actions)
         self.on_rank: list[list[int]] = [[] for _ in range(num_ranks)]
         for index, (rank, _) in enumerate(sequences):
             self.on_rank[rank].append(index)
@@ -226,7 +241,7 @@ class _Simulation:
 
     def propose(self, rank: int) -> tuple[float, int] | None:
         """The start time and the sequence of what the rank runs next, if anything is ready."""
-        ready: list[tuple[float, bool, int, int, int]] = []
+        ready: list[tuple[float, int, int, int, int]] = []
         for index in self.on_rank[rank]:
             actions = self.sequences[index][1]
             if self.position[index] < len(actions):
@@ -234,7 +249,7 @@ class _Simulation:
                 time = self.ready(action)
                 if time is not None:
                     start = max(time, self.free[rank])
-                    ready.append((start, action.op is Op.FORWARD, action.microbatch, -action.stage, index))
+                    ready.append((start, _RANKING[action.op], action.microbatch, -action.stage, index))
         if not ready:
             return None
         start, *_, index = min(ready)
@@ -242,6 +257,8 @@ class _Simulation:
 
     def needs(self, action: Action) -> list[tuple[int, Op, int]]:
         """The messages without which the action cannot start."""
+        if action.op is Op.WEIGHT:
+            return []
         if action.op is Op.FORWARD:
             indices = self.incoming[action.stage]
         else:
@@ -252,9 +269,12 @@ class _Simulation:
         """The actions of the same stage without which the action cannot start."""
         if action.op is Op.BACKWARD:
             return [forward(action.stage, action.microbatch)]
+        if action.op is Op.WEIGHT:
+            return [backward(action.stage, action.microbatch)]
         if self.in_flight is None or action.microbatch < self.in_flight[action.stage]:
             return []
-        return [backward(action.stage, action.microbatch - self.in_flight[action.stage])]
+        earlier = action.microbatch - self.in_flight[action.stage]
+        return [(weight if (action.stage, earlier) in self.split else backward)(action.stage, earlier)]
 
     def ready(self, action: Action) -> float | None:
         """When everything that the action needs is there; None as long as something has no time yet."""
@@ -266,12 +286,14 @@ class _Simulation:
     def commit(self, rank: int, start: float, index: int) -> list[int]:
         """Run the next action of a sequence; return the ranks that it may have made ready."""
         action = self.sequences[index][1][self.position[index]]
-        end = start + self.costs.of(action)
+        end = start + self.costs.of(action, (action.stage, action.microbatch) in self.split)
         self.events.append(Event(rank, action, start, end))
         self.position[index] += 1
         self.free[rank] = end
         self.finished[action] = end
         touched = [rank]
+        if action.op is Op.WEIGHT:
+            return touched
         if action.op is Op.FORWARD:
             receivers = [(i, self.links[i].destination, self.links[i].num_bytes) for i in self.outgoing[action.stage]]
         else:

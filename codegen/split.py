@@ -165,8 +165,8 @@ class _StageWriter:
     def _select_nodes(self, recomputed: tuple[str, ...]) -> None:
         again = dict.fromkeys(recomputed)
         for node in self.program.trace.nodes:
-            owned = self.program.assignment.get(node.name) == self.index and node.name in self.program.live
-            if self.program.computes(node) and (owned or node.name in again):
+            runs = self.program.assignment.get(node.name) == self.index or node.name in again
+            if runs and self.program.computes(node) and node.name in self.program.live:
                 self.nodes[node.name] = None
 
     # -- walking the module calls --------------------------------------------------------------------------------------

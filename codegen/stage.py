@@ -10,6 +10,7 @@ compiled forms keep working; above them stand `Container`s, which only hold.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import linecache
 from collections.abc import Iterable
@@ -40,6 +41,8 @@ class Container(nn.Module):
         super().__setattr__(name, value)
         if name in self.__dict__.get("_buffers", ()):
             setattr(self._origin, name, value)
+        elif isinstance(value, torch.Tensor) and name not in vars(self._origin):
+            self._origin.register_buffer(name, value)  # as the model's own forward does
 
 
 class StageModule(Container):
@@ -66,7 +69,7 @@ def build_stage(code: StageCode, model: nn.Module, device: torch.device | str = 
     namespace: dict[str, Any] = {
         "F": F, "StageModule": StageModule, "function": function, "importlib": importlib, "torch": torch,
     }  # fmt: skip
-    filename = f"<smpc stage {code.index} {id(code):x}>"
+    filename = f"<smpc stage {code.index} {hashlib.sha256(code.source.encode()).hexdigest()[:12]}>"
     linecache.cache[filename] = (len(code.source), None, code.source.splitlines(keepends=True), filename)
     exec(compile(code.source, filename, "exec"), namespace)
     stage: StageModule = namespace[code.class_name](model, torch.device(device))

@@ -3,10 +3,12 @@
 What is proved, for programs from `lower` as well as for written or edited ones:
 
     complete    each rank runs exactly the instructions that the channels, the placement and the number of microbatches
-                ask for, each once: every F and B, both ends of every message, every REDUCE, and nothing else
-    order       on each rank, every value is produced before it is used, B comes after F, and the forwards and the
-                backwards of a stage go through the microbatches in ascending order
-    memory      no stage has more microbatches in flight (F run, B not) than its bound
+                ask for, each once: every F and B, both ends of every message, every REDUCE, and nothing else but
+                W: a backward may be split, which makes its B the part for the inputs
+    order       on each rank, every value is produced before it is used, B comes after F and W after B, and the forwards
+                and the backwards of a stage go through the microbatches in ascending order, and so does what adds
+                to the gradients of its parameters: each W, and each B without one
+    memory      no stage has more microbatches in flight (F run, B or the W that goes with it not) than its bound
     messages    of each directed pair of ranks, the order of receives is the order of sends (first in, first out)
     progress    nobody waits for ever
 
@@ -28,7 +30,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from smpc.codegen.actions import backward, forward
+from smpc.codegen.actions import backward, forward, weight
 from smpc.codegen.program import Channel, Instruction, Op, RankProgram
 from smpc.codegen.simulate import Link
 from smpc.errors import ScheduleError
@@ -72,9 +74,9 @@ def verify(
         problems.append(f"expected programs for {expectation.num_ranks} ranks, found {len(programs)}")
     if not problems:
         for rank, program in enumerate(programs):
-            needed = _expected(rank, expectation)
+            needed = _expected(rank, expectation, _split(program))
             problems += [f"rank {rank}{text}" for text in _check_complete(program, needed)]
-            problems += [f"rank {rank}{text}" for text in _check_order(program, needed, expectation)]
+            problems += [f"rank {rank}{text}" for text in _check_order(program, needed)]
     peaks = _peaks(programs, expectation)
     bounds = peaks if max_in_flight is None else max_in_flight
     for stage, (peak, bound) in enumerate(zip(peaks, bounds, strict=True)):
@@ -128,7 +130,14 @@ def _check_channels(expectation: Expectation) -> Iterator[str]:
             yield f"expected channel {index} from rank {ranks[0]} to {ranks[1]}, where its stages are, found {found}"
 
 
-def _expected(rank: int, expectation: Expectation) -> dict[Instruction, tuple[Instruction, ...]]:
+def _split(program: Sequence[Instruction]) -> frozenset[tuple[int, int]]:
+    """The (stage, microbatch) whose backward is split."""
+    return frozenset((i.stage, i.microbatch) for i in program if i.op is Op.WEIGHT)
+
+
+def _expected(
+    rank: int, expectation: Expectation, split: frozenset[tuple[int, int]]
+) -> dict[Instruction, tuple[Instruction, ...]]:
     """Every instruction that the rank must run, with those that must come before it."""
     needed: dict[Instruction, tuple[Instruction, ...]] = {}
     local = [channel for channel in expectation.channels if rank in (channel.source_rank, channel.destination_rank)]
@@ -140,7 +149,9 @@ def _expected(rank: int, expectation: Expectation) -> dict[Instruction, tuple[In
             needed[ahead] = tuple(instruction for instruction, _, user in obtained if user == ahead)
             if expectation.has_backward:
                 needed[back] = (ahead, *(instruction for instruction, _, user in obtained if user == back))
-    backwards = tuple(instruction for instruction in needed if instruction.op is Op.BACKWARD)
+                if (stage, microbatch) in split:
+                    needed[weight(stage, microbatch).instruction] = (back,)
+    backwards = tuple(instruction for instruction in needed if instruction.op in (Op.BACKWARD, Op.WEIGHT))
     for parameter in range(len(expectation.shared_parameters)):
         if rank in expectation.holders(parameter):
             needed[Instruction(Op.REDUCE, parameter=parameter)] = backwards
@@ -185,31 +196,44 @@ def _check_complete(
 def _check_order(
     program: Sequence[Instruction],
     needed: dict[Instruction, tuple[Instruction, ...]],
-    expectation: Expectation,
 ) -> Iterator[str]:
+    split = _split(program)
     done: set[Instruction] = set()
-    latest: dict[tuple[Op, int], int] = {}
+    latest: dict[tuple[Op | None, int], int] = {}  # None: what adds to the gradients of parameters
     for position, instruction in enumerate(program):
         for before in needed.get(instruction, ()):
             if before not in done:
                 yield f", instruction {position}: {instruction} comes before {before}, which it needs"
         done.add(instruction)
-        if instruction.op in (Op.FORWARD, Op.BACKWARD):
-            key = (instruction.op, instruction.stage)
-            if instruction.microbatch < latest.get(key, -1):
-                where = f", instruction {position}: {instruction}"
-                yield f"{where} comes after microbatch {latest[key]}; expected ascending order"
-            latest[key] = instruction.microbatch
+        keys = [(kind, instruction.stage) for kind in _ascending(instruction, split)]
+        after = max((latest.get(key, -1) for key in keys), default=-1)
+        if instruction.microbatch < after:
+            where = f", instruction {position}: {instruction}"
+            yield f"{where} comes after microbatch {after}; expected ascending order"
+        latest.update(dict.fromkeys(keys, instruction.microbatch))
+
+
+def _ascending(instruction: Instruction, split: frozenset[tuple[int, int]]) -> tuple[Op | None, ...]:
+    """The kinds that the instruction is of, each of which has the order of the microbatches on a stage."""
+    if instruction.op is Op.FORWARD:
+        return (Op.FORWARD,)
+    if instruction.op is Op.WEIGHT:
+        return (None,)
+    if instruction.op is Op.BACKWARD:
+        return (Op.BACKWARD,) if (instruction.stage, instruction.microbatch) in split else (Op.BACKWARD, None)
+    return ()
 
 
 def _peaks(programs: Sequence[Sequence[Instruction]], expectation: Expectation) -> tuple[int, ...]:
-    """By stage, the most microbatches whose F has run and whose B has not; 0 if nothing is kept for a backward."""
+    """By stage, the most microbatches whose F has run and whose last part of B has not; 0 if nothing is kept for a backward."""
     peaks = [0] * len(expectation.placement)
     now = [0] * len(expectation.placement)
-    for instruction in (instruction for program in programs for instruction in program):
-        if expectation.has_backward and instruction.stage in range(len(now)):
-            now[instruction.stage] += 1 if instruction.op is Op.FORWARD else -1
-            peaks[instruction.stage] = max(peaks[instruction.stage], now[instruction.stage])
+    for program in programs if expectation.has_backward else ():
+        split = _split(program)
+        for instruction in program:
+            if instruction.stage in range(len(now)):
+                now[instruction.stage] += (instruction.op is Op.FORWARD) - (None in _ascending(instruction, split))
+                peaks[instruction.stage] = max(peaks[instruction.stage], now[instruction.stage])
     return tuple(peaks)
 
 

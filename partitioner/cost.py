@@ -7,35 +7,28 @@
                     Attention with its three inputs counts two, which is close to what fused kernels do. Nodes without
                     gradients cost nothing.
 
-Views move no bytes and take no time. All times are estimates in seconds for one device of the default kind: an H100
-SXM with dense tensor cores (989 TFLOP/s in 16 bit, 67 TFLOP/s in fp32 without TF32, 3.35 TB/s) behind a 400 Gbit/s
-link. Only ratios matter to the partition, and those hold for most accelerators.
+Views move no bytes and take no time. All times are estimates in seconds for one device of the given kind (see
+`smpc.partitioner.device`). Only ratios matter to the partition.
 
-State: a trained parameter has a gradient of its own dtype and `optimizer_bytes_per_element` bytes of optimizer state;
-8 is Adam with two fp32 moments.
+State: a trained parameter has a gradient and optimizer state (see `smpc.partitioner.optimizer`).
+
+Example: a model on four H100s of one host, trained by AdamW with float32 masters:
+
+    CostModel.of(find_device("h100"), num_ranks=4, optimizer=find_optimizer("adamw-fp32-master"))
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import numpy as np
 
+from smpc.partitioner.device import H100, Device
+from smpc.partitioner.optimizer import ADAM, Optimizer
 from smpc.partitioner.problem import FloatArray, IntArray
 from smpc.tracer.ir import Node, NodeKind, StateSpec, Trace
 
-_H100_PEAK = MappingProxyType(
-    {
-        "float64": 67e12,
-        "float32": 67e12,
-        "bfloat16": 989e12,
-        "float16": 989e12,
-        "float8_e4m3fn": 1979e12,
-        "float8_e5m2": 1979e12,
-    }
-)
 _FEMTO = 1e15
 
 
@@ -43,13 +36,30 @@ _FEMTO = 1e15
 class CostModel:
     """A device, a link and an optimizer: see the module docstring."""
 
-    device: str = "H100 SXM"
-    peak_flops: Mapping[str, float] = field(default_factory=lambda: _H100_PEAK)  # FLOP/s by dtype; others as float32
-    memory_bandwidth: float = 3.35e12  # bytes/s
-    link_bandwidth: float = 50e9  # bytes/s between stages
-    link_latency: float = 50e-6  # s for one message, with what both ends do about it
+    device: str = H100.name
+    peak_flops: Mapping[str, float] = field(
+        default_factory=lambda: H100.peak_flops
+    )  # FLOP/s by dtype; others as float32
+    memory_bandwidth: float = H100.memory_bandwidth  # bytes/s
+    memory_bytes: int = H100.memory_bytes
+    link_bandwidth: float = H100.between_hosts.bandwidth  # bytes/s between stages
+    link_latency: float = H100.between_hosts.latency  # s for one message, with what both ends do about it
     kernel_overhead: float = 1e-6  # s to run one node once more; used to judge recomputation only
-    optimizer_bytes_per_element: int = 8
+    optimizer: Optimizer = ADAM
+
+    @classmethod
+    def of(cls, device: Device, num_ranks: int, optimizer: Optimizer = ADAM) -> CostModel:
+        """The costs of `num_ranks` pipeline ranks on devices of one kind."""
+        wire = device.wire(num_ranks)
+        return cls(
+            device.name,
+            device.peak_flops,
+            device.memory_bandwidth,
+            device.memory_bytes,
+            wire.bandwidth,
+            wire.latency,
+            optimizer=optimizer,
+        )
 
     def forward_time(self, node: Node, dtype: str) -> float:
         """Seconds of one forward."""
@@ -63,12 +73,11 @@ class CostModel:
 
     def gradient_bytes(self, state: StateSpec) -> int:
         """Bytes of the gradient of a parameter."""
-        return state.spec.num_bytes if state.is_parameter and state.spec.requires_grad else 0
+        return self.optimizer.gradient_bytes(state.spec) if _is_trained(state) else 0
 
     def optimizer_bytes(self, state: StateSpec) -> int:
         """Bytes of optimizer state of a parameter."""
-        trained = state.is_parameter and state.spec.requires_grad
-        return self.optimizer_bytes_per_element * state.spec.num_elements if trained else 0
+        return self.optimizer.state_bytes(state.spec) if _is_trained(state) else 0
 
     def transfer_time(self, num_bytes: int) -> float:
         """Seconds to send bytes from one stage to another."""
@@ -77,6 +86,10 @@ class CostModel:
     def _roofline(self, flops: int, num_bytes: int, dtype: str) -> float:
         peak = self.peak_flops.get(dtype, self.peak_flops["float32"])
         return max(flops / peak, num_bytes / self.memory_bandwidth)
+
+
+def _is_trained(state: StateSpec) -> bool:
+    return state.is_parameter and state.spec.requires_grad
 
 
 @dataclass(frozen=True)

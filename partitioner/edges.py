@@ -181,6 +181,8 @@ def _edges(trace: Trace, carried: Mapping[tuple[int, int], list[int]]) -> tuple[
         nodes = [trace.nodes[i] for i in positions]
         specs = [node.spec for node in nodes]
         num_bytes = sum(spec.num_bytes for spec in specs if spec is not None)
+        returned = [spec.num_bytes for spec in specs if spec is not None and spec.requires_grad]
+        gradient_bytes = 0 if source == INPUTS else sum(returned)
         assert None not in specs, "a value without a shape crosses between stages"
-        edges.append(Edge(index, source, destination, tuple(node.name for node in nodes), num_bytes))
+        edges.append(Edge(index, source, destination, tuple(node.name for node in nodes), num_bytes, gradient_bytes))
     return tuple(edges)

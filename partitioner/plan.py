@@ -48,6 +48,9 @@ class Stage:
     forward_time: float
     backward_time: float
     cost: float  # its value in the objective
+    buffer_bytes: int = 0
+    communication_bytes: int = 0  # messages under way, received ahead or not yet given up
+    transient_bytes: int = 0  # at the peak, beyond all of the above
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class Edge:
     destination: int
     values: tuple[str, ...]  # node names, in execution order
     num_bytes: int
+    gradient_bytes: int = 0  # what comes back for them; 0 if no value needs a gradient, and from the model's inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,7 @@ class Objective:
     gap: float
     solver: str  # "chain", "ilp", ...
     note: str = ""  # a solver limit that was hit, for instance
+    memory_limit: int = 0  # most bytes that a rank may hold at its peak; 0: no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,8 @@ class ScheduleSummary:
     active_microbatches: int
     bubble_fraction: float
     step_time: float
+    link_bandwidth: float = 50e9  # bytes/s between two ranks
+    link_latency: float = 50e-6  # s for one message
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,8 @@ class Plan:
     assignment: tuple[tuple[str, int], ...]
     trace_fingerprint: str
     version: int = PLAN_VERSION
+    device: str = ""  # the kind of device that times and sizes are predicted for
+    optimizer: str = ""
 
     @functools.cached_property
     def fingerprint(self) -> str:

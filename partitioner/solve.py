@@ -209,6 +209,8 @@ def _plan(
         schedule,
         tuple((nodes[i].name, int(s)) for i, s in zip(graph.compute.tolist(), stage_of.tolist(), strict=True)),
         trace.fingerprint,
+        device=analysis.cost_model.device,
+        optimizer=analysis.cost_model.optimizer.name,
     )
 
 
@@ -245,4 +247,6 @@ def _stage(
         forward_time=float(analysis.times.forward[[*own, *again]].sum()),
         backward_time=float(analysis.times.backward[[*own, *again]].sum()),
         cost=cost,
+        buffer_bytes=memory.buffer_bytes,
+        transient_bytes=memory.transient_bytes,
     )

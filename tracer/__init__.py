@@ -6,6 +6,7 @@ if not __name__.startswith("smpc."):
 from smpc.tracer.fx import to_fx
 from smpc.tracer.ir import Autocast, ModuleCall, Node, NodeKind, StateSpec, TensorSpec, Trace
 from smpc.tracer.literals import Opaque, Ref, TraceDevice
+from smpc.tracer.opaque import register_shape_rule
 from smpc.tracer.record import mark_leaf, record
 from smpc.tracer.replay import replay, verify
 from smpc.tracer.structure import Structure, flatten
@@ -25,6 +26,7 @@ __all__ = [
     "flatten",
     "mark_leaf",
     "record",
+    "register_shape_rule",
     "replay",
     "to_fx",
     "verify",

@@ -30,6 +30,7 @@ class FakeState:
     fakes: list[torch.Tensor] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)
     by_original: dict[int, torch.Tensor] = field(default_factory=dict)
+    originals: dict[int, torch.Tensor] = field(default_factory=dict)  # by id of the fake
 
 
 def make_fakes(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> FakeState:
@@ -52,6 +53,7 @@ def make_fakes(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
             state.specs.append(StateSpec(tuple(names), TensorSpec.of(fake), is_parameter, names[0] not in transient))
             state.names[id(fake)] = state.names[id(tensor)] = names[0]
             state.by_original[id(tensor)] = fake
+            state.originals[id(fake)] = tensor
     return state
 
 

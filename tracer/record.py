@@ -18,11 +18,8 @@ import dataclasses
 import keyword
 import logging
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -40,10 +37,13 @@ from torch.utils import checkpoint
 
 from smpc.errors import SmpcError, TraceError
 from smpc.tracer import targets
+from smpc.tracer.effects import running_statistics, same_memory, tensors_in, version_of
 from smpc.tracer.fakes import FakeState, installed, make_fakes
 from smpc.tracer.ir import Autocast, ModuleCall, Node, NodeKind, TensorSpec, Trace
 from smpc.tracer.literals import Opaque, Ref, TraceDevice, is_constant, normalise
 from smpc.tracer.measure import Meter, touched_bytes
+from smpc.tracer.opaque import Same, probe, shape_rule
+from smpc.tracer.places import current_line, innermost_line
 from smpc.tracer.structure import Structure, flatten
 
 _UNTRACEABLE = (
@@ -52,23 +52,13 @@ _UNTRACEABLE = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-# Positions of the running mean and variance, which these write in place when `training` (position, default) says so.
-_RUNNING_STATISTICS = {
-    "torch.nn.functional.batch_norm": ((1, "running_mean"), (2, "running_var"), (5, "training"), False),
-    "torch.nn.functional.instance_norm": (
-        (1, "running_mean"),
-        (2, "running_var"),
-        (5, "use_input_stats"),
-        True,
-    ),
-    "torch.batch_norm": ((3, "running_mean"), (4, "running_var"), (5, "training"), False),
-}
 # They return their argument, and what they change about it is no version.
 _MARKING = ("requires_grad_", "detach_")
 _WAY_OUT = (
     "what to do: compute the value outside the model and pass it in, "
     "or have the module called whole (leaf_modules=[...], smpc.mark_leaf)"
 )
+_SHAPE_RULE = "what to do: give the shapes of what it returns with smpc.register_shape_rule"
 _CHECK_INPUTS = "what to do: check that the model runs by itself on inputs of these shapes and dtypes"
 
 
@@ -98,22 +88,52 @@ def record(
     Tensors in the inputs may be real, on the meta device, or fake: only their shapes, dtypes and strides count. `leaf_modules` are
     FQNs of modules to be called whole, with nothing recorded inside. `device` is the device that the run pretends to be on.
 
-    Raises TraceError if the model's Python depends on the values of tensors, or does something that has no name; the message says
-    where.
+    A module whose forward cannot be recorded becomes a leaf by itself (see `smpc.tracer.opaque`), and so do all others of its class.
+    Raises TraceError if what cannot be recorded is the model's own forward; the message says where.
     """
     names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
     unknown = [name for name in leaf_modules if name not in names.values()]
     if unknown:
         raise TraceError(f"leaf_modules: the model has no module called {', '.join(map(repr, unknown))}")
+    marked = (name for name, module in model.named_modules() if vars(module).get(_LEAF_MARK) or shape_rule(module))
+    leaves = dict.fromkeys((*leaf_modules, *marked))
+    first_error: UntraceableError | None = None
+    while True:
+        try:
+            return _record_once(model, tuple(args), dict(kwargs or {}), names, frozenset(leaves), torch.device(device))
+        except UntraceableError as error:
+            first_error = first_error or error
+            more = _to_call_whole(model, error.module, leaves)
+            if not more:
+                raise first_error from first_error.__cause__
+            leaves.update(more)
+
+
+def _to_call_whole(model: nn.Module, failed: nn.Module | None, leaves: Mapping[str, None]) -> dict[str, None]:
+    """The module that cannot be recorded, and with it all of its class: what stopped one will stop the others."""
+    if failed is None or failed is model:
+        return {}
+    alike = (name for name, module in model.named_modules() if type(module) is type(failed) and name not in leaves)
+    return dict.fromkeys(alike)
+
+
+def _record_once(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: dict[int, str],
+    leaves: frozenset[str],
+    device: torch.device,
+) -> Trace:
+    """One attempt, with these modules called whole."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    state = make_fakes(model, mode, torch.device(device))
+    state = make_fakes(model, mode, device)
     with ExitStack() as stack:
         # Ours, not the caller's, decides what is recorded: autograd on or off is part of the signature.
         stack.enter_context(installed(model, state))
         stack.enter_context(mode)
-        leaves = [name for name, module in model.named_modules() if vars(module).get(_LEAF_MARK)]
-        recorder = Recorder(state, names, frozenset((*leaf_modules, *leaves)), torch.device(device))
-        fake_args, fake_kwargs = recorder.bind_inputs(tuple(args), dict(kwargs or {}), mode)
+        recorder = Recorder(state, names, leaves, device)
+        fake_args, fake_kwargs = recorder.bind_inputs(args, kwargs)
         stack.enter_context(recorder.meter)
         stack.enter_context(saved_tensors_hooks(recorder.note_saved, lambda tensor: tensor))
         stack.enter_context(_python_calls(recorder))
@@ -125,7 +145,7 @@ def record(
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
-            raise recorder.error(what, line=_innermost(error), way_out=_CHECK_INPUTS) from error
+            raise recorder.error(what, line=innermost_line(error), way_out=_CHECK_INPUTS) from error
         with torch._C.DisableTorchFunction():
             return recorder.finish(model, output)
 
@@ -145,7 +165,7 @@ def _python_calls(recorder: Recorder) -> Iterator[None]:
     def guarded(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is checkpoint.CheckpointFunction and not recorder.muted:
             run, _, *rest = args
-            grad_enabled = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(rest))
+            grad_enabled = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(rest))
             with torch.set_grad_enabled(grad_enabled):
                 # These hooks hide ours: nothing of what it runs is saved.
                 with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
@@ -173,6 +193,14 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+class UntraceableError(TraceError):
+    """A TraceError inside `module`, the innermost one that was being called; None if that was the model itself."""
+
+    def __init__(self, text: str, module: nn.Module | None) -> None:
+        super().__init__(text)
+        self.module = module
 
 
 class _OpenCall:
@@ -226,9 +254,7 @@ class Recorder(TorchFunctionMode):
 
     # -- inputs and output ---------------------------------------------------------------------------------------------
 
-    def bind_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def bind_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Fakes for the tensors in the inputs, each bound to a placeholder."""
         leaves, structure = flatten((args, kwargs))
         fakes: list[Any] = []
@@ -299,14 +325,14 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.muted:
             return self._run(func, args, kwargs)
-        before = [(tensor, _version(tensor)) for tensor in _tensors((args, kwargs))]
+        before = [(tensor, version_of(tensor)) for tensor in tensors_in((args, kwargs))]
         self.meter.reset()
         self._saved = []
         out = self._run(func, args, kwargs)
-        results = list(_tensors(out))
+        results = list(tensors_in(out))
         kind = getattr(func, "__name__", "")
-        written = [tensor for tensor, version in before if _version(tensor) != version]
-        written += _running_statistics(func, args, kwargs)
+        written = [tensor for tensor, version in before if version_of(tensor) != version]
+        written += running_statistics(func, args, kwargs)
         unchanged = not results or (isinstance(out, torch.Tensor) and any(out is tensor for tensor, _ in before))
         if unchanged and not written and kind not in _MARKING and kind != "__set__":
             return out  # nothing happened, or `x.to(dtype)` returned x itself
@@ -343,8 +369,8 @@ class Recorder(TorchFunctionMode):
         single = out if isinstance(out, torch.Tensor) else None
         grad_enabled, autocast = self._context()
         inputs = [tensor for tensor, _ in before]
-        is_view = not written and all(any(_same_memory(t, tensor) for tensor in inputs) for t in _tensors(out))
-        moved = 0 if is_view else sum(touched_bytes(tensor) for tensor in (*inputs, *_tensors(out)))
+        is_view = not written and all(any(same_memory(t, tensor) for tensor in inputs) for t in tensors_in(out))
+        moved = 0 if is_view else sum(touched_bytes(tensor) for tensor in (*inputs, *tensors_in(out)))
         self._add(
             Node(
                 name,
@@ -362,7 +388,7 @@ class Recorder(TorchFunctionMode):
                 self.meter.random,
                 grad_enabled,
                 autocast,
-                self._source(),
+                current_line(),
             )
         )
         self._bind_result(out, name)
@@ -384,7 +410,7 @@ class Recorder(TorchFunctionMode):
         if fqn is None or self.muted:
             return run()
         if fqn in self.leaf_modules:
-            return self._leaf_call(fqn, run, args, dict(kwargs))
+            return self._leaf_call(fqn, module, run, args, dict(kwargs))
         opened = _OpenCall(len(self.calls), fqn, module, self.open[-1].index if self.open else -1, len(self.nodes))
         with torch._C.DisableTorchFunction():
             leaves, opened.arguments = flatten((args, dict(kwargs)))
@@ -416,18 +442,23 @@ class Recorder(TorchFunctionMode):
             opened.autocast,
         )
 
-    def _leaf_call(self, fqn: str, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _leaf_call(
+        self, fqn: str, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         where = f"an argument of leaf module {fqn}"
         node_args = tuple(self._tree(arg, where) for arg in args)
         node_kwargs = tuple((key, self._tree(value, where)) for key, value in kwargs.items())
         self.meter.reset()
         self._saved = []
-        before = [(tensor, _version(tensor)) for tensor in (*_tensors((args, kwargs)), *self.state.fakes)]
+        watched = (*tensors_in((args, kwargs)), *module.parameters(), *module.buffers())
+        before = [(tensor, version_of(tensor)) for tensor in watched]
         self.muted += 1
-        out = run()
-        self.muted -= 1
+        try:
+            out, written = self._run_whole(module, run, args, kwargs)
+        finally:
+            self.muted -= 1
         with torch._C.DisableTorchFunction():
-            written = [tensor for tensor, version in before if _version(tensor) != version]
+            written += [tensor for tensor, version in before if version_of(tensor) != version]
             mutates = tuple(dict.fromkeys(self._name(tensor, where) for tensor in written))
             name = self._unique(re.sub(r"\W", "_", fqn))
             single = out if isinstance(out, torch.Tensor) else None
@@ -443,17 +474,53 @@ class Recorder(TorchFunctionMode):
                     self._storage(single) if single is not None else -1,
                     self.open[-1].index if self.open else 0,
                     self.meter.flops,
-                    sum(touched_bytes(tensor) for tensor in (*_tensors((args, kwargs)), *_tensors(out))),
+                    sum(touched_bytes(tensor) for tensor in (*tensors_in((args, kwargs)), *tensors_in(out))),
                     tuple(dict.fromkeys(self._saved)),
                     mutates,
                     self.meter.random,
                     grad_enabled,
                     autocast,
-                    self._source(),
+                    current_line(),
                 )
             )
             self._bind_result(out, name)
         return out
+
+    def _run_whole(
+        self, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """What a leaf returns, as fakes, and what it writes that version counters do not show."""
+        rule = shape_rule(module)
+        if rule is not None:
+            return rule(module, *args, **kwargs), []
+        try:
+            return run(), []
+        except Exception:  # fakes will not do: run it for real
+            self._saved = []
+        try:
+            found = probe(module, args, kwargs, self.state, self.meter)
+        except SmpcError:
+            raise
+        except Exception as error:
+            what = f"{type(module).__name__} cannot be called whole either: {type(error).__name__}: {error}"
+            raise self.error(what, line=innermost_line(error), way_out=_SHAPE_RULE) from error
+        inputs = flatten((args, kwargs))[0]
+        tensors = [*tensors_in(inputs), *module.parameters(), *module.buffers()]
+        self.meter.flops, self.meter.random = found.flops, found.random
+        for position, num_bytes in found.saved:
+            self._saved.append(self._storage(inputs[position]) if position >= 0 else self._new_storage(num_bytes))
+        leaves, structure = flatten(found.output)
+        return structure.unflatten(self._fake(leaf, inputs) for leaf in leaves), [tensors[i] for i in found.written]
+
+    def _fake(self, described: Any, inputs: list[Any]) -> Any:
+        """A fake tensor for what a real run returned."""
+        if isinstance(described, Same):
+            return inputs[described.position]
+        if not isinstance(described, TensorSpec):
+            return described
+        fake = torch.empty_strided(described.shape, described.stride, dtype=described.torch_dtype, device=self.device)
+        # A clone is no leaf of autograd, so that what follows may write into it.
+        return fake.requires_grad_().clone() if described.requires_grad else fake
 
     def _note_rebound_buffers(self, opened: _OpenCall, before: dict[str, torch.Tensor | None]) -> None:
         """`self.count = self.count + 1` on a buffer is an effect: the module holds another tensor afterwards."""
@@ -464,7 +531,7 @@ class Recorder(TorchFunctionMode):
             known = self.state.names.get(id(before.get(key)), fqn)
             ref = Ref(self._name(value, f"buffer {fqn}"))
             name = self._unique(f"set_{key}")
-            self._add(Node(name, NodeKind.SET_ATTR, known, (ref,), call=opened.index, source=self._source()))
+            self._add(Node(name, NodeKind.SET_ATTR, known, (ref,), call=opened.index, source=current_line()))
 
     # -- tensors to names ----------------------------------------------------------------------------------------------
 
@@ -533,7 +600,7 @@ class Recorder(TorchFunctionMode):
         elif isinstance(out, dict):
             parts = iter(out.items())
         for key, item in parts:
-            if not any(True for _ in _tensors(item)):
+            if not any(True for _ in tensors_in(item)):
                 continue
             part = self._unique(f"{name}_{key}")
             single = item if isinstance(item, torch.Tensor) else None
@@ -576,10 +643,13 @@ class Recorder(TorchFunctionMode):
             return -1
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:
-            self._storages[storage._cdata] = len(self._storage_bytes)
-            self._storage_bytes.append(storage.nbytes())
+            self._storages[storage._cdata] = self._new_storage(storage.nbytes())
             self._alive.append(storage)
         return self._storages[storage._cdata]
+
+    def _new_storage(self, num_bytes: int) -> int:
+        self._storage_bytes.append(num_bytes)
+        return len(self._storage_bytes) - 1
 
     # -- surroundings --------------------------------------------------------------------------------------------------
 
@@ -595,22 +665,13 @@ class Recorder(TorchFunctionMode):
         dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
         return Autocast(kind, dtype, torch.is_autocast_enabled(kind))
 
-    @staticmethod
-    def _source() -> str:
-        """The innermost line that is neither torch's nor ours, as file.py:line."""
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
-            if _is_users(frame):
-                return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            frame = frame.f_back
-        return ""
-
-    def error(self, what: str, line: str | None = None, way_out: str = _WAY_OUT) -> TraceError:
-        """A TraceError that says where in the model it happened."""
-        calls = [call for call in self.open if call.fqn]
-        module = f"module {calls[-1].fqn!r} ({type(calls[-1].module).__name__})" if calls else "the model itself"
-        line = self._source() if line is None else line
-        return TraceError(f"cannot trace {module}{', ' if line else ''}{line}: {what}; {way_out}")
+    def error(self, what: str, line: str | None = None, way_out: str = _WAY_OUT) -> UntraceableError:
+        """An error that says where in the model it happened."""
+        inner = next((call for call in reversed(self.open) if call.fqn), None)
+        module = f"module {inner.fqn!r} ({type(inner.module).__name__})" if inner else "the model itself"
+        line = current_line() if line is None else line
+        text = f"cannot trace {module}{', ' if line else ''}{line}: {what}; {way_out}"
+        return UntraceableError(text, inner.module if inner else None)
 
 
 def input_path(path: str) -> str:
@@ -627,61 +688,3 @@ def _short(target: str, args: tuple[Any, ...]) -> str:
     if target == targets.GETATTR:
         return str(args[1]).strip("_") or "attribute"
     return re.sub(r"\W", "_", target.rpartition(".")[2]).strip("_") or "call"
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from _tensors(item)
-    elif isinstance(tree, slice):
-        yield from _tensors((tree.start, tree.stop, tree.step))
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.layout is not torch.strided or b.layout is not torch.strided:
-        return False
-    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
-
-
-def _running_statistics(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[torch.Tensor]:
-    """Running mean and variance that this call writes."""
-    if "norm" not in getattr(func, "__name__", ""):
-        return []
-    entry = _RUNNING_STATISTICS.get(targets.name_of(func))
-    if entry is None:
-        return []
-    *statistics, training, default = entry
-
-    def argument(position: int, name: str, otherwise: Any) -> Any:
-        return args[position] if len(args) > position else kwargs.get(name, otherwise)
-
-    if not argument(*training, default):
-        return []
-    values = [argument(*statistic, None) for statistic in statistics]
-    return [value for value in values if value is not None]
-
-
-def _is_users(frame: FrameType) -> bool:
-    """Whether a frame runs code that is neither torch's nor ours."""
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("torch", "smpc", "contextlib")
-
-
-def _innermost(error: BaseException) -> str:
-    """file.py:line of the innermost frame of the model's code in a traceback."""
-    found, traceback = "", error.__traceback__
-    while traceback is not None:
-        if _is_users(traceback.tb_frame):
-            found = f"{Path(traceback.tb_frame.f_code.co_filename).name}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return found

@@ -35,7 +35,9 @@ def input_values(trace: Trace, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             found = TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)
             wrong.append(f"{path}: expected {expected}, found {found}")
     if wrong:
-        raise TraceError(f"these inputs, as (args, kwargs), are not those of the trace; trace again: {'; '.join(wrong)}")
+        raise TraceError(
+            f"these inputs, as (args, kwargs), are not those of the trace; trace again: {'; '.join(wrong)}"
+        )
     return {
         traced.name: leaf for leaf, traced in zip(leaves, trace.input_leaves, strict=True) if isinstance(traced, Ref)
     }
@@ -44,7 +46,10 @@ def input_values(trace: Trace, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def _is_as_traced(leaf: Any, expected: Any) -> bool:
     """Whether an input has the shape and dtype, or is the constant, that the trace was made for."""
     if isinstance(expected, TensorSpec):
-        return isinstance(leaf, torch.Tensor) and (tuple(leaf.shape), leaf.dtype) == (expected.shape, expected.torch_dtype)
+        return isinstance(leaf, torch.Tensor) and (tuple(leaf.shape), leaf.dtype) == (
+            expected.shape,
+            expected.torch_dtype,
+        )
     if isinstance(leaf, torch.Tensor) or isinstance(expected, (Opaque, TraceDevice)):
         return not isinstance(leaf, torch.Tensor)
     return bool(normalise(leaf) == expected or expected != expected)  # the latter is nan

@@ -12,7 +12,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from smpc.api import Compilation, LoopbackRuntime, PipelineOptions, Plan, Runtime, compile_model, mark_leaf, partition
+    from smpc.api import (
+        Compilation,
+        LoopbackRuntime,
+        PipelineOptions,
+        Plan,
+        Runtime,
+        compile_model,
+        mark_leaf,
+        partition,
+        register_shape_rule,
+    )
     from smpc.errors import SmpcError
 
 __version__ = "0.1.0"
@@ -27,6 +37,7 @@ __all__ = [
     "compile_model",
     "mark_leaf",
     "partition",
+    "register_shape_rule",
 ]
 
 

@@ -14,9 +14,10 @@ from typing import Any
 from torch import nn
 
 from smpc.compile import Compilation, PipelineOptions, compile_model
+from smpc.partitioner.device import Device
 from smpc.partitioner.plan import Plan
 from smpc.runtime import LoopbackRuntime, Runtime
-from smpc.tracer import mark_leaf
+from smpc.tracer import mark_leaf, register_shape_rule
 
 
 def partition(
@@ -28,6 +29,9 @@ def partition(
     pipeline: str = "interleaved",
     memory_weight: float = 0.8,
     active_microbatches: int | None = None,
+    device: str | Device = "h100",
+    optimizer: str = "adam",
+    memory_limit: str | int | None = None,
     leaf_modules: Sequence[str] = (),
 ) -> Plan:
     """The plan for a model: stages, what crosses between them, predicted memory and time.
@@ -37,6 +41,10 @@ def partition(
     "interleaved" or "simple", `memory_weight` in [0, 1] weighs balanced memory against balanced time, `active_microbatches` limits
     how many microbatches are in execution at a time (default: stages + 2). `leaf_modules` names modules to be called whole, with
     nothing recorded inside.
+
+    `device` is what times are predicted for: "h100", "h200", "a100", "l4", "cpu", a .toml file or a `Device` (docs/planner.md);
+    `optimizer` what memory is: "sgd", "sgd-momentum", "adam", "adamw", "adamw-fp32-master" and others. `memory_limit` is the most that
+    a rank may hold at its predicted peak: "80GB", or a number of bytes.
 
     Raises ConfigError, TraceError or PartitionError; each says what was expected and what to do.
     """
@@ -48,8 +56,21 @@ def partition(
         pipeline=pipeline,
         memory_weight=memory_weight,
         active_microbatches=active_microbatches,
+        device=device,
+        optimizer=optimizer,
+        memory_limit=memory_limit,
         leaf_modules=leaf_modules,
     ).plan
 
 
-__all__ = ["Compilation", "LoopbackRuntime", "PipelineOptions", "Plan", "Runtime", "compile_model", "mark_leaf", "partition"]
+__all__ = [
+    "Compilation",
+    "LoopbackRuntime",
+    "PipelineOptions",
+    "Plan",
+    "Runtime",
+    "compile_model",
+    "mark_leaf",
+    "partition",
+    "register_shape_rule",
+]

@@ -28,8 +28,11 @@ from smpc.codegen.split import plan_channels, split
 from smpc.codegen.verify import verify_programs
 from smpc.errors import ConfigError
 from smpc.partitioner.cost import CostModel
+from smpc.partitioner.device import Device, find_device
 from smpc.partitioner.follow import follow
+from smpc.partitioner.optimizer import find_optimizer
 from smpc.partitioner.plan import Plan, ScheduleSummary
+from smpc.partitioner.sizes import parse_bytes
 from smpc.partitioner.solve import plan_from_assignment, solve_partition
 from smpc.tracer.ir import Trace
 from smpc.tracer.record import input_path, record
@@ -47,6 +50,9 @@ class PipelineOptions:
     pipeline: str = "interleaved"
     memory_weight: float = 0.8
     active_microbatches: int | None = None
+    device: str | Device = "h100"
+    optimizer: str = "adam"
+    memory_limit: str | int | None = None
 
     def __post_init__(self) -> None:
         wrong = [
@@ -59,6 +65,15 @@ class PipelineOptions:
         if wrong:
             raise ConfigError("\n".join(wrong))
         scheduler(self.pipeline)
+        if self.memory_limit is not None:
+            parse_bytes(self.memory_limit, "memory_limit")
+        find_device(self.device)
+        find_optimizer(self.optimizer)
+
+    @property
+    def cost_model(self) -> CostModel:
+        """What nodes and messages cost on the device, and parameters with the optimizer."""
+        return CostModel.of(find_device(self.device), self.pipeline_parallel_degree, find_optimizer(self.optimizer))
 
     @property
     def active(self) -> int:
@@ -103,16 +118,30 @@ def compile_model(
     pipeline: str = "interleaved",
     memory_weight: float = 0.8,
     active_microbatches: int | None = None,
+    device: str | Device = "h100",
+    optimizer: str = "adam",
+    memory_limit: str | int | None = None,
     leaf_modules: Sequence[str] = (),
 ) -> Compilation:
     """Compiles a model for a batch like `sample_inputs` (see the module docstring for its forms).
 
-    `leaf_modules` are names of modules to be called whole, with nothing recorded inside.
+    `leaf_modules` are names of modules to be called whole, with nothing recorded inside. `device` (see `smpc.partitioner.device`) and
+    `optimizer` (see `smpc.partitioner.optimizer`) are what times and memory are predicted for. `memory_limit` is the most that a rank
+    may hold at its predicted peak: "80GB", or a number of bytes.
 
     Raises ConfigError for settings out of bounds or a batch that `microbatches` does not divide, TraceError for a model that
-    cannot be recorded, PartitionError when there are more stages than modules.
+    cannot be recorded, PartitionError when there are more stages than modules, or no plan within the memory limit.
     """
-    options = PipelineOptions(pipeline_parallel_degree, microbatches, pipeline, memory_weight, active_microbatches)
+    options = PipelineOptions(
+        pipeline_parallel_degree,
+        microbatches,
+        pipeline,
+        memory_weight,
+        active_microbatches,
+        device,
+        optimizer,
+        memory_limit,
+    )
     args, kwargs = first_microbatch(as_inputs(sample_inputs), microbatches)
     trace = record(model, args, kwargs, leaf_modules=leaf_modules)
     return compile_trace(trace, options)
@@ -127,10 +156,18 @@ def make_plan(trace: Trace, options: PipelineOptions, like: Compilation | None =
     """The plan of a trace; its schedule is simulated with the predicted times of the stages."""
     degree = options.pipeline_parallel_degree
     held = in_flight(options.pipeline, degree, options.microbatches, options.active)
-    summary = ScheduleSummary(options.pipeline, options.microbatches, options.active, 0.0, 0.0)
+    model = options.cost_model
+    summary = ScheduleSummary(
+        options.pipeline, options.microbatches, options.active, 0.0, 0.0, model.link_bandwidth, model.link_latency
+    )
     if like is None:
         plan = solve_partition(
-            trace, num_stages=degree, memory_weight=options.memory_weight, in_flight=held, schedule=summary
+            trace,
+            num_stages=degree,
+            memory_weight=options.memory_weight,
+            in_flight=held,
+            cost_model=model,
+            schedule=summary,
         )
     else:
         plan = plan_from_assignment(
@@ -139,6 +176,7 @@ def make_plan(trace: Trace, options: PipelineOptions, like: Compilation | None =
             num_stages=degree,
             memory_weight=options.memory_weight,
             in_flight=held,
+            cost_model=model,
             schedule=summary,
         )
     timeline = _simulate(plan, plan_channels(trace, plan))
@@ -198,12 +236,11 @@ def _simulate(plan: Plan, channels: tuple[Channel, ...]) -> Timeline:
     summary = plan.schedule
     placement = [stage.rank for stage in plan.stages]
     schedule = scheduler(summary.name)(len(placement), placement, summary.num_microbatches, summary.active_microbatches)
-    model = CostModel()
     costs = Costs(
         tuple(stage.forward_time for stage in plan.stages),
         tuple(stage.backward_time for stage in plan.stages),
-        model.link_latency,
-        model.link_bandwidth,
+        summary.link_latency,
+        summary.link_bandwidth,
     )
     return simulate(schedule, [Link.of(channel) for channel in channels], costs)
 

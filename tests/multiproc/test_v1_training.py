@@ -1,6 +1,9 @@
 """Training scripts written against smpc.v1, on real gloo processes, compared bitwise with plain PyTorch in one process."""
 
 import copy
+import datetime
+import multiprocessing
+import multiprocessing.forkserver
 
 import pytest
 import torch
@@ -11,10 +14,20 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 import smpc.v1 as smp
+import smpc.v1.model as v1_model
 from smpc.errors import CheckpointError, ConfigUnsupportedError, StepError, TraceError, UsageError
 
 MB = 4
 STEPS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    """The server that all processes are forked from has imported what they need, if this file starts it."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["smpc.v1", "transformers.models.gpt2.modeling_gpt2"]
+    )
+    multiprocessing.forkserver.ensure_running()
 
 
 def make_model(name="gpt2"):
@@ -301,6 +314,21 @@ def wants_gradients(model, embeddings):
     return model(inputs_embeds=embeddings).logits
 
 
+def late_gather(rank, folder):
+    _, model, _, kwargs = start()
+    train_step(model, feed(batches(kwargs)[0]), 1.0)
+    v1_model._GATHER_TIMEOUT = datetime.timedelta(seconds=1)
+    if rank == 0:
+        with pytest.raises(CheckpointError, match=r"(?s)state_dict must be called on all 2 ranks .* within 1 s"):
+            model.state_dict()
+    smp.barrier()
+    return True
+
+
+def test_gathering_on_some_ranks_only_is_an_error(tmp_path):
+    assert run_workers(late_gather, 2, tmp_path) == [True, True]
+
+
 def misuse(rank, folder):
     module, model, optimizer, kwargs = start()
     ids = batches(kwargs)[0]
@@ -374,7 +402,7 @@ class LossError(ArithmeticError):
 
 
 def failing(rank, folder, place):
-    module, model, optimizer, kwargs = start()
+    _module, model, _optimizer, kwargs = start()
     ids = batches(kwargs)[0]
 
     @smp.step
@@ -468,7 +496,7 @@ def test_nested_arguments_buffers_and_gradients(tmp_path):
 
 
 def unequal_modes(rank, folder):
-    module, model, optimizer, kwargs = start()
+    _module, model, _optimizer, kwargs = start()
     ids = batches(kwargs)[0]
     if rank == 1:
         model.eval()
@@ -485,7 +513,7 @@ def test_modes_that_differ_between_ranks_are_an_error(tmp_path):
 
 def replicas_with_unlike_batches(rank, folder):
     """The replicas' first batches have other lengths: both are cut as replica 0 says, and gradients are averaged."""
-    module, model, optimizer, kwargs = start(world=4)
+    _module, model, _optimizer, kwargs = start(world=4)
     ids = batches(kwargs)[0][:, : 12 - 4 * smp.rdp_rank()].contiguous()
     train_step(model, feed(ids), 1.0)
     grads = {name: parameter.grad for name, parameter in model.local_named_parameters()}
@@ -510,3 +538,106 @@ def test_replicas_with_unlike_batches(tmp_path):
     for result in results:
         for name, grad in result.items():
             torch.testing.assert_close(grad, grads[name], rtol=1e-5, atol=1e-8)
+
+
+OPTIONS = [
+    {},
+    {"overlapping_allreduce": False, "broadcast_buffers": False},
+    {"backward_passes_per_step": 2, "gradient_as_bucket_view": True, "bucket_cap_mb": 1},
+    {"hook": True},
+]
+
+
+def halve(state, bucket):
+    state.append(bucket.index())
+    flat = bucket.buffer() / 2
+    dist.all_reduce(flat)
+    future = torch.futures.Future()
+    future.set_result(flat)
+    return future
+
+
+@smp.step
+def small_step(model, x):
+    loss = model(x).pow(2).mean()
+    model.backward(loss)
+    return loss
+
+
+def small_data(replica):
+    generator = torch.Generator().manual_seed(replica)
+    return [torch.randn(4, 6, generator=generator) for _ in range(2)]
+
+
+class Small(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def replicas_without_pipeline(rank, folder):
+    found = []
+    for options in OPTIONS:
+        options = dict(options)
+        hook = options.pop("hook", False)
+        smp.init({"pipeline_parallel_degree": 1, "microbatches": 2, "ddp": True})
+        model = smp.DistributedModel(Small(rank), **options)  # other weights: those of replica 0 count
+        calls = []
+        if hook:
+            model.register_comm_hook(calls, halve)
+        for x in small_data(rank):
+            small_step(model, x)
+        assert bool(calls) == hook
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+        smp.shutdown()
+    return found
+
+
+def test_replicas_without_pipeline(tmp_path):
+    results = run_workers(replicas_without_pipeline, 2, tmp_path)
+    grads = []
+    for replica in range(2):
+        model = Small(0)
+        for x in small_data(replica):
+            for part in x.chunk(2):
+                (model(part).pow(2).mean() / 2).backward()
+        grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name in grads[0]:
+        expected = None if grads[0][name] is None else (grads[0][name] + grads[1][name]) / 2
+        for result in results:
+            for options, found in zip(OPTIONS, result, strict=True):
+                if expected is None:
+                    assert found[name] is None
+                else:
+                    torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-7, msg=f"{name} {options}")
+
+
+def train_tied(rank, folder, name):
+    _, model, optimizer, kwargs = start(name)
+    losses = []
+    for ids in batches(kwargs):
+        optimizer.zero_grad()
+        losses.append(train_step(model, feed(ids), 1.0)["loss"].outputs)
+        optimizer.step()
+    return losses, model.state_dict(), {name: parameter.detach() for name, parameter in model.local_named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["gpt2_tied", "t5"])
+def test_parameters_that_both_ranks_hold_stay_equal(tmp_path, name):
+    results = run_workers(train_tied, 2, tmp_path, name)
+    losses, state, _ = reference(name)
+    shared = results[0][2].keys() & results[1][2].keys()
+    assert shared, "the embedding is used at both ends"
+    for key in shared:
+        assert torch.equal(results[0][2][key], results[1][2][key])
+    for found, merged, _ in results:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], losses[0][0], strict=True)), "before any update"
+        torch.testing.assert_close(found, losses[0], rtol=1e-4, atol=0.0)
+        assert list(merged) == list(state)
+        for key, value in state.items():
+            torch.testing.assert_close(merged[key], value, rtol=1e-3, atol=1e-4, msg=key)

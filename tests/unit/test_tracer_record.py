@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from smpc.errors import TraceError
-from smpc.tracer import NodeKind, Trace, flatten, mark_leaf, record, replay, to_fx, verify
+from smpc.tracer import NodeKind, Trace, flatten, mark_leaf, record, register_shape_rule, replay, to_fx, verify
 
 
 @pytest.mark.parametrize("name", zoo.MODELS)
@@ -223,8 +223,8 @@ class Raises(nn.Module):
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        (nn.Sequential(Branch()), ["module '0' (Branch)", "test_tracer_record.py:", "values of a tensor"]),
-        (Custom(), ["custom autograd function Square", "test_tracer_record.py:", "leaf_modules"]),
+        (Branch(), ["the model itself", "test_tracer_record.py:", "values of a tensor"]),
+        (Squarer(), ["custom autograd function Square", "test_tracer_record.py:", "smpc.mark_leaf"]),
         (nn.Sequential(Raises()), ["module '0' (Raises)", "test_tracer_record.py:", "RuntimeError"]),
     ],
     ids=["branch", "custom function", "model raises"],
@@ -234,6 +234,83 @@ def test_failures_name_module_line_and_a_way_out(model, expected):
         record(model, (torch.ones(2, 2),))
     for part in [*expected, "what to do:"]:
         assert part in str(caught.value)
+
+
+class Routed(nn.Module):
+    """Sends each row to one of two experts, as its first element says: shapes inside depend on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.register_buffer("rows", torch.zeros(()))
+
+    def forward(self, x):
+        out = torch.zeros_like(x)
+        self.rows += x.shape[0]
+        for i, expert in enumerate(self.experts):
+            index = ((x[:, 0] > 0).long() == i).nonzero().squeeze(1)
+            out = out.index_add(0, index, expert(x[index]))
+        return {"out": out, "count": len(self.experts), "same": x}
+
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.routed = nn.ModuleList(Routed() for _ in range(2))
+
+    def forward(self, x):
+        x = self.first(x)
+        for routed in self.routed:
+            found = routed(x)
+            x = found["out"].relu_() + found["same"]
+        return x
+
+
+@pytest.mark.parametrize("rows", [6, 1_000_000], ids=["small", "large"])
+def test_what_depends_on_values_becomes_a_leaf(rows):
+    model = Router()
+    trace = record(model, (torch.randn(rows, 4, device="cpu" if rows < 100 else "meta"),))
+    leaves = [node for node in trace.nodes if node.kind is NodeKind.CALL_MODULE]
+    assert [node.target for node in leaves] == ["routed.0", "routed.1"]
+    assert trace.node("routed_0_out").spec.shape == (rows, 4)
+    assert [trace.node(name).target for name in leaves[1].mutates] == ["routed.1.rows"]
+    assert sum(trace.storages[storage] for storage in leaves[0].saved) > 4 * rows * 4
+    if rows < 100:
+        verify(trace, model, (torch.randn(rows, 4),))
+
+
+class Growing(nn.Module):
+    def forward(self, x):
+        return torch.zeros(int(x.sum()) + x.shape[0] ** 2, requires_grad=True)
+
+
+class Grows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.growing = Growing()
+
+    def forward(self, x):
+        return self.growing(x) * 2
+
+
+def test_shape_rules_say_what_a_run_cannot():
+    x = torch.zeros(1 << 21, device="meta")
+    with pytest.raises(TraceError, match="values of a tensor"):
+        record(Grows(), (x,))
+    register_shape_rule(Growing, lambda module, x: torch.empty(7, requires_grad=True))
+    try:
+        trace = record(Grows(), (x,))
+    finally:
+        del Growing._smpc_shape_rule
+    assert trace.node("mul").spec.shape == (7,)
+
+
+def test_modules_with_custom_functions_become_leaves():
+    model, args = nn.Sequential(nn.Linear(2, 2), Squarer()), (torch.ones(2, 2),)
+    trace = record(model, args)
+    assert [node.target for node in trace.nodes if node.kind is NodeKind.CALL_MODULE] == ["1"]
+    verify(trace, model, args)
 
 
 def test_custom_functions_work_inside_leaf_modules():

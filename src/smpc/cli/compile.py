@@ -50,6 +50,16 @@ def compile_command(
     active_microbatches: Annotated[
         int | None, typer.Option(metavar="A", help="Most microbatches in execution at a time.")
     ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="Predict times for h100, h200, a100, l4, cpu or FILE.toml.")
+    ] = "h100",
+    optimizer: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Predict memory for sgd, sgd-momentum, adam, adamw, adamw-fp32-master, ..."),
+    ] = "adam",
+    memory_limit: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Most that a rank may hold at its peak, such as 80GB.")
+    ] = None,
     config: Annotated[
         str | None, typer.Option(metavar="FILE", help="Settings, .json or .toml; options given here win over it.")
     ] = None,
@@ -94,6 +104,9 @@ def compile_command(
             pipeline=settings.pipeline,
             memory_weight=settings.memory_weight,
             active_microbatches=settings.active_microbatches,
+            device=device,
+            optimizer=optimizer,
+            memory_limit=memory_limit,
         )
     if folder is not None:
         _write(compilation, folder)

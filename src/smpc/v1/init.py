@@ -126,8 +126,8 @@ def shutdown() -> None:
     if not state.initialized:
         return
     session = state.session
-    if state.model is not None:
-        state.model.close()
+    for close in state.closers:
+        close()
     state.clear()
     if session.owns_world:
         dist.destroy_process_group()

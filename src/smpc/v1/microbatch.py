@@ -25,6 +25,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+_PLAIN = frozenset(
+    {list, tuple, dict, set, frozenset, str, int, float, bool, type(None)}
+)  # types that are quickly known
+
 
 @runtime_checkable
 class Sliceable(Protocol):
@@ -73,7 +77,7 @@ def split_argument(value: Any, name: str, num_microbatches: int, axis: int = 0) 
                     return leaf
                 size = leaf.shape[axis] // num_microbatches
                 return leaf.narrow(axis, index * size, size)
-            if isinstance(leaf, Sliceable) and not isinstance(leaf, type):
+            if _slices_itself(leaf):
                 return leaf.smp_slice(num_microbatches, index, axis)
             return leaf
 
@@ -94,9 +98,13 @@ def _check_tensor(tensor: Tensor, path: str, num_microbatches: int, axis: int) -
     ]
 
 
+def _slices_itself(value: Any) -> bool:
+    return type(value) not in _PLAIN and isinstance(value, Sliceable) and not isinstance(value, type)
+
+
 def _open(value: Any) -> tuple[list[str] | None, list[Any]]:
     """The path steps and children of a container; (None, []) for a leaf."""
-    if isinstance(value, torch.Size) or (isinstance(value, Sliceable) and not isinstance(value, type)):
+    if isinstance(value, (Tensor, torch.Size, torch.nn.Module, str)) or _slices_itself(value):
         return None, []
     if isinstance(value, (list, tuple, set, frozenset)):
         children = list(value)

@@ -95,40 +95,52 @@ class DistributedModel(nn.Module):
         self._ran_hooks = False
         self._monitor: FailureMonitor | None = None
 
-        def replicas(stages: Mapping[int, nn.Module]) -> StageReplicas | None:
-            if session.mesh.rdp_size == 1:
-                return None
-            self._replicas = StageReplicas(
-                stages,
-                session.groups[Axis.RDP],
-                bucket_cap_mb=bucket_cap_mb,
-                gradient_as_bucket_view=gradient_as_bucket_view,
-                broadcast_buffers=broadcast_buffers,
-                overlapping=overlapping_allreduce,
-                backward_passes_per_step=backward_passes_per_step,
-            )
-            if self._comm_hook is not None:
-                self._replicas.register_comm_hook(*self._comm_hook)
-            return self._replicas
-
+        self._replica_options: dict[str, Any] = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "broadcast_buffers": broadcast_buffers,
+            "overlapping": overlapping_allreduce,
+            "backward_passes_per_step": backward_passes_per_step,
+        }
         self._pipeline: Pipeline | None = None
         self._single: Single | None = None
-        average = average_grads_across_microbatches
         if session.mesh.pp_size > 1:
-            self._transport = make_transport(session)
-            self._control = make_control(session)
-            self._pipeline = Pipeline(module, session, self._transport, self._control, replicas, self._enter, average)
-            self._placement = self._pipeline.placement
-            self._state = ModelState(module, self._placement, self._control)
+            self._cut_later(average_grads_across_microbatches)
         else:
-            self._placement = Placement(module, 0, session.device)
-            self._placement.apply()
-            self._state = ModelState(module, self._placement, None)
-            self._single = Single(module, session, replicas({0: module}), self._enter, average)
-            self._is_spread = True
+            self._place_now(average_grads_across_microbatches)
         if session.mesh.world_size > 1:
-            self._monitor = FailureMonitor(_get_default_store().clone(), session.rank)
+            store = _get_default_store().clone()  # type: ignore[attr-defined]  # its own connection, for the watcher thread
+            self._monitor = FailureMonitor(store, session.rank)
         state.model = self
+        state.closers.append(self.close)
+
+    def _cut_later(self, average: bool) -> None:
+        session = state.session
+        self._transport = make_transport(session)
+        self._control = make_control(session)
+        self._pipeline = Pipeline(
+            self.module, session, self._transport, self._control, self._make_replicas, self._enter, average
+        )
+        self._placement = self._pipeline.placement
+        self._state = ModelState(self.module, self._placement, self._control)
+
+    def _place_now(self, average: bool) -> None:
+        session = state.session
+        self._placement = Placement(self.module, 0, session.device)
+        self._placement.apply()
+        self._state = ModelState(self.module, self._placement, None)
+        self._single = Single(self.module, session, self._make_replicas({0: self.module}), self._enter, average)
+        self._is_spread = True
+
+    def _make_replicas(self, stages: Mapping[int, nn.Module]) -> StageReplicas | None:
+        """Data parallelism for the stages of this rank; None where there is one replica."""
+        session = state.session
+        if session.mesh.rdp_size == 1:
+            return None
+        self._replicas = StageReplicas(stages, session.groups[Axis.RDP], **self._replica_options)
+        if self._comm_hook is not None:
+            self._replicas.register_comm_hook(*self._comm_hook)
+        return self._replicas
 
     # -- in a step -----------------------------------------------------------------------------------------------------
 

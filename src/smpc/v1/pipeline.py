@@ -108,11 +108,11 @@ class Pipeline:
         self._module, self._session, self._control, self._enter = module, session, control, enter
         self._average = average
         self._options = PipelineOptions(
-            config.pipeline_parallel_degree,
-            config.microbatches,
-            config.pipeline,
-            config.memory_weight,
-            config.active_microbatches,
+            pipeline_parallel_degree=config.pipeline_parallel_degree,
+            microbatches=config.microbatches,
+            pipeline=config.pipeline,
+            memory_weight=config.memory_weight,
+            active_microbatches=config.active_microbatches,
         )
         self.placement = Placement(module, control.rank, session.device)
         self.modes = ModeReader(module)

@@ -12,7 +12,7 @@ Terms
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ class State:
         self.tracing = False  # whether a model is being recorded
         self.model: Any = None  # the one smp.DistributedModel of the script
         self.optimizer: Any = None  # the smp.DistributedOptimizer of the script
+        self.closers: list[Callable[[], None]] = []  # what smp.shutdown calls first
 
     def start(self, session: Session) -> None:
         """Enter a session; `smp.init` calls it."""

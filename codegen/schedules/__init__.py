@@ -1,0 +1,1 @@
+"""The named schedules, one family a file; `smpc.codegen.schedule` finds them by name."""

@@ -1,0 +1,253 @@
+"""Descriptions of devices: how fast they compute, move bytes and talk to each other, and how much they hold.
+
+    find_device("h100")           a device of the table below, by name
+    find_device("rack.toml")      a description in a file, with the keys of `Device`:
+
+        name = "H100 PCIe"
+        memory_bandwidth = 2.0e12             # bytes/s
+        memory = "80GB"                       # or a number of bytes
+        source = "NVIDIA H100 datasheet"      # may be left out
+
+        [peak_flops]                          # FLOP/s by dtype, dense; a dtype that is missing counts as float32
+        float32 = 51e12
+        bfloat16 = 756e12
+
+        [inside_host]                         # between two devices of one host, in one direction
+        devices = 8                           # devices of a host
+        bandwidth = 64e9                      # bytes/s
+        latency = 20e-6                       # s for one message, with what both ends do about it
+
+        [between_hosts]
+        bandwidth = 50e9
+        latency = 50e-6
+
+Peaks, bandwidths and sizes are those of the makers' public datasheets, without sparsity; float32 products are taken to
+run without TF32, as torch does by default. Datasheets have no latencies: those are of the order of what point-to-point
+messages between processes take, and only decide about messages of less than a megabyte.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from smpc.errors import ConfigError
+from smpc.partitioner.sizes import parse_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One direction between two devices."""
+
+    bandwidth: float  # bytes/s
+    latency: float  # s for one message
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One kind of device and the hosts that it comes in: see the module docstring."""
+
+    name: str
+    peak_flops: Mapping[str, float]  # FLOP/s by dtype
+    memory_bandwidth: float  # bytes/s
+    memory_bytes: int
+    devices_per_host: int
+    inside_host: Wire
+    between_hosts: Wire
+    source: str = ""
+
+    def wire(self, num_ranks: int) -> Wire:
+        """What pipeline ranks talk over: the wires inside a host if they all fit into one, else those between hosts."""
+        return self.inside_host if num_ranks <= self.devices_per_host else self.between_hosts
+
+
+def _hopper(name: str, memory_bandwidth: float, memory_bytes: int, source: str) -> Device:
+    peak = {
+        "float64": 67e12,
+        "float32": 67e12,
+        "bfloat16": 989e12,
+        "float16": 989e12,
+        "float8_e4m3fn": 1979e12,
+        "float8_e5m2": 1979e12,
+    }
+    wires = Wire(450e9, 20e-6), Wire(50e9, 50e-6)
+    return Device(name, MappingProxyType(peak), memory_bandwidth, memory_bytes, 8, *wires, source)
+
+
+H100 = _hopper(
+    "H100 SXM",
+    3.35e12,
+    80 * 10**9,
+    "NVIDIA H100 Tensor Core GPU datasheet (SXM: 67 TFLOP/s FP32, 1979 TFLOP/s BF16 with sparsity, NVLink 900 GB/s "
+    "in both directions), DGX H100 datasheet (8 devices, 400 Gbit/s network each)",
+)
+_H200 = _hopper(
+    "H200 SXM",
+    4.8e12,
+    141 * 10**9,
+    "NVIDIA H200 Tensor Core GPU datasheet (SXM: compute of H100, 141 GB at 4.8 TB/s), DGX H200 datasheet",
+)
+_A100 = Device(
+    "A100 SXM 80GB",
+    MappingProxyType({"float64": 19.5e12, "float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12}),
+    2.039e12,
+    80 * 10**9,
+    8,
+    Wire(300e9, 20e-6),
+    Wire(25e9, 50e-6),
+    "NVIDIA A100 Tensor Core GPU datasheet (80GB SXM: 2039 GB/s, NVLink 600 GB/s in both directions), DGX A100 "
+    "datasheet (8 devices, 200 Gbit/s network each)",
+)
+_L4 = Device(
+    "L4",
+    MappingProxyType(
+        {
+            "float64": 0.473e12,  # a 64th of the float32 rate, as in all of this generation
+            "float32": 30.3e12,
+            "bfloat16": 121e12,
+            "float16": 121e12,
+            "float8_e4m3fn": 242.5e12,
+            "float8_e5m2": 242.5e12,
+        }
+    ),
+    0.3e12,
+    24 * 10**9,
+    8,
+    Wire(32e9, 20e-6),
+    Wire(12.5e9, 50e-6),
+    "NVIDIA L4 Tensor Core GPU datasheet (30.3 TFLOP/s FP32, 242 TFLOP/s BF16 with sparsity, 300 GB/s, PCIe Gen4 x16 "
+    "64 GB/s in both directions); 100 Gbit/s network assumed",
+)
+_CPU = Device(
+    "CPU",
+    MappingProxyType({"float64": 2.9e12, "float32": 5.9e12, "bfloat16": 5.9e12, "float16": 5.9e12}),
+    204.8e9,
+    256 * 10**9,
+    2,
+    Wire(10e9, 50e-6),
+    Wire(3.125e9, 100e-6),
+    "Intel Xeon Platinum 8380 (product specifications: 40 cores of 2.3 GHz, two AVX-512 FMA units each, eight channels of "
+    "DDR4-3200), one device a socket; 256 GB of memory and a 25 Gbit/s network assumed",
+)
+DEVICES: Mapping[str, Device] = MappingProxyType({"h100": H100, "h200": _H200, "a100": _A100, "l4": _L4, "cpu": _CPU})
+
+
+def find_device(name: str | Device) -> Device:
+    """The device of that name, or described in that .toml file.
+
+    ConfigError for an unknown name (with the closest one), a file that cannot be read, and for everything that is wrong in a file.
+    """
+    if isinstance(name, Device):
+        return name
+    if name.lower() in DEVICES:
+        return DEVICES[name.lower()]
+    if name.lower().endswith(".toml"):
+        return _from_file(name)
+    close = difflib.get_close_matches(name.lower(), DEVICES, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(f"device: expected one of {', '.join(DEVICES)} or a .toml file, found {name!r}{hint}")
+
+
+def _from_file(path: str) -> Device:
+    try:
+        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"device {path!r}: cannot read it: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"device {path!r}: expected TOML, found: {error}") from error
+    reader = _Reader(path)
+    found = reader.device(data)
+    if reader.problems:
+        raise ConfigError("\n".join(f"device {path!r}: {problem}" for problem in reader.problems))
+    return found
+
+
+class _Reader:
+    """Reads the tables of one file and collects what is wrong in them."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.problems: list[str] = []
+
+    def device(self, data: Mapping[str, Any]) -> Device:
+        known = ("name", "memory_bandwidth", "memory", "source", "peak_flops", "inside_host", "between_hosts")
+        self.check_keys("", data, known)
+        inside, between = self.table(data, "inside_host"), self.table(data, "between_hosts")
+        self.check_keys("inside_host.", inside, ("devices", "bandwidth", "latency"))
+        self.check_keys("between_hosts.", between, ("bandwidth", "latency"))
+        return Device(
+            self.text(data, "name", Path(self.path).stem),
+            MappingProxyType(self.peaks(self.table(data, "peak_flops"))),
+            self.number("", data, "memory_bandwidth"),
+            self.size(data, "memory"),
+            int(self.number("inside_host.", inside, "devices", whole=True)),
+            Wire(self.number("inside_host.", inside, "bandwidth"), self.number("inside_host.", inside, "latency", 0.0)),
+            Wire(
+                self.number("between_hosts.", between, "bandwidth"),
+                self.number("between_hosts.", between, "latency", 0.0),
+            ),
+            self.text(data, "source", ""),
+        )
+
+    def check_keys(self, prefix: str, data: Mapping[str, Any], known: tuple[str, ...]) -> None:
+        for key in data:
+            if key not in known:
+                close = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {prefix}{close[0]}?" if close else f"; known are {', '.join(known)}"
+                self.problems.append(f"unknown key {prefix}{key}{hint}")
+
+    def table(self, data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+        value = data.get(key, {})
+        if isinstance(value, dict):
+            return value
+        self.problems.append(f"{key}: expected a table, found {value!r}")
+        return {}
+
+    def text(self, data: Mapping[str, Any], key: str, default: str) -> str:
+        value = data.get(key, default)
+        if isinstance(value, str):
+            return value
+        self.problems.append(f"{key}: expected a string, found {value!r}")
+        return default
+
+    def number(
+        self, prefix: str, data: Mapping[str, Any], key: str, minimum: float | None = None, whole: bool = False
+    ) -> float:
+        """A number above 0, or from `minimum` on."""
+        value = data.get(key)
+        if value is None:
+            self.problems.append(f"{prefix}{key}: missing")
+            return 1.0
+        valid = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+        if not valid or not (value > 0 if minimum is None else value >= minimum) or value == float("inf"):
+            kind = "a whole number" if whole else "a number"
+            least = "above 0" if minimum is None else f"from {minimum:g} on"
+            self.problems.append(f"{prefix}{key}: expected {kind} {least}, found {value!r}")
+            return 1.0
+        return float(value)
+
+    def size(self, data: Mapping[str, Any], key: str) -> int:
+        if key not in data:
+            self.problems.append(f"{key}: missing")
+            return 1
+        try:
+            value = data[key]
+            return parse_bytes(value if isinstance(value, (int, float)) else str(value), key)
+        except ConfigError as error:
+            self.problems.append(str(error))
+            return 1
+
+    def peaks(self, data: Mapping[str, Any]) -> dict[str, float]:
+        for key in data:
+            if not isinstance(getattr(torch, key, None), torch.dtype):
+                self.problems.append(f"peak_flops.{key}: expected the name of a torch dtype, such as bfloat16")
+        if "float32" not in data:
+            self.problems.append("peak_flops.float32: missing")
+        return {key: self.number("peak_flops.", data, key) for key in data}

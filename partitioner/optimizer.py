@@ -1,0 +1,85 @@
+"""Optimizers by name: the bytes that they keep for every element of a trained parameter.
+
+    own         tensors of the parameter's own dtype
+    float32     tensors in float32
+    master      a float32 copy of a parameter that has less precision; a float32 parameter is its own master
+    main_grad   gradients are summed in a float32 buffer that stays, beside those that a backward pass yields
+
+torch.optim keeps its state in the dtype of the parameters: `adam` on bfloat16 parameters has two bfloat16 moments. Names
+that end in -fp32-master are what mixed-precision training adds: moments and a master copy in float32.
+
+                            float32 parameter    bfloat16 parameter        bytes of state for one element
+    sgd                     0                    0
+    sgd-momentum            4                    2
+    adam, adamw             8                    4
+    adamw-fp32-master       8                    12
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from smpc.errors import ConfigError
+from smpc.tracer.ir import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """What an optimizer keeps: see the module docstring."""
+
+    name: str
+    own: int = 0
+    float32: int = 0
+    byte: int = 0  # tensors of one byte for each element
+    master: bool = False
+    main_grad: bool = False
+
+    def state_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of state of a trained parameter."""
+        copies = self.float32 + (self.master and _is_narrow(spec))
+        return self.own * spec.num_bytes + (4 * copies + self.byte) * spec.num_elements
+
+    def gradient_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of the gradient of a trained parameter."""
+        main = 4 * spec.num_elements if self.main_grad and _is_narrow(spec) else 0
+        return spec.num_bytes + main
+
+
+def _is_narrow(spec: TensorSpec) -> bool:
+    return spec.torch_dtype.itemsize < 4
+
+
+ADAM = Optimizer("adam", own=2)
+OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
+    {
+        optimizer.name: optimizer
+        for optimizer in (
+            Optimizer("sgd"),
+            Optimizer("sgd-momentum", own=1),
+            Optimizer("sgd-momentum-fp32-master", float32=1, master=True),
+            Optimizer("adagrad", own=1),
+            Optimizer("rmsprop", own=1),
+            Optimizer("lion", own=1),
+            ADAM,
+            Optimizer("adamw", own=2),
+            Optimizer("adamw-8bit", byte=2),
+            Optimizer("adam-fp32-master", float32=2, master=True),
+            Optimizer("adamw-fp32-master", float32=2, master=True),
+            Optimizer("adamw-fp32-master-fp32-grad", float32=2, master=True, main_grad=True),
+        )
+    }
+)
+
+
+def find_optimizer(name: str | Optimizer) -> Optimizer:
+    """The optimizer of that name; ConfigError names the closest one if there is none."""
+    if isinstance(name, Optimizer):
+        return name
+    if name.lower() in OPTIMIZERS:
+        return OPTIMIZERS[name.lower()]
+    close = difflib.get_close_matches(name.lower(), OPTIMIZERS, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, found {name!r}{hint}")

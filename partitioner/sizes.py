@@ -1,0 +1,44 @@
+"""Sizes of memory as people write them.
+
+parse_bytes("80GB")      80 * 10^9, the maker's gigabytes        parse_bytes("79.6GiB")    79.6 * 2^30
+parse_bytes("512 MiB")   blanks and case do not matter           parse_bytes(1 << 30)      bytes
+at_least(13_421_772_900) "12.51 GiB": rounded up, so that what is said to do, does
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from types import MappingProxyType
+
+from smpc.errors import ConfigError
+
+_PREFIXES = "KMGTP"
+_UNITS = MappingProxyType(
+    {"": 1, "b": 1}
+    | {f"{p.lower()}b": 1000**i for i, p in enumerate(_PREFIXES, 1)}
+    | {f"{p.lower()}ib": 1024**i for i, p in enumerate(_PREFIXES, 1)}
+)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)(?:e\+?(\d+))?\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(size: str | float, what: str) -> int:
+    """Bytes of a size; `what` names the setting in the ConfigError for anything that is no positive size."""
+    if isinstance(size, str):
+        found = _SIZE.fullmatch(size)
+        unit = _UNITS.get(found[3].lower()) if found is not None else None
+        if found is not None and unit is not None:
+            size = float(found[1]) * 10.0 ** min(int(found[2] or 0), 100) * unit
+    if isinstance(size, (str, bool)) or not math.isfinite(size) or size < 1:
+        raise ConfigError(
+            f"{what}: expected a size such as 80GB (10^9 bytes), 79.6GiB (2^30 bytes) or a number of bytes, found {size!r}"
+        )
+    return int(size)
+
+
+def at_least(num_bytes: int) -> str:
+    """The size in a unit that reads well, rounded up in the second decimal."""
+    power = max(0, min(len(_PREFIXES), (int(num_bytes).bit_length() - 1) // 10))
+    if power == 0:
+        return f"{num_bytes} B"
+    return f"{-(-num_bytes * 100 // 1024**power) / 100:.2f} {_PREFIXES[power - 1]}iB"

@@ -1,0 +1,84 @@
+"""The predicted memory of every rank over one step.
+
+A rank holds the static bytes of its stages all the time. The activations of a microbatch come with its forward and go
+at the end of its backward. So a curve is a step function:
+
+    bytes
+      ^        ___     ___
+      |    ___|   |___|   |___
+      |___|                   |___   static
+      +--------------------------> time
+          F0  F1  B0  F2  B1  B2
+
+Its highest point is the peak of the plan if the schedule ever holds as many microbatches as the plan says (it does).
+Of a rank with several stages, working memory is counted for each: a bound, since only one is at work at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from smpc.codegen.program import Op
+from smpc.codegen.simulate import Timeline
+from smpc.partitioner.plan import Plan, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCurve:
+    """Bytes of one rank. `points` are (time, bytes): what is held from that time until the next point."""
+
+    rank: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    other_bytes: int  # buffers and working memory
+    points: tuple[tuple[float, int], ...]
+
+    @property
+    def static_bytes(self) -> int:
+        """What is held all the time."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.other_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest point."""
+        return max(num_bytes for _, num_bytes in self.points)
+
+
+def resident_bytes(stage: Stage) -> int:
+    """What a stage holds whatever the microbatches do: its peak without activations."""
+    return stage.peak_memory_bytes - stage.num_in_flight * stage.activation_bytes_per_microbatch
+
+
+def memory_curves(plan: Plan, timeline: Timeline) -> tuple[MemoryCurve, ...]:
+    """The curve of every rank, for the step that the timeline predicts."""
+    return tuple(_curve(plan, timeline, rank) for rank in range(timeline.num_ranks))
+
+
+def _curve(plan: Plan, timeline: Timeline, rank: int) -> MemoryCurve:
+    stages = [stage for stage in plan.stages if stage.rank == rank]
+    parameters, gradients, optimizer = (
+        sum(stage.parameter_bytes for stage in stages),
+        sum(stage.gradient_bytes for stage in stages),
+        sum(stage.optimizer_bytes for stage in stages),
+    )
+    static = sum(map(resident_bytes, stages))
+    changes: list[tuple[float, int]] = []  # time, bytes that come or go; at one time what goes is first
+    for event in timeline.events:
+        if event.rank == rank:
+            activations = plan.stages[event.action.stage].activation_bytes_per_microbatch
+            is_forward = event.action.op is Op.FORWARD
+            changes.append((event.start, activations) if is_forward else (event.end, -activations))
+    points = [(0.0, static)]
+    held = static
+    for time, group in itertools.groupby(sorted(changes), key=lambda change: change[0]):
+        # Freed before more is allocated: at most one action of a rank ends where the next starts.
+        held += sum(num_bytes for _, num_bytes in group)
+        if time == points[-1][0]:
+            points[-1] = (time, held)
+        else:
+            points.append((time, held))
+    return MemoryCurve(
+        rank, parameters, gradients, optimizer, static - parameters - gradients - optimizer, tuple(points)
+    )

@@ -1,0 +1,154 @@
+"""`report.html`: a plan as a page that needs nothing else, no network, no other file.
+
+The page has key figures, the timeline and the memory of every rank (zoom, hover), the tables of the terminal report, and
+the module tree coloured by stage; it follows the reader's light or dark setting, and the tables can be read without
+JavaScript. Its parts are page.html, page.css and page.js beside this file.
+
+Names come from the user's model and may be hostile. They reach the page in two ways only: as escaped HTML text, and in one
+JSON block whose `<`, `>` and `&` are escaped, from which the script sets text, never HTML. The page's content security
+policy then allows the one script and the one style sheet by hash, nothing else. The same plan gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import importlib.resources
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from smpc.codegen.program import Op
+from smpc.codegen.simulate import Timeline
+from smpc.partitioner.plan import Plan
+from smpc.report.format import count, format_bytes, format_number, format_time, printable
+from smpc.report.memory import memory_curves
+from smpc.report.tables import TextTable, memory_table, stage_table, summary, title
+from smpc.report.tree import ModuleNode, module_tree
+from smpc.tracer.ir import Trace
+
+_PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
+
+
+def render_page(trace: Trace, plan: Plan, timeline: Timeline) -> str:
+    """The text of report.html."""
+    style, script = _part("page.css"), _part("page.js")
+    schedule = plan.schedule
+    subtitle = (
+        f"{count(len(plan.stages), 'stage')} on {count(plan.pipeline_parallel_degree, 'rank')}, "
+        f"{count(schedule.num_microbatches, 'microbatch', 'es')}, {printable(schedule.name)} schedule"
+    )
+    values = {
+        "title": html.escape(title(plan)),
+        "model": html.escape(printable(plan.model_class.rpartition(".")[2])),
+        "subtitle": html.escape(subtitle),
+        "cards": _cards(plan),
+        "stage_table": _table(stage_table(plan)),
+        "memory_table": _table(memory_table(plan)),
+        "summary": "".join(f"<dt>{html.escape(a)}</dt><dd>{html.escape(b)}</dd>" for a, b in summary(plan)),
+        "data": _embedded(_data(trace, plan, timeline)),
+        "style": style,
+        "style_hash": _hash(style),
+        "script": script,
+        "script_hash": _hash(script),
+    }
+    return _fill(_part("page.html"), values)
+
+
+def _part(name: str) -> str:
+    return importlib.resources.files("smpc.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _fill(template: str, values: Mapping[str, str]) -> str:
+    """The template with each `{{name}}` replaced, in one pass: values are not searched."""
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _embedded(data: Any) -> str:
+    """JSON that can stand in a script element: it cannot end it, whatever the strings hold."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _data(trace: Trace, plan: Plan, timeline: Timeline) -> dict[str, Any]:
+    """What the script draws; seconds and bytes."""
+    events: list[list[tuple[float, ...]]] = [[] for _ in range(timeline.num_ranks)]
+    for event in timeline.events:
+        action = event.action
+        is_backward = int(action.op is Op.BACKWARD)
+        events[event.rank].append((action.stage, action.microbatch, is_backward, event.start, event.end))
+    stage_of_rank = [0] * timeline.num_ranks
+    for stage in reversed(plan.stages):
+        stage_of_rank[stage.rank] = stage.index
+    return {
+        "num_ranks": timeline.num_ranks,
+        "num_stages": len(plan.stages),
+        "step_time": timeline.makespan,
+        "stage_of_rank": stage_of_rank,  # its first, for the colour of its memory
+        "events": events,
+        "memory": [
+            {
+                "parts": [curve.parameter_bytes, curve.gradient_bytes, curve.optimizer_bytes, curve.other_bytes],
+                "peak": curve.peak_bytes,
+                "points": curve.points,
+            }
+            for curve in memory_curves(plan, timeline)
+        ],
+        "tree": _tree(module_tree(trace, plan)),
+    }
+
+
+def _tree(node: ModuleNode) -> list[Any]:
+    return [
+        printable(node.name),
+        printable(node.class_name.rpartition(".")[2]),
+        node.stages,
+        node.num_parameters,
+        node.forward_flops,
+        [_tree(child) for child in node.children],
+    ]
+
+
+def _cards(plan: Plan) -> str:
+    stages, objective, schedule = plan.stages, plan.objective, plan.schedule
+    costs = [stage.cost for stage in stages]
+    highest = max(stages, key=lambda stage: stage.peak_memory_bytes)
+    cards = (
+        ("Step", format_time(schedule.step_time), "predicted"),
+        ("Bubble", f"{schedule.bubble_fraction:.1%}", "of all ranks' time is idle"),
+        ("Peak memory", format_bytes(highest.peak_memory_bytes), f"on rank {highest.rank}"),
+        ("Parameters", format_number(sum(stage.num_parameters for stage in stages)), "replicas counted"),
+        ("Balance", f"{max(costs) * len(costs) / sum(costs):.3f}" if sum(costs) else "-", "largest over mean cost"),
+        ("Gap", f"{objective.gap:.2%}", "to a proven lower bound"),
+    )
+    return "".join(
+        f'<div class="card"><span class="what">{html.escape(what)}</span><b>{html.escape(value)}</b>'
+        f"<span>{html.escape(note)}</span></div>"
+        for what, value, note in cards
+    )
+
+
+def _table(table: TextTable) -> str:
+    classes = ["left" if header in table.left else "" for header in table.headers]
+    attributes = [f' class="{name}"' if name else "" for name in classes]
+
+    def cells(tag: str, texts: tuple[str, ...]) -> str:
+        return "".join(
+            f"<{tag}{attribute}>{html.escape(text)}</{tag}>" for attribute, text in zip(attributes, texts, strict=True)
+        )
+
+    rows = []
+    for row in table.rows:
+        stage = html.escape(row[0])  # the first column of every table
+        chip = f'<td><span class="stage" data-stage="{stage}">{stage}</span></td>'
+        rows.append(f"<tr>{chip}{cells('td', row).partition('</td>')[2]}</tr>\n")
+    return (
+        f"<table>\n<thead><tr>{cells('th', table.headers)}</tr></thead>\n<tbody>\n{''.join(rows)}</tbody>\n"
+        f"<tfoot><tr>{cells('td', table.totals)}</tr></tfoot>\n</table>"
+    )

@@ -1,0 +1,95 @@
+"""The predicted step in Chrome's trace event format, for https://ui.perfetto.dev and chrome://tracing.
+
+One track for each rank with a slice for each action, an arrow from each send to its receive, and a counter for the
+memory of each rank. Times are microseconds. The same plan gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from smpc.codegen.actions import Action, backward, forward
+from smpc.codegen.program import Op
+from smpc.codegen.simulate import Event, Timeline
+from smpc.partitioner.plan import INPUTS, Plan
+from smpc.report.memory import memory_curves
+
+_MICRO = 1e6
+_PROCESS = 0
+
+
+def perfetto_json(plan: Plan, timeline: Timeline) -> str:
+    """The content of timeline.json."""
+    events = [*_names(plan, timeline), *_slices(timeline), *_flows(plan, timeline), *_counters(plan, timeline)]
+    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+    metadata = json.dumps({"plan": plan.fingerprint, "kind": "predicted"})
+    return f'{{"displayTimeUnit":"ms","otherData":{metadata},"traceEvents":[\n{lines}\n]}}\n'
+
+
+def _names(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    title = f"{plan.model_class.rpartition('.')[2]}, predicted step"
+    yield {"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": title}}
+    for rank in range(timeline.num_ranks):
+        where = {"ph": "M", "pid": _PROCESS, "tid": rank}
+        yield {**where, "name": "thread_name", "args": {"name": f"rank {rank}"}}
+        yield {**where, "name": "thread_sort_index", "args": {"sort_index": rank}}
+
+
+def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for event in timeline.events:
+        action = event.action
+        yield {
+            "ph": "X",
+            "pid": _PROCESS,
+            "tid": event.rank,
+            "ts": event.start * _MICRO,
+            "dur": (event.end - event.start) * _MICRO,
+            "name": f"{action.op}{action.microbatch}",
+            "cat": "forward" if action.op is Op.FORWARD else "backward",
+            "args": {"stage": action.stage, "microbatch": action.microbatch},
+        }
+
+
+def _flows(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    at = {event.action: event for event in timeline.events}
+    number = 0
+    for event in timeline.events:
+        for receiver, num_bytes in _receivers(plan, event.action):
+            target = at[receiver]
+            if target.rank != event.rank:
+                yield from _arrow(number, event, target, num_bytes)
+                number += 1
+
+
+def _receivers(plan: Plan, action: Action) -> Iterator[tuple[Action, int]]:
+    """The actions that wait for a message from this one, and its bytes."""
+    for edge in plan.edges:
+        if edge.source == INPUTS:
+            continue
+        if action.op is Op.FORWARD and edge.source == action.stage:
+            yield forward(edge.destination, action.microbatch), edge.num_bytes
+        elif action.op is Op.BACKWARD and edge.destination == action.stage and edge.gradient_bytes:
+            yield backward(edge.source, action.microbatch), edge.gradient_bytes
+
+
+def _arrow(number: int, source: Event, target: Event, num_bytes: int) -> Iterator[dict[str, Any]]:
+    # An arrow belongs to the slice around its end: just before the end of the sender, at the start of the receiver.
+    leaves = source.end - (source.end - source.start) / 1000
+    common = {"pid": _PROCESS, "id": number, "cat": "message", "name": "message", "args": {"bytes": num_bytes}}
+    yield {"ph": "s", "tid": source.rank, "ts": leaves * _MICRO, **common}
+    yield {"ph": "f", "bp": "e", "tid": target.rank, "ts": target.start * _MICRO, **common}
+
+
+def _counters(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for curve in memory_curves(plan, timeline):
+        for time, num_bytes in curve.points:
+            args = {"static": curve.static_bytes, "activations": num_bytes - curve.static_bytes}
+            yield {
+                "ph": "C",
+                "pid": _PROCESS,
+                "name": f"memory of rank {curve.rank}",
+                "ts": time * _MICRO,
+                "args": args,
+            }

@@ -1,0 +1,88 @@
+"""Time, bubble and memory of a plan, from the plan alone: no model, no trace.
+
+    plan_timeline(plan)                         one step, as `smpc compile` predicted it
+    predict(plan, num_microbatches=32)          the same cut under another schedule, as a new plan
+
+A microbatch keeps its size, and with it every stage's times and activations: more microbatches mean a larger batch. What
+the solver said about the cut (bottleneck, bound, gap) stays as it was: it holds for the schedule that it was made for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from smpc.codegen.schedule import in_flight, scheduler
+from smpc.codegen.simulate import Costs, Link, Timeline, simulate
+from smpc.errors import ConfigError
+from smpc.partitioner.plan import Plan
+from smpc.report.memory import resident_bytes
+
+
+def plan_timeline(plan: Plan) -> Timeline:
+    """The predicted timeline of one training step under the plan's schedule."""
+    summary = plan.schedule
+    placement = [stage.rank for stage in plan.stages]
+    schedule = scheduler(summary.name)(len(placement), placement, summary.num_microbatches, summary.active_microbatches)
+    costs = Costs(
+        tuple(stage.forward_time for stage in plan.stages),
+        tuple(stage.backward_time for stage in plan.stages),
+        summary.link_latency,
+        summary.link_bandwidth,
+    )
+    return simulate(schedule, plan_links(plan), costs)
+
+
+def plan_links(plan: Plan) -> tuple[Link, ...]:
+    """What the stages pass to each other for every microbatch."""
+    return tuple(
+        Link(edge.source, edge.destination, edge.num_bytes, edge.gradient_bytes, edge.gradient_bytes > 0)
+        for edge in plan.edges
+    )
+
+
+def predict(
+    plan: Plan,
+    *,
+    num_microbatches: int | None = None,
+    pipeline: str | None = None,
+    active_microbatches: int | None = None,
+) -> Plan:
+    """The plan with its schedule replaced where given, and time, bubble and memory predicted again.
+
+    `active_microbatches` is by default what the plan was made with: stages + 2 unless it was set. Raises ConfigError for
+    numbers below one and for an unknown schedule.
+    """
+    old = plan.schedule
+    microbatches = old.num_microbatches if num_microbatches is None else num_microbatches
+    wrong = [
+        f"{name}: expected at least 1, found {value}"
+        for name, value in (("microbatches", microbatches), ("active_microbatches", active_microbatches))
+        if value is not None and value < 1
+    ]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    name = old.name if pipeline is None else pipeline
+    active = min(active_microbatches or _unbounded_active(plan), microbatches)
+    held = in_flight(name, len(plan.stages), microbatches, active)
+    stages = tuple(
+        dataclasses.replace(
+            stage,
+            num_in_flight=count,
+            peak_memory_bytes=resident_bytes(stage) + count * stage.activation_bytes_per_microbatch,
+        )
+        for stage, count in zip(plan.stages, held, strict=True)
+    )
+    summary = dataclasses.replace(
+        old, name=name, num_microbatches=microbatches, active_microbatches=active, bubble_fraction=0.0, step_time=0.0
+    )
+    new = dataclasses.replace(plan, stages=stages, schedule=summary)
+    timeline = plan_timeline(new)
+    summary = dataclasses.replace(summary, bubble_fraction=timeline.bubble_fraction, step_time=timeline.makespan)
+    return dataclasses.replace(new, schedule=summary)
+
+
+def _unbounded_active(plan: Plan) -> int:
+    """The plan's limit of active microbatches before its own number of microbatches cut it short."""
+    by_default = plan.pipeline_parallel_degree + 2
+    active = plan.schedule.active_microbatches
+    return by_default if active == min(by_default, plan.schedule.num_microbatches) else active

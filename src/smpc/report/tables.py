@@ -1,0 +1,136 @@
+"""The tables of a report as text cells, for the terminal and the page alike.
+
+    stage_table    what each stage runs: modules, parameters, FLOPs, times, share of the objective
+    memory_table   where each stage's bytes go, and its messages; working memory is what is held at the peak beyond the rest:
+                   messages under way and what operations need while they run
+    summary        (label, text) for what is worth knowing about the plan as a whole
+
+FLOPs, times and messages are those of one microbatch. Names of the user's model are made printable here; escaping for
+HTML or rich is the renderer's task.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from smpc.partitioner.plan import Plan, Stage
+from smpc.report.format import count, format_bytes, format_number, format_time, module_list, printable
+
+
+@dataclass(frozen=True, slots=True)
+class TextTable:
+    """Headers, rows of as many cells, and a last row of totals. Columns named in `left` hold text, others numbers."""
+
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    totals: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+
+def title(plan: Plan) -> str:
+    """`GPT: 2 stages on 2 ranks, 4 microbatches`."""
+    return (
+        f"{printable(plan.model_class.rpartition('.')[2])}: {count(len(plan.stages), 'stage')} on "
+        f"{count(plan.pipeline_parallel_degree, 'rank')}, {count(plan.schedule.num_microbatches, 'microbatch', 'es')}"
+    )
+
+
+def stage_table(plan: Plan) -> TextTable:
+    """Modules, parameters, FLOPs, times and cost of every stage."""
+    stages = plan.stages
+    total = sum(stage.cost for stage in stages)
+    rows = tuple(
+        (
+            str(stage.index),
+            str(stage.rank),
+            printable(module_list(stage.modules)) or "(no whole module)",
+            format_number(stage.num_parameters),
+            format_number(stage.forward_flops),
+            format_time(stage.forward_time),
+            format_time(stage.backward_time),
+            f"{stage.cost / total:.1%}" if total else "-",
+        )
+        for stage in stages
+    )
+    totals = (
+        "all",
+        "",
+        "",
+        format_number(sum(stage.num_parameters for stage in stages)),
+        format_number(sum(stage.forward_flops for stage in stages)),
+        format_time(sum(stage.forward_time for stage in stages)),
+        format_time(sum(stage.backward_time for stage in stages)),
+        "",
+    )
+    headers = ("Stage", "Rank", "Modules", "Parameters", "FLOPs", "Forward", "Backward", "Cost")
+    return TextTable(headers, rows, totals, left=("Modules",))
+
+
+def memory_table(plan: Plan) -> TextTable:
+    """Bytes that every stage holds, receives and sends."""
+    stages = plan.stages
+    headers = (
+        "Stage",
+        "Weights",
+        "Gradients",
+        "Optimizer",
+        "Buffers",
+        "Working",
+        "Activations",
+        "Peak",
+        "Receives",
+        "Sends",
+    )
+    totals = (
+        "all",
+        format_bytes(sum(stage.parameter_bytes for stage in stages)),
+        format_bytes(sum(stage.gradient_bytes for stage in stages)),
+        format_bytes(sum(stage.optimizer_bytes for stage in stages)),
+        format_bytes(sum(stage.buffer_bytes for stage in stages)),
+        "",
+        "",
+        f"<= {format_bytes(max((stage.peak_memory_bytes for stage in stages), default=0))}",
+        "",
+        "",
+    )
+    return TextTable(headers, tuple(_memory_row(plan, stage) for stage in stages), totals)
+
+
+def _memory_row(plan: Plan, stage: Stage) -> tuple[str, ...]:
+    return (
+        str(stage.index),
+        format_bytes(stage.parameter_bytes),
+        format_bytes(stage.gradient_bytes),
+        format_bytes(stage.optimizer_bytes),
+        format_bytes(stage.buffer_bytes),
+        format_bytes(stage.communication_bytes + stage.transient_bytes),
+        f"{stage.num_in_flight} x {format_bytes(stage.activation_bytes_per_microbatch)}",
+        format_bytes(stage.peak_memory_bytes),
+        format_bytes(sum(edge.num_bytes for edge in plan.edges if edge.destination == stage.index)),
+        format_bytes(sum(edge.num_bytes for edge in plan.edges if edge.source == stage.index)),
+    )
+
+
+def summary(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """The objective, the schedule, shared parameters, the fingerprint."""
+    objective, schedule = plan.objective, plan.schedule
+    solver = printable(f"{objective.solver}; {objective.note}" if objective.note else objective.solver)
+    return (
+        (
+            "Objective",
+            f"memory weight {objective.memory_weight:g}, bottleneck {objective.bottleneck:.4f}, no plan below "
+            f"{objective.lower_bound:.4f}, gap {objective.gap:.2%} (solver: {solver})",
+        ),
+        (
+            "Schedule",
+            f"{printable(schedule.name)}, {count(schedule.num_microbatches, 'microbatch', 'es')}, at most "
+            f"{schedule.active_microbatches} active, bubble {schedule.bubble_fraction:.1%}, "
+            f"step {format_time(schedule.step_time)}",
+        ),
+        *(
+            ("Shared", f"{printable(p.name)} on stages {', '.join(map(str, p.stages))}, gradients summed")
+            for p in plan.shared_parameters
+        ),
+        *((("Assumes", printable(f"{plan.device}, {plan.optimizer}")),) if plan.device else ()),
+        ("Plan", plan.fingerprint[:16]),
+    )

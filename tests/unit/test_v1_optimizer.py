@@ -1,0 +1,125 @@
+"""DistributedOptimizer in one process: a transparent wrapper whose state is known by the names of parameters."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import smpc.v1 as smp
+from smpc.errors import CheckpointError, ConfigError, ConfigTypeError
+
+
+@pytest.fixture
+def model():
+    smp.init({"pipeline_parallel_degree": 1})
+    torch.manual_seed(0)
+    yield smp.DistributedModel(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    smp.shutdown()
+
+
+def groups(module):
+    return [
+        {"params": [module[1].weight, module[0].weight], "weight_decay": 0.1},
+        {"params": [module[0].bias, module[1].bias], "weight_decay": 0.0},
+    ]
+
+
+def spread_gradients(module):
+    torch.manual_seed(5)
+    for parameter in module.parameters():
+        parameter.grad = torch.randn_like(parameter)
+
+
+def test_it_is_the_wrapped_optimizer(model):
+    inner = torch.optim.AdamW(groups(model.module), lr=0.1)
+    optimizer = smp.DistributedOptimizer(inner)
+    plain = copy.deepcopy(model.module)
+    reference = torch.optim.AdamW(groups(plain), lr=0.1)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert optimizer.defaults is inner.defaults
+    assert optimizer.optimizer is inner
+    seen = []
+    optimizer.register_step_post_hook(lambda *args: seen.append(args))
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, step_size=1, gamma=0.5) for each in (optimizer, reference)]
+    for _ in range(3):
+        for module in (model.module, plain):
+            spread_gradients(module)
+        for each in (optimizer, reference, *schedulers):
+            each.step()
+    assert len(seen) == 3
+    for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own, expected)
+    assert inner.param_groups[0]["lr"] == 0.1 / 8
+    optimizer.zero_grad(set_to_none=False)
+    assert all(not parameter.grad.any() for parameter in model.parameters())
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert optimizer.step(lambda: 7) == 7
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert len(inner.param_groups) == 3
+
+
+def test_state_by_name(model):
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(groups(model.module), lr=0.1))
+    spread_gradients(model.module)
+    optimizer.step()
+    state = optimizer.state_dict()
+    assert [group["params"] for group in state["param_groups"]] == [["1.weight", "0.weight"], ["0.bias", "1.bias"]]
+    assert list(state["state"]) == ["1.weight", "0.weight", "0.bias", "1.bias"]
+    assert torch.equal(state["state"]["0.bias"]["exp_avg"], optimizer.state[model.module[0].bias]["exp_avg"])
+    local = optimizer.local_state_dict(gather_if_shard=False)
+    assert local.pop("_smp_is_partial") is True
+    assert local.keys() == state.keys()
+    assert optimizer.state_dict(gather_to_rank0=True).keys() == state.keys()
+
+
+@pytest.mark.parametrize("form", ["full", "partial", "torch"])
+def test_loading(model, form):
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(groups(model.module), lr=0.1))
+    spread_gradients(model.module)
+    optimizer.step()
+    saved = {
+        "full": optimizer.state_dict,
+        "partial": optimizer.local_state_dict,
+        "torch": optimizer.optimizer.state_dict,
+    }[form]()
+    expected = {
+        name: {key: value.clone() for key, value in optimizer.state[parameter].items()}
+        for name, parameter in model.named_parameters()
+    }
+    saved = copy.deepcopy(saved)
+    fresh = smp.DistributedOptimizer(torch.optim.AdamW(groups(model.module), lr=0.7))
+    fresh.load_state_dict(saved)
+    assert fresh.param_groups[0]["lr"] == 0.1
+    for name, parameter in model.named_parameters():
+        for key, value in expected[name].items():
+            assert torch.equal(fresh.state[parameter][key], value)
+
+
+def test_a_state_of_other_parameters(model):
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(groups(model.module), lr=0.1))
+    state = optimizer.state_dict()
+    with pytest.raises(CheckpointError, match=r"expected groups of \[2, 2\] parameters, found groups of \[4\]"):
+        optimizer.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
+    state["param_groups"][0]["params"] = ["1.weight", "9.weight"]
+    with pytest.raises(CheckpointError, match=r"'9.weight' among them"):
+        optimizer.load_state_dict(state)
+    with pytest.raises(CheckpointError, match="expected the keys state and param_groups"):
+        optimizer.load_state_dict({})
+
+
+def test_arguments(model):
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="loss scaling has no effect"):
+        smp.DistributedOptimizer(inner, static_loss_scale=None, dynamic_loss_scale=True, scale_window=10)
+    with pytest.warns(UserWarning, match="loss scaling has no effect"):
+        smp.DistributedOptimizer(inner, static_loss_scale=128.0)
+    with pytest.raises(ConfigError, match="'scale_windo'; did you mean 'scale_window'"):
+        smp.DistributedOptimizer(inner, scale_windo=10)
+    with pytest.raises(ConfigTypeError, match=r"expected a torch.optim.Optimizer, found Linear"):
+        smp.DistributedOptimizer(nn.Linear(1, 1))
+    with pytest.raises(ConfigTypeError, match="found DistributedOptimizer"):
+        smp.DistributedOptimizer(smp.DistributedOptimizer(inner))
