@@ -28,9 +28,10 @@ Namer = Callable[[str], str]
 # `a.add(b)` is what Python calls for `a + b`; reversed operators have their operands swapped.
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "matmul": "@", "pow": "**", "eq": "==", "ne": "!=", "lt": "<",
-    "le": "<=", "gt": ">", "ge": ">=", "__eq__": "==", "__and__": "&", "__or__": "|", "__xor__": "^",
+    "le": "<=", "gt": ">", "ge": ">=", "__eq__": "==", "__and__": "&", "__or__": "|", "__xor__": "^", "__pow__": "**", "__floordiv__": "//",
 }  # fmt: skip
-_REVERSED = {"__rsub__": "-", "__rpow__": "**", "__rdiv__": "/"}
+_REVERSED = {"__rsub__": "-", "__rpow__": "**", "__rdiv__": "/", "__rfloordiv__": "//", "__rmatmul__": "@"}
+_PREFIX = {"__neg__": "-", "__invert__": "~"}
 
 
 def attribute_source(path: str) -> str:
@@ -104,6 +105,8 @@ def _function_source(node: Node, name_of: Namer) -> str:
                 return f"{_operand(args[0], name_of)} {_INFIX[method]} {_operand(args[1], name_of)}"
             if method in _REVERSED:
                 return f"{_operand(args[1], name_of)} {_REVERSED[method]} {_operand(args[0], name_of)}"
+        if len(args) == 1 and not node.kwargs and method in _PREFIX:
+            return f"{_PREFIX[method]}{_operand(args[0], name_of)}"
         return f"{_operand(args[0], name_of)}.{method}({_arguments(node, name_of, skip=1)})"
     return f"{_callee(target)}({_arguments(node, name_of)})"
 

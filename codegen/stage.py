@@ -73,14 +73,24 @@ def build_stage(code: StageCode, model: nn.Module, device: torch.device | str = 
     linecache.cache[filename] = (len(code.source), None, code.source.splitlines(keepends=True), filename)
     exec(compile(code.source, filename, "exec"), namespace)
     stage: StageModule = namespace[code.class_name](model, torch.device(device))
-    for path in _outermost(code.modules):
-        owner, name = _container(stage, model, path)
-        owner.add_module(name, model.get_submodule(path))
     inside = tuple(f"{path}." for path in code.modules)
-    for path in code.attributes:
-        if not path.startswith(inside):
+    held = [path for path in code.attributes if not path.startswith(inside)]
+    # In the model's order, so that of several names for one parameter its first comes first here too.
+    order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    places = [(order[path], path, True) for path in _outermost(code.modules)]
+    places += [(order[_owner(path)], path, False) for path in held]
+    for _, path, is_module in sorted(places, key=lambda place: place[0]):
+        if is_module:
+            owner, name = _container(stage, model, path)
+            owner.add_module(name, model.get_submodule(path))
+        else:
             _hold(stage, model, path)
     return stage
+
+
+def _owner(path: str) -> str:
+    """The module that a parameter, buffer or tensor attribute belongs to."""
+    return path.partition("[")[0].rpartition(".")[0]
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:
@@ -107,7 +117,7 @@ def _container(stage: StageModule, model: nn.Module, path: str) -> tuple[nn.Modu
 
 def _hold(stage: StageModule, model: nn.Module, path: str) -> None:
     owner, name = _container(stage, model, path)
-    origin = model.get_submodule(path.partition("[")[0].rpartition(".")[0])
+    origin = model.get_submodule(_owner(path))
     if name in origin._parameters:
         owner.register_parameter(name, origin._parameters[name])
     elif name in origin._buffers:

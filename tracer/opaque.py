@@ -5,10 +5,11 @@ autograd functions becomes an opaque leaf: one node, nothing recorded inside. Th
 
     1. a rule that the user registered for its class (`register_shape_rule`);
     2. a run over fake tensors, where only its backward could not be recorded;
-    3. a real run on the CPU, on a copy whose parameters are zero: memory that is never written costs nothing.
+    3. real runs on the CPU, on copies with invented parameters and inputs.
 
-A real run on large inputs is replaced by three on small ones: the size that most inputs share as their first is set to 6, 10 and 14, and
-the sizes of the outputs, which must be linear in it, are extended to the true one. What autograd saves is extended alike.
+Two real runs on different values must agree on shapes and on everything that is no tensor: a list of expert loads, say, would be a
+constant in the trace. If they do not, the module is no leaf, and the one that calls it is tried. A real run on large inputs is replaced by three on small ones: the size that most inputs share as their first is set to 6, 10 and 14, and
+the sizes of the outputs, which must be linear in it, are extended to the true one. Costs are extended alike, if only about.
 
 Example: experts that map [tokens, hidden] to [tokens, hidden], with tokens = 65536, are run on 6, 10 and 14 tokens.
 """
@@ -31,12 +32,13 @@ from smpc.errors import TraceError
 from smpc.tracer.fakes import FakeState
 from smpc.tracer.ir import TensorSpec
 from smpc.tracer.measure import Meter
-from smpc.tracer.structure import flatten
+from smpc.tracer.structure import Structure, flatten
 
 M = TypeVar("M", bound=type[nn.Module])
 
 _RULE = "_smpc_shape_rule"
 _SMALL_SIZES = (6, 10, 14)
+_LARGE_PARAMETER = 1 << 24  # elements above which a parameter is zero in a real run
 _LARGE = 1 << 20  # elements of all inputs together above which a real run is made on small ones
 
 
@@ -61,9 +63,10 @@ def shape_rule(module: nn.Module) -> Callable[..., Any] | None:
 
 @dataclass(slots=True)
 class Probe:
-    """What a real run told: the output with TensorSpecs (or the position of an input) in place of tensors, and costs."""
+    """What a real run told: the output, with a TensorSpec or `Same` in place of each tensor, and costs."""
 
-    output: Any
+    leaves: list[Any]
+    structure: Structure
     saved: list[tuple[int, int]]  # (position of the input whose memory it is, or -1; bytes)
     written: list[int]  # positions, among inputs and then state, of the tensors written in place
     flops: int
@@ -83,10 +86,31 @@ def probe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stat
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     firsts = Counter(tensor.shape[0] for tensor in tensors if tensor.dim())
     if sum(tensor.numel() for tensor in tensors) <= _LARGE or not firsts:
-        return _run(module, args, kwargs, state, meter, {})
+        return _agreed(module, args, kwargs, state, meter, {})
     size = firsts.most_common(1)[0][0]
-    runs = [_run(module, args, kwargs, state, meter, {size: small}) for small in _SMALL_SIZES]
+    runs = [_agreed(module, args, kwargs, state, meter, {size: small}) for small in _SMALL_SIZES]
     return _extend(runs, size, type(module).__name__)
+
+
+def _agreed(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: FakeState,
+    meter: Meter,
+    first_sizes: dict[int, int],
+) -> Probe:
+    """What two runs on different values agree on."""
+    try:
+        first = _run(module, args, kwargs, state, meter, first_sizes, _Values(0, 1))
+    except (IndexError, RuntimeError, ValueError):  # 1 is a mask's usual value, but not everyone's valid index
+        first = _run(module, args, kwargs, state, meter, first_sizes, _Values(0, 0))
+    second = _run(module, args, kwargs, state, meter, first_sizes, _Values(1, 0))
+    if (first.leaves, first.structure, first.written) != (second.leaves, second.structure, second.written):
+        raise TraceError(
+            f"what {type(module).__name__} returns, beside the values of its tensors, depends on its inputs"
+        )
+    return first
 
 
 def _run(
@@ -96,14 +120,15 @@ def _run(
     state: FakeState,
     meter: Meter,
     first_sizes: dict[int, int],
+    values: _Values,
 ) -> Probe:
     """One real run, with the first sizes of the inputs replaced as `first_sizes` says."""
     leaves, structure = flatten((args, kwargs))
     saved: list[tuple[int, int]] = []
     seen: set[int] = set()
     with torch._C.DisableTorchFunction(), unset_fake_temporarily(), torch.random.fork_rng():
-        inputs = [_real(leaf, first_sizes) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        memo = {id(fake): _zeros(state.originals[id(fake)]) for fake in (*module.parameters(), *module.buffers())}
+        inputs = [values.input(leaf, first_sizes) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        memo = {id(fake): values.state(state.originals[id(fake)]) for fake in (*module.parameters(), *module.buffers())}
         real_state = list(memo.values())
         copied = copy.deepcopy(module, dict(memo))
         owned = {t.untyped_storage()._cdata for t in real_state}
@@ -132,33 +157,43 @@ def _run(
             else TensorSpec.of(leaf)
             for leaf in found
         ]
-    return Probe(shape.unflatten(described), saved, written, meter.flops, meter.random)
+    return Probe(described, shape, saved, written, meter.flops, meter.random)
 
 
-def _real(fake: torch.Tensor, first_sizes: dict[int, int]) -> torch.Tensor:
-    """A real tensor in place of a fake one: integers are zero (a valid index), the rest small and not constant."""
-    shape = list(fake.shape)
-    if shape:
-        shape[0] = first_sizes.get(shape[0], shape[0])
-    if not fake.dtype.is_floating_point:
-        return torch.zeros(shape, dtype=fake.dtype)
-    values = torch.linspace(-0.1, 0.1, max(1, math.prod(shape)))[: math.prod(shape)].reshape(shape).to(fake.dtype)
-    return values.requires_grad_(fake.requires_grad).clone() if fake.requires_grad else values
+class _Values:
+    """Invents values: the same seed gives the same ones on every rank. `integer` is the value of all integers."""
 
+    def __init__(self, seed: int, integer: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._integer = integer
 
-def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros like a parameter, or a buffer's own values where it has any."""
-    if not tensor.requires_grad and tensor.device.type == "cpu":
-        return tensor.detach().clone()
-    zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
-    return nn.Parameter(zeros, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else zeros
+    def input(self, fake: torch.Tensor, first_sizes: dict[int, int]) -> torch.Tensor:
+        """A real tensor in place of a fake one."""
+        shape = list(fake.shape)
+        if shape:
+            shape[0] = first_sizes.get(shape[0], shape[0])
+        if not fake.dtype.is_floating_point:
+            return torch.full(shape, self._integer, dtype=fake.dtype)
+        drawn = torch.randn(shape, generator=self._generator).to(fake.dtype)
+        return drawn.requires_grad_().clone() if fake.requires_grad else drawn
+
+    def state(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter with invented values, or a buffer with its own, where it has any."""
+        if not isinstance(tensor, nn.Parameter):
+            is_real = tensor.device.type == "cpu"
+            return tensor.detach().clone() if is_real else torch.zeros(tensor.shape, dtype=tensor.dtype)
+        if tensor.numel() > _LARGE_PARAMETER or not tensor.dtype.is_floating_point:
+            # Memory that is never written costs nothing: a mixture of experts may be larger than this machine.
+            drawn = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        else:
+            drawn = (0.1 * torch.randn(tensor.shape, generator=self._generator)).to(tensor.dtype)
+        return nn.Parameter(drawn, tensor.requires_grad)
 
 
 def _extend(runs: list[Probe], size: int, class_name: str) -> Probe:
     """The probe at the true size, from probes at the small sizes."""
-    outputs = [flatten(run.output) for run in runs]
     leaves = []
-    for triple in zip(*(found for found, _ in outputs), strict=True):
+    for triple in zip(*(run.leaves for run in runs), strict=True):
         if not isinstance(triple[0], TensorSpec):
             leaves.append(triple[0])
             continue
@@ -168,12 +203,18 @@ def _extend(runs: list[Probe], size: int, class_name: str) -> Probe:
         stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         leaves.append(TensorSpec(shape, triple[0].dtype, tuple(stride), triple[0].requires_grad))
     first = runs[0]
-    saved = [
-        (position, _line([run.saved[i][1] for run in runs], size, class_name))
-        for i, (position, _) in enumerate(first.saved)
-    ]
-    flops = _line([run.flops for run in runs], size, class_name)
-    return Probe(outputs[0][1].unflatten(leaves), saved, first.written, flops, first.random)
+    saved: list[tuple[int, int]] = []
+    for position in sorted({position for run in runs for position, _ in run.saved}):
+        totals = [sum(num_bytes for p, num_bytes in run.saved if p == position) for run in runs]
+        saved.append((position, _about(totals, size)))
+    flops = _about([run.flops for run in runs], size)
+    return Probe(leaves, first.structure, saved, first.written, flops, first.random)
+
+
+def _about(values: list[int], size: int) -> int:
+    """The value at `size` of the line through the outer ones: costs may depend a little on values, as routing does."""
+    slope = (values[-1] - values[0]) / (_SMALL_SIZES[-1] - _SMALL_SIZES[0])
+    return max(0, round(values[0] + slope * (size - _SMALL_SIZES[0])))
 
 
 def _line(values: list[int], size: int, class_name: str) -> int:

@@ -499,8 +499,6 @@ class Recorder(TorchFunctionMode):
             self._saved = []
         try:
             found = probe(module, args, kwargs, self.state, self.meter)
-        except SmpcError:
-            raise
         except Exception as error:
             what = f"{type(module).__name__} cannot be called whole either: {type(error).__name__}: {error}"
             raise self.error(what, line=innermost_line(error), way_out=_SHAPE_RULE) from error
@@ -509,8 +507,8 @@ class Recorder(TorchFunctionMode):
         self.meter.flops, self.meter.random = found.flops, found.random
         for position, num_bytes in found.saved:
             self._saved.append(self._storage(inputs[position]) if position >= 0 else self._new_storage(num_bytes))
-        leaves, structure = flatten(found.output)
-        return structure.unflatten(self._fake(leaf, inputs) for leaf in leaves), [tensors[i] for i in found.written]
+        leaves = [self._fake(leaf, inputs) for leaf in found.leaves]
+        return found.structure.unflatten(leaves), [tensors[i] for i in found.written]
 
     def _fake(self, described: Any, inputs: list[Any]) -> Any:
         """A fake tensor for what a real run returned."""

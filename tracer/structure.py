@@ -164,7 +164,8 @@ def _build_mapping(cls: Any, keys: tuple[Any, ...], values: list[Any]) -> Any:
     if hasattr(cls, "__dataclass_fields__"):
         return cls(**dict(zip(keys, values, strict=True)))
     instance = cls.__new__(cls)
-    instance.update(zip(keys, values, strict=True))
+    for key, value in zip(keys, values, strict=True):  # some dict subclasses refuse `update`
+        instance[key] = value
     return instance
 
 

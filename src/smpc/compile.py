@@ -12,7 +12,7 @@ on the meta device will do, and so will a model on the meta device: nothing is a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,12 +122,13 @@ def compile_model(
     optimizer: str = "adam",
     memory_limit: str | int | None = None,
     leaf_modules: Sequence[str] = (),
+    show_phase: Callable[[str], object] | None = None,
 ) -> Compilation:
     """Compiles a model for a batch like `sample_inputs` (see the module docstring for its forms).
 
     `leaf_modules` are names of modules to be called whole, with nothing recorded inside. `device` (see `smpc.partitioner.device`) and
     `optimizer` (see `smpc.partitioner.optimizer`) are what times and memory are predicted for. `memory_limit` is the most that a rank
-    may hold at its predicted peak: "80GB", or a number of bytes.
+    may hold at its predicted peak: "80GB", or a number of bytes. `show_phase` is called with the name of each phase as it starts.
 
     Raises ConfigError for settings out of bounds or a batch that `microbatches` does not divide, TraceError for a model that
     cannot be recorded, PartitionError when there are more stages than modules, or no plan within the memory limit.
@@ -143,8 +144,13 @@ def compile_model(
         memory_limit,
     )
     args, kwargs = first_microbatch(as_inputs(sample_inputs), microbatches)
+    show = show_phase or (lambda phase: None)
+    show("Tracing the model")
     trace = record(model, args, kwargs, leaf_modules=leaf_modules)
-    return compile_trace(trace, options)
+    show("Solving the partition")
+    plan = make_plan(trace, options)
+    show("Writing and checking the programs")
+    return compile_plan(trace, plan, options)
 
 
 def compile_trace(trace: Trace, options: PipelineOptions, like: Compilation | None = None) -> Compilation:

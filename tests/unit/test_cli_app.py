@@ -119,7 +119,14 @@ def test_output_folder_has_plan_programs_and_schedule_byte_for_byte(smpc, factor
         status, out, _ = smpc(*command, "-p", "2", "--out", str(folder))
         assert status == 0
         files = sorted(path.name for path in folder.iterdir())
-        assert files == ["plan.json", "rank_0.py", "rank_1.py", "schedule.txt"]
+        assert files == [
+            "plan.json",
+            "rank_0.py",
+            "rank_1.py",
+            "report.html",
+            "schedule.txt",
+            "timeline.json",
+        ]
         assert (folder / "plan.json").read_text() == out
         digests.append([hashlib.sha256((folder / file).read_bytes()).hexdigest() for file in files])
     assert digests[0] == digests[1]
@@ -143,7 +150,9 @@ def test_programs_of_an_earlier_larger_plan_are_removed(smpc, factories, tmp_pat
         "rank_0.py",
         "rank_1.py",
         "rank_x.py",
+        "report.html",
         "schedule.txt",
+        "timeline.json",
     ]
 
 

@@ -40,10 +40,13 @@ def _plan(*modules, model_class="GPT", num_microbatches=4, note=""):
             forward_time=0.010,
             backward_time=0.020,
             cost=1.0 + index,
+            buffer_bytes=1024,
+            communication_bytes=1024,
+            transient_bytes=2048,
         )
         for index, names in enumerate(modules)
     )
-    edges = (Edge(0, -1, 0, ("x",), 2048), *(Edge(i + 1, i, i + 1, ("h",), 5120) for i in range(len(modules) - 1)))
+    edges = (Edge(0, -1, 0, ("x",), 2048), *(Edge(i + 1, i, i + 1, ("h",), 5120, 4096) for i in range(len(modules) - 1)))
     return Plan(
         model_class,
         len(modules),
@@ -80,12 +83,14 @@ def test_report_has_every_number():
     assert stages == [
         "0 0 wte, h.0 1.5 M 2.5 G 10 ms 20 ms 33.3%",
         "1 1 h.1, lm_head 1.5 M 2.5 G 10 ms 20 ms 66.7%",
-        "0 6.0 MiB 7.0 MiB 12.0 MiB 2 x 3.0 MiB 40.0 MiB 2.0 KiB 5.0 KiB",
-        "1 6.0 MiB 7.0 MiB 12.0 MiB 1 x 3.0 MiB 41.0 MiB 5.0 KiB 0 B",
+        "0 6.0 MiB 7.0 MiB 12.0 MiB 1.0 KiB 3.0 KiB 2 x 3.0 MiB 40.0 MiB",
+        "1 6.0 MiB 7.0 MiB 12.0 MiB 1.0 KiB 3.0 KiB 1 x 3.0 MiB 41.0 MiB",
+        "0 2.0 KiB inputs 5.0 KiB 1 4.0 KiB 0 B",
+        "1 5.0 KiB 0 0 B - 0 B 4.0 KiB",
     ]
     words = " ".join(text.split())
     assert "all 3.0 M 5.0 G 20 ms 40 ms" in words
-    assert "all 12.0 MiB 14.0 MiB 24.0 MiB <= 41.0 MiB" in words
+    assert "all 12.0 MiB 14.0 MiB 24.0 MiB 2.0 KiB <= 41.0 MiB" in words
     assert "memory weight 0.8, bottleneck 0.5123, no plan below 0.5000, gap 2.46%" in words
     assert "(solver: chain; time limit reached)" in words
     assert "interleaved, 4 microbatches, at most 4 active, bubble 12.5%, step 360 ms" in words

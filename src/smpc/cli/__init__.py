@@ -1,4 +1,4 @@
-"""The command line: `smpc compile`, `smpc run`, `smpc env`."""
+"""The command line: `smpc compile`, `smpc simulate`, `smpc diff`, `smpc run`, `smpc env`."""
 
 from smpc.cli.app import main
 

@@ -1,7 +1,7 @@
 """The `smpc` command: its subcommands, and how errors look.
 
 Exit status: 0 when all went well; 2 when what the user gave is wrong (one line for each violation on stderr, each
-starting `smpc: error:`, no traceback); of `smpc run`, otherwise, what `smpc.launch` says. An error that is smpc's own
+starting `smpc: error:`, no traceback); of `smpc diff`, 1 when the plans differ; of `smpc run`, otherwise, what `smpc.launch` says. An error that is smpc's own
 fault shows its traceback. With SMPC_DEBUG=1 in the environment the user's errors show theirs as well.
 """
 
@@ -17,8 +17,10 @@ from typing import Annotated, Any
 import typer
 
 from smpc.cli.compile import compile_command
+from smpc.cli.diff import diff_command
 from smpc.cli.env import env_command
 from smpc.cli.run import run_command
+from smpc.cli.simulate import simulate_command
 from smpc.errors import SmpcError
 
 app = typer.Typer(
@@ -29,6 +31,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("compile")(compile_command)
+app.command("simulate")(simulate_command)
+app.command("diff")(diff_command)
 # What follows the script belongs to it, also `--help`.
 app.command("run", context_settings={"allow_interspersed_args": False})(run_command)
 app.command("env")(env_command)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from smpc.cli.inputs import parse_inputs
+from smpc.cli.progress import progress
 from smpc.cli.targets import load_target
 from smpc.config import Config
 from smpc.errors import ConfigError
@@ -71,7 +72,10 @@ def compile_command(
     ] = None,
     json_only: Annotated[bool, typer.Option("--json", help="Print the plan as JSON and nothing else.")] = False,
     out: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Write plan.json, rank_<r>.py and schedule.txt there.")
+        str | None, typer.Option(metavar="DIR", help="Write the plan, its report and the programs there.")
+    ] = None,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE.png", help="Draw the step and its memory there; needs matplotlib.")
     ] = None,
 ) -> None:
     """Split a model into pipeline stages and report what each will cost.
@@ -90,11 +94,18 @@ def compile_command(
     )
     specs = parse_inputs(inputs or [])
     folder = None if out is None else _writable_folder(out)
+    if plot is not None:
+        _check_plot(plot)
     # Before the logger is silenced: torch sets the levels of its loggers when it is imported.
     from smpc.compile import compile_model
 
     # stdout is for the result alone; whatever the user's code prints goes to stderr.
-    with contextlib.redirect_stdout(sys.stderr), _silenced("torch._subclasses.fake_tensor"):
+    with (
+        progress() as show,
+        contextlib.redirect_stdout(sys.stderr),
+        _silenced("torch._subclasses.fake_tensor"),
+    ):
+        show("Making the model")
         model, sample_inputs = load_target(target, specs)
         compilation = compile_model(
             model,
@@ -107,7 +118,10 @@ def compile_command(
             device=device,
             optimizer=optimizer,
             memory_limit=memory_limit,
+            show_phase=show,
         )
+    if plot is not None:
+        _write_plot(compilation, plot)
     if folder is not None:
         _write(compilation, folder)
     if json_only:
@@ -163,9 +177,15 @@ def _writable_folder(out: str) -> Path:
 
 
 def _write(compilation: Compilation, folder: Path) -> None:
-    """plan.json, schedule.txt and a program for every rank; programs left from an earlier, larger plan are removed."""
+    """The plan, its report and a program for every rank; programs left from an earlier, larger plan are removed."""
+    from smpc.report.page import render_page
+    from smpc.report.perfetto import perfetto_json
+
+    timeline = compilation.timeline()
     files = {f"rank_{rank}.py": compilation.rank_source(rank) for rank in range(len(compilation.programs))}
     files["schedule.txt"] = compilation.schedule_text()
+    files["timeline.json"] = perfetto_json(compilation.plan, timeline)
+    files["report.html"] = render_page(compilation.trace, compilation.plan, timeline)
     files["plan.json"] = compilation.plan.to_json()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -177,3 +197,25 @@ def _write(compilation: Compilation, folder: Path) -> None:
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out {str(folder)!r}: cannot write {error.filename!r}: {error.strerror}") from error
+
+
+def _check_plot(plot: str) -> None:
+    """Raises ConfigError, before the model is compiled, for a picture that could not be written."""
+    from smpc.report.plot import require_matplotlib
+
+    path = Path(plot)
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"--plot {plot!r}: expected a file name that ends in .png")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {plot!r}: expected a file in a folder that exists")
+    require_matplotlib()
+
+
+def _write_plot(compilation: Compilation, plot: str) -> None:
+    from smpc.report.plot import render_plot
+
+    picture = render_plot(compilation.plan, compilation.timeline())
+    try:
+        Path(plot).write_bytes(picture)
+    except OSError as error:
+        raise ConfigError(f"--plot {plot!r}: cannot write it: {error.strerror}") from error

@@ -177,7 +177,7 @@
 
   function drawCurve(chart, context, rank) {
     const { parts, peak, points } = data.memory[rank], bottom = rowTop(chart, rank) + chart.row - 3;
-    const yOf = (value) => bottom - (value / most) * (chart.row - 16);
+    const yOf = (value) => bottom - (value / most) * (chart.row - 22);
     const left = xOf(chart, 0), right = xOf(chart, step);
     const stage = data.stage_of_rank[rank], first = Math.max(0, after(points, view.start, (point) => point[0]) - 1);
     context.beginPath();
@@ -208,7 +208,7 @@
     context.fillStyle = theme["--ink"];
     context.lineWidth = 3;
     context.strokeStyle = theme["--card"];
-    const y = Math.max(yOf(peak) - 8, rowTop(chart, rank) + 7);
+    const y = yOf(peak) - 8;
     context.strokeText(`peak ${bytes(peak)}`, chart.width - 4, y);
     context.fillText(`peak ${bytes(peak)}`, chart.width - 4, y);
     context.lineWidth = 1;
@@ -226,7 +226,7 @@
   const many = data.num_ranks > 24, some = data.num_ranks > 8;
   const charts = [
     { canvas: document.getElementById("timeline"), row: many ? 16 : some ? 24 : 34, draw: drawTimeline, tip: timelineTip },
-    { canvas: document.getElementById("memory"), row: many ? 30 : some ? 48 : 72, draw: drawMemory, tip: memoryTip },
+    { canvas: document.getElementById("memory"), row: many ? 36 : some ? 52 : 76, draw: drawMemory, tip: memoryTip },
   ];
   let scheduled = false;
   function redraw() {
@@ -303,6 +303,7 @@
 
   // ---- the module tree: [name, class, stages, parameters, FLOPs, children]
 
+  const solid = (stage) => `oklch(0.72 0.14 ${hue(stage)})`;
   function chip(stage) {
     const made = element("span", "stage", String(stage));
     made.style.setProperty("--hue", hue(stage));
@@ -311,7 +312,7 @@
   }
 
   function strip(stages) {
-    const made = element("span", "strip"), colours = stages.map((stage) => `oklch(0.72 0.14 ${hue(stage)})`);
+    const made = element("span", "strip"), colours = stages.map(solid);
     if (colours.length === 1) made.style.background = colours[0];
     if (colours.length > 1) made.style.background = `linear-gradient(${colours.join(", ")})`;
     return made;
@@ -333,6 +334,7 @@
     const shown = stages.length > 4 ? [chip(stages[0]), "to", chip(stages.at(-1))] : stages.map(chip);
     const bar = element("i", "");
     bar.style.width = `${(100 * flops) / total}%`;
+    if (stages.length === 1) bar.style.background = solid(stages[0]);
     const share = element("div", "share", element("div", "bar", bar), element("span", "number", flops ? number(flops) : "\u2013"));
     return element("div", children.length ? "row" : "row leaf", label, element("div", "class", className), element("div", "stages", ...shown),
       element("div", "number", parameters ? number(parameters) : "\u2013"), share);

@@ -25,7 +25,7 @@ from smpc.codegen.simulate import Timeline
 from smpc.partitioner.plan import Plan
 from smpc.report.format import count, format_bytes, format_number, format_time, printable
 from smpc.report.memory import memory_curves
-from smpc.report.tables import TextTable, memory_table, stage_table, summary, title
+from smpc.report.tables import TextTable, memory_table, message_table, stage_table, summary, title
 from smpc.report.tree import ModuleNode, module_tree
 from smpc.tracer.ir import Trace
 
@@ -47,6 +47,7 @@ def render_page(trace: Trace, plan: Plan, timeline: Timeline) -> str:
         "cards": _cards(plan),
         "stage_table": _table(stage_table(plan)),
         "memory_table": _table(memory_table(plan)),
+        "message_table": _table(message_table(plan)),
         "summary": "".join(f"<dt>{html.escape(a)}</dt><dd>{html.escape(b)}</dd>" for a, b in summary(plan)),
         "data": _embedded(_data(trace, plan, timeline)),
         "style": style,
@@ -123,7 +124,11 @@ def _cards(plan: Plan) -> str:
         ("Step", format_time(schedule.step_time), "predicted"),
         ("Bubble", f"{schedule.bubble_fraction:.1%}", "of all ranks' time is idle"),
         ("Peak memory", format_bytes(highest.peak_memory_bytes), f"on rank {highest.rank}"),
-        ("Parameters", format_number(sum(stage.num_parameters for stage in stages)), "replicas counted"),
+        (
+            "Parameters",
+            format_number(sum(stage.num_parameters for stage in stages)),
+            "replicas counted" if plan.shared_parameters else "in all",
+        ),
         ("Balance", f"{max(costs) * len(costs) / sum(costs):.3f}" if sum(costs) else "-", "largest over mean cost"),
         ("Gap", f"{objective.gap:.2%}", "to a proven lower bound"),
     )
@@ -148,7 +153,8 @@ def _table(table: TextTable) -> str:
         stage = html.escape(row[0])  # the first column of every table
         chip = f'<td><span class="stage" data-stage="{stage}">{stage}</span></td>'
         rows.append(f"<tr>{chip}{cells('td', row).partition('</td>')[2]}</tr>\n")
+    foot = f"<tfoot><tr>{cells('td', table.totals)}</tr></tfoot>\n" if table.totals else ""
     return (
         f"<table>\n<thead><tr>{cells('th', table.headers)}</tr></thead>\n<tbody>\n{''.join(rows)}</tbody>\n"
-        f"<tfoot><tr>{cells('td', table.totals)}</tr></tfoot>\n</table>"
+        f"{foot}</table>"
     )

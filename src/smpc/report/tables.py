@@ -1,8 +1,9 @@
 """The tables of a report as text cells, for the terminal and the page alike.
 
     stage_table    what each stage runs: modules, parameters, FLOPs, times, share of the objective
-    memory_table   where each stage's bytes go, and its messages; working memory is what is held at the peak beyond the rest:
-                   messages under way and what operations need while they run
+    memory_table   where each stage's bytes go; working memory is what the peak holds beyond the rest: messages under way, and
+                   what operations need while they run
+    message_table  what each stage receives and sends
     summary        (label, text) for what is worth knowing about the plan as a whole
 
 FLOPs, times and messages are those of one microbatch. Names of the user's model are made printable here; escaping for
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smpc.partitioner.plan import Plan, Stage
+from smpc.partitioner.plan import INPUTS, Plan, Stage
 from smpc.report.format import count, format_bytes, format_number, format_time, module_list, printable
 
 
@@ -25,6 +26,10 @@ class TextTable:
     rows: tuple[tuple[str, ...], ...]
     totals: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for row in (*self.rows, *([self.totals] if self.totals else [])):
+            assert len(row) == len(self.headers), f"{len(self.headers)} columns, but {row}"
 
 
 def title(plan: Plan) -> str:
@@ -67,20 +72,9 @@ def stage_table(plan: Plan) -> TextTable:
 
 
 def memory_table(plan: Plan) -> TextTable:
-    """Bytes that every stage holds, receives and sends."""
+    """Bytes that every stage holds."""
     stages = plan.stages
-    headers = (
-        "Stage",
-        "Weights",
-        "Gradients",
-        "Optimizer",
-        "Buffers",
-        "Working",
-        "Activations",
-        "Peak",
-        "Receives",
-        "Sends",
-    )
+    headers = ("Stage", "Weights", "Gradients", "Optimizer", "Buffers", "Working", "Activations", "Peak")
     totals = (
         "all",
         format_bytes(sum(stage.parameter_bytes for stage in stages)),
@@ -90,13 +84,11 @@ def memory_table(plan: Plan) -> TextTable:
         "",
         "",
         f"<= {format_bytes(max((stage.peak_memory_bytes for stage in stages), default=0))}",
-        "",
-        "",
     )
-    return TextTable(headers, tuple(_memory_row(plan, stage) for stage in stages), totals)
+    return TextTable(headers, tuple(_memory_row(stage) for stage in stages), totals)
 
 
-def _memory_row(plan: Plan, stage: Stage) -> tuple[str, ...]:
+def _memory_row(stage: Stage) -> tuple[str, ...]:
     return (
         str(stage.index),
         format_bytes(stage.parameter_bytes),
@@ -106,8 +98,26 @@ def _memory_row(plan: Plan, stage: Stage) -> tuple[str, ...]:
         format_bytes(stage.communication_bytes + stage.transient_bytes),
         f"{stage.num_in_flight} x {format_bytes(stage.activation_bytes_per_microbatch)}",
         format_bytes(stage.peak_memory_bytes),
-        format_bytes(sum(edge.num_bytes for edge in plan.edges if edge.destination == stage.index)),
-        format_bytes(sum(edge.num_bytes for edge in plan.edges if edge.source == stage.index)),
+    )
+
+
+def message_table(plan: Plan) -> TextTable:
+    """Bytes that every stage receives and sends for one microbatch, and the gradients that come and go for them."""
+    headers = ("Stage", "Receives", "From", "Sends", "To", "Gradients received", "Gradients sent")
+    return TextTable(headers, tuple(_message_row(plan, stage) for stage in plan.stages))
+
+
+def _message_row(plan: Plan, stage: Stage) -> tuple[str, ...]:
+    received = [edge for edge in plan.edges if edge.destination == stage.index]
+    sent = [edge for edge in plan.edges if edge.source == stage.index]
+    return (
+        str(stage.index),
+        format_bytes(sum(edge.num_bytes for edge in received)),
+        ", ".join("inputs" if edge.source == INPUTS else str(edge.source) for edge in received) or "-",
+        format_bytes(sum(edge.num_bytes for edge in sent)),
+        ", ".join(str(edge.destination) for edge in sent) or "-",
+        format_bytes(sum(edge.gradient_bytes for edge in sent)),
+        format_bytes(sum(edge.gradient_bytes for edge in received)),
     )
 
 

@@ -1,4 +1,4 @@
-"""A plan as a person reads it: tables of stages and memory, the objective, and the pipeline drawn over time.
+"""A plan as a person reads it: tables of stages, memory and messages, the objective, and the pipeline drawn over time.
 
     print_report(plan, timeline)     on stdout, in colour if that is a terminal, else plain text 100 columns wide
     render(plan, timeline, width)    the same as a rich renderable, for other consoles
@@ -21,7 +21,7 @@ from rich.text import Text
 from smpc.codegen.simulate import Timeline
 from smpc.partitioner.plan import Plan
 from smpc.report.drawing import Drawing, drawing
-from smpc.report.tables import TextTable, memory_table, stage_table, summary, title
+from smpc.report.tables import TextTable, memory_table, message_table, stage_table, summary, title
 
 PLAIN_WIDTH = 100  # columns when the output is not a terminal
 
@@ -46,6 +46,8 @@ def render(plan: Plan, timeline: Timeline | None = None, width: int = PLAIN_WIDT
         text_table(stage_table(plan), width),
         Text(),
         text_table(memory_table(plan), width),
+        Text(),
+        text_table(message_table(plan), width),
         Text(),
         labelled(summary(plan)),
         *(_drawn(drawing(timeline, width)) if timeline is not None else ()),

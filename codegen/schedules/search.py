@@ -1,0 +1,251 @@
+"""A list scheduler: the best order of actions that it finds for any placement, unequal stages and slow messages.
+
+Terms
+    slot        room for the activations of one (stage, microbatch) on a rank, from its F to its W
+    policy      what a rank prefers when it could run several actions
+
+Whenever a rank is free it runs one of the actions whose values are there and for which it has a slot. The backward is
+always split: others wait for B and F, nobody waits for W, so W comes last unless slots are short. A policy says three
+more things: whether the F of a later or of an earlier stage comes first, whether F may come before B, and how long a rank
+would rather wait for a B or an F that is on its way than begin a W. Every policy is run; then the best one's preferences
+are varied at random. The best of all these and of the given starts is returned, so it is never worse than a start. The
+random numbers come from a fixed seed: the same problem has the same result.
+
+Deadlock. A rank keeps slots for the oldest microbatch that is not through on it: an F of another one is not begun if the
+remaining Fs of the oldest would then not find a slot each. So the oldest microbatch of all can always go on.
+
+Example: two pieces per rank in a V, `search(v_placement(8), 16, chain(16), costs, slots=(16,) * 8)` with input gradients
+that take more than twice as long as those of the parameters: 7% bubble, where ZB-V has 10%.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from smpc.codegen.actions import Action, Schedule, peaks, rank_peaks
+from smpc.codegen.program import Op
+from smpc.codegen.simulate import Costs, Link, simulate
+from smpc.errors import ScheduleError
+from smpc.partitioner.plan import INPUTS
+
+ROUNDS = 100
+_SEED = 1
+
+Key = tuple[Op, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a rank prefers; `bias` moves single actions, in units of the step from B to F to W."""
+
+    patience: float = 0.0  # shares of a W that a rank waits for an F or B instead
+    late_first: bool = True  # of several F, that of the latest stage
+    forward_first: bool = False
+    reach: float = math.inf
+    bias: dict[Key, float] = field(default_factory=dict)
+
+    def rank(self, key: Key) -> float:
+        """The smallest comes first."""
+        op, stage, microbatch = key
+        kind = 3.0 if op is Op.WEIGHT else 1.0 + (op is Op.BACKWARD) * (1 if self.forward_first else -1)
+        deeper = -stage if self.late_first or op is not Op.FORWARD else stage
+        return kind + self.bias.get(key, 0.0) + 1e-3 * microbatch + 1e-6 * deeper
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be ordered, and within which bounds."""
+
+    placement: tuple[int, ...]
+    num_microbatches: int
+    links: tuple[Link, ...]
+    costs: Costs
+    in_flight: tuple[int, ...]  # by stage
+    slots: tuple[int, ...]  # by rank
+
+    def __post_init__(self) -> None:
+        for rank, slots in enumerate(self.slots):
+            held = self.placement.count(rank)
+            if slots < held or any(self.in_flight[s] < 1 for s, r in enumerate(self.placement) if r == rank):
+                raise ScheduleError(
+                    f"expected slots for each of the {held} stages of rank {rank}, found {slots}; allow more in flight"
+                )
+
+    def makespan(self, schedule: Schedule) -> float:
+        """Seconds that a step takes."""
+        return simulate(schedule, self.links, self.costs).makespan
+
+    def allows(self, schedule: Schedule) -> bool:
+        """Whether a schedule stays within the bounds."""
+        held, slots = peaks(schedule, len(self.placement)), rank_peaks(schedule)
+        return all(a <= b for a, b in zip((*held, *slots), (*self.in_flight, *self.slots), strict=True))
+
+
+def search(
+    placement: Sequence[int],
+    num_microbatches: int,
+    links: Sequence[Link],
+    costs: Costs,
+    *,
+    starts: Sequence[Schedule] = (),
+    in_flight: Sequence[int] | None = None,
+    slots: Sequence[int] | None = None,
+    rounds: int = ROUNDS,
+) -> Schedule:
+    """The schedule with the shortest step that was found; at most `in_flight[s]` microbatches in flight on stage s and
+    `slots[r]` (stage, microbatch) on rank r.
+
+    Each start within these bounds competes. ScheduleError if a rank has fewer slots than stages.
+    """
+    placement = tuple(placement)
+    unlimited = tuple(placement.count(r) * num_microbatches for r in range(max(placement) + 1))
+    problem = Problem(
+        placement,
+        num_microbatches,
+        tuple(links),
+        costs,
+        (num_microbatches,) * len(placement) if in_flight is None else tuple(in_flight),
+        unlimited if slots is None else tuple(slots),
+    )
+    found = [(problem.makespan(start), start) for start in starts if problem.allows(start)]
+    policies = [
+        Policy(patience, late, first)
+        for patience in (0.0, 0.35, 0.7, 1.0)
+        for late in (True, False)
+        for first in (False, True)
+    ]
+    tried = [(*_try(problem, policy), policy) for policy in policies]
+    makespan, schedule, policy = min(tried, key=lambda entry: entry[0])
+    found.append((makespan, schedule))
+    found.append(_vary(problem, makespan, schedule, policy, rounds))
+    return min(found, key=lambda entry: entry[0])[1]
+
+
+def _try(problem: Problem, policy: Policy) -> tuple[float, Schedule]:
+    schedule = _Run(problem, policy).run()
+    return problem.makespan(schedule), schedule
+
+
+def _vary(
+    problem: Problem, makespan: float, schedule: Schedule, policy: Policy, rounds: int
+) -> tuple[float, Schedule]:
+    """Hill climbing: change the preference for some actions, keep what is not worse."""
+    numbers = random.Random(_SEED)
+    keys = [(action.op, action.stage, action.microbatch) for actions in schedule for action in actions]
+    for _ in range(rounds):
+        changed = numbers.sample(keys, max(1, len(keys) // numbers.choice((8, 32, 128))))
+        bias = policy.bias | {key: numbers.gauss(0.0, 1.5) for key in changed}
+        candidate = replace(policy, bias=bias, patience=max(0.0, policy.patience + numbers.gauss(0.0, 0.1)))
+        found, order = _try(problem, candidate)
+        if found <= makespan:
+            makespan, schedule, policy = found, order, candidate
+    return makespan, schedule
+
+
+class _Run:
+    """One policy on one problem. Ranks decide in order of time, knowing what is on its way to them."""
+
+    def __init__(self, problem: Problem, policy: Policy) -> None:
+        self.problem, self.policy = problem, policy
+        m, costs = problem.num_microbatches, problem.costs
+        stages = range(len(problem.placement))
+        num_ranks = len(problem.slots)
+        self.stages_of = [[s for s in stages if problem.placement[s] == rank] for rank in range(num_ranks)]
+        self.incoming = [[x for x in problem.links if x.destination == s and x.source != INPUTS] for s in stages]
+        self.outgoing = [[x for x in problem.links if x.source == s] for s in stages]
+        self.missing = {}
+        for s in stages:
+            returning = sum(link.has_gradient for link in self.outgoing[s])
+            for i in range(m):
+                self.missing[Op.FORWARD, s, i] = len(self.incoming[s])
+                self.missing[Op.BACKWARD, s, i] = 1 + returning
+                self.missing[Op.WEIGHT, s, i] = 1
+        self.ready = dict.fromkeys(self.missing, 0.0)
+        ops = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
+        self.seconds = {(op, s): costs.of(Action(op, s, 0), is_split=True) for op in ops for s in stages}
+        self.next = {(op, s): 0 for op in ops for s in stages}
+        self.free = [0.0] * num_ranks
+        self.held = [0] * num_ranks
+        self.orders: list[list[Action]] = [[] for _ in range(num_ranks)]
+        self.wake = [(0.0, rank) for rank in range(num_ranks)]
+
+    def run(self) -> Schedule:
+        """The orders of the ranks."""
+        while self.wake:
+            now, rank = heapq.heappop(self.wake)
+            while self.wake and self.wake[0] == (now, rank):
+                heapq.heappop(self.wake)
+            if self.free[rank] <= now:
+                key = self.choose(rank, now)
+                if key is not None:
+                    self.commit(rank, key, now)
+        total = 3 * len(self.problem.placement) * self.problem.num_microbatches
+        assert sum(map(len, self.orders)) == total, "a rank had no slot for the oldest microbatch"
+        return tuple(tuple(order) for order in self.orders)
+
+    def choose(self, rank: int, now: float) -> Key | None:
+        """What the rank starts now; None: it waits."""
+        best: Key | None = None
+        lowest, soonest = 0.0, float("inf")
+        for stage in self.stages_of[rank]:
+            for op in (Op.FORWARD, Op.BACKWARD, Op.WEIGHT):
+                key = (op, stage, self.next[op, stage])
+                if key[2] == self.problem.num_microbatches or self.missing[key]:
+                    continue
+                if op is Op.FORWARD and not self.admits(rank, stage, key[2]):
+                    continue
+                if self.ready[key] > now:
+                    soonest = min(soonest, self.ready[key]) if op is not Op.WEIGHT else soonest
+                elif best is None or self.policy.rank(key) < lowest:
+                    best, lowest = key, self.policy.rank(key)
+        if best is not None and best[0] is Op.WEIGHT and self.held[rank] < self.problem.slots[rank]:
+            if soonest < now + self.policy.patience * self.seconds[Op.WEIGHT, best[1]]:
+                return None
+        return best
+
+    def admits(self, rank: int, stage: int, microbatch: int) -> bool:
+        """Whether there is a slot for a forward, and enough others for the oldest microbatch of the rank."""
+        problem = self.problem
+        if microbatch - self.next[Op.WEIGHT, stage] >= min(problem.in_flight[stage], max(1, self.policy.reach * (len(problem.placement) - stage))):
+            return False
+        oldest = min(self.next[Op.WEIGHT, s] for s in self.stages_of[rank])
+        needed = sum(self.next[Op.FORWARD, s] <= oldest for s in self.stages_of[rank])
+        own = microbatch == oldest
+        return self.held[rank] + 1 + needed - own <= problem.slots[rank]
+
+    def commit(self, rank: int, key: Key, now: float) -> None:
+        """Run an action and tell those that wait for it."""
+        op, stage, microbatch = key
+        end = now + self.seconds[op, stage]
+        self.orders[rank].append(Action(op, stage, microbatch))
+        self.next[op, stage] += 1
+        self.free[rank] = end
+        heapq.heappush(self.wake, (end, rank))
+        if op is Op.WEIGHT:
+            self.held[rank] -= 1
+        elif op is Op.FORWARD:
+            self.held[rank] += 1
+            self.arrive((Op.BACKWARD, stage, microbatch), end)
+            for link in self.outgoing[stage]:
+                self.send((op, link.destination, microbatch), rank, end, link.num_bytes)
+        else:
+            self.arrive((Op.WEIGHT, stage, microbatch), end)
+            for link in self.incoming[stage]:
+                if link.has_gradient:
+                    self.send((op, link.source, microbatch), rank, end, link.gradient_bytes)
+
+    def send(self, key: Key, source: int, time: float, num_bytes: int) -> None:
+        """A message that the action `key` waits for."""
+        rank, costs = self.problem.placement[key[1]], self.problem.costs
+        self.arrive(key, time if rank == source else time + num_bytes / costs.bandwidth + costs.latency)
+
+    def arrive(self, key: Key, time: float) -> None:
+        """Something that the action `key` needs is there at that time."""
+        self.missing[key] -= 1
+        self.ready[key] = max(self.ready[key], time)
+        if not self.missing[key]:
+            heapq.heappush(self.wake, (self.ready[key], self.problem.placement[key[1]]))

@@ -1,0 +1,62 @@
+"""`smpc simulate`: predict a plan's step again, under another schedule, without the model."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from smpc.cli.plans import load_plan
+
+
+def simulate_command(
+    plan: Annotated[
+        str, typer.Argument(metavar="PLAN", help="A plan.json, or the folder it is in.", show_default=False)
+    ],
+    microbatches: Annotated[
+        int | None,
+        typer.Option("-m", "--microbatches", metavar="M", help="Microbatches of a step, of the size they have."),
+    ] = None,
+    pipeline: Annotated[str | None, typer.Option(help="Schedule: interleaved or simple.")] = None,
+    active_microbatches: Annotated[
+        int | None, typer.Option(metavar="A", help="Most microbatches in execution at a time.")
+    ] = None,
+    json_only: Annotated[bool, typer.Option("--json", help="Print the new plan as JSON and nothing else.")] = False,
+) -> None:
+    """Predict step time, bubble and memory of a plan under another schedule.
+
+    The cut stays as it is, and so does the size of a microbatch: twice the microbatches are twice the batch. The model
+    is not needed. What is not given stays as in the plan.
+    """
+    from rich.text import Text
+
+    from smpc.report.format import count, format_bytes, format_time
+    from smpc.report.predict import plan_timeline, predict
+    from smpc.report.tables import TextTable
+    from smpc.report.terminal import print_report, stdout_console, text_table
+
+    before = load_plan(plan)
+    after = predict(before, num_microbatches=microbatches, pipeline=pipeline, active_microbatches=active_microbatches)
+    if json_only:
+        sys.stdout.write(after.to_json())
+        return
+    console = stdout_console()
+    print_report(after, plan_timeline(after), console)
+    rows = []
+    for label, found in (("plan", before), ("here", after)):
+        schedule = found.schedule
+        rows.append(
+            (
+                label,
+                f"{schedule.name}, {count(schedule.num_microbatches, 'microbatch', 'es')}, "
+                f"{schedule.active_microbatches} active",
+                format_time(schedule.step_time),
+                format_time(schedule.step_time / schedule.num_microbatches),
+                f"{schedule.bubble_fraction:.1%}",
+                format_bytes(max(stage.peak_memory_bytes for stage in found.stages)),
+            )
+        )
+    headers = ("", "Schedule", "Step", "Per microbatch", "Bubble", "Peak memory")
+    console.print(Text())
+    console.print(text_table(TextTable(headers, tuple(rows), left=("", "Schedule")), console.width))

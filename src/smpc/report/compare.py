@@ -1,0 +1,227 @@
+"""What changed between two plans.
+
+    changes = compare(before, after)       () if and only if the plans are equal
+    changes[0]                             Change("stage 0", "peak memory", "88.1 MiB", "92.0 MiB", "+4.4%")
+
+Every field of a plan is covered, so nothing that changed goes unnamed. Modules are followed by name: the report says
+from which stages to which each moved. Stages and edges that only one plan has are listed as such.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smpc.partitioner.plan import INPUTS, Edge, Plan, Stage
+from smpc.report.format import compress, count, format_bytes, format_number, format_time, printable
+
+_ABSENT = "-"
+_MAX_MODULES = 12  # pieces of a list of modules that is shown
+_Format = Callable[[Any], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One difference: where, what, the two values as text, and how much if they are numbers."""
+
+    where: str
+    what: str
+    before: str
+    after: str
+    amount: str = ""
+
+
+def compare(before: Plan, after: Plan) -> tuple[Change, ...]:
+    """All differences, the whole plan's first, then modules, stages and edges."""
+    if before.fingerprint == after.fingerprint:
+        return ()
+    return (
+        *_whole(before, after),
+        *_moved_modules(before, after),
+        *_moved_nodes(before, after),
+        *_stages(before, after),
+        *_edges(before, after),
+    )
+
+
+# ---- the plan as a whole
+
+
+def _text(value: object) -> str:
+    return printable(str(value)) or '""'
+
+
+def _fraction(value: float) -> str:
+    return f"{value:.1%}"
+
+
+_PLAN_FORMATS: Mapping[str, _Format] = {
+    "trace_fingerprint": lambda value: _text(value)[:16],
+    "shared_parameters": lambda value: ", ".join(printable(item.name) for item in value) or "none",
+    "step_time": format_time,
+    "link_latency": format_time,
+    "link_bandwidth": lambda value: f"{format_bytes(value)}/s",
+    "memory_limit": lambda value: format_bytes(value) if value else "none",
+    "bubble_fraction": _fraction,
+    "gap": _fraction,
+    "bottleneck": lambda value: f"{value:.4f}",
+    "lower_bound": lambda value: f"{value:.4f}",
+    "memory_weight": lambda value: f"{value:g}",
+}
+_ELSEWHERE = ("stages", "edges", "assignment")  # fields that have sections of their own
+
+
+def _whole(before: Plan, after: Plan) -> Iterator[Change]:
+    if len(before.stages) != len(after.stages):
+        yield _change("plan", "stages", len(before.stages), len(after.stages), str)
+    for field in dataclasses.fields(Plan):
+        if field.name in _ELSEWHERE:
+            continue
+        old, new = getattr(before, field.name), getattr(after, field.name)
+        if dataclasses.is_dataclass(old):
+            yield from _fields(field.name, old, new, _PLAN_FORMATS)
+        elif old != new:
+            yield _change("plan", field.name, old, new, _PLAN_FORMATS.get(field.name, _text))
+
+
+def _fields(where: str, before: Any, after: Any, formats: Mapping[str, _Format]) -> Iterator[Change]:
+    """The fields that differ between two values of one dataclass."""
+    for field in dataclasses.fields(before):
+        old, new = getattr(before, field.name), getattr(after, field.name)
+        if old == new:
+            continue
+        if isinstance(old, tuple):
+            yield _names(where, field.name, old, new)
+        else:
+            yield _change(where, field.name, old, new, formats.get(field.name, _text))
+
+
+def _change(where: str, what: str, old: Any, new: Any, form: _Format) -> Change:
+    amount = ""
+    if isinstance(old, (int, float)) and isinstance(new, (int, float)):
+        amount = f"{new / old - 1:+.1%}" if old else "new" if new else ""
+    before, after = form(old), form(new)
+    if before == after:  # they differ in digits that are not shown
+        before, after = _text(old), _text(new)
+    return Change(where, what.replace("_", " "), before, after, amount)
+
+
+def _names(where: str, what: str, old: Sequence[str], new: Sequence[str]) -> Change:
+    """How two lists of names differ: what left, what came."""
+    gone = [name for name in old if name not in set(new)]
+    come = [name for name in new if name not in set(old)]
+    if not gone and not come:
+        return Change(where, what, "the same names", "in another order")
+    return Change(where, what, _some(gone), _some(come), f"-{len(gone)} +{len(come)}")
+
+
+def _some(names: Sequence[str]) -> str:
+    pieces = compress(names)
+    more = f", and {len(pieces) - _MAX_MODULES} more" if len(pieces) > _MAX_MODULES else ""
+    return printable(", ".join(pieces[:_MAX_MODULES]) + more) or _ABSENT
+
+
+# ---- modules and nodes
+
+
+def _moved_modules(before: Plan, after: Plan) -> Iterator[Change]:
+    """Modules by the stages they left and reached, in order of execution; the finest that either plan names."""
+    old, new = _stages_of_modules(before), _stages_of_modules(after)
+    names = list(dict.fromkeys([*old, *new]))
+    parents = {parent for name in names for parent in _ancestors(name)}
+    moves: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        if name not in parents:
+            move = _where(name, old), _where(name, new)
+            if move[0] != move[1]:
+                moves.setdefault(move, []).append(name)
+    for (source, target), found in moves.items():
+        yield Change("modules", _some(found), source, target)
+
+
+def _stages_of_modules(plan: Plan) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for stage in plan.stages:
+        for module in stage.modules:
+            found.setdefault(module, []).append(stage.index)
+    return found
+
+
+def _ancestors(name: str) -> list[str]:
+    """a.b.c -> a.b, a, and the model itself, whose name is empty."""
+    if not name:
+        return []
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(len(parts) - 1, -1, -1)]
+
+
+def _where(name: str, stages_of: Mapping[str, list[int]]) -> str:
+    """The stages of a module or of the smallest listed module around it."""
+    for candidate in (name, *_ancestors(name)):
+        if candidate in stages_of:
+            stages = sorted(set(stages_of[candidate]))
+            return f"stage {', '.join(map(str, stages))}"
+    return "cut inside"  # no whole module has it
+
+
+def _moved_nodes(before: Plan, after: Plan) -> Iterator[Change]:
+    old, new = dict(before.assignment), dict(after.assignment)
+    if before.assignment == after.assignment:
+        return
+    moved = sum(old[name] != new[name] for name in old if name in new)
+    gone, come = sum(name not in new for name in old), sum(name not in old for name in new)
+    yield Change("nodes", "assignment", f"{len(old)} nodes", f"{len(new)} nodes", f"{moved} moved, -{gone} +{come}")
+
+
+# ---- stages and edges
+
+_STAGE_FORMATS: Mapping[str, _Format] = {
+    "num_parameters": format_number,
+    "parameter_bytes": format_bytes,
+    "gradient_bytes": format_bytes,
+    "optimizer_bytes": format_bytes,
+    "activation_bytes_per_microbatch": format_bytes,
+    "peak_memory_bytes": format_bytes,
+    "buffer_bytes": format_bytes,
+    "communication_bytes": format_bytes,
+    "transient_bytes": format_bytes,
+    "forward_flops": format_number,
+    "forward_time": format_time,
+    "backward_time": format_time,
+    "cost": lambda value: f"{value:.4f}",
+}
+
+
+def _stages(before: Plan, after: Plan) -> Iterator[Change]:
+    for index in range(max(len(before.stages), len(after.stages))):
+        where = f"stage {index}"
+        if index >= len(before.stages):
+            yield Change(where, "modules", _ABSENT, _described(after.stages[index]), "new")
+        elif index >= len(after.stages):
+            yield Change(where, "modules", _described(before.stages[index]), _ABSENT, "gone")
+        else:
+            yield from _fields(where, before.stages[index], after.stages[index], _STAGE_FORMATS)
+
+
+def _described(stage: Stage) -> str:
+    return f"rank {stage.rank}, {format_bytes(stage.peak_memory_bytes)}: {_some(stage.modules)}"
+
+
+def _edges(before: Plan, after: Plan) -> Iterator[Change]:
+    formats: Mapping[str, _Format] = {"num_bytes": format_bytes, "gradient_bytes": format_bytes}
+    old = {(edge.source, edge.destination): edge for edge in before.edges}
+    new = {(edge.source, edge.destination): edge for edge in after.edges}
+    for key in dict.fromkeys([*old, *new]):
+        where = f"edge {'inputs' if key[0] == INPUTS else key[0]} to {key[1]}"
+        if key not in old:
+            yield Change(where, "values", _ABSENT, _carried(new[key]), "new")
+        elif key not in new:
+            yield Change(where, "values", _carried(old[key]), _ABSENT, "gone")
+        else:
+            yield from _fields(where, old[key], new[key], formats)
+
+
+def _carried(edge: Edge) -> str:
+    return f"{count(len(edge.values), 'value')}, {format_bytes(edge.num_bytes)}"
