@@ -66,9 +66,15 @@ def weight(stage: int, microbatch: int) -> Action:
     return Action(Op.WEIGHT, stage, microbatch)
 
 
-def split_backwards(actions: Iterable[Action]) -> frozenset[tuple[int, int]]:
-    """The (stage, microbatch) whose backward has a deferred part among the actions."""
+def split_backwards(actions: Iterable[Action | Instruction]) -> frozenset[tuple[int, int]]:
+    """The (stage, microbatch) whose backward has a deferred part among the actions or instructions."""
     return frozenset((action.stage, action.microbatch) for action in actions if action.op is Op.WEIGHT)
+
+
+def of_program(instructions: Iterable[Instruction]) -> tuple[Action, ...]:
+    """The actions of a rank's program."""
+    ops = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
+    return tuple(Action(i.op, i.stage, i.microbatch) for i in instructions if i.op in ops)
 
 
 def peaks(schedule: Schedule, num_stages: int) -> tuple[int, ...]:

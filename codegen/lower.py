@@ -10,8 +10,9 @@ Around each action of a rank stand
     RECV / MOVE of each channel that enters the stage          F s m   SEND of each channel that leaves it
     RECV_GRAD / MOVE_GRAD of each channel that leaves it       B s m   SEND_GRAD of each channel that enters it
 
-and nothing around W s m. There are gradients only on channels that have a value which requires grad, and never to the model's inputs. A channel
-whose ends are on one rank is a MOVE. A training program ends with the REDUCEs, in the order of the shared parameters.
+and nothing around W s m. There are gradients only on channels that have a value which requires grad, and never to
+the model's inputs. A channel whose ends are on one rank is a MOVE. A training program ends with the REDUCEs, in the
+order of the shared parameters.
 
 Order of receives. Along the global order, each send goes to the end of the queue of its directed pair of ranks,
 activations and gradients in one queue. A receive takes everything from the front of the queue up to its message, so

@@ -27,6 +27,8 @@ from smpc.tracer.targets import function
 class Container(nn.Module):
     """Holds parts of one module of the model. Buffers that are rebound here are rebound in the model too."""
 
+    _origin: nn.Module
+
     def __init__(self, origin: nn.Module) -> None:
         super().__init__()
         # Not a submodule: the model must not appear among this module's own parts.

@@ -30,7 +30,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from smpc.codegen.actions import backward, forward, weight
+from smpc.codegen.actions import backward, forward, split_backwards, weight
 from smpc.codegen.program import Channel, Instruction, Op, RankProgram
 from smpc.codegen.simulate import Link
 from smpc.errors import ScheduleError
@@ -74,7 +74,7 @@ def verify(
         problems.append(f"expected programs for {expectation.num_ranks} ranks, found {len(programs)}")
     if not problems:
         for rank, program in enumerate(programs):
-            needed = _expected(rank, expectation, _split(program))
+            needed = _expected(rank, expectation, split_backwards(program))
             problems += [f"rank {rank}{text}" for text in _check_complete(program, needed)]
             problems += [f"rank {rank}{text}" for text in _check_order(program, needed)]
     peaks = _peaks(programs, expectation)
@@ -128,11 +128,6 @@ def _check_channels(expectation: Expectation) -> Iterator[str]:
         if (channel.source_rank, channel.destination_rank) != ranks:
             found = f"from rank {channel.source_rank} to {channel.destination_rank}"
             yield f"expected channel {index} from rank {ranks[0]} to {ranks[1]}, where its stages are, found {found}"
-
-
-def _split(program: Sequence[Instruction]) -> frozenset[tuple[int, int]]:
-    """The (stage, microbatch) whose backward is split."""
-    return frozenset((i.stage, i.microbatch) for i in program if i.op is Op.WEIGHT)
 
 
 def _expected(
@@ -197,7 +192,7 @@ def _check_order(
     program: Sequence[Instruction],
     needed: dict[Instruction, tuple[Instruction, ...]],
 ) -> Iterator[str]:
-    split = _split(program)
+    split = split_backwards(program)
     done: set[Instruction] = set()
     latest: dict[tuple[Op | None, int], int] = {}  # None: what adds to the gradients of parameters
     for position, instruction in enumerate(program):
@@ -229,7 +224,7 @@ def _peaks(programs: Sequence[Sequence[Instruction]], expectation: Expectation) 
     peaks = [0] * len(expectation.placement)
     now = [0] * len(expectation.placement)
     for program in programs if expectation.has_backward else ():
-        split = _split(program)
+        split = split_backwards(program)
         for instruction in program:
             if instruction.stage in range(len(now)):
                 now[instruction.stage] += (instruction.op is Op.FORWARD) - (None in _ascending(instruction, split))

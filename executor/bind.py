@@ -1,6 +1,6 @@
 """Binds a program: turns every instruction into functions of no arguments whose operands are already looked up.
 
-    F           one handler
+    F, B, W     one handler
     RECV ...    one handler that may wait; `Handler.inbox` says for whom
     REDUCE      a handler that sends to the other holders, one for each of them that waits for it, one that sums
 
@@ -21,8 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from smpc.codegen.actions import split_backwards
 from smpc.codegen.program import Channel, Instruction, Op, RankProgram, StageCode
 from smpc.errors import StepError
+from smpc.executor.deferral import Deferral
 from smpc.executor.frame import Frame, Root
 from smpc.executor.inbox import Delivery, Inbox, Presence, mask_form
 from smpc.executor.reduce import Reduction
@@ -96,7 +98,9 @@ class Binder:
             for code in program.stages
             for m in range(program.num_microbatches)
         }
-        self._last_backward = {i.stage: i.microbatch for i in program.instructions if i.op is Op.BACKWARD}
+        self._split = split_backwards(program.instructions)
+        # By stage, the instruction that is the last to add to the gradients of its parameters.
+        self._last = {i.stage: i for i in program.instructions if self._adds(i)}
         ends = [end for channel in program.channels for end in (channel.source, channel.destination)]
         self.last_stage = max([*ends, *self._codes], default=0)
         self.states = tuple(stage for stage in self._codes if self._unrooted(stage))
@@ -106,6 +110,7 @@ class Binder:
         binders: dict[Op, Callable[[Instruction], list[Handler]]] = {
             Op.FORWARD: lambda i: [Handler(self._forward(i), i)],
             Op.BACKWARD: lambda i: [Handler(self._backward(i), i)],
+            Op.WEIGHT: lambda i: [Handler(self._weight(i), i)],
             Op.SEND: lambda i: [Handler(self._send(i), i)],
             Op.RECV: lambda i: [self._receive(i)],
             Op.SEND_GRAD: lambda i: [Handler(self._send_grad(i), i)],
@@ -129,6 +134,12 @@ class Binder:
     def _unrooted(self, stage: int) -> tuple[int, ...]:
         return tuple(output for output, wants in self._carried(stage) if not wants)
 
+    def _adds(self, instruction: Instruction) -> bool:
+        """Whether the instruction adds to the gradients of its stage's parameters."""
+        if instruction.op is Op.BACKWARD:
+            return (instruction.stage, instruction.microbatch) not in self._split
+        return instruction.op is Op.WEIGHT
+
     def _inbox(self, peer: int) -> Inbox:
         if peer not in self.inboxes:
             self.inboxes[peer] = Inbox(self._transport, peer, self._window)
@@ -146,7 +157,11 @@ class Binder:
         )
         unrooted = self._unrooted(stage)
         leaves = self._leaves(self._codes[stage])
-        keep_tensors = self._hooks is not None and self._last_backward.get(stage) == microbatch
+        last = self._last.get(stage)
+        keep_tensors = (
+            self._hooks is not None and last is not None and (last.op, last.microbatch) == (Op.BACKWARD, microbatch)
+        )
+        is_split = (stage, microbatch) in self._split
         is_last = stage == self.last_stage
         num_inputs, num_outputs = len(frame.inputs), len(frame.outputs)
         has_backward = self._program.has_backward
@@ -154,7 +169,11 @@ class Binder:
         def run() -> None:
             arguments = frame.inputs
             frame.inputs = [None] * num_inputs
-            outputs = module(*arguments)
+            if is_split:
+                with Deferral(frame.pending):
+                    outputs = module(*arguments)
+            else:
+                outputs = module(*arguments)
             assert len(outputs) == num_outputs, f"stage {stage} returned {len(outputs)} values, planned {num_outputs}"
             for leaf in leaves:
                 frame.leaves[leaf] = arguments[leaf]
@@ -187,7 +206,7 @@ class Binder:
         frame = self.frames[stage, instruction.microbatch]
         leaves = self._leaves(self._codes[stage])
         num_inputs, num_outputs = len(frame.inputs), len(frame.outputs)
-        hooks = self._hooks if self._last_backward[stage] == instruction.microbatch else None
+        hooks = self._hooks if self._last[stage] == instruction else None
 
         def run() -> None:
             roots = frame.roots
@@ -203,6 +222,21 @@ class Binder:
                 leaf = frame.leaves[position]
                 frame.grads[position] = None if leaf is None else leaf.grad
             frame.leaves = [None] * num_inputs
+
+        return run
+
+    def _weight(self, instruction: Instruction) -> Callable[[], None]:
+        stage = instruction.stage
+        pending = self.frames[stage, instruction.microbatch].pending
+        hooks = self._hooks if self._last[stage] == instruction else None
+        if hooks is None:
+            return pending.run
+
+        def run() -> None:
+            pending.run()
+            extra = hooks.before_last_backward(stage, [])
+            if extra is not None:  # nothing else is reached from it: all parameters are reduced with what they have
+                torch.autograd.backward([extra[0]], [extra[1]])
 
         return run
 

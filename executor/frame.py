@@ -7,6 +7,7 @@
                saved it for backward, its memory is free as soon as it has been sent
     roots      what B starts from: (edge, gradient), in the order in which the gradients arrived
     grads      gradients of the inputs that SEND_GRAD and MOVE_GRAD still have to take
+    pending    what a split backward has left for W: see `smpc.executor.deferral`
 
 An input that the stage passes on is one tensor, both input and output: its edge is the leaf itself, so
 autograd adds the gradient that comes from further down first and the stage's own contributions after it, as
@@ -20,13 +21,15 @@ from typing import TypeAlias
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from smpc.executor.deferral import Pending
+
 Root: TypeAlias = tuple[Tensor | GradientEdge, Tensor | None]
 
 
 class Frame:
     """State of one (stage, microbatch); empty before and after its part of a step."""
 
-    __slots__ = ("edges", "grads", "inputs", "leaves", "outputs", "roots")
+    __slots__ = ("edges", "grads", "inputs", "leaves", "outputs", "pending", "roots")
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         self.inputs: list[Tensor | None] = [None] * num_inputs
@@ -35,9 +38,11 @@ class Frame:
         self.outputs: list[Tensor | None] = [None] * num_outputs
         self.edges: list[Tensor | GradientEdge | None] = [None] * num_outputs
         self.roots: list[Root] = []
+        self.pending = Pending()
 
     def clear(self) -> None:
         """Let go of everything."""
         for slots in (self.inputs, self.leaves, self.grads, self.outputs, self.edges):
             slots[:] = [None] * len(slots)
         self.roots = []
+        self.pending.clear()

@@ -46,6 +46,7 @@ class CostModel:
     link_latency: float = H100.between_hosts.latency  # s for one message, with what both ends do about it
     kernel_overhead: float = 1e-6  # s to run one node once more; used to judge recomputation only
     optimizer: Optimizer = ADAM
+    holds_sent: bool = False  # sent tensors stay until the receiver is known to have them: gloo
 
     @classmethod
     def of(cls, device: Device, num_ranks: int, optimizer: Optimizer = ADAM) -> CostModel:
@@ -59,6 +60,7 @@ class CostModel:
             wire.bandwidth,
             wire.latency,
             optimizer=optimizer,
+            holds_sent=device.transport == "gloo",
         )
 
     def forward_time(self, node: Node, dtype: str) -> float:
@@ -78,6 +80,10 @@ class CostModel:
     def optimizer_bytes(self, state: StateSpec) -> int:
         """Bytes of optimizer state of a parameter."""
         return self.optimizer.state_bytes(state.spec) if _is_trained(state) else 0
+
+    def optimizer_scratch(self, parameter_bytes: int, largest: int) -> int:
+        """Bytes that an optimizer step makes and drops: for all parameters at once, on a CPU for one after another."""
+        return self.optimizer.scratch * (2 * largest if self.holds_sent else parameter_bytes)
 
     def transfer_time(self, num_bytes: int) -> float:
         """Seconds to send bytes from one stage to another."""

@@ -7,6 +7,7 @@
         memory_bandwidth = 2.0e12             # bytes/s
         memory = "80GB"                       # or a number of bytes
         source = "NVIDIA H100 datasheet"      # may be left out
+        transport = "nccl"                    # or "gloo"; may be left out
 
         [peak_flops]                          # FLOP/s by dtype, dense; a dtype that is missing counts as float32
         float32 = 51e12
@@ -62,6 +63,7 @@ class Device:
     inside_host: Wire
     between_hosts: Wire
     source: str = ""
+    transport: str = "nccl"  # how ranks talk: "nccl" or "gloo"
 
     def wire(self, num_ranks: int) -> Wire:
         """What pipeline ranks talk over: the wires inside a host if they all fit into one, else those between hosts."""
@@ -135,6 +137,7 @@ _CPU = Device(
     Wire(3.125e9, 100e-6),
     "Intel Xeon Platinum 8380 (product specifications: 40 cores of 2.3 GHz, two AVX-512 FMA units each, eight channels of "
     "DDR4-3200), one device a socket; 256 GB of memory and a 25 Gbit/s network assumed",
+    "gloo",
 )
 DEVICES: Mapping[str, Device] = MappingProxyType({"h100": H100, "h200": _H200, "a100": _A100, "l4": _L4, "cpu": _CPU})
 
@@ -177,7 +180,16 @@ class _Reader:
         self.problems: list[str] = []
 
     def device(self, data: Mapping[str, Any]) -> Device:
-        known = ("name", "memory_bandwidth", "memory", "source", "peak_flops", "inside_host", "between_hosts")
+        known = (
+            "name",
+            "memory_bandwidth",
+            "memory",
+            "source",
+            "transport",
+            "peak_flops",
+            "inside_host",
+            "between_hosts",
+        )
         self.check_keys("", data, known)
         inside, between = self.table(data, "inside_host"), self.table(data, "between_hosts")
         self.check_keys("inside_host.", inside, ("devices", "bandwidth", "latency"))
@@ -194,6 +206,7 @@ class _Reader:
                 self.number("between_hosts.", between, "latency", 0.0),
             ),
             self.text(data, "source", ""),
+            self.transport(data),
         )
 
     def check_keys(self, prefix: str, data: Mapping[str, Any], known: tuple[str, ...]) -> None:
@@ -216,6 +229,12 @@ class _Reader:
             return value
         self.problems.append(f"{key}: expected a string, found {value!r}")
         return default
+
+    def transport(self, data: Mapping[str, Any]) -> str:
+        value = self.text(data, "transport", "nccl")
+        if value not in ("nccl", "gloo"):
+            self.problems.append(f"transport: expected 'nccl' or 'gloo', found {value!r}")
+        return value
 
     def number(
         self, prefix: str, data: Mapping[str, Any], key: str, minimum: float | None = None, whole: bool = False

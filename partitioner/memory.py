@@ -1,28 +1,48 @@
-"""Predicted bytes of a stage.
+"""Predicted bytes of a stage, on a rank of its own.
 
-    static      parameters it reads (a shared one is held by each of its stages; tied names are one), their gradients
-                and optimizer state, buffers
-    activations of one microbatch, held from its forward to its backward: the union, by storage, of what autograd
-                saves in the stage's nodes, of the values received that need a gradient, and of those sent on that do.
-                State is not counted again. A storage that another stage made counts with the bytes that are received
-                of it
-    transient   the largest node at work: its backward holds the gradients of its inputs and outputs, which are as
-                large as what its forward moves
-    peak        static + in flight * activations + transient
+    static        parameters it reads (a shared one is held by each of its stages; tied names are one), their gradients
+                  and optimizer state, buffers
+    activations   of one microbatch, held from its forward to its backward: the union, by storage, of what autograd
+                  saves in the stage's nodes and of the values received that need a gradient; over gloo, of the values sent
+                  that do as well, for those are let go when their gradients come back. On the last stage also of the
+                  outputs that the user's loss reads, if the model does not compute one. State is not counted again. A
+                  storage that another stage made counts with the bytes that are received of it
+    communication buffers of messages received ahead (the executor posts `RECEIVE_WINDOW` of them), over gloo also the
+                  gradients sent, which it holds until the end of the step, and buffers to sum shared parameters; on
+                  pipeline rank 0 the inputs of all microbatches, as far as they are not counted as activations
+    peak          the most at any time of a training step in which the optimizer starts without gradients, as after
+                  `zero_grad()`: see below
+    transient     what the peak holds beyond static, in flight x activations, and communication. It is negative where the
+                  peak comes before all gradients exist
 
-Storages are exact (recorded by the tracer), so activations are too; the allocator's rounding and the runtime's own
-buffers are not included.
+The peak is the largest of, with k microbatches in flight of m, and n over the nodes of the stage (see
+`smpc.partitioner.lifetimes` for what lives while one of them works):
+
+    first backward   (k - 1) activations + activations up to n + what lives at n + gradients of parameters from n on
+    later backward   (k' - 1) activations + activations up to n + what lives at n + all gradients of parameters + those that
+                     n adds to them; k' is k, or k - 1 if the first backward comes after the last forward (k = m)
+    forward          (k - 1) activations + activations up to n + what lives at n, and all gradients if k < m
+    optimizer        what its step makes and drops
+
+Storages are exact (recorded by the tracer), so activations are too; the allocator's rounding and the workspace of
+libraries are not included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from smpc.partitioner.cost import CostModel
 from smpc.partitioner.graph import Graph
+from smpc.partitioner.lifetimes import lifetimes, loss_roots
 from smpc.partitioner.plan import INPUTS, Edge
+from smpc.partitioner.problem import IntArray
 from smpc.tracer.ir import NodeKind, StateSpec, Trace
+
+RECEIVE_WINDOW = 4  # messages of a peer that the executor receives ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +55,23 @@ class StageMemory:
     optimizer_bytes: int
     buffer_bytes: int
     activation_bytes: int
+    communication_bytes: int
     transient_bytes: int
+    peak_bytes: int
 
-    @property
-    def static_bytes(self) -> int:
-        """Bytes held whatever the microbatches do."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
 
-    def peak_bytes(self, in_flight: int) -> int:
-        """Bytes at the peak of a schedule that holds `in_flight` microbatches."""
-        return self.static_bytes + in_flight * self.activation_bytes + self.transient_bytes
+@dataclass(frozen=True, slots=True)
+class StageUse:
+    """What a stage is and does in a step, as far as its memory depends on it."""
+
+    index: int
+    positions: tuple[int, ...]  # its nodes, and those that it runs again, in order of execution
+    state: tuple[int, ...]  # parameters and buffers that it reads
+    num_in_flight: int
+    num_microbatches: int
+    is_last: bool
+    holds_inputs: bool  # it runs on the pipeline rank that the model's inputs are given to
+    holders: Mapping[int, int]  # by parameter: stages that hold it, where several do
 
 
 def state_bytes(state: StateSpec, cost_model: CostModel) -> int:
@@ -61,50 +88,152 @@ def distinct_state(trace: Trace, indices: Sequence[int]) -> list[StateSpec]:
     return list(found.values())
 
 
-def stage_memory(
+def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequence[Edge]) -> StageMemory:
+    """Bytes of one stage."""
+    held = distinct_state(graph.trace, use.state)
+    parameters = [spec for spec in held if spec.is_parameter]
+    parameter_bytes = sum(spec.spec.num_bytes for spec in parameters)
+    gradient_bytes = sum(cost_model.gradient_bytes(spec) for spec in parameters)
+    optimizer_bytes = sum(cost_model.optimizer_bytes(spec) for spec in parameters)
+    buffer_bytes = sum(spec.spec.num_bytes for spec in held if not spec.is_parameter)
+    activations = _Activations.of(graph, cost_model, use, edges)
+    communication = _communication_bytes(graph, cost_model, use, edges)
+    if use.holds_inputs:
+        communication += use.num_microbatches * activations.input_bytes
+        communication -= use.num_in_flight * activations.saved_input_bytes
+    during_step = _peak(graph, cost_model, use, edges, activations, gradient_bytes) + communication
+    largest = max((spec.spec.num_bytes for spec in parameters), default=0)
+    after_step = gradient_bytes + cost_model.optimizer_scratch(parameter_bytes, largest)
+    peak = parameter_bytes + optimizer_bytes + buffer_bytes + max(during_step, after_step)
+    known = parameter_bytes + gradient_bytes + optimizer_bytes + buffer_bytes + communication
+    known += use.num_in_flight * activations.total
+    return StageMemory(
+        sum(spec.spec.num_elements for spec in parameters),
+        parameter_bytes,
+        gradient_bytes,
+        optimizer_bytes,
+        buffer_bytes,
+        activations.total,
+        communication,
+        peak - known,
+        peak,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Activations:
+    """What one microbatch holds between its forward and its backward."""
+
+    total: int
+    until: IntArray  # by node: what its backward and those of the nodes before it still need
+    input_bytes: int  # of the model's inputs, whether they are saved or not
+    saved_input_bytes: int
+
+    @classmethod
+    def of(cls, graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequence[Edge]) -> _Activations:
+        trace = graph.trace
+        received: dict[int, int] = {}  # storage -> bytes received of it
+        leaves: set[int] = set()
+        kept: set[int] = set()
+        for edge in edges:
+            for name in edge.values:
+                node = trace.node(name)
+                if edge.destination == use.index and node.kind is not NodeKind.PLACEHOLDER:
+                    received[node.storage] = received.get(node.storage, 0) + _bytes_of(trace, name)
+                    if _needs_gradient(trace, name):
+                        leaves.add(node.storage)
+                elif edge.source == use.index and cost_model.holds_sent and _needs_gradient(trace, name):
+                    kept.add(node.storage)
+        if use.is_last:
+            roots = [trace.nodes[i] for i in loss_roots(graph)]
+            kept.update(node.storage for node in roots if node.storage >= 0)
+        ignored = {state.storage for state in trace.state} | {-1}
+        made = {trace.nodes[i].storage for i in use.positions} - received.keys()
+        inputs = {node.storage: node for node in trace.nodes if node.kind is NodeKind.PLACEHOLDER}
+
+        def size(storage: int) -> int:
+            whole = storage in made or storage not in received
+            return trace.storages[storage] if whole else received[storage]
+
+        until = np.zeros(len(use.positions), dtype=np.int64)
+        seen = ignored | leaves
+        for i, position in enumerate(use.positions):
+            fresh = [storage for storage in trace.nodes[position].saved if storage not in seen]
+            seen.update(fresh)
+            until[i] = sum(size(storage) for storage in fresh)
+        until = np.cumsum(until) + sum(size(storage) for storage in sorted(leaves - ignored))
+        saved = int(until[-1]) if len(until) else 0
+        rest = sum(size(storage) for storage in sorted(kept - seen))
+        return cls(
+            saved + rest,
+            until,
+            sum(trace.storages[storage] for storage in inputs),
+            sum(trace.storages[storage] for storage in sorted(inputs.keys() & seen - ignored)),
+        )
+
+
+def _peak(
     graph: Graph,
     cost_model: CostModel,
-    stage: int,
-    positions: Sequence[int],
-    state: Sequence[int],
+    use: StageUse,
     edges: Sequence[Edge],
-    is_last: bool,
-) -> StageMemory:
-    """Bytes of one stage that runs the nodes at `positions` (its own and recomputed ones) and reads `state`."""
-    held = distinct_state(graph.trace, state)
-    parameters = [spec for spec in held if spec.is_parameter]
-    nodes = graph.trace.nodes
-    return StageMemory(
-        num_parameters=sum(spec.spec.num_elements for spec in parameters),
-        parameter_bytes=sum(spec.spec.num_bytes for spec in parameters),
-        gradient_bytes=sum(cost_model.gradient_bytes(spec) for spec in parameters),
-        optimizer_bytes=sum(cost_model.optimizer_bytes(spec) for spec in parameters),
-        buffer_bytes=sum(spec.spec.num_bytes for spec in held if not spec.is_parameter),
-        activation_bytes=_activation_bytes(graph, stage, positions, edges, is_last),
-        transient_bytes=max((nodes[i].bytes_moved for i in positions), default=0),
-    )
-
-
-def _activation_bytes(graph: Graph, stage: int, positions: Sequence[int], edges: Sequence[Edge], is_last: bool) -> int:
+    activations: _Activations,
+    gradient_bytes: int,
+) -> int:
+    """The most bytes of activations, gradients and what works on them."""
     trace = graph.trace
-    held = {storage for i in positions for storage in trace.nodes[i].saved}
-    received: dict[int, int] = {}  # storage -> bytes received of it
+    sent = [name for edge in edges if edge.source == use.index for name in edge.values if _needs_gradient(trace, name)]
+    roots = loss_roots(graph) if use.is_last else ()
+    live = lifetimes(graph, use.positions, roots, [trace.position(name) for name in sent])
+    num_in_flight, num_microbatches = use.num_in_flight, max(use.num_microbatches, use.num_in_flight)
+    exists, added = _parameter_gradients(graph, cost_model, use)
+    others = (num_in_flight - 1) * activations.total
+    working = activations.until + live.backward
+    is_full = num_microbatches > num_in_flight or cost_model.optimizer.main_grad
+    found = [
+        others + int((activations.until + live.forward).max(initial=0)) + (gradient_bytes if is_full else 0),
+        others + int((working + (gradient_bytes if cost_model.optimizer.main_grad else exists)).max(initial=0)),
+        num_in_flight * activations.total + sum(_bytes_of(trace, trace.nodes[i].name) for i in roots),
+    ]
+    if num_microbatches > 1:
+        behind = num_in_flight if num_microbatches > num_in_flight else num_in_flight - 1
+        found.append((behind - 1) * activations.total + int((working + added).max(initial=0)) + gradient_bytes)
+    return max(found)
+
+
+def _parameter_gradients(graph: Graph, cost_model: CostModel, use: StageUse) -> tuple[IntArray, IntArray]:
+    """By node: the gradients of parameters that exist once its backward works, and those that it is adding up."""
+    index = {position: i for i, position in enumerate(use.positions)}
+    exists, change = np.zeros((2, len(use.positions) + 1), dtype=np.int64)
+    for i in use.state:
+        state = graph.trace.state[i]
+        users = [index[position] for position in graph.state_users[i] if position in index]
+        num_bytes = cost_model.gradient_bytes(state)
+        if users and num_bytes:
+            exists[: max(users) + 1] += num_bytes
+            change[min(users)] += state.spec.num_bytes
+            change[max(users) + 1] -= state.spec.num_bytes
+    return exists[:-1], np.cumsum(change)[:-1]
+
+
+def _communication_bytes(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequence[Edge]) -> int:
+    """Buffers of messages; the one that a microbatch in flight has received is an activation."""
+    trace = graph.trace
+    num_microbatches, ahead = use.num_microbatches, RECEIVE_WINDOW
+    more = min(num_microbatches, use.num_in_flight + ahead) - min(num_microbatches, use.num_in_flight)
+    total = 0
     for edge in edges:
-        sent = edge.source == stage
-        for name in edge.values if sent or edge.destination == stage else ():
-            node = trace.node(name)
-            if not sent and node.kind is not NodeKind.PLACEHOLDER:
-                received[node.storage] = received.get(node.storage, 0) + _bytes_of(trace, name)
-            if edge.source != INPUTS and _needs_gradient(trace, name):
-                held.add(node.storage)
-    if is_last:
-        held.update(trace.node(name).storage for name in trace.output_names if _needs_gradient(trace, name))
-    held -= {state.storage for state in trace.state} | {-1}
-    made = {trace.nodes[i].storage for i in positions} - received.keys()
-    return sum(
-        trace.storages[storage] if storage in made or storage not in received else received[storage]
-        for storage in sorted(held)
-    )
+        gradients = sum(_bytes_of(trace, name) for name in edge.values if _needs_gradient(trace, name))
+        if edge.source == INPUTS:
+            total += 0 if use.holds_inputs or edge.destination != use.index else more * edge.num_bytes
+        elif edge.destination == use.index:
+            sent = max(0, num_microbatches - use.num_in_flight) if cost_model.holds_sent else 1
+            total += more * edge.num_bytes + sent * gradients
+        elif edge.source == use.index:
+            total += min(num_microbatches, ahead + 1) * gradients
+    if cost_model.holds_sent:
+        total += sum((use.holders[i] - 1) * trace.state[i].spec.num_bytes for i in use.state if i in use.holders)
+    return total
 
 
 def _bytes_of(trace: Trace, name: str) -> int:

@@ -36,6 +36,7 @@ class Optimizer:
     byte: int = 0  # tensors of one byte for each element
     master: bool = False
     main_grad: bool = False
+    scratch: int = 0  # tensors of the own dtype that a step makes and drops
 
     def state_bytes(self, spec: TensorSpec) -> int:
         """Bytes of state of a trained parameter."""
@@ -52,7 +53,7 @@ def _is_narrow(spec: TensorSpec) -> bool:
     return spec.torch_dtype.itemsize < 4
 
 
-ADAM = Optimizer("adam", own=2)
+ADAM = Optimizer("adam", own=2, scratch=1)
 OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
     {
         optimizer.name: optimizer
@@ -60,11 +61,11 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
             Optimizer("sgd"),
             Optimizer("sgd-momentum", own=1),
             Optimizer("sgd-momentum-fp32-master", float32=1, master=True),
-            Optimizer("adagrad", own=1),
-            Optimizer("rmsprop", own=1),
+            Optimizer("adagrad", own=1, scratch=1),
+            Optimizer("rmsprop", own=1, scratch=1),
             Optimizer("lion", own=1),
             ADAM,
-            Optimizer("adamw", own=2),
+            Optimizer("adamw", own=2, scratch=1),
             Optimizer("adamw-8bit", byte=2),
             Optimizer("adam-fp32-master", float32=2, master=True),
             Optimizer("adamw-fp32-master", float32=2, master=True),

@@ -20,6 +20,7 @@ Example: two stages, 1F1B, at most two microbatches in flight on stage 0 and one
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ from smpc.partitioner.cost import CostModel, NodeTimes, node_times
 from smpc.partitioner.edges import Crossing, check_stages, find_crossing, stages_by_rank
 from smpc.partitioner.graph import Graph, build_graph, largest_whole_calls
 from smpc.partitioner.ilp import PlacementSolution, solve_placement
-from smpc.partitioner.memory import stage_memory
+from smpc.partitioner.memory import StageUse, stage_memory
 from smpc.partitioner.plan import Objective, Plan, ScheduleSummary, SharedParameter, Stage
 from smpc.partitioner.problem import IntArray, Scale, Units, stage_costs
 from smpc.partitioner.recompute import find_recomputable
@@ -193,7 +194,21 @@ def _plan(
     costs = stage_costs(analysis.units, scale, in_flight, stage_of.tolist()).tolist()
     ranks = tuple(range(num_stages)) if placement is None else tuple(placement)
     nodes, trace = graph.trace.nodes, graph.trace
-    stages = tuple(_stage(analysis, stage_of, crossing, s, ranks[s], in_flight[s], costs[s]) for s in range(num_stages))
+    holders = Counter(i for found in crossing.state for i in found if trace.state[i].is_parameter)
+    uses = [
+        StageUse(
+            s,
+            tuple(sorted((*graph.compute[stage_of == s].tolist(), *crossing.recomputed[s]))),
+            crossing.state[s],
+            in_flight[s],
+            max(schedule.num_microbatches, in_flight[s]),
+            s == num_stages - 1,
+            s == ranks.index(0),
+            {i: number for i, number in holders.items() if number > 1},
+        )
+        for s in range(num_stages)
+    ]
+    stages = tuple(_stage(analysis, stage_of, crossing, use, ranks[use.index], costs[use.index]) for use in uses)
     shared = tuple(
         SharedParameter(state.name, holders)
         for i, state in enumerate(trace.state)
@@ -218,17 +233,14 @@ def _stage(
     analysis: Analysis,
     stage_of: IntArray,
     crossing: Crossing,
-    index: int,
+    use: StageUse,
     rank: int,
-    num_in_flight: int,
     cost: float,
 ) -> Stage:
     graph, trace = analysis.graph, analysis.graph.trace
-    own = graph.compute[stage_of == index].tolist()
+    index, state, positions = use.index, use.state, list(use.positions)
     again = crossing.recomputed[index]
-    state = crossing.state[index]
-    is_last = index == len(crossing.state) - 1
-    memory = stage_memory(graph, analysis.cost_model, index, sorted((*own, *again)), state, crossing.edges, is_last)
+    memory = stage_memory(graph, analysis.cost_model, use, crossing.edges)
     return Stage(
         index=index,
         rank=rank,
@@ -241,12 +253,13 @@ def _stage(
         gradient_bytes=memory.gradient_bytes,
         optimizer_bytes=memory.optimizer_bytes,
         activation_bytes_per_microbatch=memory.activation_bytes,
-        num_in_flight=num_in_flight,
-        peak_memory_bytes=memory.peak_bytes(num_in_flight),
-        forward_flops=sum(trace.nodes[i].flops for i in (*own, *again)),
-        forward_time=float(analysis.times.forward[[*own, *again]].sum()),
-        backward_time=float(analysis.times.backward[[*own, *again]].sum()),
+        num_in_flight=use.num_in_flight,
+        peak_memory_bytes=memory.peak_bytes,
+        forward_flops=sum(trace.nodes[i].flops for i in positions),
+        forward_time=float(analysis.times.forward[positions].sum()),
+        backward_time=float(analysis.times.backward[positions].sum()),
         cost=cost,
         buffer_bytes=memory.buffer_bytes,
+        communication_bytes=memory.communication_bytes,
         transient_bytes=memory.transient_bytes,
     )

@@ -166,10 +166,9 @@ def _python_calls(recorder: Recorder) -> Iterator[None]:
         if cls is checkpoint.CheckpointFunction and not recorder.muted:
             run, _, *rest = args
             grad_enabled = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(rest))
-            with torch.set_grad_enabled(grad_enabled):
-                # These hooks hide ours: nothing of what it runs is saved.
-                with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-                    return run(*rest)
+            hide = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # nothing of what it runs is saved
+            with torch.set_grad_enabled(grad_enabled), hide:
+                return run(*rest)
         if recorder.muted or cls.__module__ == checkpoint.__name__:
             return apply.__func__(cls, *args, **kwargs)
         raise recorder.error(f"custom autograd function {cls.__qualname__} has a backward of its own")
@@ -241,6 +240,10 @@ class Recorder(TorchFunctionMode):
         self.muted = 0
         self._node_of: dict[int, str] = {}  # id(tensor) -> node
         self._tensor_of: dict[str, torch.Tensor] = {}  # the inverse
+        self._canonical = {name: spec.names[0] for spec in state.specs for name in spec.names}
+        self._buffers = {
+            spec.names[0]: fake for spec, fake in zip(state.specs, state.fakes, strict=True)
+        }  # as last seen
         self._alive: list[Any] = []  # ids are unique only among living objects
         self._storages: dict[int, int] = {}
         self._storage_bytes: list[int] = []
@@ -416,12 +419,11 @@ class Recorder(TorchFunctionMode):
             leaves, opened.arguments = flatten((args, dict(kwargs)))
             opened.leaves = tuple(self._argument(leaf, None) for leaf in leaves)
             opened.grad_enabled, opened.autocast = self._context()
-        buffers = dict(module._buffers)
         self.calls.append(None)
         self.open.append(opened)
         out = run()
         with torch._C.DisableTorchFunction():
-            self._note_rebound_buffers(opened, buffers)
+            self._note_rebound_buffers(opened)
             self._close(opened, out)
         return out
 
@@ -520,16 +522,21 @@ class Recorder(TorchFunctionMode):
         # A clone is no leaf of autograd, so that what follows may write into it.
         return fake.requires_grad_().clone() if described.requires_grad else fake
 
-    def _note_rebound_buffers(self, opened: _OpenCall, before: dict[str, torch.Tensor | None]) -> None:
-        """`self.count = self.count + 1` on a buffer is an effect: the module holds another tensor afterwards."""
-        for key, value in opened.module._buffers.items():
-            if value is None or value is before.get(key):
-                continue
-            fqn = f"{opened.fqn}.{key}" if opened.fqn else key
-            known = self.state.names.get(id(before.get(key)), fqn)
-            ref = Ref(self._name(value, f"buffer {fqn}"))
-            name = self._unique(f"set_{key}")
-            self._add(Node(name, NodeKind.SET_ATTR, known, (ref,), call=opened.index, source=current_line()))
+    def _note_rebound_buffers(self, opened: _OpenCall) -> None:
+        """`self.count = self.count + 1` on a buffer is an effect: the module holds another tensor afterwards.
+
+        Noted at the end of the module's call, or, when another module has done it, at the end of the model's.
+        """
+        is_model = opened.index == 0
+        for prefix, module in opened.module.named_modules() if is_model else [(opened.fqn, opened.module)]:
+            for key, value in module._buffers.items():
+                fqn = f"{prefix}.{key}" if prefix else key
+                known = self._canonical.get(fqn, fqn)
+                if value is None or value is self._buffers.get(known):
+                    continue
+                self._buffers[known] = value
+                ref, name = Ref(self._name(value, f"buffer {fqn}")), self._unique(f"set_{key}")
+                self._add(Node(name, NodeKind.SET_ATTR, known, (ref,), call=opened.index, source=current_line()))
 
     # -- tensors to names ----------------------------------------------------------------------------------------------
 

@@ -1,18 +1,19 @@
 """Which schedule runs, and on which placement: what the settings `pipeline`, `schedule` and `virtual_pipeline_degree` say.
 
-    name              what it is                                         pieces per rank   placement of stage s
-    gpipe             `simple`: all forwards, then all backwards         any               rank s % p
-    1f1b              `interleaved`: a backward first when it is ready   any               rank s % p
-    interleaved-1f1b  1F1B, v pieces per rank in turn                    2 or more         rank s % p
-    zb-h1, zb-h2      zero bubble                                        1                 rank s
-    zb-v              zero bubble on two pieces per rank                 2                 a V: 0 1 .. p-1 p-1 .. 1 0
-    list              a search over the predicted times of the stages    any               a V if v = 2, else rank s % p
+    name of `schedule`   what it is                                        pieces per rank   rank of stage s
+    gpipe                `simple`: all forwards, then all backwards        any               s % p
+    1f1b                 `interleaved`: a backward first when it is ready  any               s % p
+    interleaved-1f1b     1F1B, v pieces per rank in turn                   2 or more         s % p
+    zb-h1, zb-h2         zero bubble                                       1                 s
+    zb-v                 zero bubble, two pieces per rank                  2                 a V: 0 1 .. p-1 p-1 .. 1 0
+    list                 a search over the predicted times of the stages   any               a V for 2, else s % p
+    FILE.csv             what the file says (`csv_file`)                   as in the file    as in the file
 
-`schedule` is one of these names. Without it, `pipeline` chooses: "simple" is gpipe, "interleaved" is 1f1b with one piece
-per rank and interleaved-1f1b with several. Only gpipe and 1f1b run on other placements too, and only 1f1b obeys
-`active_microbatches`: the others have the number in flight that their docstrings state.
+Without `schedule`, `pipeline` chooses: "simple" is gpipe, "interleaved" is 1f1b with one piece per rank and
+interleaved-1f1b with several. gpipe, 1f1b and list run on every placement. Only 1f1b obeys `active_microbatches`: the
+others have as many in flight as their docstrings say.
 
-Example: `choose(4, 8)` is 1f1b on ranks (0, 1, 2, 3); `choose(4, 8, schedule="zb-v")` has 8 stages on ranks
+Example: `choose(4, 8)` is 1f1b on ranks (0, 1, 2, 3); `choose(4, 8, schedule="zb-v")` has 8 stages, on ranks
 (0, 1, 2, 3, 3, 2, 1, 0).
 """
 
@@ -23,15 +24,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from smpc.codegen.actions import Schedule, peaks
-from smpc.codegen.schedule import in_flight, scheduler
+from smpc.codegen.schedule import SCHEDULES, in_flight, scheduler
+from smpc.codegen.schedules.csv_file import read_csv
 from smpc.codegen.schedules.search import search
 from smpc.codegen.schedules.virtual import interleaved_1f1b, loop_placement
 from smpc.codegen.schedules.zero_bubble import zb_h1, zb_h2
 from smpc.codegen.schedules.zero_bubble_v import v_placement, zb_v
 from smpc.codegen.simulate import Costs, Link
-from smpc.errors import ConfigError
+from smpc.errors import ConfigError, ScheduleError
 
-_SEED_NAMES = {"gpipe": "simple", "1f1b": "interleaved"}
+_ALIASES = {"gpipe": "simple", "1f1b": "interleaved"}
 # name -> (fewest pieces per rank, most, default); most 0: no limit
 _PIECES = {
     "gpipe": (1, 0, 1),
@@ -47,53 +49,68 @@ NAMES = tuple(_PIECES)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A schedule by name, with everything but the times of the stages."""
+    """A schedule by name, on a placement (stage -> rank). gpipe and 1f1b have the names that `pipeline` gives them.
+
+    A file is read again whenever its schedule is asked for. ConfigError if there is no schedule of that name.
+    """
 
     name: str
-    num_ranks: int
-    num_pieces: int
+    placement: tuple[int, ...]
     num_microbatches: int
     active_microbatches: int
 
-    @property
-    def num_stages(self) -> int:
-        """Pieces of all ranks."""
-        return self.num_ranks * self.num_pieces
-
-    @property
-    def placement(self) -> tuple[int, ...]:
-        """The rank of each stage."""
-        if self.num_pieces == 2 and self.name in ("zb-v", "list"):
-            return v_placement(self.num_ranks)
-        return loop_placement(self.num_ranks, self.num_pieces)
+    def __post_init__(self) -> None:
+        if self.name not in SCHEDULES and (self.name in _ALIASES or self.name not in NAMES) and not _is_file(self.name):
+            scheduler(self.name)
 
     @property
     def in_flight(self) -> tuple[int, ...]:
         """By stage, the most microbatches in flight."""
-        if self.name in _SEED_NAMES:
-            seed_name = _SEED_NAMES[self.name]
-            return in_flight(seed_name, self.num_stages, self.num_microbatches, self.active_microbatches)
-        return peaks(self._named(self._start if self.name == "list" else self.name), self.num_stages)
+        if self.name in SCHEDULES:
+            return in_flight(self.name, len(self.placement), self.num_microbatches, self.active_microbatches)
+        return peaks(self._start if self.name == "list" else self._named(self.name), len(self.placement))
 
     def build(self, links: Sequence[Link], costs: Costs) -> Schedule:
-        """The schedule. Links and costs matter to `list` alone, which holds no more in flight than `in_flight` says."""
+        """The schedule. Links and costs matter to `list` alone, which holds no more in flight than `in_flight` says.
+
+        ScheduleError if the placement is not the schedule's.
+        """
         if self.name != "list":
             return self._named(self.name)
-        start = self._named(self._start)
-        return search(self.placement, self.num_microbatches, links, costs, starts=(start,), in_flight=self.in_flight)
+        bounds = self.in_flight
+        return search(self.placement, self.num_microbatches, links, costs, starts=(self._start,), in_flight=bounds)
 
     @property
-    def _start(self) -> str:
-        """The best named schedule on the placement of `list`."""
-        return {1: "zb-h1", 2: "zb-v"}.get(self.num_pieces, "interleaved-1f1b")
+    def _num_ranks(self) -> int:
+        return max(self.placement) + 1
+
+    @property
+    def _start(self) -> Schedule:
+        """The best named schedule on the placement."""
+        num_stages, num_ranks = len(self.placement), self._num_ranks
+        if self.placement == v_placement(num_ranks):
+            return self._named("zb-v")
+        if self.placement == tuple(range(num_ranks)):
+            return self._named("zb-h1")
+        if num_stages % num_ranks == 0 and self.placement == loop_placement(num_ranks, num_stages // num_ranks):
+            return self._named("interleaved-1f1b")
+        return self._named("interleaved")
 
     def _named(self, name: str) -> Schedule:
-        if name in _SEED_NAMES:
-            build = scheduler(_SEED_NAMES[name])
-            return build(self.num_stages, self.placement, self.num_microbatches, self.active_microbatches)
+        num_stages, num_ranks = len(self.placement), self._num_ranks
+        if _is_file(name):
+            schedule = read_csv(name)
+            _check_file(name, schedule, self)
+            return schedule
+        if name in SCHEDULES:
+            return scheduler(name)(num_stages, self.placement, self.num_microbatches, self.active_microbatches)
+        num_pieces = num_stages // num_ranks
+        expected = v_placement(num_ranks) if name == "zb-v" else loop_placement(num_ranks, num_pieces)
+        if self.placement != expected:
+            raise ScheduleError(f"the {name} schedule needs stages on ranks {expected}, found {self.placement}")
         if name == "interleaved-1f1b":
-            return interleaved_1f1b(self.num_ranks, self.num_pieces, self.num_microbatches)
-        return {"zb-h1": zb_h1, "zb-h2": zb_h2, "zb-v": zb_v}[name](self.num_ranks, self.num_microbatches)
+            return interleaved_1f1b(num_ranks, num_pieces, self.num_microbatches)
+        return {"zb-h1": zb_h1, "zb-h2": zb_h2, "zb-v": zb_v}[name](num_ranks, self.num_microbatches)
 
 
 def choose(
@@ -107,23 +124,68 @@ def choose(
 ) -> Choice:
     """The schedule that the settings name. `num_pieces` is `virtual_pipeline_degree`; None: what the schedule needs.
 
-    By default as many microbatches are active as there are stages, plus two. ConfigError for a name that does not exist
+    By default as many microbatches are active as there are ranks, plus two. ConfigError for a name that does not exist
     or pieces that the schedule cannot have.
     """
     scheduler(pipeline)
     if schedule is None:
-        several = (num_pieces or 1) > 1
-        name = "gpipe" if pipeline == "simple" else "interleaved-1f1b" if several else "1f1b"
+        name = "gpipe" if pipeline == "simple" else "interleaved-1f1b" if (num_pieces or 1) > 1 else "1f1b"
+    elif _is_file(schedule):
+        return _choose_file(schedule, num_ranks, num_microbatches, num_pieces)
     else:
         name = schedule
         if name not in _PIECES:
             close = difflib.get_close_matches(name, NAMES, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"schedule: expected one of {', '.join(map(repr, NAMES))}, found {name!r}{hint}")
+            raise ConfigError(
+                f"schedule: expected one of {', '.join(map(repr, NAMES))} or a .csv file, found {name!r}{hint}"
+            )
     fewest, most, default = _PIECES[name]
     pieces = default if num_pieces is None else num_pieces
     if pieces < fewest or (most and pieces > most):
         expected = f"{fewest}" if fewest == most else f"at least {fewest}"
         raise ConfigError(f"virtual_pipeline_degree: expected {expected} for the {name} schedule, found {pieces}")
-    active = min(active_microbatches or num_ranks * pieces + 2, num_microbatches)
-    return Choice(name, num_ranks, pieces, num_microbatches, active)
+    is_v = name == "zb-v" or (name, pieces) == ("list", 2)
+    placement = v_placement(num_ranks) if is_v else loop_placement(num_ranks, pieces)
+    active = min(active_microbatches or num_ranks + 2, num_microbatches)
+    return Choice(_ALIASES.get(name, name), placement, num_microbatches, active)
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith(".csv")
+
+
+def _choose_file(path: str, num_ranks: int, num_microbatches: int, num_pieces: int | None) -> Choice:
+    schedule = read_csv(path)
+    found = {action.stage: rank for rank, actions in enumerate(schedule) for action in actions}
+    placement = tuple(found.get(stage, 0) for stage in range(max(found) + 1))
+    choice = Choice(path, placement, num_microbatches, num_microbatches)
+    _check_file(path, schedule, choice, num_ranks)
+    if num_pieces is not None and len(placement) != num_ranks * num_pieces:
+        raise ConfigError(
+            f"virtual_pipeline_degree: {num_pieces} on {num_ranks} ranks needs {num_ranks * num_pieces} stages, but "
+            f"{path} has {len(placement)}; leave it out"
+        )
+    return choice
+
+
+def _check_file(path: str, schedule: Schedule, choice: Choice, num_ranks: int | None = None) -> None:
+    """Whether a file is for these stages, ranks and microbatches; the verifier checks everything else."""
+    actions = [(rank, action) for rank, row in enumerate(schedule) for action in row]
+    ranks = choice._num_ranks if num_ranks is None else num_ranks
+    wrong = []
+    if len(schedule) != ranks:
+        wrong.append(f"expected a row for each of {ranks} pipeline ranks, found {len(schedule)}")
+    microbatches = 1 + max(action.microbatch for _, action in actions)
+    if microbatches != choice.num_microbatches:
+        wrong.append(f"expected {choice.num_microbatches} microbatches, found {microbatches}")
+    placement = dict(enumerate(choice.placement))
+    stages = sorted({action.stage for _, action in actions})
+    if stages != list(placement):
+        wrong.append(f"expected the stages {list(placement)}, found {stages}")
+    elsewhere = sorted({action.stage for rank, action in actions if placement.get(action.stage, rank) != rank})
+    wrong += [
+        f"expected stage {stage} in row {placement[stage] + 1} alone, where it is found too" for stage in elsewhere
+    ]
+    if wrong:
+        raise ConfigError("\n".join(f"schedule: {path}: {line}" for line in wrong))

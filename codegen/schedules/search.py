@@ -130,9 +130,7 @@ def _try(problem: Problem, policy: Policy) -> tuple[float, Schedule]:
     return problem.makespan(schedule), schedule
 
 
-def _vary(
-    problem: Problem, makespan: float, schedule: Schedule, policy: Policy, rounds: int
-) -> tuple[float, Schedule]:
+def _vary(problem: Problem, makespan: float, schedule: Schedule, policy: Policy, rounds: int) -> tuple[float, Schedule]:
     """Hill climbing: change the preference for some actions, keep what is not worse."""
     numbers = random.Random(_SEED)
     keys = [(action.op, action.stage, action.microbatch) for actions in schedule for action in actions]
@@ -202,15 +200,17 @@ class _Run:
                     soonest = min(soonest, self.ready[key]) if op is not Op.WEIGHT else soonest
                 elif best is None or self.policy.rank(key) < lowest:
                     best, lowest = key, self.policy.rank(key)
-        if best is not None and best[0] is Op.WEIGHT and self.held[rank] < self.problem.slots[rank]:
-            if soonest < now + self.policy.patience * self.seconds[Op.WEIGHT, best[1]]:
-                return None
-        return best
+        if best is None or best[0] is not Op.WEIGHT or self.held[rank] == self.problem.slots[rank]:
+            return best
+        waits = soonest < now + self.policy.patience * self.seconds[Op.WEIGHT, best[1]]
+        return None if waits else best
 
     def admits(self, rank: int, stage: int, microbatch: int) -> bool:
         """Whether there is a slot for a forward, and enough others for the oldest microbatch of the rank."""
         problem = self.problem
-        if microbatch - self.next[Op.WEIGHT, stage] >= min(problem.in_flight[stage], max(1, self.policy.reach * (len(problem.placement) - stage))):
+        if microbatch - self.next[Op.WEIGHT, stage] >= min(
+            problem.in_flight[stage], max(1, self.policy.reach * (len(problem.placement) - stage))
+        ):
             return False
         oldest = min(self.next[Op.WEIGHT, s] for s in self.stages_of[rank])
         needed = sum(self.next[Op.FORWARD, s] <= oldest for s in self.stages_of[rank])

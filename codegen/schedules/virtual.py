@@ -42,7 +42,10 @@ def interleaved_1f1b(num_ranks: int, num_pieces: int, num_microbatches: int) -> 
     order = []
     for rank in range(num_ranks):
         forwards = [forward(s, m) for s, m in _turns(rank, num_ranks, num_pieces, total)]
-        backwards = [backward(num_ranks * num_pieces - 1 - s, m) for s, m in _turns(num_ranks - 1 - rank, num_ranks, num_pieces, total)]
+        backwards = [
+            backward(num_ranks * num_pieces - 1 - s, m)
+            for s, m in _turns(num_ranks - 1 - rank, num_ranks, num_pieces, total)
+        ]
         warm_up = min(total, 2 * (num_ranks - rank - 1) + (num_pieces - 1) * num_ranks)
         actions = [*forwards[:warm_up], *_alternate(forwards[warm_up:], backwards), *backwards[total - warm_up :]]
         order.append(tuple(action for action in actions if action.microbatch < num_microbatches))

@@ -37,9 +37,7 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     With F = I = W and m >= 2 p - 1, rank r computes from r F to r F + m (F + I + W) without a pause; a step takes
     m (F + I + W) + (p - 1) F, nothing beyond the ramp-in of the last rank. In flight on every rank: min(m, 2 p - 1).
     """
-    return tuple(
-        _order(rank, num_microbatches, 2 * (num_ranks - rank) - 1, lag=2 * rank) for rank in range(num_ranks)
-    )
+    return tuple(_order(rank, num_microbatches, 2 * (num_ranks - rank) - 1, lag=2 * rank) for rank in range(num_ranks))
 
 
 def _order(stage: int, num_microbatches: int, warm_up: int, lag: int) -> tuple[Action, ...]:

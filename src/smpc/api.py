@@ -27,6 +27,8 @@ def partition(
     pipeline_parallel_degree: int,
     microbatches: int = 1,
     pipeline: str = "interleaved",
+    schedule: str | None = None,
+    virtual_pipeline_degree: int | None = None,
     memory_weight: float = 0.8,
     active_microbatches: int | None = None,
     device: str | Device = "h100",
@@ -39,7 +41,8 @@ def partition(
     `sample_inputs` are one whole batch: a tensor, a tuple of arguments, a dict of keyword arguments, or a (tuple, dict) pair of both;
     `microbatches` must divide its size along axis 0. The other arguments are those of SMP's configuration: `pipeline` is
     "interleaved" or "simple", `memory_weight` in [0, 1] weighs balanced memory against balanced time, `active_microbatches` limits
-    how many microbatches are in execution at a time (default: stages + 2). `leaf_modules` names modules to be called whole, with
+    how many microbatches are in execution at a time (default: ranks + 2). `schedule` names one of docs/schedules.md, or a .csv file,
+    and wins over `pipeline`; `virtual_pipeline_degree` is the number of stages on each rank. `leaf_modules` names modules to be called whole, with
     nothing recorded inside.
 
     `device` is what times are predicted for: "h100", "h200", "a100", "l4", "cpu", a .toml file or a `Device` (docs/planner.md);
@@ -54,6 +57,8 @@ def partition(
         pipeline_parallel_degree=pipeline_parallel_degree,
         microbatches=microbatches,
         pipeline=pipeline,
+        schedule=schedule,
+        virtual_pipeline_degree=virtual_pipeline_degree,
         memory_weight=memory_weight,
         active_microbatches=active_microbatches,
         device=device,

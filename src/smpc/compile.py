@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from smpc.codegen.actions import Schedule, of_program
 from smpc.codegen.emit import describe_channel, emit_rank
 from smpc.codegen.lower import lower
 from smpc.codegen.program import Channel, Instruction, RankProgram, StageCode
-from smpc.codegen.schedule import evaluation, in_flight, scheduler
+from smpc.codegen.schedule import evaluation
+from smpc.codegen.schedules.choice import Choice, choose
 from smpc.codegen.simulate import Costs, Link, Timeline, simulate, timeline_text
 from smpc.codegen.split import plan_channels, split
 from smpc.codegen.verify import verify_programs
@@ -53,18 +55,20 @@ class PipelineOptions:
     device: str | Device = "h100"
     optimizer: str = "adam"
     memory_limit: str | int | None = None
+    schedule: str | None = None
+    virtual_pipeline_degree: int | None = None
 
     def __post_init__(self) -> None:
         wrong = [
             f"{name}: expected at least 1, found {value}"
-            for name in ("pipeline_parallel_degree", "microbatches", "active_microbatches")
+            for name in ("pipeline_parallel_degree", "microbatches", "active_microbatches", "virtual_pipeline_degree")
             if (value := getattr(self, name)) is not None and value < 1
         ]
         if not 0.0 <= self.memory_weight <= 1.0:
             wrong.append(f"memory_weight: expected a number from 0 to 1, found {self.memory_weight}")
         if wrong:
             raise ConfigError("\n".join(wrong))
-        scheduler(self.pipeline)
+        _ = self.choice
         if self.memory_limit is not None:
             parse_bytes(self.memory_limit, "memory_limit")
         find_device(self.device)
@@ -76,9 +80,16 @@ class PipelineOptions:
         return CostModel.of(find_device(self.device), self.pipeline_parallel_degree, find_optimizer(self.optimizer))
 
     @property
-    def active(self) -> int:
-        """Microbatches in execution at a time: `active_microbatches`, by default stages + 2, at most all."""
-        return min(self.active_microbatches or self.pipeline_parallel_degree + 2, self.microbatches)
+    def choice(self) -> Choice:
+        """The schedule, and the placement of the stages that it needs."""
+        return choose(
+            self.pipeline_parallel_degree,
+            self.microbatches,
+            pipeline=self.pipeline,
+            schedule=self.schedule,
+            num_pieces=self.virtual_pipeline_degree,
+            active_microbatches=self.active_microbatches,
+        )
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,8 @@ class Compilation:
 
     def timeline(self) -> Timeline:
         """The predicted timeline of one training step."""
-        return _simulate(self.plan, self.channels)
+        schedule = tuple(of_program(program.instructions) for program in self.programs)
+        return _simulate(self.plan, self.channels, schedule)
 
     def schedule_text(self) -> str:
         """The edges, every rank's instructions, and a drawing of the predicted timeline."""
@@ -121,6 +133,8 @@ def compile_model(
     device: str | Device = "h100",
     optimizer: str = "adam",
     memory_limit: str | int | None = None,
+    schedule: str | None = None,
+    virtual_pipeline_degree: int | None = None,
     leaf_modules: Sequence[str] = (),
     show_phase: Callable[[str], object] | None = None,
 ) -> Compilation:
@@ -129,6 +143,7 @@ def compile_model(
     `leaf_modules` are names of modules to be called whole, with nothing recorded inside. `device` (see `smpc.partitioner.device`) and
     `optimizer` (see `smpc.partitioner.optimizer`) are what times and memory are predicted for. `memory_limit` is the most that a rank
     may hold at its predicted peak: "80GB", or a number of bytes. `show_phase` is called with the name of each phase as it starts.
+    `schedule` and `virtual_pipeline_degree`: see docs/schedules.md.
 
     Raises ConfigError for settings out of bounds or a batch that `microbatches` does not divide, TraceError for a model that
     cannot be recorded, PartitionError when there are more stages than modules, or no plan within the memory limit.
@@ -142,6 +157,8 @@ def compile_model(
         device,
         optimizer,
         memory_limit,
+        schedule,
+        virtual_pipeline_degree,
     )
     args, kwargs = first_microbatch(as_inputs(sample_inputs), microbatches)
     show = show_phase or (lambda phase: None)
@@ -160,18 +177,25 @@ def compile_trace(trace: Trace, options: PipelineOptions, like: Compilation | No
 
 def make_plan(trace: Trace, options: PipelineOptions, like: Compilation | None = None) -> Plan:
     """The plan of a trace; its schedule is simulated with the predicted times of the stages."""
-    degree = options.pipeline_parallel_degree
-    held = in_flight(options.pipeline, degree, options.microbatches, options.active)
+    choice = options.choice
+    num_stages, placement = len(choice.placement), choice.placement
     model = options.cost_model
     summary = ScheduleSummary(
-        options.pipeline, options.microbatches, options.active, 0.0, 0.0, model.link_bandwidth, model.link_latency
+        choice.name,
+        options.microbatches,
+        choice.active_microbatches,
+        0.0,
+        0.0,
+        model.link_bandwidth,
+        model.link_latency,
     )
     if like is None:
         plan = solve_partition(
             trace,
-            num_stages=degree,
+            num_stages=num_stages,
             memory_weight=options.memory_weight,
-            in_flight=held,
+            in_flight=choice.in_flight,
+            placement=placement,
             cost_model=model,
             schedule=summary,
         )
@@ -179,13 +203,16 @@ def make_plan(trace: Trace, options: PipelineOptions, like: Compilation | None =
         plan = plan_from_assignment(
             trace,
             follow(trace, like.trace, like.plan),
-            num_stages=degree,
+            num_stages=num_stages,
             memory_weight=options.memory_weight,
-            in_flight=held,
+            in_flight=choice.in_flight,
+            placement=placement,
             cost_model=model,
             schedule=summary,
         )
-    timeline = _simulate(plan, plan_channels(trace, plan))
+    plan = dataclasses.replace(plan, pipeline_parallel_degree=options.pipeline_parallel_degree)
+    channels = plan_channels(trace, plan)
+    timeline = _simulate(plan, channels, _schedule(plan, channels))
     summary = dataclasses.replace(summary, bubble_fraction=timeline.bubble_fraction, step_time=timeline.makespan)
     return dataclasses.replace(plan, schedule=summary)
 
@@ -198,9 +225,8 @@ def compile_plan(trace: Trace, plan: Plan, options: PipelineOptions) -> Compilat
     shared = tuple(
         (item.name, tuple(dict.fromkeys(placement[stage] for stage in item.stages))) for item in plan.shared_parameters
     )
-    degree = options.pipeline_parallel_degree
-    training = scheduler(options.pipeline)(degree, placement, options.microbatches, options.active)
-    forward_only = evaluation(degree, placement, options.microbatches)
+    training = _schedule(plan, channels)
+    forward_only = evaluation(len(placement), placement, plan.schedule.num_microbatches)
     built = []
     for schedule, has_backward in ((training, True), (forward_only, False)):
         instructions = lower(schedule, channels, num_ranks=num_ranks, shared_parameters=shared)
@@ -237,18 +263,25 @@ def _programs(
     )
 
 
-def _simulate(plan: Plan, channels: tuple[Channel, ...]) -> Timeline:
+def _schedule(plan: Plan, channels: tuple[Channel, ...]) -> Schedule:
+    """The schedule of a training step."""
+    summary, placement = plan.schedule, tuple(stage.rank for stage in plan.stages)
+    choice = Choice(summary.name, placement, summary.num_microbatches, summary.active_microbatches)
+    return choice.build([Link.of(channel) for channel in channels], _costs(plan))
+
+
+def _simulate(plan: Plan, channels: tuple[Channel, ...], schedule: Schedule) -> Timeline:
     """One training step with the predicted times of the stages and of the messages between them."""
-    summary = plan.schedule
-    placement = [stage.rank for stage in plan.stages]
-    schedule = scheduler(summary.name)(len(placement), placement, summary.num_microbatches, summary.active_microbatches)
-    costs = Costs(
+    return simulate(schedule, [Link.of(channel) for channel in channels], _costs(plan))
+
+
+def _costs(plan: Plan) -> Costs:
+    return Costs(
         tuple(stage.forward_time for stage in plan.stages),
         tuple(stage.backward_time for stage in plan.stages),
-        summary.link_latency,
-        summary.link_bandwidth,
+        plan.schedule.link_latency,
+        plan.schedule.link_bandwidth,
     )
-    return simulate(schedule, [Link.of(channel) for channel in channels], costs)
 
 
 def as_inputs(sample_inputs: Any) -> Inputs:

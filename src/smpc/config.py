@@ -19,7 +19,7 @@ NotImplementedError); one that has no effect here, by nature, is accepted with a
 Nothing is read from the environment unless it is passed in.
 
 The keys, their defaults and their rules are those of the public configuration reference of SMP v1
-(smdistributed-modelparallel).
+(smdistributed-modelparallel), but for `schedule` and `virtual_pipeline_degree`, which are additions.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from typing import Any, cast
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError
 
 ENVIRONMENT_VARIABLE = "SM_HP_MP_PARAMETERS"
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "list")
 PLACEMENT_STRATEGIES = ("cluster", "spread", "PDT", "PTD", "DPT", "DTP", "TPD", "TDP")
 _ALIASES = {"partitions": "pipeline_parallel_degree"}
 _KINDS: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
@@ -76,7 +77,8 @@ class Config:
     """One checked, immutable configuration. Build it with `Config.parse` or `Config.from_file`.
 
     The constructor takes the same keys and checks them the same way; None stands for a derived default.
-    Every field is the resolved value: `memory_weight` and `active_microbatches` are always numbers.
+    Every field is the resolved value: `memory_weight` and `active_microbatches` are always numbers. An empty `schedule`
+    means what `pipeline` says, a `virtual_pipeline_degree` of 0 what the schedule needs.
     """
 
     pipeline_parallel_degree: int = dataclasses.field(
@@ -84,6 +86,18 @@ class Config:
     )
     microbatches: int = _key(1, "Microbatches that a batch is split into; it must divide the batch size", minimum=1)
     pipeline: str = _key("interleaved", "The pipeline schedule", options=("interleaved", "simple"))
+    schedule: str = _key(
+        None,
+        "The pipeline schedule by a name of its own (docs/schedules.md) or a .csv file in the format of "
+        "torch.distributed.pipelining; it wins over `pipeline`",
+        derived="what `pipeline` says",
+    )
+    virtual_pipeline_degree: int = _key(
+        None,
+        "Number of pieces of the model on each pipeline rank",
+        minimum=1,
+        derived="what the schedule needs: 2 for interleaved-1f1b and zb-v, what a file has, else 1",
+    )
     optimize: str = _key(
         "memory",
         "What to save: `speed` duplicates activations over tensor-parallel ranks, `memory` communicates more",
@@ -249,6 +263,8 @@ class Config:
             "memory_weight": float(given.get("memory_weight", 0.2 if self.optimize == "speed" else 0.8)),
             "active_microbatches": min(given.get("active_microbatches", degree + 2), self.microbatches),
             "partition_file": given.get("partition_file", ""),
+            "schedule": given.get("schedule", ""),
+            "virtual_pipeline_degree": given.get("virtual_pipeline_degree", 0),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -378,6 +394,10 @@ class _Report:
     def _check_dependencies(self, sound: Mapping[str, Any]) -> None:
         """Check the rules between keys, as far as the keys involved are valid themselves."""
         degree = sound.get("pipeline_parallel_degree")
+        schedule = sound.get("schedule", SCHEDULES[0])
+        if schedule not in SCHEDULES and not schedule.endswith(".csv"):
+            expected = f"{', '.join(SCHEDULES)} or a .csv file"
+            self.errors.append(f"schedule: expected one of {expected}, found {schedule!r}{self._where('schedule')}")
         if sound.get("tensor_parallel_degree", 1) > 1 and not sound.get("ddp", False):
             found = sound["tensor_parallel_degree"]
             self.errors.append(f"tensor_parallel_degree: {found} requires ddp: true, found ddp: false")

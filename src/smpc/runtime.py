@@ -116,9 +116,7 @@ class Runtime:
         programs = self._programs[program]
         interpreter = programs.interpreter(training)
         inputs = (
-            None
-            if microbatches is None
-            else placeholders(programs, interpreter.program, microbatches, self.device)
+            None if microbatches is None else placeholders(programs, interpreter.program, microbatches, self.device)
         )
         interpreter.run(inputs, restored(programs.trace, on_output, self.device))
 

@@ -367,7 +367,7 @@ class Operators(nn.Module):
         y = torch.where(h > float("-inf"), h, torch.full_like(h, float("nan"))).masked_fill(h < -1e30, float("inf"))
         y = 2 ** y.clamp(-1, 1) + (-1.5 - y) + -1 / (y.abs() + 1) + y**-2 - (-y) @ self.b.weight.mT
         y = y.to(dtype=torch.float64, device=x.device).float() + torch.full_like(h, -3)
-        return self.b(y)[..., 1:-1], (~(y > 0)) & (y != 1) | (1 < y), torch.arange(4, device=x.device)[None, ::2]
+        return self.b(y)[..., 1:-1], (~(y > 0)) & (y != 1) | (y > 1), torch.arange(4, device=x.device)[None, ::2]
 
 
 def _hooked():
@@ -396,9 +396,7 @@ CASES = {
     "odd names": (OddNames, lambda: ((torch.randn(8, 4), torch.randn(8, 4)), {})),
     "frozen": (Frozen, _rows),
     "weight norm": (
-        lambda: nn.Sequential(
-            parametrizations.weight_norm(L(4, 4)), parametrizations.spectral_norm(L(4, 4)), L(4, 4)
-        ),
+        lambda: nn.Sequential(parametrizations.weight_norm(L(4, 4)), parametrizations.spectral_norm(L(4, 4)), L(4, 4)),
         _rows,
     ),
     "called twice": (CalledTwice, _rows),

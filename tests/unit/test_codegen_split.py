@@ -3,15 +3,15 @@
 import copy
 import re
 
-import pytest
-import torch
-from torch import nn
-
 import odd_models
 import parity
+import pytest
+import torch
 import zoo
 from odd_models import MovingAverage
 from random_plans import compile_assignment, contiguous
+from torch import nn
+
 from smpc.codegen.split import split
 from smpc.compile import compile_model, first_microbatch
 from smpc.errors import CodegenError
@@ -111,7 +111,9 @@ def test_a_call_with_a_value_that_leaks_is_opened_and_its_children_are_called():
 
 
 def test_a_call_that_is_cut_is_opened_in_both_stages():
-    compilation = stage_of(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.ReLU()), (torch.ones(2, 4),), **{"0_1": 1})
+    compilation = stage_of(
+        nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.ReLU()), (torch.ones(2, 4),), **{"0_1": 1}
+    )
     assert body(compilation, 0) == ["v_1 = self[0][0](args_0)", "return (v_1,)"]
     assert body(compilation, 1) == ["_0 = self[0][1](v_1)", "_1 = self[1](_0)", "return (_1,)"]
 

@@ -1,11 +1,11 @@
 """Stage modules hold the model's own parts under the model's own names."""
 
 import torch
-from torch import nn
-
 import zoo
 from odd_models import MovingAverage, OddNames
 from random_plans import compile_assignment, contiguous
+from torch import nn
+
 from smpc.codegen.stage import build_stage
 from smpc.compile import compile_model
 from smpc.runtime import LoopbackRuntime

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from smpc.errors import PartitionError
+from smpc.partitioner.cost import CostModel
+from smpc.partitioner.device import find_device
 from smpc.partitioner.edges import check_assignment
 from smpc.partitioner.plan import INPUTS
 from smpc.partitioner.solve import plan_from_assignment
@@ -112,10 +114,13 @@ def test_a_returned_parameter_is_held_by_the_last_stage():
 
 
 def test_activations_count_what_is_saved_received_and_sent():
-    # a is saved by b, so both stages hold it; c is returned by the last stage.
-    nodes = [x(), node("a", "x"), node("b", "a", saved=(1,)), node("c", "b", saved=())]
-    _, plan = edges(trace_of(nodes, ["c"]), {"a": 0, "b": 1, "c": 1}, 2)
-    assert [stage.activation_bytes_per_microbatch for stage in plan.stages] == [WIDE.num_bytes, 2 * WIDE.num_bytes]
+    # a is saved by b, so stage 1 holds it, and gloo holds it on stage 0 as well; c is returned by the last stage.
+    trace = trace_of([x(), node("a", "x"), node("b", "a", saved=(1,)), node("c", "b", saved=())], ["c"])
+    for device, sent in (("h100", 0), ("cpu", WIDE.num_bytes)):
+        cost_model = CostModel.of(find_device(device), 2)
+        assignment = {"a": 0, "b": 1, "c": 1}
+        plan = plan_from_assignment(trace, assignment, num_stages=2, in_flight=(1, 1), cost_model=cost_model)
+        assert [stage.activation_bytes_per_microbatch for stage in plan.stages] == [sent, 2 * WIDE.num_bytes]
 
 
 @pytest.mark.parametrize(

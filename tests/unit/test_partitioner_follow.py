@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
 import zoo
 from random_plans import compile_assignment
+from torch import nn
+
 from smpc.compile import PipelineOptions, compile_model, compile_trace, first_microbatch
 from smpc.errors import PartitionError
 from smpc.partitioner.follow import follow

@@ -165,8 +165,9 @@ def test_static_memory_is_adam():
         assert stage.parameter_bytes == stage.gradient_bytes == 4 * stage.num_parameters
         assert stage.optimizer_bytes == 8 * stage.num_parameters
         static = stage.parameter_bytes + stage.gradient_bytes + stage.optimizer_bytes
-        held = stage.num_in_flight * stage.activation_bytes_per_microbatch
-        assert stage.peak_memory_bytes > static + held
+        held = stage.num_in_flight * stage.activation_bytes_per_microbatch + stage.communication_bytes
+        assert stage.peak_memory_bytes == static + held + stage.transient_bytes
+        assert stage.peak_memory_bytes > static
 
 
 def test_activation_bytes_of_one_stage_are_what_autograd_keeps():

@@ -2,14 +2,14 @@
 
 import copy
 
+import parity
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
-
-import parity
 from random_models import RandomModel, inputs, models
 from random_plans import compile_assignment, contiguous, scattered
+
 from smpc.compile import first_microbatch
 from smpc.runtime import LoopbackRuntime
 from smpc.tracer import flatten, record
@@ -104,7 +104,8 @@ def test_any_plan_gives_the_bits_of_the_model(
     event("shared parameters" if compilation.plan.shared_parameters else "none shared")
     event("recomputes" if any(stage.recomputed for stage in compilation.plan.stages) else "recomputes nothing")
     outputs, gradients, _ = check(model, batch, compilation, exact=True)
-    largest = max(float(t.detach().abs().max()) for t in [*sum(outputs, []), *gradients.values()] if t is not None)
+    tensors = [*(tensor for tensors in outputs for tensor in tensors), *gradients.values()]
+    largest = max(float(tensor.detach().abs().max()) for tensor in tensors if tensor is not None)
     assert largest < 2**50, "sums of numbers this large would be rounded"
 
 
@@ -124,9 +125,7 @@ def test_cuts_of_the_order_of_execution_keep_the_order_of_sums(
     args, kwargs = first_microbatch(batch, microbatches)
     trace = record(model, args, kwargs)
     assignment = contiguous(trace, num_stages, plan_seed)
-    compilation = compile_assignment(
-        trace, assignment, pipeline=pipeline, microbatches=microbatches, active=active
-    )
+    compilation = compile_assignment(trace, assignment, pipeline=pipeline, microbatches=microbatches, active=active)
     check(model, batch, compilation, exact=False)
 
 

@@ -45,6 +45,16 @@ def compile_command(
         int | None, typer.Option("-m", "--microbatches", metavar="M", help="Microbatches that the batch is split into.")
     ] = None,
     pipeline: Annotated[str | None, typer.Option(help="Schedule: interleaved or simple.")] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE.csv",
+            help="gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, list or a file; wins over --pipeline.",
+        ),
+    ] = None,
+    virtual_pipeline_degree: Annotated[
+        int | None, typer.Option("-v", "--virtual-pipeline-degree", metavar="V", help="Pieces of the model per rank.")
+    ] = None,
     memory_weight: Annotated[
         float | None, typer.Option(metavar="W", help="0: balance computation alone; 1: memory alone.")
     ] = None,
@@ -86,6 +96,8 @@ def compile_command(
         "pipeline_parallel_degree": pipeline_parallel_degree,
         "microbatches": microbatches,
         "pipeline": pipeline,
+        "schedule": schedule,
+        "virtual_pipeline_degree": virtual_pipeline_degree,
         "memory_weight": memory_weight,
         "active_microbatches": active_microbatches,
     }
@@ -113,6 +125,8 @@ def compile_command(
             pipeline_parallel_degree=settings.pipeline_parallel_degree,
             microbatches=settings.microbatches,
             pipeline=settings.pipeline,
+            schedule=settings.schedule or None,
+            virtual_pipeline_degree=settings.virtual_pipeline_degree or None,
             memory_weight=settings.memory_weight,
             active_microbatches=settings.active_microbatches,
             device=device,

@@ -19,25 +19,10 @@ def diff_command(
 
     Exit status: 0 if the plans are equal, 1 if they differ, 2 if one cannot be read.
     """
-    from rich.text import Text
-
     from smpc.report.compare import compare
-    from smpc.report.format import printable
-    from smpc.report.tables import TextTable
-    from smpc.report.terminal import stdout_console, text_table
+    from smpc.report.terminal import print_changes
 
     changes = compare(load_plan(before), load_plan(after))
-    if not changes:
-        return
-    headers = ("Where", "What", "Before", "After", "Change")
-    rows = []
-    where = ""
-    for change in changes:
-        shown = change.where if change.where != where else ""  # a name stands at the first of its lines
-        where = change.where
-        rows.append((shown, change.what, change.before, change.after, change.amount))
-    console = stdout_console()
-    console.print(Text(printable(f"{before} -> {after}"), style="bold"))
-    console.print()
-    console.print(text_table(TextTable(headers, tuple(rows), left=headers[:4]), console.width))
-    raise typer.Exit(1)
+    if changes:
+        print_changes(before, after, changes)
+        raise typer.Exit(1)

@@ -3,8 +3,9 @@
     changes = compare(before, after)       () if and only if the plans are equal
     changes[0]                             Change("stage 0", "peak memory", "88.1 MiB", "92.0 MiB", "+4.4%")
 
-Every field of a plan is covered, so nothing that changed goes unnamed. Modules are followed by name: the report says
-from which stages to which each moved. Stages and edges that only one plan has are listed as such.
+Every field of a plan is covered, so nothing that changed goes unnamed. Modules are followed by name: a change whose
+`where` is MODULES says from which stages to which the modules in `what` moved. Stages and edges that only one plan has
+are listed as such.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from smpc.report.format import compress, count, format_bytes, format_number, for
 
 _ABSENT = "-"
 _MAX_MODULES = 12  # pieces of a list of modules that is shown
+MODULES = "modules"  # where a module moved
 _Format = Callable[[Any], str]
 
 
@@ -39,8 +41,8 @@ def compare(before: Plan, after: Plan) -> tuple[Change, ...]:
         return ()
     return (
         *_whole(before, after),
-        *_moved_modules(before, after),
         *_moved_nodes(before, after),
+        *_moved_modules(before, after),
         *_stages(before, after),
         *_edges(before, after),
     )
@@ -54,7 +56,7 @@ def _text(value: object) -> str:
 
 
 def _fraction(value: float) -> str:
-    return f"{value:.1%}"
+    return f"{value:.2%}"
 
 
 _PLAN_FORMATS: Mapping[str, _Format] = {
@@ -87,34 +89,29 @@ def _whole(before: Plan, after: Plan) -> Iterator[Change]:
 
 
 def _fields(where: str, before: Any, after: Any, formats: Mapping[str, _Format]) -> Iterator[Change]:
-    """The fields that differ between two values of one dataclass."""
+    """The fields that differ between two values of one dataclass; of lists of names, how many left and came."""
     for field in dataclasses.fields(before):
         old, new = getattr(before, field.name), getattr(after, field.name)
         if old == new:
             continue
         if isinstance(old, tuple):
-            yield _names(where, field.name, old, new)
+            gone, come = (sum(name not in set(other) for name in names) for names, other in ((old, new), (new, old)))
+            amount = f"-{gone} +{come}" if gone or come else "reordered"
+            yield Change(where, field.name, str(len(old)), str(len(new)), amount)
         else:
             yield _change(where, field.name, old, new, formats.get(field.name, _text))
 
 
 def _change(where: str, what: str, old: Any, new: Any, form: _Format) -> Change:
     amount = ""
-    if isinstance(old, (int, float)) and isinstance(new, (int, float)):
-        amount = f"{new / old - 1:+.1%}" if old else "new" if new else ""
+    if form is _fraction:
+        amount = f"{100 * (new - old):+.2f} points"
+    elif isinstance(old, (int, float)) and isinstance(new, (int, float)):
+        amount = f"{new / old - 1:+.1%}" if old else ""
     before, after = form(old), form(new)
     if before == after:  # they differ in digits that are not shown
         before, after = _text(old), _text(new)
-    return Change(where, what.replace("_", " "), before, after, amount)
-
-
-def _names(where: str, what: str, old: Sequence[str], new: Sequence[str]) -> Change:
-    """How two lists of names differ: what left, what came."""
-    gone = [name for name in old if name not in set(new)]
-    come = [name for name in new if name not in set(old)]
-    if not gone and not come:
-        return Change(where, what, "the same names", "in another order")
-    return Change(where, what, _some(gone), _some(come), f"-{len(gone)} +{len(come)}")
+    return Change(where, what, before, after, amount)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -138,7 +135,7 @@ def _moved_modules(before: Plan, after: Plan) -> Iterator[Change]:
             if move[0] != move[1]:
                 moves.setdefault(move, []).append(name)
     for (source, target), found in moves.items():
-        yield Change("modules", _some(found), source, target)
+        yield Change(MODULES, _some(found), source, target)
 
 
 def _stages_of_modules(plan: Plan) -> dict[str, list[int]]:
@@ -172,7 +169,8 @@ def _moved_nodes(before: Plan, after: Plan) -> Iterator[Change]:
         return
     moved = sum(old[name] != new[name] for name in old if name in new)
     gone, come = sum(name not in new for name in old), sum(name not in old for name in new)
-    yield Change("nodes", "assignment", f"{len(old)} nodes", f"{len(new)} nodes", f"{moved} moved, -{gone} +{come}")
+    amount = f"{moved} moved" + (f", -{gone} +{come}" if gone or come else "")
+    yield Change("nodes", "assignment", f"{len(old)} nodes", f"{len(new)} nodes", amount)
 
 
 # ---- stages and edges
@@ -192,36 +190,60 @@ _STAGE_FORMATS: Mapping[str, _Format] = {
     "backward_time": format_time,
     "cost": lambda value: f"{value:.4f}",
 }
+_TITLES = {
+    "num_parameters": "parameters",
+    "num_in_flight": "in flight",
+    "activation_bytes_per_microbatch": "activations",
+}
+_TITLES |= {"peak_memory_bytes": "peak memory"}
+# What is left out where parameters moved, since it moved with them.
+_SECONDARY = ("parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "forward_flops", "transient_bytes")
 
 
 def _stages(before: Plan, after: Plan) -> Iterator[Change]:
     for index in range(max(len(before.stages), len(after.stages))):
         where = f"stage {index}"
         if index >= len(before.stages):
-            yield Change(where, "modules", _ABSENT, _described(after.stages[index]), "new")
+            yield Change(where, "", _ABSENT, _described(after.stages[index]), "new")
         elif index >= len(after.stages):
-            yield Change(where, "modules", _described(before.stages[index]), _ABSENT, "gone")
+            yield Change(where, "", _described(before.stages[index]), _ABSENT, "gone")
         else:
-            yield from _fields(where, before.stages[index], after.stages[index], _STAGE_FORMATS)
+            yield from _stage(where, before.stages[index], after.stages[index])
+
+
+def _stage(where: str, before: Stage, after: Stage) -> Iterator[Change]:
+    moved = before.num_parameters != after.num_parameters
+    for change in _fields(where, before, after, _STAGE_FORMATS):
+        if not (moved and change.what in _SECONDARY):
+            yield dataclasses.replace(change, what=_TITLES.get(change.what, change.what))
 
 
 def _described(stage: Stage) -> str:
-    return f"rank {stage.rank}, {format_bytes(stage.peak_memory_bytes)}: {_some(stage.modules)}"
+    return f"rank {stage.rank}, {count(len(stage.modules), 'module')}, peak {format_bytes(stage.peak_memory_bytes)}"
 
 
 def _edges(before: Plan, after: Plan) -> Iterator[Change]:
-    formats: Mapping[str, _Format] = {"num_bytes": format_bytes, "gradient_bytes": format_bytes}
     old = {(edge.source, edge.destination): edge for edge in before.edges}
     new = {(edge.source, edge.destination): edge for edge in after.edges}
-    for key in dict.fromkeys([*old, *new]):
+    for key in sorted({**old, **new}):
         where = f"edge {'inputs' if key[0] == INPUTS else key[0]} to {key[1]}"
         if key not in old:
-            yield Change(where, "values", _ABSENT, _carried(new[key]), "new")
+            yield Change(where, "", _ABSENT, _carried(new[key]), "new")
         elif key not in new:
-            yield Change(where, "values", _carried(old[key]), _ABSENT, "gone")
-        else:
-            yield from _fields(where, old[key], new[key], formats)
+            yield Change(where, "", _carried(old[key]), _ABSENT, "gone")
+        elif old[key] != new[key]:
+            yield _edge(where, old[key], new[key])
+
+
+def _edge(where: str, before: Edge, after: Edge) -> Change:
+    total = [edge.num_bytes + edge.gradient_bytes for edge in (before, after)]
+    if total[0] != total[1]:
+        amount = f"{total[1] / total[0] - 1:+.1%}" if total[0] else "new"
+    else:
+        amount = "other values" if before.values != after.values else "renumbered"
+    return Change(where, "", _carried(before), _carried(after), amount)
 
 
 def _carried(edge: Edge) -> str:
-    return f"{count(len(edge.values), 'value')}, {format_bytes(edge.num_bytes)}"
+    back = f", {format_bytes(edge.gradient_bytes)} back" if edge.gradient_bytes else ""
+    return f"{count(len(edge.values), 'value')}, {format_bytes(edge.num_bytes)}{back}"

@@ -16,12 +16,13 @@ Of a rank with several stages, working memory is counted for each: a bound, sinc
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 from smpc.codegen.program import Op
 from smpc.codegen.simulate import Timeline
 from smpc.partitioner.plan import Plan, Stage
+
+_INSTANT = 1e-9  # share of a step that counts as no time
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +65,17 @@ def _curve(plan: Plan, timeline: Timeline, rank: int) -> MemoryCurve:
         sum(stage.optimizer_bytes for stage in stages),
     )
     static = sum(map(resident_bytes, stages))
-    changes: list[tuple[float, int]] = []  # time, bytes that come or go; at one time what goes is first
-    for event in timeline.events:
-        if event.rank == rank:
-            activations = plan.stages[event.action.stage].activation_bytes_per_microbatch
-            is_forward = event.action.op is Op.FORWARD
-            changes.append((event.start, activations) if is_forward else (event.end, -activations))
     points = [(0.0, static)]
     held = static
-    for time, group in itertools.groupby(sorted(changes), key=lambda change: change[0]):
-        # Freed before more is allocated: at most one action of a rank ends where the next starts.
-        held += sum(num_bytes for _, num_bytes in group)
-        if time == points[-1][0]:
-            points[-1] = (time, held)
-        else:
-            points.append((time, held))
+    for event in timeline.events:  # those of one rank follow each other
+        if event.rank != rank:
+            continue
+        activations = plan.stages[event.action.stage].activation_bytes_per_microbatch
+        is_forward = event.action.op is Op.FORWARD
+        time, held = (event.start, held + activations) if is_forward else (event.end, held - activations)
+        if held > points[-1][1] and time - points[-1][0] <= _INSTANT * timeline.makespan:
+            points.pop()  # a dip of no length: freed as more was allocated
+        points.append((time, held))
     return MemoryCurve(
         rank, parameters, gradients, optimizer, static - parameters - gradients - optimizer, tuple(points)
     )

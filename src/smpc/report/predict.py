@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from smpc.codegen.schedule import in_flight, scheduler
+from smpc.codegen.schedules.choice import Choice
 from smpc.codegen.simulate import Costs, Link, Timeline, simulate
 from smpc.errors import ConfigError
 from smpc.partitioner.plan import Plan
@@ -21,15 +21,16 @@ from smpc.report.memory import resident_bytes
 def plan_timeline(plan: Plan) -> Timeline:
     """The predicted timeline of one training step under the plan's schedule."""
     summary = plan.schedule
-    placement = [stage.rank for stage in plan.stages]
-    schedule = scheduler(summary.name)(len(placement), placement, summary.num_microbatches, summary.active_microbatches)
+    placement = tuple(stage.rank for stage in plan.stages)
+    choice = Choice(summary.name, placement, summary.num_microbatches, summary.active_microbatches)
     costs = Costs(
         tuple(stage.forward_time for stage in plan.stages),
         tuple(stage.backward_time for stage in plan.stages),
         summary.link_latency,
         summary.link_bandwidth,
     )
-    return simulate(schedule, plan_links(plan), costs)
+    links = plan_links(plan)
+    return simulate(choice.build(links, costs), links, costs)
 
 
 def plan_links(plan: Plan) -> tuple[Link, ...]:
@@ -63,7 +64,7 @@ def predict(
         raise ConfigError("\n".join(wrong))
     name = old.name if pipeline is None else pipeline
     active = min(active_microbatches or _unbounded_active(plan), microbatches)
-    held = in_flight(name, len(plan.stages), microbatches, active)
+    held = Choice(name, tuple(stage.rank for stage in plan.stages), microbatches, active).in_flight
     stages = tuple(
         dataclasses.replace(
             stage,

@@ -2,6 +2,7 @@
 
     print_report(plan, timeline)     on stdout, in colour if that is a terminal, else plain text 100 columns wide
     render(plan, timeline, width)    the same as a rich renderable, for other consoles
+    print_changes(a, b, changes)     what changed between two plans
 
 Modules of a stage are shown in order of execution, shortened: `transformer.{wte, wpe}, transformer.h.0-4`. Sizes are
 binary (1 MiB = 2^20 bytes), times are predictions for the device that the cost model assumes; FLOPs, times and
@@ -11,7 +12,9 @@ as markup, and unprintable characters are escaped.
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -20,7 +23,9 @@ from rich.text import Text
 
 from smpc.codegen.simulate import Timeline
 from smpc.partitioner.plan import Plan
+from smpc.report.compare import MODULES, Change
 from smpc.report.drawing import Drawing, drawing
+from smpc.report.format import printable
 from smpc.report.tables import TextTable, memory_table, message_table, stage_table, summary, title
 
 PLAIN_WIDTH = 100  # columns when the output is not a terminal
@@ -52,6 +57,32 @@ def render(plan: Plan, timeline: Timeline | None = None, width: int = PLAIN_WIDT
         labelled(summary(plan)),
         *(_drawn(drawing(timeline, width)) if timeline is not None else ()),
     )
+
+
+def print_changes(before: str, after: str, changes: Sequence[Change], console: Console | None = None) -> None:
+    """Print what changed between two plans of these names: the plan, the modules that moved, stages and edges."""
+    console = console or stdout_console()
+    console.print(Text(printable(f"{before} -> {after}"), style="bold"))
+    for are_modules, found in itertools.groupby(changes, key=lambda change: change.where == MODULES):
+        group = list(found)
+        console.print(Text())
+        console.print(text_table(_moves(group) if are_modules else _values(group), console.width))
+
+
+def _moves(changes: Sequence[Change]) -> TextTable:
+    headers = ("Modules", "Before", "After")
+    return TextTable(headers, tuple((change.what, change.before, change.after) for change in changes), left=headers)
+
+
+def _values(changes: Sequence[Change]) -> TextTable:
+    headers = ("", "What", "Before", "After", "Change")
+    rows = []
+    last = ""
+    for change in changes:
+        where = change.where if change.where != last else ""  # a name stands at the first of its lines
+        last = change.where
+        rows.append((where, change.what.replace("_", " "), change.before, change.after, change.amount))
+    return TextTable(headers, tuple(rows), left=headers[:4])
 
 
 def text_table(content: TextTable, width: int = PLAIN_WIDTH) -> Table:

@@ -111,6 +111,8 @@ class Pipeline:
             pipeline_parallel_degree=config.pipeline_parallel_degree,
             microbatches=config.microbatches,
             pipeline=config.pipeline,
+            schedule=config.schedule or None,
+            virtual_pipeline_degree=config.virtual_pipeline_degree or None,
             memory_weight=config.memory_weight,
             active_microbatches=config.active_microbatches,
         )

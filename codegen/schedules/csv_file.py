@@ -1,0 +1,97 @@
+"""Schedules as CSV files, in the format of torch.distributed.pipelining ("compute_only").
+
+A row for each rank, a cell for each action, in order:
+
+    0F3     forward of stage 0 on microbatch 3
+    0B3     its backward
+    0I3     the part of its backward for the inputs; our `B` of a backward that has a `W`
+    0W3     the part for the parameters
+
+Empty cells are pauses and mean nothing here. `(1F2;0B1)OVERLAP_F_B` is its actions, one after the other. Cells of the
+other format of torch ("compute_comms": SEND_F, RECV_B, UNSHARD, RESHARD, REDUCE_GRAD and so on) are passed over:
+`smpc.codegen.lower` decides communication itself.
+
+Example, two ranks and two microbatches, `simple`:
+
+    0F0,0F1,0B0,0B1
+    1F0,1F1,1B0,1B1
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from smpc.codegen.actions import Action, Schedule, split_backwards
+from smpc.codegen.program import Op
+from smpc.errors import ConfigError
+
+_CELL = re.compile(r"(\d+)(F|I|W|B)(\d+)")
+_COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+_OPS = {"F": Op.FORWARD, "B": Op.BACKWARD, "I": Op.BACKWARD, "W": Op.WEIGHT}
+
+
+def read_csv(path: str | Path) -> Schedule:
+    """The schedule in a file. ConfigError names the file and every cell that is wrong."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"schedule: cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"schedule: {path} is not UTF-8 text at byte {error.start}") from None
+    return parse_csv(text, str(path))
+
+
+def parse_csv(text: str, origin: str) -> Schedule:
+    """The schedule in a text; messages call it `origin`."""
+    rows, wrong, letters = [], [], {}
+    for rank, row in enumerate(csv.reader(io.StringIO(text))):
+        actions = []
+        for column, cell in enumerate(row):
+            if not _is_known(cell):
+                wrong.append(
+                    f"schedule: {origin}, row {rank + 1}, cell {column + 1}: expected an action such as 0F3, 0B3, 0I3 "
+                    f"or 0W3, found {cell!r}"
+                )
+                continue
+            for stage, letter, microbatch in () if _COMMUNICATION.fullmatch(cell.strip()) else _CELL.findall(cell):
+                action = Action(_OPS[letter], int(stage), int(microbatch))
+                actions.append(action)
+                letters[letter, action.stage, action.microbatch] = f"row {rank + 1}, cell {column + 1}"
+        rows.append(tuple(actions))
+    for (letter, stage, microbatch), where in letters.items():
+        needs = {"W": "I", "I": "W"}.get(letter)
+        if needs and (needs, stage, microbatch) not in letters:
+            found = f"{stage}{letter}{microbatch} without {stage}{needs}{microbatch}"
+            wrong.append(f"schedule: {origin}, {where}: expected both parts of a split backward, found {found}")
+    if not any(rows):
+        wrong.append(f"schedule: {origin}: expected a row of actions for every rank, found none")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return tuple(rows)
+
+
+def to_csv(schedule: Schedule) -> str:
+    """The inverse of `parse_csv`."""
+    lines = []
+    for actions in schedule:
+        split = split_backwards(actions)
+        lines.append(",".join(_cells(actions, split)))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _cells(actions: tuple[Action, ...], split: frozenset[tuple[int, int]]) -> Iterator[str]:
+    for action in actions:
+        is_part = action.op is Op.BACKWARD and (action.stage, action.microbatch) in split
+        yield f"{action.stage}{'I' if is_part else action.op}{action.microbatch}"
+
+
+def _is_known(cell: str) -> bool:
+    cell = cell.strip()
+    if overlap := _OVERLAP.fullmatch(cell):
+        return all(_CELL.fullmatch(part.strip()) for part in overlap[1].split(";"))
+    return not cell or bool(_CELL.fullmatch(cell) or _COMMUNICATION.fullmatch(cell))

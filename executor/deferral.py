@@ -1,0 +1,232 @@
+"""Splits a backward: gradients of inputs at once (B), gradients of parameters later (W).
+
+During the forward of a stage whose backward is split, a TorchFunctionMode sees every torch call that takes a parameter:
+
+    deferrable call     linear, addmm (Conv1D), matrix products, convolutions, embedding: becomes one node of the
+                        stage's graph. Its backward returns the gradients of the call's other arguments and leaves a
+                        `_Deferred`, which computes the parameters' when W runs
+    any other call      gets an alias of the parameter; the gradient that comes back to it is kept for W as it is
+
+So no parameter has a gradient before W, and W adds up what there is in the order in which it came, which is the order
+in which an unsplit backward adds it up. Then it accumulates the sums, as `torch.autograd.backward` on the parameters:
+hooks run, and `.grad` is what it would have been, bit for bit. The kernels are autograd's own, since a deferrable call
+is recorded by autograd as it is, on detached arguments; its two halves are two `torch.autograd.grad` over that record.
+
+    F    y = F.linear(x, w)        stage graph   x ------------> Deferrable --> y
+                                   record        x' , w' ------> addmm -------> y'
+    B    gx = grad(y', x', gy)     leaves (w, grad(y', w', gy)) for later
+    W    w.grad += grad(y', w', gy)
+
+Inside activation checkpoints (and other saved-tensor hooks) nothing is deferred: what is computed again for B is gone
+afterwards. Where gradients are off, nothing is touched.
+
+Example:
+
+    pending = Pending()
+    with Deferral(pending):
+        y = module(x)
+    y.backward(g)        # x.grad, but no gradient of a parameter
+    pending.run()        # the gradients of the parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+_DEFERRABLE: frozenset[Callable[..., Any]] = frozenset(
+    {
+        F.linear,
+        F.embedding,
+        F.conv1d,
+        F.conv2d,
+        F.conv3d,
+        F.conv_transpose1d,
+        F.conv_transpose2d,
+        F.conv_transpose3d,
+        torch.addmm,
+        torch.mm,
+        torch.bmm,
+        torch.matmul,
+        torch.Tensor.addmm,
+        torch.Tensor.mm,
+        torch.Tensor.bmm,
+        torch.Tensor.matmul,
+        torch.Tensor.__matmul__,
+        torch.Tensor.__rmatmul__,
+    }
+)
+# Getters whose value is a function of the parameter; the others (shape, grad, data) are about it.
+_DIFFERENTIABLE_GETTERS = frozenset(
+    getattr(torch.Tensor, name).__get__ for name in ("T", "H", "mT", "mH", "real", "imag")
+)
+# Calls that mean this very tensor.
+_ABOUT = frozenset(
+    {torch.Tensor.register_hook, torch.Tensor.requires_grad_, torch.Tensor.__hash__, torch.Tensor.backward}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    """One backward for parameters: `edge` is where `grad` enters the record that leads to `records`."""
+
+    parameters: tuple[nn.Parameter, ...]
+    records: tuple[Tensor, ...]
+    edge: GradientEdge
+    grad: Tensor
+
+    def run(self) -> tuple[Tensor | None, ...]:
+        """The gradients of the parameters."""
+        return torch.autograd.grad((self.edge,), self.records, (self.grad,), allow_unused=True)
+
+
+class Pending:
+    """What a stage's B has left for its W, in the order of the backward."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self) -> None:
+        self._entries: list[_Deferred | tuple[nn.Parameter, Tensor]] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, entry: _Deferred | tuple[nn.Parameter, Tensor]) -> None:
+        """Keep work, or a gradient, for W."""
+        self._entries.append(entry)
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._entries.clear()
+
+    def run(self) -> None:
+        """Add the gradients to those of the parameters. Empty afterwards."""
+        entries, self._entries = self._entries, []
+        sums: dict[nn.Parameter, Tensor] = {}
+        entries.reverse()
+        while entries:
+            entry = entries.pop()  # so that what it holds is free as soon as it has run
+            if isinstance(entry, _Deferred):
+                found: Sequence[tuple[nn.Parameter, Tensor | None]] = list(
+                    zip(entry.parameters, entry.run(), strict=True)
+                )
+            else:
+                found = [entry]
+            for parameter, grad in found:
+                if grad is not None:
+                    sums[parameter] = grad if parameter not in sums else sums[parameter] + grad
+        if sums:
+            torch.autograd.backward(list(sums), list(sums.values()))
+
+
+class Deferral(TorchFunctionMode):
+    """The mode; active during a stage's forward."""
+
+    def __init__(self, pending: Pending) -> None:
+        super().__init__()
+        self._pending = pending
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run a torch call; `types` is not looked at."""
+        kwargs = kwargs or {}
+        if not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        if func in _DEFERRABLE and not _saved_tensors_are_hooked():
+            values = (*args, *kwargs.values())
+            if any(_is_trained(value) for value in values):
+                return _Deferrable.apply(self._pending, func, len(args), tuple(kwargs), *values)  # type: ignore[no-untyped-call]
+        if _uses_values(func) and any(_has_trained(value) for value in (*args, *kwargs.values())):
+            args = tuple(self._alias(value) for value in args)
+            kwargs = {name: self._alias(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _alias(self, value: Any) -> Any:
+        if _is_trained(value):
+            return _Alias.apply(self._pending, value)  # type: ignore[no-untyped-call]
+        if type(value) in (list, tuple) and _has_trained(value):
+            return type(value)(self._alias(item) for item in value)
+        return value
+
+
+class _Deferrable(torch.autograd.Function):
+    """A call as one node: see the module docstring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, pending: Pending, func: Callable[..., Any], num_args: int, names: tuple[str, ...], *values: Any
+    ) -> Tensor:
+        with torch.enable_grad():
+            records = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in values]
+            result: Tensor = func(*records[:num_args], **dict(zip(names, records[num_args:], strict=True)))
+            ctx.edge = get_gradient_edge(result)
+        ctx.pending = pending
+        wanted = [i for i, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]
+        ctx.trained = [(values[i], records[i]) for i in wanted if _is_trained(values[i])]
+        ctx.others = [(i, records[i]) for i in wanted if not _is_trained(values[i])]
+        ctx.num_values = len(values)
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        edge, trained, others = ctx.edge, ctx.trained, ctx.others
+        ctx.edge = ctx.trained = ctx.others = None
+        grads: list[Tensor | None] = [None] * ctx.num_values
+        if others:
+            found = torch.autograd.grad(
+                (edge,), [record for _, record in others], (grad,), retain_graph=True, allow_unused=True
+            )
+            for (index, _), value in zip(others, found, strict=True):
+                grads[index] = value
+        parameters, records = zip(*trained, strict=True)
+        ctx.pending.add(_Deferred(parameters, records, edge, grad))
+        return (None, None, None, None, *grads)
+
+
+class _Alias(torch.autograd.Function):
+    """The parameter itself; its gradient is kept for W."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: Pending, parameter: nn.Parameter) -> Tensor:
+        ctx.pending, ctx.parameter = pending, parameter
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        ctx.pending.add((ctx.parameter, grad))
+        return None, None
+
+
+def _is_trained(value: Any) -> bool:
+    return isinstance(value, nn.Parameter) and value.requires_grad
+
+
+def _has_trained(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return any(_has_trained(item) for item in value)
+    return _is_trained(value)
+
+
+def _uses_values(func: Callable[..., Any]) -> bool:
+    """Whether a call computes with its arguments, and does not ask about them or change them."""
+    name = func.__name__
+    if name == "__get__":
+        return func in _DIFFERENTIABLE_GETTERS
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return not in_place and name != "__set__" and func not in _ABOUT
+
+
+def _saved_tensors_are_hooked() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

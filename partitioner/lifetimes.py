@@ -1,0 +1,201 @@
+"""When memory lives while a stage runs one microbatch: the bytes beyond what is held from forward to backward.
+
+Terms
+    block       the memory of one gradient of an activation; several values may share it
+    forward     by node: bytes of results that autograd does not save and that a later node still reads
+    backward    by node: bytes of gradients of activations while the node's backward works, its own results and scratch
+                included. Gradients of parameters are not among them
+    parameters  by node: bytes of gradients of parameters that its backward makes
+
+The backward pass visits the nodes in reverse. A node reads the gradient of its result, makes those of its inputs, and
+then lets go of the first. Like autograd, it makes none where it can hand its own on: sums, views of the same size and
+parts of a concatenation. A second contribution is added to the first in place if nothing else shares that block, else
+both make a third. What a fused operation saves for itself (the probabilities of a cross entropy) it needs once more as
+scratch, as the gradient of that inner value.
+
+Example: loss = mse(relu(linear(x)), y), every value 4 bytes: backward of mse holds 4 (its result), of relu 8 (the
+gradient read and the one made), of linear 4 (x needs none).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from smpc.partitioner.graph import Graph
+from smpc.partitioner.problem import IntArray
+from smpc.tracer.ir import Node, NodeKind
+
+# Their backward hands the gradient of the result on, as it is or in parts.
+_HANDS_ON = frozenset(
+    f"{prefix}{name}"
+    for prefix, names in (
+        ("torch.", ("add", "cat", "concat", "concatenate", "stack")),
+        ("torch.Tensor.", ("add", "add_", "__add__", "__radd__", "__iadd__")),
+        ("_operator.", ("add", "iadd")),
+    )
+    for name in names
+)
+_JOINS = frozenset(("torch.cat", "torch.concat", "torch.concatenate", "torch.stack"))
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """Bytes by index into the `positions` that were asked for: see the module docstring."""
+
+    forward: IntArray
+    backward: IntArray
+    parameters: IntArray
+
+
+def lifetimes(graph: Graph, positions: Sequence[int], roots: Iterable[int], arriving: Iterable[int] = ()) -> Lifetimes:
+    """Lifetimes of a stage that runs the nodes at `positions`, in order of execution.
+
+    The backward pass starts with gradients of the nodes at `roots`, and at `arriving`, which other stages send; the latter lie in
+    buffers that are not counted here.
+    """
+    backward, parameters = _Backward(graph).run(positions, roots, arriving)
+    return Lifetimes(_forward(graph, positions), backward, parameters)
+
+
+def loss_roots(graph: Graph) -> tuple[int, ...]:
+    """Outputs at which the backward pass starts: scalars that need a gradient, such as a loss; else all outputs that do."""
+    wanted = [i for i in graph.outputs if (spec := graph.trace.nodes[i].spec) is not None and spec.requires_grad]
+    losses = [i for i in wanted if (spec := graph.trace.nodes[i].spec) is not None and spec.num_elements == 1]
+    return tuple(losses or wanted)
+
+
+def _forward(graph: Graph, positions: Sequence[int]) -> IntArray:
+    nodes = graph.trace.nodes
+    index = {position: i for i, position in enumerate(positions)}
+    saved = {storage for i in positions for storage in nodes[i].saved}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for i, position in enumerate(positions):
+        storage = nodes[position].storage
+        if storage < 0 or storage in saved:
+            continue
+        first.setdefault(storage, i)
+        readers = [index[reader] for reader in graph.consumers[position] if reader in index]
+        last[storage] = max((last.get(storage, i), i, *readers))
+    change = np.zeros(len(positions) + 1, dtype=np.int64)
+    for storage, start in first.items():
+        change[start] += graph.trace.storages[storage]
+        change[last[storage] + 1] -= graph.trace.storages[storage]
+    return np.cumsum(change)[:-1]
+
+
+class _Backward:
+    """One walk; `blocks` has [bytes, how many values hold it] of each gradient, `held` the blocks of each value."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.nodes = graph.trace.nodes
+        self.held: dict[int, list[list[int]]] = {}
+        self.live = 0
+
+    def run(self, positions: Sequence[int], roots: Iterable[int], arriving: Iterable[int]) -> tuple[IntArray, IntArray]:
+        """Gradient bytes of activations and of parameters, by index."""
+        for position in dict.fromkeys((*roots, *arriving)):
+            self.held[position] = [[0, 1]]
+        for position in dict.fromkeys(roots):
+            self.held[position] = [self.new(position)]
+        activations, parameters = np.zeros((2, len(positions)), dtype=np.int64)
+        seen: set[int] = set()
+        for i in range(len(positions) - 1, -1, -1):
+            own = self.held.pop(positions[i], None)
+            activations[i] = self.live
+            if own is not None and self.nodes[positions[i]].grad_enabled:
+                activations[i], parameters[i] = self.visit(positions[i], own, seen)
+            for block in own or ():
+                self.release(block)
+        return activations, parameters
+
+    def visit(self, position: int, own: list[list[int]], seen: set[int]) -> tuple[int, int]:
+        """Makes the gradients of a node's inputs; the bytes at work meanwhile, and those of parameters."""
+        node = self.nodes[position]
+        made = self._module_parameters(node, position, seen)
+        largest = self.live
+        for source in self.graph.inputs[position]:
+            if self.graph.state_of[source] >= 0:
+                state = self.graph.trace.state[self.graph.state_of[source]]
+                made += state.spec.num_bytes if state.is_parameter and state.spec.requires_grad else 0
+            elif self.needs(source):
+                largest = max(largest, self.contribute(position, source, own))
+        return max(largest, self.live) + self.scratch(position), made
+
+    def contribute(self, position: int, source: int, own: list[list[int]]) -> int:
+        """Adds a gradient to that of `source`; the bytes while it does."""
+        handed = self.hands_on(position, source)
+        block = own[0] if handed else self.new(source)
+        if handed:
+            block[1] += 1
+        before = self.held.get(source)
+        if before is None:
+            self.held[source] = [block]
+            return self.live
+        if self.nodes[source].spec is None:  # parts of a tuple lie beside each other
+            before.append(block)
+            return self.live
+        if before[0][1] > 1:
+            total = self.new(source)
+            largest = self.live
+            self.release(before[0])
+            self.held[source] = [total]
+        else:
+            largest = self.live
+        self.release(block)
+        return largest
+
+    def new(self, position: int) -> list[int]:
+        """A gradient of the value at `position`."""
+        spec = self.nodes[position].spec
+        size = spec.num_bytes if spec is not None else 0
+        self.live += size
+        return [size, 1]
+
+    def release(self, block: list[int]) -> None:
+        """One value less holds the block."""
+        block[1] -= 1
+        if block[1] == 0:
+            self.live -= block[0]
+
+    def needs(self, position: int) -> bool:
+        """Whether the value has a gradient; a tuple has one if something that it is made of has."""
+        spec = self.nodes[position].spec
+        if spec is not None:
+            return spec.requires_grad
+        return self.nodes[position].grad_enabled and any(self.needs(i) for i in self.graph.inputs[position])
+
+    def hands_on(self, position: int, source: int) -> bool:
+        """Whether the gradient of the result serves as that of the input."""
+        node, origin = self.nodes[position], self.nodes[source]
+        if node.spec is None:
+            return False
+        if origin.spec is None:
+            return True
+        if node.target in _JOINS:
+            return True
+        if node.spec.num_elements != origin.spec.num_elements or node.spec.dtype != origin.spec.dtype:
+            return False
+        return node.target in _HANDS_ON or (node.storage == origin.storage >= 0 and not node.bytes_moved)
+
+    def scratch(self, position: int) -> int:
+        """The largest inner value that the node saves for itself."""
+        node = self.nodes[position]
+        known = {node.storage, *(self.nodes[i].storage for i in self.graph.inputs[position])}
+        inner = [self.graph.trace.storages[storage] for storage in node.saved if storage not in known]
+        return max(inner, default=0)
+
+    def _module_parameters(self, node: Node, position: int, seen: set[int]) -> int:
+        """Bytes of gradients that a module called whole makes of its own parameters."""
+        if node.kind is not NodeKind.CALL_MODULE:
+            return 0
+        found = 0
+        for i, (state, users) in enumerate(zip(self.graph.trace.state, self.graph.state_users, strict=True)):
+            if position in users and i not in seen and state.is_parameter and state.spec.requires_grad:
+                seen.add(i)
+                found += state.spec.num_bytes
+        return found

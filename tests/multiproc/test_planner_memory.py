@@ -1,0 +1,187 @@
+"""Predicted peak memory of every rank against the bytes that live in a real run: gloo processes, Adam, real models.
+
+A process counts the storages of all tensors that its rank holds: parameters, gradients, optimizer state, activations,
+buffers of the transport, and on rank 0 the batch. One optimizer step has been taken when the count begins.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+import parity
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from executor_harness import run_workers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from smpc.compile import compile_model
+from smpc.executor.transport import GlooTransport
+from smpc.runtime import Runtime
+
+VOCABULARY, BATCH = 2048, 16
+
+
+class UNet(nn.Module):
+    """Three levels down and up, with BatchNorm and in-place activations."""
+
+    def __init__(self):
+        super().__init__()
+        widths = (16, 32, 64, 128)
+        self.down = nn.ModuleList(self._block(a, b) for a, b in itertools.pairwise((3, *widths)))
+        self.up = nn.ModuleList(self._block(a + b, a) for a, b in reversed(list(itertools.pairwise(widths))))
+        self.out = nn.Conv2d(widths[0], 2, 1)
+
+    @staticmethod
+    def _block(inputs, outputs):
+        return nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(outputs, outputs, 3, padding=1),
+            nn.GroupNorm(2, outputs),
+            nn.GELU(),
+        )
+
+    def forward(self, x):
+        skips = []
+        for block in self.down:
+            x = block(x if not skips else F.max_pool2d(x, 2))
+            skips.append(x)
+        for block, skip in zip(self.up, reversed(skips[:-1]), strict=True):
+            x = block(torch.cat([F.interpolate(x, scale_factor=2), skip], 1))
+        return self.out(x)
+
+
+def tokens(length):
+    ids = torch.randint(3, VOCABULARY, (BATCH, length))
+    return (), {"input_ids": ids, "labels": ids.clone()}
+
+
+def build(name):
+    torch.manual_seed(0)
+    if name == "unet":
+        return UNet(), ((torch.randn(BATCH, 3, 64, 64),), {})
+    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0, "vocab_size": VOCABULARY, "use_cache": False}
+    if name == "gpt2":
+        sizes = {"n_layer": 6, "n_embd": 192, "n_head": 6, "n_positions": 128}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ends)), tokens(128)
+    if name == "t5":
+        sizes = {"num_layers": 3, "num_decoder_layers": 3, "d_model": 192, "d_kv": 32, "d_ff": 512, "num_heads": 6}
+        config = transformers.T5Config(**sizes, **ends, decoder_start_token_id=0)
+        return transformers.T5ForConditionalGeneration(config), tokens(96)
+    sizes = {"num_hidden_layers": 6, "hidden_size": 192, "intermediate_size": 512}
+    config = transformers.LlamaConfig(
+        num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=False, **sizes, **ends
+    )
+    return transformers.LlamaForCausalLM(config), tokens(128)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that are alive, and the most that ever were."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.live = self.peak = 0
+        self.known = set()
+        for tensor in held:
+            self.note(tensor.untyped_storage())
+
+    def note(self, storage):
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if key not in self.known:
+            self.known.add(key)
+            self.live += num_bytes
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self.drop, key, num_bytes)
+
+    def drop(self, key, num_bytes):
+        self.known.discard(key)
+        self.live -= num_bytes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.note(leaf.untyped_storage())
+        return out
+
+
+def pooled(transport):
+    """Receive buffers that the transport keeps from one step to the next."""
+    storages = itertools.chain.from_iterable(transport._pool._storages.values())
+    return [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in storages]
+
+
+def measure(rank, compilation, model, batch, group):
+    """Peak bytes of this rank in its second training step."""
+    count = compilation.plan.schedule.num_microbatches
+    transport = GlooTransport(group)
+    runtime = Runtime(model, rank=rank, transport=transport)
+    program = runtime.install(compilation)
+    parameters, microbatches = list(runtime.stages[rank].parameters()), parity.split(batch, count)
+    optimizer = torch.optim.Adam(parameters)
+
+    def step():
+        optimizer.zero_grad()
+        runtime.run(
+            program,
+            microbatches if rank == 0 else None,
+            lambda _, output: [(parity.loss_of(output) / count, None)],
+            training=True,
+        )
+
+    step()
+    optimizer.step()
+    optimizer.zero_grad()
+    held = [*parameters, *runtime.stages[rank].buffers(), *pooled(transport)]
+    held += [value for state in optimizer.state.values() for value in state.values()]
+    held += [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)] if rank == 0 else []
+    counter = LiveBytes(held)
+    del held  # the transport does not use a buffer again that someone holds
+    with counter:
+        step()
+        optimizer.step()
+    return counter.peak
+
+
+def worker(rank, folder, cases):
+    found = []
+    groups = {2: dist.new_group([0, 1]), 4: dist.new_group([0, 1, 2, 3])}
+    for name, num_stages, pipeline, microbatches in cases:
+        if rank >= num_stages:
+            continue
+        model, batch = build(name)
+        compilation = compile_model(
+            model.train(),
+            batch,
+            pipeline_parallel_degree=num_stages,
+            microbatches=microbatches,
+            pipeline=pipeline,
+            device="cpu",
+        )
+        measured = measure(rank, compilation, model, batch, groups[num_stages])
+        stage = compilation.plan.stages[rank]
+        found.append((f"{name} on {num_stages}, {pipeline}, rank {rank}", stage.peak_memory_bytes, measured))
+    return found
+
+
+def test_predicted_peaks_come_true(tmp_path):
+    cases = [
+        (name, num_stages, pipeline, microbatches)
+        for name in ("gpt2", "llama", "t5", "unet")
+        for num_stages in (2, 4)
+        for pipeline, microbatches in (("simple", 4), ("interleaved", 8))
+    ]
+    found = [entry for results in run_workers(worker, 4, tmp_path, cases) for entry in results]
+    assert len(found) == 4 * 2 * (2 + 4)
+    wrong = [
+        f"{what}: predicted {predicted / 1e6:.2f} MB, measured {measured / 1e6:.2f} MB ({predicted / measured - 1:+.1%})"
+        for what, predicted, measured in found
+        if abs(predicted / measured - 1) > 0.05
+    ]
+    assert not wrong, "\n".join(wrong)
