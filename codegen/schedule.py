@@ -27,7 +27,7 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from smpc.codegen.actions import Action, Schedule, backward, forward
+from smpc.codegen.actions import Action, Schedule, backward, forward, split_backwards
 from smpc.codegen.simulate import Costs, chain, merge, simulate, timeline_text
 from smpc.errors import ConfigError, ScheduleError
 
@@ -96,9 +96,13 @@ def in_flight(name: str, num_stages: int, num_microbatches: int, active_microbat
 
 
 def table(schedule: Schedule) -> str:
-    """A row for each rank, a column for each unit of time, every action taking one: see the module docstring."""
+    """A row for each rank, a column for each unit of time, every action taking one: see the module docstring.
+
+    Backwards are either all split or none.
+    """
     num_stages = 1 + max((action.stage for actions in schedule for action in actions), default=-1)
-    timeline = simulate(schedule, chain(num_stages), Costs.uniform(num_stages, forward=1.0, backward=1.0))
+    backward_time = 2.0 if any(split_backwards(actions) for actions in schedule) else 1.0
+    timeline = simulate(schedule, chain(num_stages), Costs.uniform(num_stages, backward=backward_time))
     return timeline_text(timeline, max_columns=max(1, round(timeline.makespan)))
 
 

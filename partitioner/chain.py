@@ -156,7 +156,7 @@ def build(problem: ChainProblem, num_stages: int) -> ChainModel:
     depth, size = (
         np.asarray(column or (0,) * n, dtype=np.int64)[starts] for column in (problem.cut_depth, problem.cut_bytes)
     )
-    forward, backward = Intervals(units, problem.scale), Intervals(_reversed(units), problem.scale)
+    forward, backward = Intervals(units, problem.scale), Intervals(reversed_units(units), problem.scale)
     return ChainModel(units, starts, forward, backward, problem.in_flight, depth, size)
 
 
@@ -264,7 +264,8 @@ def _prefix_sums(values: Sequence[int] | IntArray) -> IntArray:
     return sums
 
 
-def _reversed(units: Units) -> Units:
+def reversed_units(units: Units) -> Units:
+    """The same units, last one first."""
     last = len(units) - 1
     shared = tuple(
         SharedItem(tuple(last - user for user in reversed(item.users)), item.static_bytes, item.activation_bytes)

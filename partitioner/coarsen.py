@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -33,6 +33,7 @@ from smpc.partitioner.graph import Graph
 from smpc.partitioner.ilp import PlacementProblem, Value
 from smpc.partitioner.memory import state_bytes
 from smpc.partitioner.problem import FloatArray, IntArray, Scale, SharedItem, Units, stage_costs
+from smpc.tracer.ir import StateSpec
 
 _PIECES_PER_STAGE = 4  # a unit of the integer program should cost at most this part of a stage
 
@@ -42,7 +43,7 @@ def node_units(graph: Graph, times: NodeTimes, cost_model: CostModel) -> Units:
     trace, n = graph.trace, graph.num_compute
     static, activation = [0] * n, [0] * n
     shared: list[SharedItem] = []
-    for users, num_bytes in _state_items(graph, cost_model):
+    for users, num_bytes in state_items(graph, lambda state: state_bytes(state, cost_model)):
         if len(users) == 1:
             static[users[0]] += num_bytes
         else:
@@ -63,14 +64,14 @@ def node_units(graph: Graph, times: NodeTimes, cost_model: CostModel) -> Units:
     return Units(tuple(time.tolist()), tuple(static), tuple(activation), tuple(shared))
 
 
-def _state_items(graph: Graph, cost_model: CostModel) -> list[tuple[tuple[int, ...], int]]:
-    """Users (ranks) and bytes of each piece of state memory."""
+def state_items(graph: Graph, num_bytes: Callable[[StateSpec], int]) -> list[tuple[tuple[int, ...], int]]:
+    """Users (ranks) and bytes of each piece of state memory; `num_bytes` says what counts."""
     users: dict[tuple[int, int], set[int]] = {}
     size: dict[tuple[int, int], int] = {}
     for i, (state, positions) in enumerate(zip(graph.trace.state, graph.state_users, strict=True)):
         key = (state.storage, -1 if state.storage >= 0 else i)
         users.setdefault(key, set()).update(graph.rank[list(positions)].tolist())
-        size.setdefault(key, state_bytes(state, cost_model))
+        size.setdefault(key, num_bytes(state))
     return [(tuple(sorted(found)), size[key]) for key, found in users.items() if found]
 
 

@@ -193,7 +193,9 @@ def _peak(
     found = [
         others + int((activations.until + live.forward).max(initial=0)) + (gradient_bytes if is_full else 0),
         others + int((working + (gradient_bytes if cost_model.optimizer.main_grad else exists)).max(initial=0)),
-        num_in_flight * activations.total + sum(_bytes_of(trace, trace.nodes[i].name) for i in roots),
+        num_in_flight * activations.total
+        + sum(_bytes_of(trace, trace.nodes[i].name) for i in roots)
+        + (gradient_bytes if is_full else 0),
     ]
     if num_microbatches > 1:
         behind = num_in_flight if num_microbatches > num_in_flight else num_in_flight - 1

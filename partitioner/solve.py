@@ -194,7 +194,7 @@ def _plan(
     costs = stage_costs(analysis.units, scale, in_flight, stage_of.tolist()).tolist()
     ranks = tuple(range(num_stages)) if placement is None else tuple(placement)
     nodes, trace = graph.trace.nodes, graph.trace
-    holders = Counter(i for found in crossing.state for i in found if trace.state[i].is_parameter)
+    number_of_holders = Counter(i for found in crossing.state for i in found if trace.state[i].is_parameter)
     uses = [
         StageUse(
             s,
@@ -204,7 +204,7 @@ def _plan(
             max(schedule.num_microbatches, in_flight[s]),
             s == num_stages - 1,
             s == ranks.index(0),
-            {i: number for i, number in holders.items() if number > 1},
+            {i: number for i, number in number_of_holders.items() if number > 1},
         )
         for s in range(num_stages)
     ]

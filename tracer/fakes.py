@@ -30,6 +30,7 @@ class FakeState:
     fakes: list[torch.Tensor] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)
     by_original: dict[int, torch.Tensor] = field(default_factory=dict)
+    real_buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # by path; tensor attributes too
     originals: dict[int, torch.Tensor] = field(default_factory=dict)  # by id of the fake
 
 
@@ -52,6 +53,8 @@ def make_fakes(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
             state.fakes.append(fake)
             state.specs.append(StateSpec(tuple(names), TensorSpec.of(fake), is_parameter, names[0] not in transient))
             state.names[id(fake)] = state.names[id(tensor)] = names[0]
+            if not is_parameter:
+                state.real_buffers[names[0]] = tensor
             state.by_original[id(tensor)] = fake
             state.originals[id(fake)] = tensor
     return state
@@ -108,6 +111,7 @@ def _swap_attributes(prefix: str, module: nn.Module, state: FakeState) -> None:
         items: Iterator[tuple[Any, Any]]
         if isinstance(value, torch.Tensor):
             state.names.setdefault(id(value), path)
+            state.real_buffers.setdefault(path, value)
             continue
         if isinstance(value, (list, tuple)):
             items = iter(enumerate(value))
@@ -122,6 +126,7 @@ def _swap_attributes(prefix: str, module: nn.Module, state: FakeState) -> None:
                 value[key] = state.by_original[id(item)]
             else:
                 state.names.setdefault(id(item), f"{path}[{key!r}]")
+                state.real_buffers.setdefault(f"{path}[{key!r}]", item)
 
 
 def _non_persistent_names(model: nn.Module) -> dict[str, None]:

@@ -146,6 +146,27 @@ class ModuleCall:
 
 @register
 @dataclass(frozen=True, slots=True)
+class Guard:
+    """A value that the model's Python asked for, and that depends on inputs and buffers alone.
+
+    The call of `target` gave `expected` on the sample inputs: a number, a bool or a list; or, if there are `dtypes`, tensors of these
+    dtypes and of the shapes in `expected`. The trace holds for inputs on which it gives the same.
+    """
+
+    target: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    expected: Any
+    dtypes: tuple[str, ...] = ()
+    source: str = ""
+
+    def __str__(self) -> str:
+        arguments = ", ".join(to_source(arg, str) for arg in self.args)
+        return f"{self.target}({arguments}) at {self.source or 'unknown line'}"
+
+
+@register
+@dataclass(frozen=True, slots=True)
 class StateSpec:
     """A parameter or buffer. `names` has every FQN under which the model knows it, the canonical one first."""
 
@@ -175,6 +196,7 @@ class Trace:
     output_leaves: tuple[Any, ...]
     state: tuple[StateSpec, ...]  # in order of model.named_parameters(), then named_buffers()
     storages: tuple[int, ...]  # bytes of each storage
+    guards: tuple[Guard, ...] = ()  # what must hold of the inputs' values, in the order in which it was asked
     _index: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -8,8 +8,10 @@ autograd functions becomes an opaque leaf: one node, nothing recorded inside. Th
     3. real runs on the CPU, on copies with invented parameters and inputs.
 
 Two real runs on different values must agree on shapes and on everything that is no tensor: a list of expert loads, say, would be a
-constant in the trace. If they do not, the module is no leaf, and the one that calls it is tried. A real run on large inputs is replaced by three on small ones: the size that most inputs share as their first is set to 6, 10 and 14, and
-the sizes of the outputs, which must be linear in it, are extended to the true one. Costs are extended alike, if only about.
+constant in the trace. If they do not, the module is no leaf, and the one that calls it is tried.
+
+A real run on large inputs is replaced by three on small ones: the size that most inputs share as their first is set to 6, 10 and 14,
+and the sizes of the outputs, which must be linear in it, are extended to the true one. Costs are extended alike, if only about.
 
 Example: experts that map [tokens, hidden] to [tokens, hidden], with tokens = 65536, are run on 6, 10 and 14 tokens.
 """

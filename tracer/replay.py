@@ -129,10 +129,18 @@ def _evaluate(
         else:
             module.register_buffer(name, args[0])
         return None
+    if node.kind is NodeKind.CALL_MODULE:
+        kwargs = {key: _real(value, values, device) for key, value in node.kwargs}
+        with context(node.grad_enabled, node.autocast):
+            return model.get_submodule(node.target)(*args, **kwargs)
+    return evaluate(node, values, device)
+
+
+def evaluate(node: Node, values: Mapping[str, Any], device: torch.device) -> Any:
+    """What a call_function node returns, given the values of the nodes before it."""
+    args = [_real(arg, values, device) for arg in node.args]
     kwargs = {key: _real(value, values, device) for key, value in node.kwargs}
     with context(node.grad_enabled, node.autocast):
-        if node.kind is NodeKind.CALL_MODULE:
-            return model.get_submodule(node.target)(*args, **kwargs)
         return targets.function(node.target)(*args, **kwargs)
 
 

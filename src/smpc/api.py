@@ -42,8 +42,8 @@ def partition(
     `microbatches` must divide its size along axis 0. The other arguments are those of SMP's configuration: `pipeline` is
     "interleaved" or "simple", `memory_weight` in [0, 1] weighs balanced memory against balanced time, `active_microbatches` limits
     how many microbatches are in execution at a time (default: ranks + 2). `schedule` names one of docs/schedules.md, or a .csv file,
-    and wins over `pipeline`; `virtual_pipeline_degree` is the number of stages on each rank. `leaf_modules` names modules to be called whole, with
-    nothing recorded inside.
+    and wins over `pipeline`; `virtual_pipeline_degree` is the number of stages on each rank. `leaf_modules` names modules to be
+    called whole, with nothing recorded inside.
 
     `device` is what times are predicted for: "h100", "h200", "a100", "l4", "cpu", a .toml file or a `Device` (docs/planner.md);
     `optimizer` what memory is: "sgd", "sgd-momentum", "adam", "adamw", "adamw-fp32-master" and others. `memory_limit` is the most that

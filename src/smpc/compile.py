@@ -32,12 +32,14 @@ from smpc.errors import ConfigError
 from smpc.partitioner.cost import CostModel
 from smpc.partitioner.device import Device, find_device
 from smpc.partitioner.follow import follow
+from smpc.partitioner.manual import ManualPartition, assign_manually
 from smpc.partitioner.optimizer import find_optimizer
 from smpc.partitioner.plan import Plan, ScheduleSummary
 from smpc.partitioner.sizes import parse_bytes
 from smpc.partitioner.solve import plan_from_assignment, solve_partition
 from smpc.tracer.ir import Trace
-from smpc.tracer.record import input_path, record
+from smpc.tracer.record import record
+from smpc.tracer.recorder import input_path
 from smpc.tracer.structure import flatten
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -57,6 +59,7 @@ class PipelineOptions:
     memory_limit: str | int | None = None
     schedule: str | None = None
     virtual_pipeline_degree: int | None = None
+    manual: ManualPartition | None = None
 
     def __post_init__(self) -> None:
         wrong = [
@@ -176,9 +179,19 @@ def compile_trace(trace: Trace, options: PipelineOptions, like: Compilation | No
 
 
 def make_plan(trace: Trace, options: PipelineOptions, like: Compilation | None = None) -> Plan:
-    """The plan of a trace; its schedule is simulated with the predicted times of the stages."""
-    choice = options.choice
-    num_stages, placement = len(choice.placement), choice.placement
+    """The plan of a trace; its schedule is simulated with the predicted times of the stages.
+
+    Every module stays on the stage that it has in `like`, if given; otherwise it goes where `options.manual` says, if that is given.
+    """
+    choice, assignment = options.choice, None
+    if like is not None:
+        assignment = follow(trace, like.trace, like.plan)
+        choice = dataclasses.replace(choice, placement=tuple(stage.rank for stage in like.plan.stages))
+    elif options.manual is not None:
+        marks, default, num_ranks = dict(options.manual.marks), options.manual.default, options.pipeline_parallel_degree
+        assignment, placement = assign_manually(trace, marks, default, num_ranks=num_ranks)
+        choice = dataclasses.replace(choice, placement=placement)
+    num_stages = len(choice.placement)
     model = options.cost_model
     summary = ScheduleSummary(
         choice.name,
@@ -189,24 +202,24 @@ def make_plan(trace: Trace, options: PipelineOptions, like: Compilation | None =
         model.link_bandwidth,
         model.link_latency,
     )
-    if like is None:
+    if assignment is None:
         plan = solve_partition(
             trace,
             num_stages=num_stages,
             memory_weight=options.memory_weight,
             in_flight=choice.in_flight,
-            placement=placement,
+            placement=choice.placement,
             cost_model=model,
             schedule=summary,
         )
     else:
         plan = plan_from_assignment(
             trace,
-            follow(trace, like.trace, like.plan),
+            assignment,
             num_stages=num_stages,
             memory_weight=options.memory_weight,
             in_flight=choice.in_flight,
-            placement=placement,
+            placement=choice.placement,
             cost_model=model,
             schedule=summary,
         )

@@ -77,8 +77,7 @@ class Config:
     """One checked, immutable configuration. Build it with `Config.parse` or `Config.from_file`.
 
     The constructor takes the same keys and checks them the same way; None stands for a derived default.
-    Every field is the resolved value: `memory_weight` and `active_microbatches` are always numbers. An empty `schedule`
-    means what `pipeline` says, a `virtual_pipeline_degree` of 0 what the schedule needs.
+    Every field is the resolved value: `memory_weight` and `active_microbatches` are always numbers.
     """
 
     pipeline_parallel_degree: int = dataclasses.field(
@@ -87,16 +86,15 @@ class Config:
     microbatches: int = _key(1, "Microbatches that a batch is split into; it must divide the batch size", minimum=1)
     pipeline: str = _key("interleaved", "The pipeline schedule", options=("interleaved", "simple"))
     schedule: str = _key(
-        None,
-        "The pipeline schedule by a name of its own (docs/schedules.md) or a .csv file in the format of "
-        "torch.distributed.pipelining; it wins over `pipeline`",
-        derived="what `pipeline` says",
+        "",
+        "The pipeline schedule by a name of docs/schedules.md, or a .csv file in the format of "
+        "torch.distributed.pipelining; it wins over `pipeline`. Empty: what `pipeline` says",
     )
     virtual_pipeline_degree: int = _key(
-        None,
-        "Number of pieces of the model on each pipeline rank",
-        minimum=1,
-        derived="what the schedule needs: 2 for interleaved-1f1b and zb-v, what a file has, else 1",
+        0,
+        "Number of pieces of the model on each pipeline rank. 0: what the schedule needs, which is 2 for "
+        "interleaved-1f1b and zb-v, what a file has, else 1",
+        minimum=0,
     )
     optimize: str = _key(
         "memory",
@@ -110,9 +108,7 @@ class Config:
         options=PLACEMENT_STRATEGIES,
     )
     auto_partition: bool = _key(
-        True,
-        "Whether the partitioner chooses the cut",
-        unsupported="manual partitioning with smp.partition does not exist yet: leave it true",
+        True, "Whether the partitioner chooses the cut, or smp.partition and smp.set_partition do"
     )
     default_partition: int = _key(
         None, "Partition of the modules that no smp.partition context places", minimum=0, derived="0"
@@ -263,8 +259,6 @@ class Config:
             "memory_weight": float(given.get("memory_weight", 0.2 if self.optimize == "speed" else 0.8)),
             "active_microbatches": min(given.get("active_microbatches", degree + 2), self.microbatches),
             "partition_file": given.get("partition_file", ""),
-            "schedule": given.get("schedule", ""),
-            "virtual_pipeline_degree": given.get("virtual_pipeline_degree", 0),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -394,8 +388,8 @@ class _Report:
     def _check_dependencies(self, sound: Mapping[str, Any]) -> None:
         """Check the rules between keys, as far as the keys involved are valid themselves."""
         degree = sound.get("pipeline_parallel_degree")
-        schedule = sound.get("schedule", SCHEDULES[0])
-        if schedule not in SCHEDULES and not schedule.endswith(".csv"):
+        schedule = sound.get("schedule", "")
+        if schedule not in ("", *SCHEDULES) and not schedule.endswith(".csv"):
             expected = f"{', '.join(SCHEDULES)} or a .csv file"
             self.errors.append(f"schedule: expected one of {expected}, found {schedule!r}{self._where('schedule')}")
         if sound.get("tensor_parallel_degree", 1) > 1 and not sound.get("ddp", False):
@@ -403,6 +397,11 @@ class _Report:
             self.errors.append(f"tensor_parallel_degree: {found} requires ddp: true, found ddp: false")
         if sound.get("auto_partition", True) is False and "default_partition" not in sound:
             self.errors.append("auto_partition: false requires default_partition, where modules not placed by hand go")
+        if sound.get("auto_partition", True) is False and sound.get("virtual_pipeline_degree", 0):
+            self.errors.append(
+                f"virtual_pipeline_degree: {sound['virtual_pipeline_degree']} requires auto_partition: true; by hand, a rank has "
+                "the pieces that smp.partition gives it"
+            )
         if degree is not None and sound.get("default_partition", 0) > degree - 1:
             self.errors.append(
                 f"default_partition: expected at most pipeline_parallel_degree - 1 = {degree - 1}, "

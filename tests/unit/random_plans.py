@@ -5,7 +5,7 @@ import random
 import networkx as nx
 import numpy as np
 
-from smpc.codegen.schedule import in_flight
+from smpc.codegen.schedules.choice import Choice
 from smpc.compile import Compilation, PipelineOptions, compile_plan
 from smpc.partitioner.clusters import condense, find_clusters
 from smpc.partitioner.edges import check_assignment
@@ -65,13 +65,14 @@ def compile_assignment(
 ) -> Compilation:
     """The verified programs of an assignment."""
     num_stages = 1 + max(assignment.values())
-    options = PipelineOptions(num_stages, microbatches, pipeline, 0.8, active)
+    active = min(active or num_stages + 2, microbatches)
+    choice = Choice(pipeline, placement or tuple(range(num_stages)), microbatches, active)
     plan = plan_from_assignment(
         trace,
         assignment,
         num_stages=num_stages,
-        in_flight=in_flight(pipeline, num_stages, microbatches, options.active),
-        placement=placement,
-        schedule=ScheduleSummary(pipeline, microbatches, options.active, 0.0, 0.0),
+        in_flight=choice.in_flight,
+        placement=choice.placement,
+        schedule=ScheduleSummary(pipeline, microbatches, active, 0.0, 0.0),
     )
-    return compile_plan(trace, plan, options)
+    return compile_plan(trace, plan, PipelineOptions(num_stages, microbatches))

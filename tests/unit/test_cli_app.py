@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -294,3 +296,54 @@ def test_unknown_commands_are_errors(smpc, arguments):
     status, _, err = smpc(*arguments)
     assert status == 2
     assert len(_errors(err)) == 1
+
+
+def test_reports_have_the_same_bytes_whatever_the_hash_seed(factories, tmp_path):
+    digests = []
+    for seed in ("1", "2"):
+        folder = tmp_path / seed
+        script = "import sys; from smpc.cli import main; sys.exit(main())"
+        options = ["-p", "2", "-m", "4", "--out", str(folder)]
+        command = [sys.executable, "-c", script, "compile", f"{factories}:build", *options]
+        done = subprocess.run(
+            command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        digests.append({path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()})
+    assert digests[0] == digests[1]
+    assert {"report.html", "timeline.json"} <= digests[0].keys()
+
+
+def test_plot_is_a_png(smpc, factories, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.png"
+    status, _, err = smpc("compile", f"{factories}:build", "-p", "2", "-m", "4", "--plot", str(path))
+    assert status == 0, err
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("plot.jpeg", "ends in .png"), ("missing/plot.png", "a folder that exists"), (".png", "ends in .png")],
+)
+def test_a_plot_that_cannot_be_written_is_known_before_the_model_is_built(smpc, factories, tmp_path, name, says):
+    status, out, err = smpc("compile", f"{factories}:build", "-p", "2", "--plot", str(tmp_path / name))
+    assert (status, out) == (2, "")
+    (line,) = _errors(err)
+    assert says in line
+
+
+def test_a_plot_without_matplotlib_is_one_line(smpc, factories, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # how Python marks what cannot be imported
+    status, out, err = smpc("compile", f"{factories}:build", "-p", "2", "--plot", str(tmp_path / "plot.png"))
+    assert (status, out) == (2, "")
+    (line,) = _errors(err)
+    assert "pip install 'smpc[plot]'" in line
+
+
+def test_an_output_folder_in_a_place_that_takes_none_is_one_line(smpc, factories):
+    # /proc takes no new folders, not even root's
+    status, out, err = smpc("compile", f"{factories}:build", "-p", "2", "-m", "4", "--out", "/proc/smpc")
+    assert (status, out) == (2, "")
+    (line,) = _errors(err.removeprefix("noise of the user's code\n"))
+    assert "/proc" in line

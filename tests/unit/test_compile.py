@@ -104,9 +104,12 @@ def test_a_model_that_cannot_run_on_the_inputs():
 
 
 def test_active_microbatches_have_a_default_and_a_bound():
-    assert PipelineOptions(2, 8).active == 4
-    assert PipelineOptions(2, 3).active == 3
-    assert PipelineOptions(2, 8, active_microbatches=20).active == 8
+    def active(**options):
+        return compile_model(Model(), X, **options).plan.schedule.active_microbatches
+
+    assert active(pipeline_parallel_degree=2, microbatches=8) == 4
+    assert active(pipeline_parallel_degree=2, microbatches=2) == 2
+    assert active(pipeline_parallel_degree=2, microbatches=8, active_microbatches=20) == 8
 
 
 def test_nothing_of_the_model_changes():

@@ -34,7 +34,6 @@ REFERENCE = [
 ]
 LATER = {
     "tensor_parallel_degree": 2,
-    "auto_partition": False,
     "offload_activations": True,
     "fp16": True,
     "bf16": True,
@@ -234,10 +233,13 @@ def test_every_key_that_is_neither_used_nor_refused_nor_warned_about_is_known():
         "pipeline",
         "optimize",
         "placement_strategy",
+        "auto_partition",
         "default_partition",
         "memory_weight",
         "ddp",
         "active_microbatches",
+        "schedule",
+        "virtual_pipeline_degree",
         "prescaled_batch",
         "ddp_dist_backend",
     }

@@ -83,7 +83,7 @@ def placements(draw, num_stages):
     num_stages=st.sampled_from([2, 3, 4, 4, 1]),
     plan_seed=st.integers(0, 10**6),
     disorder=st.sampled_from([0.1, 0.3, 0.0, 1.0]),
-    pipeline=st.sampled_from(["simple", "interleaved"]),
+    pipeline=st.sampled_from(["simple", "interleaved", "list"]),
     microbatches=st.sampled_from([2, 3, 4, 5, 1]),
     active=st.integers(1, 4),
     data=st.data(),
@@ -100,6 +100,7 @@ def test_any_plan_gives_the_bits_of_the_model(
         trace, assignment, pipeline=pipeline, microbatches=microbatches, active=active, placement=placement
     )
     event(f"{len(compilation.plan.stages)} stages")
+    event(pipeline)
     event("placed" if placement else "one stage a rank")
     event("shared parameters" if compilation.plan.shared_parameters else "none shared")
     event("recomputes" if any(stage.recomputed for stage in compilation.plan.stages) else "recomputes nothing")
@@ -114,7 +115,7 @@ def test_any_plan_gives_the_bits_of_the_model(
     model=models(exact=False),
     num_stages=st.sampled_from([2, 3, 4, 4, 1]),
     plan_seed=st.integers(0, 10**6),
-    pipeline=st.sampled_from(["simple", "interleaved"]),
+    pipeline=st.sampled_from(["simple", "interleaved", "list"]),
     microbatches=st.sampled_from([2, 3, 4, 1]),
     active=st.integers(1, 4),
 )

@@ -46,7 +46,10 @@ def _plan(*modules, model_class="GPT", num_microbatches=4, note=""):
         )
         for index, names in enumerate(modules)
     )
-    edges = (Edge(0, -1, 0, ("x",), 2048), *(Edge(i + 1, i, i + 1, ("h",), 5120, 4096) for i in range(len(modules) - 1)))
+    edges = (
+        Edge(0, -1, 0, ("x",), 2048),
+        *(Edge(i + 1, i, i + 1, ("h",), 5120, 4096) for i in range(len(modules) - 1)),
+    )
     return Plan(
         model_class,
         len(modules),

@@ -58,7 +58,7 @@ def test_equal_plans_have_no_changes(plan):
 
 def test_every_single_change_is_named_and_its_values_differ(plan):
     mutants = list(_mutants(plan))
-    assert len(mutants) > 50
+    assert len(mutants) > 45
     for name, mutant in mutants:
         for pair in ((plan, mutant), (mutant, plan)):
             changes = compare(*pair)
@@ -84,7 +84,9 @@ def test_modules_are_followed(plan):
 
 
 def test_amounts_are_relative_and_fractions_are_in_points(plan):
-    schedule = dataclasses.replace(plan.schedule, num_microbatches=6, bubble_fraction=plan.schedule.bubble_fraction + 0.1)
+    schedule = dataclasses.replace(
+        plan.schedule, num_microbatches=6, bubble_fraction=plan.schedule.bubble_fraction + 0.1
+    )
     changes = compare(plan, dataclasses.replace(plan, schedule=schedule))
     assert [(change.where, change.what, change.amount) for change in changes] == [
         ("schedule", "num_microbatches", "+50.0%"),

@@ -31,6 +31,25 @@ def test_curve_counts_microbatches_between_forward_and_backward(pipeline, num_mi
             assert _at(curve, time) == expected
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "interleaved-1f1b"])
+def test_activations_stay_until_the_deferred_part_of_a_backward(schedule):
+    found = compilation(2, 4, schedule=schedule)
+    timeline = found.timeline()
+    split = any(event.action.op == "W" for event in timeline.events)
+    assert split == schedule.startswith("zb")
+    for curve in memory_curves(found.plan, timeline):
+        own = [event for event in timeline.events if event.rank == curve.rank]
+        for event in own:
+            time = (event.start + event.end) / 2
+            held = 0
+            for stage in found.plan.stages:
+                stage_events = [e for e in own if e.action.stage == stage.index]
+                started = sum(e.action.op == "F" and e.start <= time for e in stage_events)
+                ended = sum(e.action.op == ("W" if split else "B") and e.end <= time for e in stage_events)
+                held += (started - ended) * stage.activation_bytes_per_microbatch
+            assert _at(curve, time) == curve.static_bytes + held
+
+
 def test_curve_has_no_dips_of_no_length():
     found = compilation(4, 9)
     makespan = found.plan.schedule.step_time

@@ -64,7 +64,9 @@ def test_page_has_the_numbers_of_the_plan(page):
     cells = [text for _, text in _elements(page, "td")]
     assert data["tree"][3] == NUM_PARAMETERS
     assert format_number(sum(stage.num_parameters for stage in plan.stages)) in cells
-    assert all(stage.modules == () or any("block" in cell or "script" in cell for cell in cells) for stage in plan.stages)
+    assert all(
+        stage.modules == () or any("block" in cell or "script" in cell for cell in cells) for stage in plan.stages
+    )
 
 
 def test_names_of_modules_are_inert_text(page):
@@ -187,10 +189,13 @@ def test_browser_zooms_and_comes_back(tab, path):
     assert start() == before
 
 
-def test_browser_opens_a_page_of_many_ranks(tab, tmp_path):
-    found = compilation(12, 64)
+@pytest.mark.parametrize("arguments", [(12, 64), (2, 4, "interleaved", "zb-v")], ids=["many ranks", "zb-v"])
+def test_browser_opens_a_page_of(tab, tmp_path, arguments):
+    found = compilation(*arguments[:3], schedule=arguments[3] if len(arguments) > 3 else None)
     path = tmp_path / "report.html"
     path.write_text(_render(found), encoding="utf-8")
     tab.open(path)
     assert tab.errors == []
     assert not _is_blank(tab, "timeline")
+    legend = tab.evaluate("[...document.querySelectorAll('#legend-time > span')].map(e => e.textContent)")
+    assert legend == ["forward", "backward", *(["rest of a backward"] if len(arguments) > 3 else []), "idle"]

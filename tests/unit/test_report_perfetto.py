@@ -1,6 +1,7 @@
 """timeline.json: slices on the right tracks, arrows that begin and end inside slices, counters that reach the peak."""
 
 import collections
+import itertools
 import json
 
 import pytest
@@ -30,7 +31,7 @@ def test_a_track_for_each_rank(found, events):
     for rank in names:
         slices = sorted((event["ts"], event["ts"] + event["dur"]) for event in events["X"] if event["tid"] == rank)
         assert len(slices) == 8
-        assert all(after[0] >= before[1] - 1e-6 for before, after in zip(slices, slices[1:], strict=False))
+        assert all(after[0] >= before[1] - 1e-6 for before, after in itertools.pairwise(slices))
     last = max(event["ts"] + event["dur"] for event in events["X"])
     assert last == pytest.approx(found.plan.schedule.step_time * 1e6)
 

@@ -24,8 +24,8 @@ def load_plan(name: str) -> Plan:
     """The plan of a file, or of a folder that holds plan.json."""
     text = _read(name)
     try:
-        data = json.loads(text)
-    except ValueError as error:
+        data = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name!r}: expected a plan, found no JSON ({error})") from error
     if not isinstance(data, dict) or "stages" not in data or "fingerprint" not in data:
         raise ConfigError(f"{name!r}: expected a plan as `smpc compile` writes it, found other JSON")
@@ -41,6 +41,10 @@ def load_plan(name: str) -> Plan:
     if problem is not None:
         raise ConfigError(f"{name!r}: {problem}; {_REMEDY}")
     return plan
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no number of JSON")
 
 
 def _read(name: str) -> str:

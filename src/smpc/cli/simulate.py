@@ -19,6 +19,9 @@ def simulate_command(
         typer.Option("-m", "--microbatches", metavar="M", help="Microbatches of a step, of the size they have."),
     ] = None,
     pipeline: Annotated[str | None, typer.Option(help="Schedule: interleaved or simple.")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Schedule by name, as for compile; wins over --pipeline.")
+    ] = None,
     active_microbatches: Annotated[
         int | None, typer.Option(metavar="A", help="Most microbatches in execution at a time.")
     ] = None,
@@ -37,7 +40,13 @@ def simulate_command(
     from smpc.report.terminal import print_report, stdout_console, text_table
 
     before = load_plan(plan)
-    after = predict(before, num_microbatches=microbatches, pipeline=pipeline, active_microbatches=active_microbatches)
+    after = predict(
+        before,
+        num_microbatches=microbatches,
+        pipeline=pipeline,
+        schedule=schedule,
+        active_microbatches=active_microbatches,
+    )
     if json_only:
         sys.stdout.write(after.to_json())
         return
@@ -45,15 +54,15 @@ def simulate_command(
     print_report(after, plan_timeline(after), console)
     rows = []
     for label, found in (("plan", before), ("here", after)):
-        schedule = found.schedule
+        summary = found.schedule
         rows.append(
             (
                 label,
-                f"{schedule.name}, {count(schedule.num_microbatches, 'microbatch', 'es')}, "
-                f"{schedule.active_microbatches} active",
-                format_time(schedule.step_time),
-                format_time(schedule.step_time / schedule.num_microbatches),
-                f"{schedule.bubble_fraction:.1%}",
+                f"{summary.name}, {count(summary.num_microbatches, 'microbatch', 'es')}, "
+                f"{summary.active_microbatches} active",
+                format_time(summary.step_time),
+                format_time(summary.step_time / summary.num_microbatches),
+                f"{summary.bubble_fraction:.1%}",
                 format_bytes(max(stage.peak_memory_bytes for stage in found.stages)),
             )
         )

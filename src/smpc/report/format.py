@@ -51,6 +51,8 @@ def printable(text: str) -> str:
 
 def format_bytes(num_bytes: float) -> str:
     """1536 -> `1.5 KiB`."""
+    if num_bytes < 0:
+        return f"-{format_bytes(-num_bytes)}"
     return _scaled(num_bytes, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), 1024)
 
 

@@ -1,7 +1,7 @@
 """The predicted memory of every rank over one step.
 
 A rank holds the static bytes of its stages all the time. The activations of a microbatch come with its forward and go
-at the end of its backward. So a curve is a step function:
+at the end of its backward, of the deferred part if it has one. So a curve is a step function:
 
     bytes
       ^        ___     ___
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from smpc.codegen.actions import split_backwards
 from smpc.codegen.program import Op
 from smpc.codegen.simulate import Timeline
 from smpc.partitioner.plan import Plan, Stage
@@ -31,9 +32,9 @@ class MemoryCurve:
 
     rank: int
     parameter_bytes: int
-    gradient_bytes: int
+    gradient_bytes: int  # those that exist at the peak
     optimizer_bytes: int
-    other_bytes: int  # buffers and working memory
+    other_bytes: int  # buffers, messages, working memory
     points: tuple[tuple[float, int], ...]
 
     @property
@@ -59,23 +60,33 @@ def memory_curves(plan: Plan, timeline: Timeline) -> tuple[MemoryCurve, ...]:
 
 def _curve(plan: Plan, timeline: Timeline, rank: int) -> MemoryCurve:
     stages = [stage for stage in plan.stages if stage.rank == rank]
-    parameters, gradients, optimizer = (
-        sum(stage.parameter_bytes for stage in stages),
-        sum(stage.gradient_bytes for stage in stages),
-        sum(stage.optimizer_bytes for stage in stages),
-    )
     static = sum(map(resident_bytes, stages))
+    split = split_backwards(event.action for event in timeline.events)
     points = [(0.0, static)]
     held = static
     for event in timeline.events:  # those of one rank follow each other
         if event.rank != rank:
             continue
-        activations = plan.stages[event.action.stage].activation_bytes_per_microbatch
-        is_forward = event.action.op is Op.FORWARD
-        time, held = (event.start, held + activations) if is_forward else (event.end, held - activations)
+        action = event.action
+        activations = plan.stages[action.stage].activation_bytes_per_microbatch
+        if action.op is Op.FORWARD:
+            time, held = event.start, held + activations
+        elif action.op is Op.BACKWARD and (action.stage, action.microbatch) in split:
+            continue  # its W lets go of them
+        else:
+            time, held = event.end, held - activations
         if held > points[-1][1] and time - points[-1][0] <= _INSTANT * timeline.makespan:
             points.pop()  # a dip of no length: freed as more was allocated
         points.append((time, held))
-    return MemoryCurve(
-        rank, parameters, gradients, optimizer, static - parameters - gradients - optimizer, tuple(points)
-    )
+    parts = []
+    left = static
+    # Where the peak comes before all gradients exist, those that do are what is left for them.
+    for wanted in (
+        sum(stage.parameter_bytes for stage in stages),
+        sum(stage.optimizer_bytes for stage in stages),
+        sum(stage.gradient_bytes for stage in stages),
+    ):
+        parts.append(min(wanted, left))
+        left -= parts[-1]
+    parameters, optimizer, gradients = parts
+    return MemoryCurve(rank, parameters, gradients, optimizer, left, tuple(points))

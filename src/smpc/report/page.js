@@ -33,7 +33,7 @@
     const style = getComputedStyle(document.documentElement);
     theme = {};
     for (const name of ["ink", "muted", "line", "grid", "idle", "card", "weights", "gradients", "optimizer", "other",
-      "forward-l", "forward-c", "backward-l", "backward-c"]) theme[`--${name}`] = style.getPropertyValue(`--${name}`).trim();
+      "forward-l", "forward-c", "backward-l", "backward-c", "weight-l", "weight-c"]) theme[`--${name}`] = style.getPropertyValue(`--${name}`).trim();
   }
   function colour(stage, kind) {
     return `oklch(${theme[`--${kind}-l`]} ${theme[`--${kind}-c`]} ${hue(stage).toFixed(1)})`;
@@ -105,10 +105,12 @@
     return low;
   }
 
-  // ---- the timeline: [stage, microbatch, is backward, start, end] of every event, by rank
+  // ---- the timeline: [stage, microbatch, kind, start, end] of every event, by rank
+
+  const KINDS = ["forward", "backward", "weight"], LETTERS = "FBW", TITLES = ["Forward", "Backward", "Rest of a backward"];
 
   const severalStages = data.events.some((events) => new Set(events.map((event) => event[0])).size > 1);
-  const label = ([stage, microbatch, isBackward]) => `${severalStages ? stage : ""}${isBackward ? "B" : "F"}${microbatch}`;
+  const label = ([stage, microbatch, kind]) => `${severalStages ? stage : ""}${LETTERS[kind]}${microbatch}`;
 
   function drawTimeline(chart) {
     const context = prepare(chart);
@@ -129,7 +131,7 @@
       const right = Math.min(xOf(chart, event[4]), chart.width + 2);
       if (right < covered + 0.3) continue;
       covered = right;
-      const kind = event[2] ? "backward" : "forward", width = right - left;
+      const kind = KINDS[event[2]], width = right - left;
       context.fillStyle = colour(event[0], kind);
       if (width > 5) {
         context.beginPath();
@@ -154,8 +156,8 @@
   function timelineTip(rank, seconds) {
     const event = eventAt(rank, seconds), memory = ["memory", bytes(bytesAt(rank, seconds))];
     if (event === undefined) return [`rank ${rank}, idle`, ["time", time(seconds)], memory];
-    const [stage, microbatch, isBackward, start, end] = event;
-    return [isBackward ? "Backward" : "Forward", ["rank", rank], ["stage", stage], ["microbatch", microbatch],
+    const [stage, microbatch, kind, start, end] = event;
+    return [TITLES[kind], ["rank", rank], ["stage", stage], ["microbatch", microbatch],
       ["start", time(start)], ["end", time(end)], ["takes", time(end - start)], memory];
   }
 
@@ -382,7 +384,8 @@
   }
   function update() {
     readTheme();
-    legend("legend-time", [["forward", colour(0, "forward")], ["backward", colour(0, "backward")], ["idle", theme["--idle"]]]);
+    const used = KINDS.filter((_, kind) => data.events.some((events) => events.some((event) => event[2] === kind)));
+    legend("legend-time", [...used.map((kind) => [kind === "weight" ? "rest of a backward" : kind, colour(0, kind)]), ["idle", theme["--idle"]]]);
     legend("legend-memory", [...MEMORY_PARTS.map(([name, variable]) => [name.toLowerCase(), theme[variable]]), ["activations", colour(0, "backward")]]);
     redraw();
   }

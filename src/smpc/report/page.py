@@ -29,6 +29,7 @@ from smpc.report.tables import TextTable, memory_table, message_table, stage_tab
 from smpc.report.tree import ModuleNode, module_tree
 from smpc.tracer.ir import Trace
 
+_KINDS = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.WEIGHT: 2}  # as KINDS in page.js
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -82,8 +83,7 @@ def _data(trace: Trace, plan: Plan, timeline: Timeline) -> dict[str, Any]:
     events: list[list[tuple[float, ...]]] = [[] for _ in range(timeline.num_ranks)]
     for event in timeline.events:
         action = event.action
-        is_backward = int(action.op is Op.BACKWARD)
-        events[event.rank].append((action.stage, action.microbatch, is_backward, event.start, event.end))
+        events[event.rank].append((action.stage, action.microbatch, _KINDS[action.op], event.start, event.end))
     stage_of_rank = [0] * timeline.num_ranks
     for stage in reversed(plan.stages):
         stage_of_rank[stage.rank] = stage.index

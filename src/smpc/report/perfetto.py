@@ -17,6 +17,7 @@ from smpc.partitioner.plan import INPUTS, Plan
 from smpc.report.memory import memory_curves
 
 _MICRO = 1e6
+_CATEGORIES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.WEIGHT: "deferred backward"}
 _PROCESS = 0
 
 
@@ -47,7 +48,7 @@ def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
             "ts": event.start * _MICRO,
             "dur": (event.end - event.start) * _MICRO,
             "name": f"{action.op}{action.microbatch}",
-            "cat": "forward" if action.op is Op.FORWARD else "backward",
+            "cat": _CATEGORIES[action.op],
             "args": {"stage": action.stage, "microbatch": action.microbatch},
         }
 

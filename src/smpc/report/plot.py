@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _UNITS = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))
 _MEBI = 2**20
+_STRENGTHS = {Op.FORWARD: 0.45, Op.BACKWARD: 0.95, Op.WEIGHT: 0.7}
 
 
 def require_matplotlib() -> None:
@@ -59,7 +60,6 @@ def _mathless(text: str) -> str:
 
 def _draw_timeline(axes: Axes, timeline: Timeline, factor: float) -> None:
     for event in timeline.events:
-        is_forward = event.action.op is Op.FORWARD
         width = (event.end - event.start) * factor
         axes.barh(
             event.rank,
@@ -67,7 +67,7 @@ def _draw_timeline(axes: Axes, timeline: Timeline, factor: float) -> None:
             left=event.start * factor,
             height=0.8,
             color=f"C{event.action.stage % 10}",
-            alpha=0.45 if is_forward else 0.95,
+            alpha=_STRENGTHS[event.action.op],
             edgecolor="white",
             linewidth=0.5,
         )

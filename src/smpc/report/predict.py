@@ -5,13 +5,18 @@
 
 A microbatch keeps its size, and with it every stage's times and activations: more microbatches mean a larger batch. What
 the solver said about the cut (bottleneck, bound, gap) stays as it was: it holds for the schedule that it was made for.
+
+Times are those that compiling for the new schedule would predict. Memory is what the stage held beside activations in the
+old one, plus activations in flight in the new one; messages and gradients at the peak are not counted again. That is too
+much rather than too little: for examples/gpt2.py on four ranks, from 8 microbatches, 0.1% off for 32, 5% too much for
+the simple schedule, 8% for 4 microbatches and 21% for a single one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from smpc.codegen.schedules.choice import Choice
+from smpc.codegen.schedules.choice import Choice, choose
 from smpc.codegen.simulate import Costs, Link, Timeline, simulate
 from smpc.errors import ConfigError
 from smpc.partitioner.plan import Plan
@@ -23,13 +28,13 @@ def plan_timeline(plan: Plan) -> Timeline:
     summary = plan.schedule
     placement = tuple(stage.rank for stage in plan.stages)
     choice = Choice(summary.name, placement, summary.num_microbatches, summary.active_microbatches)
+    links = plan_links(plan)
     costs = Costs(
         tuple(stage.forward_time for stage in plan.stages),
         tuple(stage.backward_time for stage in plan.stages),
         summary.link_latency,
         summary.link_bandwidth,
     )
-    links = plan_links(plan)
     return simulate(choice.build(links, costs), links, costs)
 
 
@@ -46,14 +51,16 @@ def predict(
     *,
     num_microbatches: int | None = None,
     pipeline: str | None = None,
+    schedule: str | None = None,
     active_microbatches: int | None = None,
 ) -> Plan:
     """The plan with its schedule replaced where given, and time, bubble and memory predicted again.
 
-    `active_microbatches` is by default what the plan was made with: stages + 2 unless it was set. Raises ConfigError for
-    numbers below one and for an unknown schedule.
+    `pipeline` and `schedule` are those of the configuration. `active_microbatches` is by default what the plan was made
+    with: ranks + 2 unless it was set. Raises ConfigError for numbers below one and for an unknown schedule,
+    ScheduleError for one that needs another placement.
     """
-    old = plan.schedule
+    old, num_ranks = plan.schedule, plan.pipeline_parallel_degree
     microbatches = old.num_microbatches if num_microbatches is None else num_microbatches
     wrong = [
         f"{name}: expected at least 1, found {value}"
@@ -62,7 +69,13 @@ def predict(
     ]
     if wrong:
         raise ConfigError("\n".join(wrong))
-    name = old.name if pipeline is None else pipeline
+    name = old.name
+    if pipeline is not None or schedule is not None:
+        pieces = len(plan.stages) // num_ranks
+        chosen = choose(
+            num_ranks, microbatches, pipeline=pipeline or "interleaved", schedule=schedule, num_pieces=pieces
+        )
+        name = chosen.name
     active = min(active_microbatches or _unbounded_active(plan), microbatches)
     held = Choice(name, tuple(stage.rank for stage in plan.stages), microbatches, active).in_flight
     stages = tuple(

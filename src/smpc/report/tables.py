@@ -2,7 +2,7 @@
 
     stage_table    what each stage runs: modules, parameters, FLOPs, times, share of the objective
     memory_table   where each stage's bytes go; working memory is what the peak holds beyond the rest: messages under way, and
-                   what operations need while they run
+                   what operations need while they run (less than nothing if the peak comes before all gradients exist)
     message_table  what each stage receives and sends
     summary        (label, text) for what is worth knowing about the plan as a whole
 

@@ -23,6 +23,7 @@ from smpc.v1.comm import (
 from smpc.v1.init import init, shutdown
 from smpc.v1.model import DistributedModel
 from smpc.v1.optimizer import DistributedOptimizer
+from smpc.v1.partition import partition, set_partition
 from smpc.v1.ranks import (
     dp_rank,
     dp_size,
@@ -95,6 +96,7 @@ __all__ = [
     "mp_barrier",
     "mp_rank",
     "mp_size",
+    "partition",
     "pp_barrier",
     "pp_rank",
     "pp_size",
@@ -105,6 +107,7 @@ __all__ = [
     "recv_from",
     "save",
     "send",
+    "set_partition",
     "shutdown",
     "size",
     "state",

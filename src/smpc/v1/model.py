@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -43,10 +44,11 @@ from smpc.v1.calls import Gradients, ModelCalls, Tensors
 from smpc.v1.connections import make_control, make_transport
 from smpc.v1.control import Control
 from smpc.v1.model_state import PARTIAL, IncompatibleKeys, ModelState
+from smpc.v1.partition import manual_partition, read_marks
 from smpc.v1.pipeline import Pipeline
 from smpc.v1.placement import Placement
 from smpc.v1.single import Single
-from smpc.v1.state import state
+from smpc.v1.state import Session, state
 from smpc.v1.step_body import Arguments, StepBody
 
 Hook = Callable[["DistributedModel", Any], Any]
@@ -83,6 +85,7 @@ class DistributedModel(nn.Module):
         _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step)
         super().__init__()
         session = state.session
+        _check_marks(module, session)
         self.module = module
         self.training = module.training
         self._calls: ModelCalls | None = None
@@ -443,6 +446,16 @@ class DistributedModel(nn.Module):
     def _require_replicas(self, what: str) -> None:
         if state.session.mesh.rdp_size == 1:
             raise ConfigError(f"{what}: there are no data-parallel replicas; set ddp: true, and start several replicas")
+
+
+def _check_marks(module: nn.Module, session: Session) -> None:
+    """Raise ConfigError for partitions that do not exist; warn, once in a job, where partitions have no effect."""
+    if manual_partition(module, session) is None and session.rank == 0 and read_marks(module):
+        warnings.warn(
+            "smp.partition and smp.set_partition have no effect: auto_partition is true, so the partitioner chooses; set it to "
+            "false, and default_partition, to partition by hand",
+            stacklevel=3,
+        )
 
 
 def _check_arguments(module: Any, trace_device: Any, trace_execution_times: Any, backward_passes_per_step: Any) -> None:

@@ -9,6 +9,8 @@
                                                             where its outputs appear
     results                     results                  <- results
 
+By hand (`smpc.v1.partition`) a model may be cut so that rank 0 has the last stage too: it then does what its column and the last say.
+
 Terms
     header      which program runs, and whether the form of the arguments is the last one of this step function
     new         a signature without a program yet: every rank records the model with meta tensors, rank 0 plans, all compile. The first
@@ -22,6 +24,7 @@ results: all ranks of the pipeline raise them, nothing is left under way, and th
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +48,7 @@ from smpc.v1.comm import gather_objects
 from smpc.v1.control import Control
 from smpc.v1.failures import Description, describe, raise_everywhere, raise_first
 from smpc.v1.microbatch import map_tensors
+from smpc.v1.partition import manual_partition
 from smpc.v1.placement import Placement
 from smpc.v1.results import ResultForm, pack, read_results, unpack
 from smpc.v1.signature import ModeReader, Signature, check_equal, read_signature
@@ -334,7 +338,8 @@ class Pipeline:
         plan: Plan | None = None
         if self._control.rank == 0:
             try:
-                plan = make_plan(trace, self._options, like=self.first)
+                options = dataclasses.replace(self._options, manual=manual_partition(self._module, self._session))
+                plan = make_plan(trace, options, like=self.first)
             except Exception as error:
                 failure = error
         description, text = self._control.broadcast_object(

@@ -1,0 +1,269 @@
+"""An upper bound of the predicted peak memory of a stage that runs an interval of the compute nodes.
+
+`PeakRows.row(start, stop, stage)` gives it for start..j, j = start + 1, ..., stop (exclusive ends): the formula of
+`smpc.partitioner.memory`, evaluated for many intervals at once, so that solvers can respect a limit. It is the
+prediction itself but for small things, always on the safe side: what lives while a node works is taken from a
+walk over the whole model, and gradients of parameters with several users count from the start.
+
+What a stage receives and sends depends on both ends of the interval. A value that crosses `start` is received if a node of
+the interval reads it, and a leaf of autograd from then on until a node that saves it; one that crosses `j` is sent if it
+was made or received in the interval.
+
+    values            made by node -1 |  0  1  2  3   read by
+    a                       -1        |     *     *   1 and 3     start = 0: [0, 1) neither receives nor sends a;
+    b                                 |  *     *      2           [0, 2) receives a and sends it on, and sends b
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from smpc.partitioner.chain import Intervals
+from smpc.partitioner.coarsen import node_units, state_items
+from smpc.partitioner.cost import CostModel, NodeTimes
+from smpc.partitioner.graph import Graph
+from smpc.partitioner.lifetimes import lifetimes, loss_roots
+from smpc.partitioner.memory import RECEIVE_WINDOW
+from smpc.partitioner.problem import FloatArray, IntArray, Scale, SharedItem, Units
+from smpc.tracer.ir import NodeKind, StateSpec
+
+_BYTES = Scale(1.0, 1, 1)  # the cost of a stage is its memory
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Values that may cross between stages and need a gradient or not, one entry each."""
+
+    made: IntArray  # rank
+    num_bytes: IntArray
+    gradient: IntArray  # bytes of the gradient; 0: needs none
+    saved: tuple[tuple[int, ...], ...]  # ranks that save its storage
+    read: tuple[tuple[int, ...], ...]  # ranks that read it; the number of nodes stands for the model's output
+    last: IntArray  # the last of these
+
+    def after(self, which: IntArray, start: int, ranks: tuple[tuple[int, ...], ...], end: int) -> IntArray:
+        """For these values, the first of their `ranks` from `start` on; `end` if there is none."""
+        found = (next((rank for rank in ranks[v] if rank >= start), end) for v in which.tolist())
+        return np.fromiter(found, dtype=np.int64, count=len(which))
+
+
+class PeakRows:
+    """Peaks of intervals: see the module docstring."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        cost_model: CostModel,
+        times: NodeTimes,
+        recomputable: Sequence[int],
+        in_flight: Sequence[int],
+        num_microbatches: int,
+    ) -> None:
+        self.num_units = graph.num_compute
+        self.in_flight = tuple(in_flight)
+        self.num_microbatches = max(num_microbatches, *in_flight)
+        self.holds_sent = cost_model.holds_sent
+        self.main_grad = cost_model.optimizer.main_grad
+        units = node_units(graph, times, cost_model)
+        no_memory = (0,) * self.num_units
+        static = replace(units, activation_bytes=no_memory, shared=_static_only(units))
+        held = Units(no_memory, no_memory, units.activation_bytes, _activations_only(units))
+        scratch, largest = _scratch(graph, cost_model)
+        self.static, self.held = Intervals(static, _BYTES), Intervals(held, _BYTES)
+        self.scratch, self.largest = Intervals(scratch, _BYTES), largest
+        gradients = _gradients(graph, cost_model)
+        self.gradients = np.concatenate(([0], np.cumsum(gradients)))
+        roots = loss_roots(graph)
+        live = lifetimes(graph, graph.compute.tolist(), roots)
+        self.forward, self.backward = live.forward, live.backward
+        self.adding = live.backward + live.parameters
+        self.values = _values(graph, set(recomputable))
+        specs = [spec for i in roots if (spec := graph.trace.nodes[i].spec) is not None]
+        self.root_bytes = sum(spec.num_bytes for spec in specs)
+        placeholders = {n.storage for n in graph.trace.nodes if n.kind is NodeKind.PLACEHOLDER}
+        self.input_bytes = sum(graph.trace.storages[storage] for storage in sorted(placeholders))
+        self.input_savers, self.saved_inputs = _saved_inputs(graph, placeholders)
+        self.copies = Intervals(_copies(graph, len(in_flight)), _BYTES)
+        self.lower_units = _at_least(units, gradients)
+
+    def row(self, start: int, stop: int, stage: int) -> IntArray:
+        """Peak of start..j for each j: see the module docstring."""
+        k, m = self.in_flight[stage], self.num_microbatches
+        crossing, leaf, unsaved, skipped, sent, kept = self._boundary(start, stop, stage)
+        static, held, scratch = (
+            _whole(intervals.costs(start, stop, 1)) for intervals in (self.static, self.held, self.scratch)
+        )
+        outputs = np.zeros_like(held)
+        if stage == len(self.in_flight) - 1 and stop == self.num_units:
+            outputs[-1] = self.root_bytes
+        total = held + leaf + outputs + kept
+        until = held + unsaved
+        span = slice(start, stop)
+        gradients = self.gradients[start : stop + 1] - self.gradients[start]
+        absent = np.zeros_like(gradients) if self.main_grad else gradients
+        first = (
+            static + (k - 1) * total + np.maximum.accumulate(until + self.backward[span] - absent[:-1]) - 2 * skipped
+        )
+        forward = static + (k - 1) * total + np.maximum.accumulate(until + self.forward[span]) - skipped
+        forward = np.maximum(forward, static + k * total + outputs)
+        if m == k:
+            forward = forward - absent[1:]
+        peak = np.maximum(first, forward)
+        if m > 1:
+            behind = k if m > k else k - 1
+            working = np.maximum.accumulate(until + self.adding[span]) - 2 * skipped
+            peak = np.maximum(peak, static + (behind - 1) * total + working)
+        peak = peak + crossing + sent
+        if start == 0:
+            saved = _from(stop, self.input_savers, self.saved_inputs)
+            peak = peak + m * self.input_bytes - k * saved
+        if self.holds_sent and self.num_units > stop - start:
+            pooled = self.copies.costs(start, stop, 1)
+            peak = peak + _whole(pooled)
+        highest: IntArray = np.maximum(peak, static + scratch)
+        return highest
+
+    def _boundary(self, start: int, stop: int, stage: int) -> tuple[IntArray, ...]:
+        """What depends on both ends.
+
+        By j: buffers for what is received; leaves of one microbatch that no node saves; by node: values that cross `start` and that no
+        node saves up to this one; by j: values that cross both ends and are not used between; buffers for gradients of what is sent;
+        what is sent and kept though no node saves it.
+        """
+        k, m, values = self.in_flight[stage], self.num_microbatches, self.values
+        length, end = stop - start, self.num_units + 1
+        ahead = min(m, k + RECEIVE_WINDOW) - min(m, k)
+        own = max(0, m - k) if self.holds_sent else 1
+        received = np.flatnonzero((values.made < start) & (values.last >= start))
+        read = values.after(received, start, values.read, end)
+        saved = np.minimum(values.after(received, start, values.saved, end), end)
+        buffers = ahead * values.num_bytes[received] + own * values.gradient[received]
+        crossing = _from(length, read - start, buffers)
+        gradient = values.gradient[received]
+        leaf = _from(length, read - start, gradient) - _from(length, np.maximum(read, saved) - start, gradient)
+        unsaved = gradient.sum() - _from(length, saved - start, gradient)
+        skipped = gradient.sum() - _from(length, read - start, gradient)
+        back = min(m, RECEIVE_WINDOW + 1)
+        made = np.flatnonzero((values.made >= start) & (values.made < stop) & (values.gradient > 0))
+        sends = np.concatenate((made, received))
+        since = np.concatenate((values.made[made], read))
+        size, until = values.gradient[sends], values.last[sends]
+        sent = _between(length, since - start, until - start, back * size)
+        kept = np.zeros(length, dtype=np.int64)
+        if self.holds_sent:
+            saver = values.after(made, start, values.saved, end)
+            kept = _between(
+                length,
+                values.made[made] - start,
+                np.minimum(values.last[made], saver) - start,
+                values.gradient[made],
+            )
+        return crossing, leaf, unsaved, skipped, sent, kept
+
+
+def _whole(costs: FloatArray) -> IntArray:
+    return np.rint(costs).astype(np.int64)
+
+
+def _from(length: int, index: IntArray, amount: IntArray) -> IntArray:
+    """By interval end j = index + 1, ...: the sum of the amounts whose node lies inside."""
+    change = np.zeros(length + 1, dtype=np.int64)
+    np.add.at(change, np.clip(index, 0, length), amount)
+    sums: IntArray = np.cumsum(change)[:length]
+    return sums
+
+
+def _between(length: int, first: IntArray, last: IntArray, amount: IntArray) -> IntArray:
+    """By interval end: the sum of the amounts made inside (at `first`) and wanted outside (up to `last`)."""
+    return _from(length, first, amount) - _from(length, np.maximum(first, last), amount)
+
+
+def _static_only(units: Units) -> tuple[SharedItem, ...]:
+    return tuple(SharedItem(item.users, item.static_bytes) for item in units.shared if item.static_bytes)
+
+
+def _activations_only(units: Units) -> tuple[SharedItem, ...]:
+    return tuple(SharedItem(item.users, 0, item.activation_bytes) for item in units.shared if item.activation_bytes)
+
+
+def _gradients(graph: Graph, cost_model: CostModel) -> IntArray:
+    """By rank: gradients of the parameters that this node alone uses."""
+    found = np.zeros(graph.num_compute, dtype=np.int64)
+    for users, num_bytes in state_items(graph, cost_model.gradient_bytes):
+        if len(users) == 1:
+            found[users[0]] += num_bytes
+    return found
+
+
+def _scratch(graph: Graph, cost_model: CostModel) -> tuple[Units, int]:
+    """Units whose memory is what the optimizer makes and drops for their parameters."""
+
+    def of(state: StateSpec) -> int:
+        num_bytes = state.spec.num_bytes if cost_model.gradient_bytes(state) else 0
+        return cost_model.optimizer_scratch(num_bytes, num_bytes)
+
+    own, shared, largest = [0] * graph.num_compute, [], 0
+    for users, num_bytes in state_items(graph, of):
+        largest = max(largest, num_bytes)
+        if len(users) == 1:
+            own[users[0]] += num_bytes
+        else:
+            shared.append(SharedItem(users, num_bytes))
+    none = (0,) * graph.num_compute
+    return Units(none, tuple(own), none, tuple(shared)), largest
+
+
+def _saved_inputs(graph: Graph, storages: set[int]) -> tuple[IntArray, IntArray]:
+    """The first rank that saves each model input that is saved, and its bytes."""
+    first: dict[int, int] = {}
+    for rank, position in enumerate(graph.compute.tolist()):
+        for storage in graph.trace.nodes[position].saved:
+            if storage in storages:
+                first.setdefault(storage, rank)
+    sizes = [graph.trace.storages[storage] for storage in first]
+    return np.asarray(list(first.values()), dtype=np.int64), np.asarray(sizes, dtype=np.int64)
+
+
+def _copies(graph: Graph, num_stages: int) -> Units:
+    """Units whose memory is the buffers in which other stages' gradients of shared parameters arrive."""
+    none = (0,) * graph.num_compute
+    shared = [
+        SharedItem(users, (min(num_stages, len(users)) - 1) * num_bytes)
+        for users, num_bytes in state_items(graph, lambda state: state.spec.num_bytes if state.is_parameter else 0)
+        if len(users) > 1
+    ]
+    return Units(none, none, none, tuple(shared))
+
+
+def _at_least(units: Units, gradients: IntArray) -> Units:
+    """Units whose memory no peak is below: all that is static but for gradients, and activations."""
+    static = tuple((np.asarray(units.static_bytes) - gradients).tolist())
+    return Units((0,) * len(units), static, units.activation_bytes, _activations_only(units))
+
+
+def _values(graph: Graph, recomputable: set[int]) -> _Values:
+    nodes, end = graph.trace.nodes, graph.num_compute
+    savers: dict[int, list[int]] = {}
+    for rank, position in enumerate(graph.compute.tolist()):
+        for storage in nodes[position].saved:
+            savers.setdefault(storage, []).append(rank)
+    outputs = set(graph.outputs)
+    rows = []
+    for rank, position in enumerate(graph.compute.tolist()):
+        spec = nodes[position].spec
+        readers = [int(graph.rank[i]) for i in graph.consumers[position]] + [end] * (position in outputs)
+        if spec is None or position in recomputable or not readers:
+            continue
+        gradient = spec.num_bytes if spec.requires_grad else 0
+        rows.append((rank, spec.num_bytes, gradient, savers.get(nodes[position].storage, []), readers))
+    return _Values(
+        np.asarray([row[0] for row in rows], dtype=np.int64),
+        np.asarray([row[1] for row in rows], dtype=np.int64),
+        np.asarray([row[2] for row in rows], dtype=np.int64),
+        tuple(tuple(row[3]) for row in rows),
+        tuple(tuple(row[4]) for row in rows),
+        np.asarray([min(row[4][-1], end - 1) for row in rows], dtype=np.int64),
+    )

@@ -1,0 +1,128 @@
+"""Python that depends on the values of inputs: answered from the sample inputs, and guarded.
+
+Masks, lengths and positions are computed from the model's inputs and from buffers alone. When the model's Python asks for such a value
+(`lengths.max().item()`, `if mask.any():`, `mask.nonzero()`), the nodes recorded so far are evaluated on the real sample inputs, and
+the answer becomes a `Guard` of the trace. `broken_guard` evaluates the guards on other inputs.
+
+What depends on parameters, on random numbers or on a module called whole has no answer before the model runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smpc.tracer import targets
+from smpc.tracer.effects import tensors_in
+from smpc.tracer.ir import Guard, Node, NodeKind, Trace
+from smpc.tracer.literals import map_references, references
+from smpc.tracer.replay import evaluate, read_attribute
+
+Read = Callable[[str], Tensor]
+
+
+class NoAnswerError(Exception):
+    """A value cannot be known before the model runs."""
+
+
+def answer(
+    nodes: Sequence[Node],
+    target: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    inputs: Mapping[str, Tensor],
+    read: Read,
+) -> Any:
+    """What a call gives on the real inputs, by placeholder name.
+
+    `read` gives real buffers by FQN, and raises NoAnswerError for parameters. Raises NoAnswerError.
+    """
+    values = _values(nodes, references((args, dict(kwargs))), inputs, read, _spare(target, args))
+    real_args = map_references(args, values.__getitem__)
+    real_kwargs = map_references(dict(kwargs), values.__getitem__)
+    with torch.no_grad():
+        return targets.function(target)(*real_args, **real_kwargs)
+
+
+def broken_guard(trace: Trace, model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Guard, Any] | None:
+    """The first guard that does not hold on these inputs, and what it gives instead; None if all hold."""
+
+    def read(fqn: str) -> Tensor:
+        tensor: Tensor = read_attribute(model, fqn)
+        return tensor
+
+    for guard in trace.guards:
+        found = answer(trace.nodes, guard.target, guard.args, dict(guard.kwargs), inputs, read)
+        if guard.dtypes:
+            found = shapes(found)
+        if found != guard.expected:
+            return guard, found
+    return None
+
+
+def shapes(value: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the tensors in a result."""
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(value))
+
+
+def _spare(target: str, args: tuple[Any, ...]) -> frozenset[str]:
+    """Nodes whose values do not matter for the shape of the result: what is indexed, unlike its index."""
+    return frozenset(references(args[:1])) if target == targets.GETITEM else frozenset()
+
+
+def _values(
+    nodes: Sequence[Node],
+    wanted: Sequence[str],
+    inputs: Mapping[str, Tensor],
+    read: Read,
+    spare: frozenset[str],
+) -> dict[str, Any]:
+    """Real values of the wanted nodes."""
+    cone = _cone(nodes, wanted, spare)
+    values: dict[str, Any] = {}
+    device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
+    for node in nodes:
+        if node.name not in cone:
+            continue
+        if node.kind is NodeKind.PLACEHOLDER:
+            if node.name not in inputs:
+                raise NoAnswerError(f"model input {node.target} has no values here, only a shape")
+            values[node.name] = inputs[node.name].detach().clone()  # the model may write into it
+        elif node.kind is NodeKind.GET_ATTR:
+            values[node.name] = read(node.target).detach().clone()
+        elif node.name in spare:
+            assert node.spec is not None, f"{node.name} is indexed, but is no tensor"
+            values[node.name] = torch.zeros(node.spec.shape, dtype=node.spec.torch_dtype, device=device)
+        else:
+            with torch.no_grad():
+                values[node.name] = evaluate(node, values, device)
+    return values
+
+
+def _cone(nodes: Sequence[Node], wanted: Sequence[str], spare: frozenset[str]) -> frozenset[str]:
+    """The wanted nodes and all that they are computed from, writes into their memory included."""
+    cone = set(wanted)
+    storages: set[int] = set()
+    found = -1
+    while found != len(cone):  # a write may bring in nodes whose memory was written in turn
+        found = len(cone)
+        for node in reversed(nodes):
+            if node.name not in cone and not (node.mutates and _storage_of(nodes, node) & storages):
+                continue
+            cone.add(node.name)
+            if node.name in spare:
+                continue
+            if node.random or node.kind in (NodeKind.CALL_MODULE, NodeKind.SET_ATTR):
+                raise NoAnswerError(f"{node.name} ({node.target}) is known only when the model runs")
+            cone.update(node.inputs)
+            if node.storage >= 0:
+                storages.add(node.storage)
+    return frozenset(cone)
+
+
+def _storage_of(nodes: Sequence[Node], writer: Node) -> set[int]:
+    """Storages that a node writes."""
+    return {node.storage for node in nodes if node.name in writer.mutates}
