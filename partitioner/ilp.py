@@ -9,6 +9,7 @@ Variables, for unit u, stage s, shared item k and value v:
     empty) h[k,s] = 1   s holds item k                 h[k,s] >= x[u,s] for each user u
     c[v,s] = 1   v is received by s             c[v,s] >= x[w,s] - x[u,s] for its producer u and each consumer w
     B            bottleneck                     B >= cost of s, for each s
+    w[s]         bytes at work, with a limit    w[s] >= bytes of u x[u,s];  memory of s + w[s] <= limit
 
 A dependency u -> w means stage(u) <= stage(w): for each s, sum of x[u,t] over t <= s is at least that of x[w,t].
 First B is minimised, then the bytes received at that B. The search is limited by nodes, which is deterministic, and
@@ -53,6 +54,8 @@ class PlacementProblem:
     in_flight: tuple[int, ...]  # by stage
     dependencies: tuple[tuple[int, int], ...]  # (u, w): stage(u) <= stage(w)
     values: tuple[Value, ...] = ()
+    memory_limit: int = 0  # of a stage; 0: none
+    working: tuple[int, ...] = ()  # by unit: bytes that live while it works, when there is a limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +126,16 @@ def build(problem: PlacementProblem) -> PlacementModel:
     for item, holds in zip(units.shared, held, strict=True):
         for user, s in itertools.product(item.users, stages):
             program += holds[s] >= runs[user][s]
+    if problem.memory_limit:
+        for s in stages:
+            work = program.add_variable(f"w_{s}", lowBound=0)
+            for row, num_bytes in zip(runs, problem.working, strict=True):
+                program += work >= num_bytes / problem.memory_limit * row[s]
+            memory = _cost(problem, s, runs, held, Scale(1.0, 1, problem.memory_limit))
+            program += memory + work <= 1.0
     bottleneck = program.add_variable("B", lowBound=0)
     for s in stages:
-        program += bottleneck >= _cost(problem, s, runs, held)
+        program += bottleneck >= _cost(problem, s, runs, held, problem.scale)
     program.setObjective(bottleneck)
     return PlacementModel(program, runs, bottleneck, _received(program, problem, runs))
 
@@ -186,9 +196,10 @@ def _cost(
     stage: int,
     runs: Sequence[Sequence[pulp.LpVariable]],
     held: Sequence[Sequence[pulp.LpVariable]],
+    scale: Scale,
 ) -> pulp.LpAffineExpression:
     """The cost of a stage as a linear expression, the same as `Scale.cost`."""
-    units, scale, multiplier = problem.units, problem.scale, problem.in_flight[stage]
+    units, multiplier = problem.units, problem.in_flight[stage]
     per_time = (1.0 - scale.memory_weight) / max(1, scale.total_time)
     per_byte = scale.memory_weight / max(1, scale.total_memory)
     columns = zip(units.time, units.static_bytes, units.activation_bytes, runs, strict=True)

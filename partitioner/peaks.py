@@ -16,6 +16,7 @@ was made or received in the interval.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -88,6 +89,17 @@ class PeakRows:
         self.input_savers, self.saved_inputs = _saved_inputs(graph, placeholders)
         self.copies = Intervals(_copies(graph, len(in_flight)), _BYTES)
         self.lower_units = _at_least(units, gradients)
+
+    def scheduled(self, in_flight: Sequence[int]) -> PeakRows:
+        """The same for another number of stages."""
+        other = copy.copy(self)
+        other.in_flight = tuple(in_flight)
+        other.num_microbatches = max(self.num_microbatches, *in_flight)
+        return other
+
+    def working(self, rank: int) -> int:
+        """What lives while the backward of a node works."""
+        return int(self.adding[rank])
 
     def row(self, start: int, stop: int, stage: int) -> IntArray:
         """Peak of start..j for each j: see the module docstring."""

@@ -31,6 +31,7 @@ from smpc.executor.bind import StepHooks
 from smpc.executor.interpreter import Interpreter
 from smpc.executor.loopback import run_loopback
 from smpc.executor.transport import Transport, loopback_transports
+from smpc.tracer.guards import broken_guard
 from smpc.tracer.ir import NodeKind, Trace
 from smpc.tracer.literals import Ref, TraceDevice
 from smpc.tracer.replay import input_values
@@ -51,6 +52,7 @@ class RankPrograms:
         device: torch.device,
         hooks: Callable[[Mapping[int, StageModule]], StepHooks | None],
     ) -> None:
+        self.model = model
         self.trace = compilation.trace
         self.written_inputs = _written_inputs(compilation.trace)
         program = compilation.programs[rank]
@@ -208,7 +210,8 @@ def placeholders(
 ) -> list[dict[str, Tensor]]:
     """The model's input tensors of every microbatch, by placeholder name, on the device; copies of those that the model writes into.
 
-    Raises StepError for another number of microbatches than planned, or a tensor whose gradient would leave the pipeline.
+    Raises StepError for another number of microbatches than planned, a tensor whose gradient would leave the pipeline, or inputs whose
+    values the trace does not hold for.
     """
     if len(microbatches) != program.num_microbatches:
         raise StepError(f"the program runs {program.num_microbatches} microbatches, found {len(microbatches)}")
@@ -220,6 +223,12 @@ def placeholders(
             raise StepError(
                 f"model input {wrong[0]} of microbatch {index} requires grad, but gradients do not flow out of the pipeline; "
                 "detach it, or compute it inside the model"
+            )
+        broken = broken_guard(programs.trace, programs.model, values)
+        if broken is not None:
+            raise StepError(
+                f"microbatch {index}: the model's Python depends on {broken[0]}, which was {broken[0].expected} when the model was traced "
+                f"and is {broken[1]} here; compile it for such inputs"
             )
         values |= {name: values[name].clone() for name in programs.written_inputs}
         found.append({name: tensor.to(device, non_blocking=True) for name, tensor in values.items()})

@@ -55,14 +55,15 @@ def test_different_plans_are_a_table_and_exit_with_1(smpc, plans):
     assert HOSTILE in out
 
 
-def test_one_number_is_one_row(smpc, tmp_path):
+def test_one_number_is_one_row(smpc, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     plan = compilation(3).plan
     other = dataclasses.replace(
         plan, schedule=dataclasses.replace(plan.schedule, step_time=2 * plan.schedule.step_time)
     )
     for name, found in (("a", plan), ("b", other)):
         (tmp_path / f"{name}.json").write_text(found.to_json())
-    status, out, _ = smpc("diff", str(tmp_path / "a.json"), str(tmp_path / "b.json"))
+    status, out, _ = smpc("diff", "a.json", "b.json")
     assert status == 1
     assert len(out.splitlines()) == 5
     rows = [line.split() for line in out.splitlines()[-1:] if line.strip()]

@@ -1,0 +1,93 @@
+"""Python that depends on the values of inputs: answered from the sample, guarded, and refused for other values."""
+
+import pytest
+import torch
+from torch import nn
+
+import parity
+from smpc.compile import compile_model
+from smpc.errors import StepError, TraceError
+from smpc.tracer import NodeKind, Trace, record, verify
+from smpc.tracer.guards import broken_guard
+from smpc.tracer.replay import input_values
+
+
+class Lengths(nn.Module):
+    """Cuts the sequence at its longest length, picks rows by a mask, and branches on a flag in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.register_buffer("flag", torch.tensor(True))
+
+    def forward(self, tokens, lengths):
+        longest = lengths.clone()
+        longest[0] += 0
+        size = int(longest.max())
+        x = self.embed(tokens)[:, :size]
+        if self.flag:
+            x = x * 2
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x[lengths > 1].sum(dim=0), (lengths > 1).nonzero()
+
+
+def batch(*lengths):
+    return (torch.arange(len(lengths) * 5).reshape(-1, 5) % 10, torch.tensor(lengths)), {}
+
+
+def test_answers_come_from_the_inputs_and_become_guards():
+    model, (args, kwargs) = Lengths(), batch(2, 1, 4, 3)
+    trace = record(model, args, kwargs)
+    verify(trace, model, args, kwargs)
+    assert [(guard.target.rpartition(".")[2], guard.expected) for guard in trace.guards] == [
+        ("__int__", 4),
+        ("__bool__", True),
+        ("getitem", ((3, 4, 8),)),
+        ("nonzero", ((3, 1),)),
+    ]
+    assert all(guard.source.startswith("test_tracer_guards.py:") for guard in trace.guards)
+    assert not any(node.kind is NodeKind.CALL_MODULE for node in trace.nodes)
+    assert Trace.from_json(trace.to_json()) == trace
+
+
+def test_answers_replace_inputs():
+    model, (args, kwargs) = Lengths(), batch(2, 1, 4, 3)
+    trace = record(model, args, kwargs)
+    answers = [(guard.expected, guard.dtypes) for guard in trace.guards]
+    meta = tuple(tensor.to("meta") for tensor in args)
+    assert record(model, meta, answers=answers) == trace
+    with pytest.raises(TraceError, match=r"lengths has no values here|only a shape"):
+        record(model, meta)
+
+
+@pytest.mark.parametrize(("lengths", "broken"), [((4, 3, 1, 2), None), ((2, 1, 2, 3), 0), ((2, 2, 4, 3), 2)])
+def test_guards_hold_for_inputs_on_which_python_goes_the_same_way(lengths, broken):
+    model, (args, kwargs) = Lengths(), batch(2, 1, 4, 3)
+    trace = record(model, args, kwargs)
+    found = broken_guard(trace, model, input_values(trace, *batch(*lengths)))
+    assert (None if found is None else trace.guards.index(found[0])) == broken
+
+
+def test_a_pipeline_runs_where_guards_hold_and_refuses_the_rest():
+    model = Lengths()
+    compilation = compile_model(model, batch(2, 1, 4, 3, 4, 1, 2, 3), pipeline_parallel_degree=2, microbatches=2)
+    good = batch(4, 2, 1, 2, 3, 1, 4, 2)
+    parity.assert_same(parity.run_eager(model, good, 2), parity.run_loopback(model, compilation, good))
+    with pytest.raises(StepError, match=r"microbatch 1: the model's Python depends on torch\.Tensor\.__int__"):
+        parity.run_loopback(model, compilation, batch(4, 2, 1, 2, 3, 1, 3, 2))
+
+
+class OnParameter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return x * 2 if self.weight.sum() > 0 else x
+
+
+def test_what_depends_on_parameters_has_no_answer():
+    with pytest.raises(TraceError, match="it depends on parameter weight"):
+        record(OnParameter(), (torch.ones(2),))
