@@ -112,6 +112,17 @@ def least_peak(chain: LimitedChain) -> tuple[ChainSolution, int]:
     return ChainSolution(tuple(model.starts[list(ends[:-1])].tolist()), bottleneck, bottleneck), int(peak)
 
 
+def fits(chain: LimitedChain, limit: int) -> bool:
+    """Whether a partition stays within the limit."""
+
+    def peaks(start: int, stop: int, stage: int) -> FloatArray:
+        row = chain.peak_row(start, stop, stage)
+        return np.where(row <= limit, row, np.inf)
+
+    windows = chain.windows(math.inf, limit)
+    return windows is not None and _smallest(chain, peaks, windows) is not None
+
+
 def _rising(
     chain: LimitedChain, start: float, values: Values, windows: Callable[[float], list[tuple[int, int]] | None]
 ) -> tuple[float, tuple[int, ...]] | None:

@@ -132,10 +132,14 @@ def _input_only(graph: Graph, together: dict[int, tuple[int, ...]]) -> tuple[boo
             tainted[position] = position not in fixed
         else:
             tainted[position] = _has_effect_or_chance(graph, position)
+    readers: list[list[int]] = [[] for _ in nodes]  # dead ones too: an argument may lead to them
+    for position, read in enumerate(graph.inputs):
+        for producer in read:
+            readers[producer].append(position)
     pending = [position for position, bad in enumerate(tainted) if bad]
     while pending:
         position = pending.pop()
-        for reached in (*graph.consumers[position], *together.get(position, ())):
+        for reached in (*readers[position], *together.get(position, ())):
             if not tainted[reached]:
                 tainted[reached] = True
                 pending.append(reached)

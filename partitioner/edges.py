@@ -153,7 +153,8 @@ def _needed(
         needed.setdefault(position, set()).add(num_stages - 1)
     for call, (first, last) in zip(graph.trace.calls, graph.call_spans.tolist(), strict=True):
         stages = set(stage_of[first:last].tolist())
-        if len(stages) != 1:
+        nodes = graph.trace.nodes[call.first : call.last]
+        if len(stages) != 1 or not any(node.name in graph.trace.live for node in nodes):
             continue
         for name in references(call.argument_leaves):
             position = graph.trace.position(name)

@@ -22,7 +22,7 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pulp
@@ -56,6 +56,10 @@ class PlacementProblem:
     values: tuple[Value, ...] = ()
     memory_limit: int = 0  # of a stage; 0: none
     working: tuple[int, ...] = ()  # by unit: bytes that live while it works, when there is a limit
+
+    def limited(self, memory_limit: int, working: tuple[int, ...]) -> PlacementProblem:
+        """The same problem with a limit."""
+        return replace(self, memory_limit=memory_limit, working=working)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,49 +22,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from smpc.errors import PartitionError
+from smpc.partitioner.analysis import Analysis, analyse
 from smpc.partitioner.bound import lower_bound
 from smpc.partitioner.chain import solve_chain
-from smpc.partitioner.clusters import Clusters, find_clusters
-from smpc.partitioner.coarsen import chain_problem, coarse_problem, node_units
-from smpc.partitioner.cost import CostModel, NodeTimes, node_times
+from smpc.partitioner.coarsen import chain_problem, coarse_problem
+from smpc.partitioner.cost import CostModel
 from smpc.partitioner.edges import Crossing, check_stages, find_crossing, stages_by_rank
-from smpc.partitioner.graph import Graph, build_graph, largest_whole_calls
+from smpc.partitioner.graph import largest_whole_calls
 from smpc.partitioner.ilp import PlacementSolution, solve_placement
+from smpc.partitioner.limit import InFlight, Limited, MakePlan, plan_within, rank_peaks
 from smpc.partitioner.memory import StageUse, stage_memory
 from smpc.partitioner.plan import Objective, Plan, ScheduleSummary, SharedParameter, Stage
-from smpc.partitioner.problem import IntArray, Scale, Units, stage_costs
-from smpc.partitioner.recompute import find_recomputable
+from smpc.partitioner.problem import IntArray, Scale, stage_costs
 from smpc.tracer.ir import Trace
 
 TOLERANCE = 0.01  # how much bottleneck may be given for whole modules and fewer bytes
 MAX_COARSE_UNITS = 32
 UNSCHEDULED = ScheduleSummary("unscheduled", 1, 1, 0.0, 0.0)
-
-
-@dataclass(frozen=True)
-class Analysis:
-    """Everything about a trace that does not depend on the stage of a node."""
-
-    graph: Graph
-    clusters: Clusters
-    times: NodeTimes
-    recomputable: dict[int, tuple[int, ...]]
-    units: Units
-    cost_model: CostModel
-
-
-def analyse(trace: Trace, cost_model: CostModel) -> Analysis:
-    """Index the trace and cost its nodes."""
-    graph = build_graph(trace)
-    clusters = find_clusters(graph)
-    times = node_times(trace, cost_model)
-    recomputable = find_recomputable(graph, clusters, cost_model)
-    return Analysis(graph, clusters, times, recomputable, node_units(graph, times, cost_model), cost_model)
 
 
 def solve_partition(
@@ -76,14 +54,19 @@ def solve_partition(
     cost_model: CostModel | None = None,
     placement: Sequence[int] | None = None,
     schedule: ScheduleSummary = UNSCHEDULED,
+    memory_limit: int | None = None,
+    in_flight_of: InFlight | None = None,
 ) -> Plan:
     """The best plan found, with proof of how good it is.
 
     in_flight: microbatches that each stage holds at the peak of the schedule. placement: the pipeline rank of each
-    stage; stage i on rank i if None. Raises PartitionError for more stages than modules, and for settings out of
-    range.
+    stage; stage i on rank i if None. memory_limit: most bytes at the predicted peak of a rank (see `smpc.partitioner.limit`);
+    in_flight_of gives `in_flight` for other numbers of stages, to say how many would do. Raises PartitionError for more stages
+    than modules, for settings out of range, and when no plan is within the limit.
     """
     _check_settings(num_stages, memory_weight, in_flight, placement)
+    if memory_limit is not None and memory_limit < 1:
+        raise PartitionError(f"expected a memory limit of at least 1 byte, found {memory_limit}")
     analysis = analyse(trace, cost_model or CostModel())
     num_modules = analysis.graph.num_modules()
     if num_stages > num_modules:
@@ -92,21 +75,47 @@ def solve_partition(
             f"{trace.model_class}: lower the pipeline parallel degree"
         )
     scale = Scale.of(analysis.units, in_flight, memory_weight)
-    chain = chain_problem(analysis.graph, analysis.clusters, analysis.recomputable, analysis.units, scale, in_flight)
-    solution = solve_chain(chain, num_stages, TOLERANCE)
-    stage_of = solution.assignment(analysis.graph.num_compute)
     bound = lower_bound(analysis.graph, analysis.clusters, analysis.units, scale, in_flight)
-    objective = _objective(
-        memory_weight, solution.bottleneck, bound, "chain", f"best contiguous cut {solution.optimum:.6g}"
+    limit = memory_limit or 0
+
+    def make(stage_of: Sequence[int], solver: str, note: str) -> Plan:
+        bottleneck = float(stage_costs(analysis.units, scale, in_flight, stage_of).max())
+        objective = _objective(memory_weight, bottleneck, bound, solver, note, limit)
+        return _plan(analysis, np.asarray(stage_of), scale, in_flight, placement, schedule, objective)
+
+    plan = _unlimited(analysis, scale, in_flight, bound, make)
+    if not limit or max(rank_peaks(plan).values()) <= limit:
+        return plan
+    stages_per_rank = 1 if placement is None else max(Counter(placement).values())
+    return plan_within(
+        Limited(
+            analysis,
+            scale,
+            tuple(in_flight),
+            schedule.num_microbatches,
+            limit,
+            stages_per_rank,
+            TOLERANCE,
+            MAX_COARSE_UNITS,
+            make,
+            in_flight_of,
+        )
     )
-    if objective.gap > TOLERANCE:
+
+
+def _unlimited(analysis: Analysis, scale: Scale, in_flight: Sequence[int], bound: float, make: MakePlan) -> Plan:
+    """The best plan whatever its peaks."""
+    chain = chain_problem(analysis.graph, analysis.clusters, analysis.recomputable, analysis.units, scale, in_flight)
+    solution = solve_chain(chain, len(in_flight), TOLERANCE)
+    stage_of = solution.assignment(analysis.graph.num_compute)
+    note, solver = f"best contiguous cut {solution.optimum:.6g}", "chain"
+    if solution.bottleneck > bound * (1.0 + TOLERANCE):
         found, stage_found = _place(analysis, scale, in_flight, stage_of)
-        note = "; ".join(filter(None, (objective.note, found.note if found else "")))
-        if found is not None and found.bottleneck < solution.optimum * (1.0 - TOLERANCE):
-            objective, stage_of = _objective(memory_weight, found.bottleneck, bound, "ilp", note), stage_found
-        else:
-            objective = _objective(memory_weight, solution.bottleneck, bound, "chain", note)
-    return _plan(analysis, np.asarray(stage_of), scale, in_flight, placement, schedule, objective)
+        if found is not None:
+            note = "; ".join(filter(None, (note, found.note)))
+            if found.bottleneck < solution.optimum * (1.0 - TOLERANCE):
+                solver, stage_of = "ilp", stage_found
+    return make(stage_of, solver, note)
 
 
 def plan_from_assignment(
@@ -173,10 +182,12 @@ def _place(
     return found, tuple(found.assignment[unit] for unit in coarse.unit_of)
 
 
-def _objective(memory_weight: float, bottleneck: float, bound: float, solver: str, note: str) -> Objective:
+def _objective(
+    memory_weight: float, bottleneck: float, bound: float, solver: str, note: str, limit: int = 0
+) -> Objective:
     proven = min(bound, bottleneck)
     gap = bottleneck / proven - 1.0 if proven > 0 else 0.0
-    return Objective(memory_weight, bottleneck, proven, gap, solver, note)
+    return Objective(memory_weight, bottleneck, proven, gap, solver, note, limit)
 
 
 def _plan(

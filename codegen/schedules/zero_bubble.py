@@ -9,7 +9,9 @@ Only B is waited for, by the rank before. W waits for nothing but its own B, so 
 
 Example: H1, p = 3, m = 5, F = I = W (`table`):
 
-    rank 0  F0 F1 F2 .. .. B0 W0 F3 B1 W1 F4 B2 W2 .. B3 W3 B4 W4
+    rank 0  F0 F1 F2 .. .. B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4
+    rank 1  .. F0 F1 .. B0 F2 B1 W0 F3 B2 W1 F4 B3 W2 B4 W3 W4
+    rank 2  .. .. F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 F4 B4 W2 W3 W4
 """
 
 from __future__ import annotations

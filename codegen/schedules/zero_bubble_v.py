@@ -9,11 +9,15 @@ The backward is split as in `smpc.codegen.schedules.zero_bubble`: B for the inpu
 
 Example: p = 2, m = 3, F = I = W (`table`):
 
+    rank 0  0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 3F2 3B2 3W2 0B1 0W1 0B2 0W2 ...
+    rank 1  ... 1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 2W1 1B1 2B2 1B2 1W1 2W2 1W2
 """
 
 from __future__ import annotations
 
 from smpc.codegen.actions import Action, Schedule, backward, forward, weight
+from smpc.codegen.schedules.search import search
+from smpc.codegen.simulate import Costs, chain
 
 
 def v_placement(num_ranks: int) -> tuple[int, ...]:
@@ -30,12 +34,19 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     4. F0 B0 W0 F1 B1 W1 in turn, as long as there are forwards
     5. r times B0 B1, p - r times B0 W0, then what is left of W1 and of W0
 
-    With F = I = W on balanced pieces and m >= p, a step takes m (F + I + W) + (p - 1) F / 2, F, I, W being those of a
-    whole rank: nothing beyond the ramp-in of the last rank. In flight on every rank: min(2 m, 2 p) pieces, as much as
-    min(m, p) microbatches of a whole rank. With m < 2 p - 1 it is the schedule of 2 p - 1 without those that do not
-    exist.
+    With F = I = W on balanced pieces and m = p or m >= 2 p - 1, a step takes m (F + I + W) + (p - 1) F / 2, F, I, W being
+    those of a whole rank: nothing beyond the ramp-in of the last rank. In flight on every rank: at most min(2 m, 2 p)
+    pieces, as much as min(m, p) microbatches of a whole rank.
+
+    With m < 2 p - 1 the rule above is that of 2 p - 1 microbatches without those that do not exist, unless a search
+    (`smpc.codegen.schedules.search`) finds a shorter step; it is the shortest for m = p and most others, and never more
+    than p F / 2 longer.
     """
-    return tuple(_rank(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
+    rule = tuple(_rank(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
+    if num_microbatches >= 2 * num_ranks - 1:
+        return rule
+    costs, links, slots = Costs.uniform(2 * num_ranks), chain(2 * num_ranks), (2 * num_ranks,) * num_ranks
+    return search(v_placement(num_ranks), num_microbatches, links, costs, starts=(rule,), slots=slots, rounds=0)
 
 
 def _rank(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:

@@ -28,10 +28,11 @@ from smpc.codegen.schedules.choice import Choice, choose
 from smpc.codegen.simulate import Costs, Link, Timeline, simulate, timeline_text
 from smpc.codegen.split import plan_channels, split
 from smpc.codegen.verify import verify_programs
-from smpc.errors import ConfigError
+from smpc.errors import ConfigError, SmpcError
 from smpc.partitioner.cost import CostModel
 from smpc.partitioner.device import Device, find_device
 from smpc.partitioner.follow import follow
+from smpc.partitioner.limit import check_peaks, with_size_note
 from smpc.partitioner.manual import ManualPartition, assign_manually
 from smpc.partitioner.optimizer import find_optimizer
 from smpc.partitioner.plan import Plan, ScheduleSummary
@@ -72,8 +73,7 @@ class PipelineOptions:
         if wrong:
             raise ConfigError("\n".join(wrong))
         _ = self.choice
-        if self.memory_limit is not None:
-            parse_bytes(self.memory_limit, "memory_limit")
+        _ = self.limit_bytes
         find_device(self.device)
         find_optimizer(self.optimizer)
 
@@ -81,6 +81,19 @@ class PipelineOptions:
     def cost_model(self) -> CostModel:
         """What nodes and messages cost on the device, and parameters with the optimizer."""
         return CostModel.of(find_device(self.device), self.pipeline_parallel_degree, find_optimizer(self.optimizer))
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The memory limit in bytes."""
+        return None if self.memory_limit is None else parse_bytes(self.memory_limit, "memory_limit")
+
+    def in_flight_of(self, num_ranks: int) -> tuple[int, ...] | None:
+        """Microbatches in flight by stage with another number of ranks and one stage on each; None: no such schedule."""
+        try:
+            choice = dataclasses.replace(self, pipeline_parallel_degree=num_ranks, manual=None).choice
+        except SmpcError:
+            return None
+        return tuple(choice.in_flight) if len(choice.placement) == num_ranks else None
 
     @property
     def choice(self) -> Choice:
@@ -211,6 +224,8 @@ def make_plan(trace: Trace, options: PipelineOptions, like: Compilation | None =
             placement=choice.placement,
             cost_model=model,
             schedule=summary,
+            memory_limit=options.limit_bytes,
+            in_flight_of=options.in_flight_of,
         )
     else:
         plan = plan_from_assignment(
@@ -223,7 +238,10 @@ def make_plan(trace: Trace, options: PipelineOptions, like: Compilation | None =
             cost_model=model,
             schedule=summary,
         )
+        if like is None:
+            check_peaks(plan, options.limit_bytes)
     plan = dataclasses.replace(plan, pipeline_parallel_degree=options.pipeline_parallel_degree)
+    plan = with_size_note(plan, find_device(options.device))
     channels = plan_channels(trace, plan)
     timeline = _simulate(plan, channels, _schedule(plan, channels))
     summary = dataclasses.replace(summary, bubble_fraction=timeline.bubble_fraction, step_time=timeline.makespan)

@@ -4,6 +4,7 @@ import copy
 import datetime
 import multiprocessing
 import multiprocessing.forkserver
+import warnings
 
 import pytest
 import torch
@@ -81,17 +82,26 @@ def evaluate(model, ids):
     return model(input_ids=ids, labels=ids).loss
 
 
-def start(name="gpt2", world=2, **options):
+# Partitions by hand, the others by default on 0, and the placement that results.
+LAST_FIRST = (("transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h.0", "transformer.h.1"), (1, 0))
+AROUND = (("transformer.h.1", "transformer.h.2"), (0, 1, 0))
+
+
+def start(name="gpt2", world=2, by_hand=None, **options):
     config = {"pipeline_parallel_degree": 2, "microbatches": MB, "ddp": world > 2}
+    if by_hand is not None:
+        config |= {"auto_partition": False, "default_partition": 0}
     smp.init(config)
     module, _, kwargs = make_model(name)
+    for inner in by_hand[0] if by_hand is not None else ():
+        smp.set_partition(module.get_submodule(inner), 1)
     model = smp.DistributedModel(module, **options)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     return module, model, optimizer, kwargs
 
 
-def train(rank, folder, name, world):
-    module, model, optimizer, kwargs = start(name, world)
+def train(rank, folder, name, world, by_hand):
+    module, model, optimizer, kwargs = start(name, world, by_hand)
     identities = [id(parameter) for parameter in model.parameters()]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     losses = []
@@ -118,15 +128,27 @@ def train(rank, folder, name, world):
         "evaluated": evaluated,
         "keys": list(state),
         "partial": model.local_state_dict(),
+        "placement": tuple(stage.rank for stage in model._pipeline.plan.stages),
     }
 
 
-@pytest.mark.parametrize(("name", "world"), [("gpt2", 2), ("gpt2", 4)])
-def test_training_equals_one_process(tmp_path, name, world):
-    results = run_workers(train, world, tmp_path, name, world)
+@pytest.mark.parametrize(
+    ("name", "world", "by_hand"),
+    [
+        ("gpt2", 2, None),
+        ("gpt2", 4, None),
+        ("gpt2", 2, LAST_FIRST),
+        ("gpt2", 2, AROUND),
+        ("gpt2", 4, AROUND),
+    ],
+)
+def test_training_equals_one_process(tmp_path, name, world, by_hand):
+    results = run_workers(train, world, tmp_path, name, world, by_hand)
     losses, state, optimizer = reference(name, world // 2)
     everything = set()
+    placement = (0, 1) if by_hand is None else by_hand[1]
     for rank, result in enumerate(results):
+        assert result["placement"] == placement
         replica = rank // 2
         for step in range(STEPS):
             for got, expected in zip(result["losses"][step], losses[replica][step], strict=True):
@@ -154,9 +176,9 @@ def test_training_equals_one_process(tmp_path, name, world):
                 assert torch.equal(got, value)
 
 
-def modes_and_shapes(rank, folder):
+def modes_and_shapes(rank, folder, by_hand):
     """A new sequence length, evaluation mode and no_grad each get a program of their own; parameters stay."""
-    module, model, optimizer, kwargs = start()
+    module, model, optimizer, kwargs = start(by_hand=by_hand)
     ids = batches(kwargs)[0]
     found = {}
     calls = []
@@ -180,8 +202,9 @@ def modes_and_shapes(rank, folder):
     return found
 
 
-def test_modes_and_shapes(tmp_path):
-    first, second = run_workers(modes_and_shapes, 2, tmp_path)
+@pytest.mark.parametrize("by_hand", [None, AROUND], ids=["auto", "by hand"])
+def test_modes_and_shapes(tmp_path, by_hand):
+    first, second = run_workers(modes_and_shapes, 2, tmp_path, by_hand)
     model, _, kwargs = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ids = batches(kwargs)[0]
@@ -210,9 +233,9 @@ def test_modes_and_shapes(tmp_path):
     assert set(first["grads"]) | set(second["grads"]) == set(grads)
 
 
-def save_and_load(rank, folder):
+def save_and_load(rank, folder, by_hand):
     path = str(folder / "checkpoint.pt")
-    module, model, optimizer, kwargs = start()
+    module, model, optimizer, kwargs = start(by_hand=by_hand)
     data = batches(kwargs)
 
     def step(ids):
@@ -250,7 +273,7 @@ def save_and_load(rank, folder):
     # In a new session, before the first step: loaded when the model is partitioned.
     for partial in (True, False):
         smp.shutdown()
-        module, model, optimizer, kwargs = start()
+        module, model, optimizer, kwargs = start(by_hand=by_hand)
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.zero_()
@@ -269,8 +292,9 @@ def save_and_load(rank, folder):
     return list(full["model"])
 
 
-def test_save_and_load(tmp_path):
-    keys, _ = run_workers(save_and_load, 2, tmp_path)
+@pytest.mark.parametrize("by_hand", [None, AROUND], ids=["auto", "by hand"])
+def test_save_and_load(tmp_path, by_hand):
+    keys, _ = run_workers(save_and_load, 2, tmp_path, by_hand)
     assert keys == list(make_model()[0].state_dict())
     assert sorted(path.name for path in tmp_path.glob("*check*")) == [
         "checkpoint.pt",
@@ -329,8 +353,8 @@ def test_gathering_on_some_ranks_only_is_an_error(tmp_path):
     assert run_workers(late_gather, 2, tmp_path) == [True, True]
 
 
-def misuse(rank, folder):
-    module, model, optimizer, kwargs = start()
+def misuse(rank, folder, by_hand):
+    module, model, optimizer, kwargs = start(by_hand=by_hand)
     ids = batches(kwargs)[0]
     with pytest.raises(StepError, match="outside a step"):
         model(input_ids=ids)
@@ -360,8 +384,9 @@ def misuse(rank, folder):
     return train_step(model, feed(ids), 1.0)["loss"].outputs
 
 
-def test_misuse_is_one_clear_error_on_every_rank(tmp_path):
-    first, second = run_workers(misuse, 2, tmp_path)
+@pytest.mark.parametrize("by_hand", [None, LAST_FIRST], ids=["auto", "by hand"])
+def test_misuse_is_one_clear_error_on_every_rank(tmp_path, by_hand):
+    first, second = run_workers(misuse, 2, tmp_path, by_hand)
     model, _, kwargs = make_model()
     for i, part in enumerate(batches(kwargs)[0].chunk(MB)):
         loss = model(input_ids=part, labels=part).loss.detach()
@@ -401,8 +426,8 @@ class LossError(ArithmeticError):
     pass
 
 
-def failing(rank, folder, place):
-    _module, model, _optimizer, kwargs = start()
+def failing(rank, folder, place, by_hand):
+    _module, model, _optimizer, kwargs = start(by_hand=by_hand)
     ids = batches(kwargs)[0]
 
     @smp.step
@@ -419,9 +444,13 @@ def failing(rank, folder, place):
     explode(model, feed(ids))
 
 
-@pytest.mark.parametrize(("place", "culprit"), [("before the model", 0), ("after the model", 1)])
-def test_an_exception_ends_all_ranks_with_its_traceback(tmp_path, place, culprit):
-    results = Launch(failing, 2, tmp_path, place).wait(60.0)
+@pytest.mark.parametrize(
+    ("place", "by_hand", "culprit"),
+    [("before the model", None, 0), ("after the model", None, 1), ("after the model", LAST_FIRST, 0)],
+    ids=["before", "after", "after by hand"],
+)
+def test_an_exception_ends_all_ranks_with_its_traceback(tmp_path, place, by_hand, culprit):
+    results = Launch(failing, 2, tmp_path, place, by_hand).wait(60.0)
     for rank, (status, log) in enumerate(results):
         assert status == 1, f"rank {rank}: {status}\n{log}"
         assert 'raise LossError("bomb")' in log, log
@@ -433,7 +462,10 @@ class TwoInputs(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+        self.layers = nn.ModuleList()
+        for partition in (0, 1, 0, 1):
+            with smp.partition(partition):
+                self.layers.append(nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
         self.norm = nn.BatchNorm1d(6)
         self.unused = nn.Linear(2, 2)
 
@@ -451,11 +483,14 @@ def nested_step(model, batch, weight, *, mode, tag):
     return loss.sum(), tag
 
 
-def nested(rank, folder):
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+def nested(rank, folder, by_hand):
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "auto_partition": not by_hand, "default_partition": 0})
     torch.manual_seed(0)
     module = TwoInputs()
-    model = smp.DistributedModel(module, average_grads_across_microbatches=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = smp.DistributedModel(module, average_grads_across_microbatches=False)
+    assert ["auto_partition is true" in str(w.message) for w in caught] == ([True] if rank == 0 and not by_hand else [])
     torch.manual_seed(1)
     batch = {"x": torch.randn(6, 8), "more": [torch.randn(6, 8)], "name": "n"}
     weight = torch.randn(6)
@@ -473,8 +508,10 @@ def nested(rank, folder):
     }
 
 
-def test_nested_arguments_buffers_and_gradients(tmp_path):
-    first, second = run_workers(nested, 2, tmp_path)
+@pytest.mark.parametrize("by_hand", [False, True], ids=["auto", "by hand"])
+def test_nested_arguments_buffers_and_gradients(tmp_path, by_hand):
+    first, second = run_workers(nested, 2, tmp_path, by_hand)
+    last = 0 if by_hand else 1
     torch.manual_seed(0)
     model = TwoInputs()
     torch.manual_seed(1)
@@ -487,7 +524,7 @@ def test_nested_arguments_buffers_and_gradients(tmp_path):
                 assert torch.equal(result["losses"][call][m], loss.sum().detach())
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     for result in (first, second):
-        assert result["tags"] == [[1, 1], [1, 1]], "the last rank's own argument"
+        assert result["tags"] == [[last, last], [last, last]], "the last rank's own argument"
         for name, grad in result["grads"].items():
             assert grad is None if grads[name] is None else torch.equal(grad, grads[name]), name
         for key, value in model.state_dict().items():
@@ -617,10 +654,10 @@ def test_replicas_without_pipeline(tmp_path):
                     torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-7, msg=f"{name} {options}")
 
 
-def train_tied(rank, folder, name):
-    _, model, optimizer, kwargs = start(name)
+def train_tied(rank, folder, name, world=2, by_hand=None):
+    _, model, optimizer, kwargs = start(name, world, by_hand)
     losses = []
-    for ids in batches(kwargs):
+    for ids in batches(kwargs, smp.rdp_rank()):
         optimizer.zero_grad()
         losses.append(train_step(model, feed(ids), 1.0)["loss"].outputs)
         optimizer.step()
@@ -641,3 +678,17 @@ def test_parameters_that_both_ranks_hold_stay_equal(tmp_path, name):
         assert list(merged) == list(state)
         for key, value in state.items():
             torch.testing.assert_close(merged[key], value, rtol=1e-3, atol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_parameter_on_two_stages_of_one_rank(tmp_path, world):
+    """The tied embedding is on the first and the last stage, both on rank 0: one parameter, reduced once over the replicas."""
+    results = run_workers(train_tied, world, tmp_path, "gpt2_tied", world, AROUND)
+    losses, state, _ = reference("gpt2_tied", world // 2)
+    for rank, (found, merged, local) in enumerate(results):
+        assert ("transformer.wte.weight" in local) == (rank % 2 == 0)
+        assert all(torch.equal(a, b) for a, b in zip(found[0], losses[rank // 2][0], strict=True)), "before any update"
+        torch.testing.assert_close(found, losses[rank // 2], rtol=1e-4, atol=0.0)
+        for key, value in state.items():
+            torch.testing.assert_close(merged[key], value, rtol=1e-3, atol=1e-4, msg=key)
+            assert torch.equal(merged[key], results[0][1][key]), "the same on all replicas"

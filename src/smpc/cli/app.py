@@ -1,8 +1,9 @@
 """The `smpc` command: its subcommands, and how errors look.
 
 Exit status: 0 when all went well; 2 when what the user gave is wrong (one line for each violation on stderr, each
-starting `smpc: error:`, no traceback); of `smpc diff`, 1 when the plans differ; of `smpc run`, otherwise, what `smpc.launch` says. An error that is smpc's own
-fault shows its traceback. With SMPC_DEBUG=1 in the environment the user's errors show theirs as well.
+starting `smpc: error:`, no traceback); of `smpc diff`, 1 when the plans differ; of `smpc run`, otherwise, what
+`smpc.launch` says. An error that is smpc's own fault shows its traceback. With SMPC_DEBUG=1 in the environment the
+user's errors show theirs as well.
 """
 
 from __future__ import annotations

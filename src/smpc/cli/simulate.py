@@ -35,6 +35,7 @@ def simulate_command(
     from rich.text import Text
 
     from smpc.report.format import count, format_bytes, format_time
+    from smpc.report.memory import memory_curves
     from smpc.report.predict import plan_timeline, predict
     from smpc.report.tables import TextTable
     from smpc.report.terminal import print_report, stdout_console, text_table
@@ -63,7 +64,7 @@ def simulate_command(
                 format_time(summary.step_time),
                 format_time(summary.step_time / summary.num_microbatches),
                 f"{summary.bubble_fraction:.1%}",
-                format_bytes(max(stage.peak_memory_bytes for stage in found.stages)),
+                format_bytes(max(curve.peak_bytes for curve in memory_curves(found, plan_timeline(found)))),
             )
         )
     headers = ("", "Schedule", "Step", "Per microbatch", "Bubble", "Peak memory")

@@ -35,10 +35,10 @@ def drawing(timeline: Timeline, width: int) -> Drawing:
     deferred = any(event.action.op is Op.WEIGHT for event in timeline.events)
     text = timeline_text(timeline, max_columns=width)
     if max(map(len, text.splitlines())) <= width and _is_faithful(timeline, text):
-        more = ", W0: the rest of it" if deferred else ""
+        more = ", W0: its rest" if deferred else ""
         legend = f"F0: forward of microbatch 0, B0: its backward{more}, --: it goes on, ..: idle"
         return Drawing(legend, text, forward=r"\d*F\d+ *( --+)*", backward=r"\d*[BW]\d+ *( --+)*")
-    more = ", 0~~: the rest of it" if deferred else ""
+    more = ", 0~~: its rest" if deferred else ""
     legend = f"0--: forward of microbatch 0 (last digit), 0==: its backward{more}, .: idle"
     return Drawing(legend, compact_timeline(timeline, width), forward=r"\d-*", backward=r"\d[=~]+")
 

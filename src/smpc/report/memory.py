@@ -53,6 +53,14 @@ def resident_bytes(stage: Stage) -> int:
     return stage.peak_memory_bytes - stage.num_in_flight * stage.activation_bytes_per_microbatch
 
 
+def rank_bound(plan: Plan) -> int:
+    """No rank holds more than this: the most that its stages hold at their peaks, all together."""
+    held = [0] * plan.pipeline_parallel_degree
+    for stage in plan.stages:
+        held[stage.rank] += stage.peak_memory_bytes
+    return max(held, default=0)
+
+
 def memory_curves(plan: Plan, timeline: Timeline) -> tuple[MemoryCurve, ...]:
     """The curve of every rank, for the step that the timeline predicts."""
     return tuple(_curve(plan, timeline, rank) for rank in range(timeline.num_ranks))

@@ -45,7 +45,7 @@ def render_page(trace: Trace, plan: Plan, timeline: Timeline) -> str:
         "title": html.escape(title(plan)),
         "model": html.escape(printable(plan.model_class.rpartition(".")[2])),
         "subtitle": html.escape(subtitle),
-        "cards": _cards(plan),
+        "cards": _cards(plan, timeline),
         "stage_table": _table(stage_table(plan)),
         "memory_table": _table(memory_table(plan)),
         "message_table": _table(message_table(plan)),
@@ -116,14 +116,14 @@ def _tree(node: ModuleNode) -> list[Any]:
     ]
 
 
-def _cards(plan: Plan) -> str:
+def _cards(plan: Plan, timeline: Timeline) -> str:
     stages, objective, schedule = plan.stages, plan.objective, plan.schedule
     costs = [stage.cost for stage in stages]
-    highest = max(stages, key=lambda stage: stage.peak_memory_bytes)
+    highest = max(memory_curves(plan, timeline), key=lambda curve: curve.peak_bytes)
     cards = (
         ("Step", format_time(schedule.step_time), "predicted"),
         ("Bubble", f"{schedule.bubble_fraction:.1%}", "of all ranks' time is idle"),
-        ("Peak memory", format_bytes(highest.peak_memory_bytes), f"on rank {highest.rank}"),
+        ("Peak memory", format_bytes(highest.peak_bytes), f"on rank {highest.rank}"),
         (
             "Parameters",
             format_number(sum(stage.num_parameters for stage in stages)),

@@ -90,7 +90,7 @@ def _draw_memory(axes: Axes, curves: tuple[MemoryCurve, ...], makespan: float, f
         axes.step(
             [*times, makespan * factor], [*held, held[-1]], where="post", label=label, color=f"C{curve.rank % 10}"
         )
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * max(curve.peak_bytes for curve in curves) / _MEBI or 1)
     axes.set_ylabel("memory (MiB)")
     if len(curves) <= 16:
         axes.legend(fontsize=8, loc="lower right", ncols=2)

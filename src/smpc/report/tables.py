@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from smpc.partitioner.plan import INPUTS, Plan, Stage
 from smpc.report.format import count, format_bytes, format_number, format_time, module_list, printable
+from smpc.report.memory import rank_bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def stage_table(plan: Plan) -> TextTable:
 
 
 def memory_table(plan: Plan) -> TextTable:
-    """Bytes that every stage holds."""
+    """Bytes that every stage holds; in the last row, sums, and what no rank exceeds."""
     stages = plan.stages
     headers = ("Stage", "Weights", "Gradients", "Optimizer", "Buffers", "Working", "Activations", "Peak")
     totals = (
@@ -83,7 +84,7 @@ def memory_table(plan: Plan) -> TextTable:
         format_bytes(sum(stage.buffer_bytes for stage in stages)),
         "",
         "",
-        f"<= {format_bytes(max((stage.peak_memory_bytes for stage in stages), default=0))}",
+        f"<= {format_bytes(rank_bound(plan))}",
     )
     return TextTable(headers, tuple(_memory_row(stage) for stage in stages), totals)
 

@@ -1,0 +1,194 @@
+"""A split backward gives the gradients of a whole one, bit for bit, the parameters' in its second half."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from smpc.executor.deferral import Deferral, Pending
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Conv1D(nn.Module):
+    """Hugging Face's: addmm with the weight transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, 6), self.weight).view(*x.shape[:-1], 8)
+
+
+class Tied(nn.Module):
+    """One weight in an embedding, a linear, a product, and in functions that are not deferred."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 5, padding_idx=0)
+        self.scale = nn.Parameter(torch.randn(5))
+
+    def forward(self, ids):
+        x = self.embed(ids) * self.scale
+        y = F.linear(x, self.embed.weight) + self.embed.weight.sum() + x @ self.embed.weight.T
+        return torch.einsum("bld,vd->blv", x, self.embed.weight) * y + torch.cat([self.scale, self.scale[:4]])
+
+
+class Frozen(nn.Module):
+    """A parameter without gradient, one that is not used, and statistics of no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.unused = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.first.weight.requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            scale = self.second.weight.abs().max()
+        assert self.second.weight.shape == (4, 4)
+        return self.second(F.relu(self.first(x), inplace=True)) / scale.clamp(min=1.0)
+
+
+def images():
+    return torch.randn(3, 4, 8, 8, requires_grad=True)
+
+
+def rows(width):
+    return lambda: torch.randn(2, 3, width, requires_grad=True)
+
+
+CASES = {
+    "linear": (lambda: nn.Linear(6, 5), rows(6)),
+    "linear without bias": (lambda: nn.Linear(6, 5, bias=False), rows(6)),
+    "linear of a vector": (lambda: nn.Linear(6, 5), lambda: torch.randn(6, requires_grad=True)),
+    "linear of what needs no gradient": (lambda: nn.Linear(6, 5), lambda: torch.randn(4, 6)),
+    "addmm": (Conv1D, rows(6)),
+    "conv1d": (lambda: nn.Conv1d(4, 6, 3, groups=2), lambda: torch.randn(2, 4, 9, requires_grad=True)),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, padding=1, stride=2), images),
+    "conv2d, padded by reflection": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), images),
+    "conv2d, channels last": (
+        lambda: nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last),
+        lambda: torch.randn(3, 4, 8, 8).to(memory_format=torch.channels_last).requires_grad_(),
+    ),
+    "conv3d": (lambda: nn.Conv3d(2, 3, 2), lambda: torch.randn(1, 2, 4, 4, 4, requires_grad=True)),
+    "transposed conv2d": (lambda: nn.ConvTranspose2d(4, 3, 3, stride=2), images),
+    "convolutions, in place": (
+        lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.Conv2d(6, 2, 1)),
+        images,
+    ),
+    "in place on the result": (lambda: nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 2)), rows(6)),
+    "tied": (Tied, lambda: torch.randint(0, 9, (2, 4))),
+    "frozen": (Frozen, rows(4)),
+    "lstm": (lambda: nn.LSTM(6, 5, batch_first=True), rows(6)),
+    "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), rows(8)),
+}
+
+
+def first(value):
+    return value[0] if isinstance(value, tuple) else value
+
+
+def whole(module, inputs, grads):
+    for value, grad in zip(inputs, grads, strict=True):
+        first(module(value)).backward(grad)
+
+
+def halves(module, inputs, grads):
+    """All forwards, all first halves, all second halves."""
+    pending, outputs = [Pending() for _ in inputs], []
+    for left, value in zip(pending, inputs, strict=True):
+        with Deferral(left):
+            outputs.append(first(module(value)))
+    for output, grad in zip(outputs, grads, strict=True):
+        output.backward(grad)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    for left in pending:
+        assert len(left)
+        left.run()
+        assert not len(left)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_halves_equal_the_whole(name):
+    torch.manual_seed(0)
+    make, inputs_of = CASES[name]
+    module = make()
+    inputs = [inputs_of() for _ in range(3)]
+    grads = [torch.randn_like(first(module(value))) for value in inputs]
+    found = {}
+    for run in (whole, halves):
+        copied = copy.deepcopy(module)
+        own = [value.detach().clone().requires_grad_(value.requires_grad) for value in inputs]
+        run(copied, [value * 1 if value.is_floating_point() else value for value in own], grads)
+        found[run] = ([value.grad for value in own], {n: p.grad for n, p in copied.named_parameters()})
+    (inputs_whole, whole_grads), (inputs_halves, halves_grads) = found[whole], found[halves]
+    for a, b in zip([*inputs_whole, *whole_grads.values()], [*inputs_halves, *halves_grads.values()], strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (torch.equal(a, b) and a.stride() == b.stride())
+
+
+def test_deferred_work_is_not_done_in_the_first_half():
+    """Of a linear, B computes one matrix product, W the other."""
+    module, x, pending = nn.Linear(64, 64, bias=False), torch.randn(8, 64, requires_grad=True), Pending()
+    with Deferral(pending):
+        y = module(x)
+    counts = []
+    for half in (lambda: y.sum().backward(), pending.run):
+        with torch.profiler.profile() as profile:
+            half()
+        counts.append(sum(event.count for event in profile.key_averages() if event.key == "aten::mm"))
+    assert counts == [1, 1]
+
+
+def test_what_is_checkpointed_is_not_kept_for_the_second_half():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    x, grad = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6)
+    found = []
+    for deferred in (False, True):
+        copied, pending = copy.deepcopy(module), Pending()
+        if deferred:
+            with Deferral(pending):
+                y = checkpoint(copied, x, use_reentrant=False)
+            y.backward(grad)
+            assert all(parameter.grad is None for parameter in copied.parameters())
+            pending.run()
+        else:
+            checkpoint(copied, x, use_reentrant=False).backward(grad)
+        found.append([x.grad, *(p.grad for p in copied.parameters())])
+        x.grad = None
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_hooks_of_parameters_run_in_the_second_half():
+    module, pending, calls = nn.Linear(3, 2), Pending(), []
+    module.weight.register_hook(lambda grad: calls.append("grad"))
+    module.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("accumulated"))
+    with Deferral(pending):
+        y = module(torch.randn(5, 3))
+    y.sum().backward()
+    assert calls == []
+    pending.run()
+    assert calls == ["grad", "accumulated"]
+
+
+def test_without_gradients_nothing_is_kept():
+    module, pending = nn.Linear(3, 2), Pending()
+    with Deferral(pending), torch.no_grad():
+        assert not module(torch.randn(5, 3)).requires_grad
+    assert not len(pending)
+    with Deferral(pending):
+        module(torch.randn(5, 3)).sum().backward()
+    pending.clear()
+    pending.run()
+    assert module.weight.grad is None
