@@ -74,6 +74,14 @@ _ABOUT = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
+class _Hidden:
+    """A parameter, as an argument that autograd does not see: it has no edge in the stage's graph, so no hook of it runs
+    before W."""
+
+    parameter: nn.Parameter
+
+
+@dataclass(frozen=True, slots=True)
 class _Deferred:
     """One backward for parameters: `edge` is where `grad` enters the record that leads to `records`."""
 
@@ -88,11 +96,15 @@ class _Deferred:
 
 
 class Pending:
-    """What a stage's B has left for its W, in the order of the backward."""
+    """What a stage's B has left for its W, in the order of the backward.
 
-    __slots__ = ("_entries",)
+    `token` stands for the parameters in the stage's graph: it makes what is computed from them require a gradient.
+    """
+
+    __slots__ = ("_entries", "token")
 
     def __init__(self) -> None:
+        self.token = torch.empty(0, requires_grad=True)
         self._entries: list[_Deferred | tuple[nn.Parameter, Tensor]] = []
 
     def __len__(self) -> int:
@@ -146,8 +158,9 @@ class Deferral(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _DEFERRABLE and not _saved_tensors_are_hooked():
             values = (*args, *kwargs.values())
-            if any(_is_trained(value) for value in values):
-                return _Deferrable.apply(self._pending, func, len(args), tuple(kwargs), *values)  # type: ignore[no-untyped-call]
+            hidden = [_Hidden(value) if _is_trained(value) else value for value in values]
+            if any(isinstance(value, _Hidden) for value in hidden):
+                return _Deferrable.apply(self._pending.token, self._pending, func, len(args), tuple(kwargs), *hidden)  # type: ignore[no-untyped-call]
         if _uses_values(func) and any(_has_trained(value) for value in (*args, *kwargs.values())):
             args = tuple(self._alias(value) for value in args)
             kwargs = {name: self._alias(value) for name, value in kwargs.items()}
@@ -155,7 +168,7 @@ class Deferral(TorchFunctionMode):
 
     def _alias(self, value: Any) -> Any:
         if _is_trained(value):
-            return _Alias.apply(self._pending, value)  # type: ignore[no-untyped-call]
+            return _Alias.apply(self._pending.token, self._pending, _Hidden(value))  # type: ignore[no-untyped-call]
         if type(value) in (list, tuple) and _has_trained(value):
             return type(value)(self._alias(item) for item in value)
         return value
@@ -166,16 +179,24 @@ class _Deferrable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, pending: Pending, func: Callable[..., Any], num_args: int, names: tuple[str, ...], *values: Any
+        ctx: Any,
+        token: Tensor,
+        pending: Pending,
+        func: Callable[..., Any],
+        num_args: int,
+        names: tuple[str, ...],
+        *values: Any,
     ) -> Tensor:
         with torch.enable_grad():
-            records = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in values]
+            records = [_record(value) for value in values]
             result: Tensor = func(*records[:num_args], **dict(zip(names, records[num_args:], strict=True)))
             ctx.edge = get_gradient_edge(result)
         ctx.pending = pending
-        wanted = [i for i, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad]
-        ctx.trained = [(values[i], records[i]) for i in wanted if _is_trained(values[i])]
-        ctx.others = [(i, records[i]) for i in wanted if not _is_trained(values[i])]
+        pairs = list(zip(values, records, strict=True))
+        ctx.trained = [(value.parameter, record) for value, record in pairs if isinstance(value, _Hidden)]
+        ctx.others = [
+            (i, record) for i, (value, record) in enumerate(pairs) if isinstance(value, Tensor) and value.requires_grad
+        ]
         ctx.num_values = len(values)
         return result.detach()
 
@@ -192,21 +213,27 @@ class _Deferrable(torch.autograd.Function):
                 grads[index] = value
         parameters, records = zip(*trained, strict=True)
         ctx.pending.add(_Deferred(parameters, records, edge, grad))
-        return (None, None, None, None, *grads)
+        return (None, None, None, None, None, *grads)
 
 
 class _Alias(torch.autograd.Function):
     """The parameter itself; its gradient is kept for W."""
 
     @staticmethod
-    def forward(ctx: Any, pending: Pending, parameter: nn.Parameter) -> Tensor:
-        ctx.pending, ctx.parameter = pending, parameter
-        return parameter.view_as(parameter)
+    def forward(ctx: Any, token: Tensor, pending: Pending, hidden: _Hidden) -> Tensor:
+        ctx.pending, ctx.parameter = pending, hidden.parameter
+        return hidden.parameter.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         ctx.pending.add((ctx.parameter, grad))
-        return None, None
+        return None, None, None
+
+
+def _record(value: Any) -> Any:
+    """An argument of the recorded call: a leaf of its own."""
+    tensor = value.parameter if isinstance(value, _Hidden) else value
+    return tensor.detach().requires_grad_(tensor.requires_grad) if isinstance(tensor, Tensor) else tensor
 
 
 def _is_trained(value: Any) -> bool:

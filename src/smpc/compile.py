@@ -151,6 +151,7 @@ def compile_model(
     memory_limit: str | int | None = None,
     schedule: str | None = None,
     virtual_pipeline_degree: int | None = None,
+    manual: ManualPartition | None = None,
     leaf_modules: Sequence[str] = (),
     show_phase: Callable[[str], object] | None = None,
 ) -> Compilation:
@@ -159,7 +160,8 @@ def compile_model(
     `leaf_modules` are names of modules to be called whole, with nothing recorded inside. `device` (see `smpc.partitioner.device`) and
     `optimizer` (see `smpc.partitioner.optimizer`) are what times and memory are predicted for. `memory_limit` is the most that a rank
     may hold at its predicted peak: "80GB", or a number of bytes. `show_phase` is called with the name of each phase as it starts.
-    `schedule` and `virtual_pipeline_degree`: see docs/schedules.md.
+    `schedule` and `virtual_pipeline_degree`: see docs/schedules.md. `manual` puts modules on ranks by name, see
+    `smpc.partitioner.manual`.
 
     Raises ConfigError for settings out of bounds or a batch that `microbatches` does not divide, TraceError for a model that
     cannot be recorded, PartitionError when there are more stages than modules, or no plan within the memory limit.
@@ -175,6 +177,7 @@ def compile_model(
         memory_limit,
         schedule,
         virtual_pipeline_degree,
+        manual,
     )
     args, kwargs = first_microbatch(as_inputs(sample_inputs), microbatches)
     show = show_phase or (lambda phase: None)

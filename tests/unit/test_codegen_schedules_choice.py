@@ -39,7 +39,9 @@ def test_the_configuration_knows_the_same_names():
 def test_what_the_settings_choose(settings, name, placement, active):
     choice = choose(3, 6, **settings)
     assert choice == Choice(name, placement, 6, active)
-    assert all(found <= bound for found, bound in zip(peaks(build(choice), len(placement)), choice.in_flight, strict=True))
+    assert all(
+        found <= bound for found, bound in zip(peaks(build(choice), len(placement)), choice.in_flight, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def test_the_list_scheduler_runs_where_the_named_ones_do_not():
     assert simulate(schedule, chain(4), Costs.uniform(4)).makespan <= simulate(
         build(Choice("interleaved", (1, 2, 1, 0), 4, 6)), chain(4), Costs.uniform(4)
     ).makespan  # fmt: skip
-    with pytest.raises(ScheduleError, match=r"zb-h1 schedule needs stages on ranks \(0, 1, 2, 0\), found \(1, 2, 1, 0\)"):
+    with pytest.raises(ScheduleError, match=r"zb-h1 schedule needs stages on ranks \(0, 1, 2\), found \(1, 2, 1, 0\)"):
         build(Choice("zb-h1", (1, 2, 1, 0), 4, 6))
     with pytest.raises(ConfigError, match="found 'gpipe'"):
         Choice("gpipe", (0, 1), 2, 2)

@@ -188,6 +188,14 @@ def test_bounds_options_and_dependencies(key, value, text):
     assert line.startswith(text)
 
 
+def test_by_hand_a_rank_has_the_pieces_that_it_is_given():
+    parameters = {"partitions": 2, "auto_partition": False, "default_partition": 1}
+    config = Config.parse(parameters)
+    assert (config.auto_partition, config.default_partition) == (False, 1)
+    [line] = error({**parameters, "virtual_pipeline_degree": 2})
+    assert line.startswith("virtual_pipeline_degree: 2 requires auto_partition: true")
+
+
 def test_all_violations_are_reported_together():
     lines = error(
         {

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import zoo
 from torch import nn
 
-from smpc.compile import PipelineOptions, compile_trace, first_microbatch
+from smpc.compile import PipelineOptions, compile_model, compile_trace, first_microbatch
 from smpc.errors import ConfigError, PartitionError
 from smpc.partitioner.edges import check_assignment
 from smpc.partitioner.manual import ManualPartition, assign_manually
@@ -23,9 +23,10 @@ def _one_thread():
 
 
 def compiled(model, batch, marks, default=0, *, ranks=2, microbatches=4, pipeline="interleaved"):
-    trace = record(model, *first_microbatch(batch, microbatches))
     manual = ManualPartition(tuple(marks.items()), default)
-    return compile_trace(trace, PipelineOptions(ranks, microbatches, pipeline, manual=manual))
+    return compile_model(
+        model, batch, pipeline_parallel_degree=ranks, microbatches=microbatches, pipeline=pipeline, manual=manual
+    )
 
 
 def assert_parity(model, batch, compilation):

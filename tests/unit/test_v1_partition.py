@@ -160,7 +160,7 @@ def test_one_warning_where_the_partitioner_chooses():
             smp.DistributedModel(model)
         assert len(caught) == 1
         assert caught[0].filename == __file__
-        assert manual_partition(model, smp.state.session) is None
+        assert manual_partition(model, smp.state.cfg) is None
     finally:
         smp.shutdown()
 
@@ -176,7 +176,7 @@ def test_without_a_pipeline_everything_is_on_partition_0(by_hand):
     with smp.partition(0):
         module = Child()
     model = smp.DistributedModel(module)
-    manual = manual_partition(module, smp.state.session)
+    manual = manual_partition(module, smp.state.cfg)
     assert (manual.marks, manual.default) == ((("", 0), ("linear", 0)), 0)
     x = torch.randn(4, 2)
     assert torch.equal(step(model, x)[0], module(x).sum())

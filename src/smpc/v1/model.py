@@ -450,7 +450,7 @@ class DistributedModel(nn.Module):
 
 def _check_marks(module: nn.Module, session: Session) -> None:
     """Raise ConfigError for partitions that do not exist; warn, once in a job, where partitions have no effect."""
-    if manual_partition(module, session) is None and session.rank == 0 and read_marks(module):
+    if manual_partition(module, session.config) is None and session.rank == 0 and read_marks(module):
         warnings.warn(
             "smp.partition and smp.set_partition have no effect: auto_partition is true, so the partitioner chooses; set it to "
             "false, and default_partition, to partition by hand",

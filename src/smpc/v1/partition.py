@@ -27,9 +27,10 @@ from typing import Any
 
 from torch import nn
 
+from smpc.config import Config
 from smpc.errors import ConfigError, ConfigTypeError, UsageError
 from smpc.partitioner.manual import ManualPartition, check_marks
-from smpc.v1.state import Session, state
+from smpc.v1.state import state
 
 _SET = "_smpc_partition"  # what set_partition said of the module itself
 _AROUND = "_smpc_partition_around"  # of what it was created in, or listed in; counts less
@@ -93,12 +94,11 @@ def read_marks(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def manual_partition(model: nn.Module, session: Session) -> ManualPartition | None:
+def manual_partition(model: nn.Module, config: Config) -> ManualPartition | None:
     """What the marks and the configuration say; None under `auto_partition: true`.
 
     Raises ConfigError, naming the modules, for partitions that do not exist.
     """
-    config = session.config
     if config.auto_partition:
         return None
     marks = read_marks(model)

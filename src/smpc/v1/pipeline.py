@@ -338,7 +338,9 @@ class Pipeline:
         plan: Plan | None = None
         if self._control.rank == 0:
             try:
-                options = dataclasses.replace(self._options, manual=manual_partition(self._module, self._session))
+                options = dataclasses.replace(
+                    self._options, manual=manual_partition(self._module, self._session.config)
+                )
                 plan = make_plan(trace, options, like=self.first)
             except Exception as error:
                 failure = error
