@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
 from zoo import BATCH, LENGTH, VOCABULARY, Batch
 
 # Tried on every configuration; those that it has are set.

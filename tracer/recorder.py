@@ -279,33 +279,39 @@ class Recorder(TorchFunctionMode):
         node_args = tuple(self._tree(arg, where) for arg in args)
         node_kwargs = tuple((key, self._tree(value, where)) for key, value in kwargs.items())
         mutates = tuple(dict.fromkeys(self._name(tensor, where) for tensor in written))
-        name = self._unique(_short(target, node_args))
-        single = out if isinstance(out, torch.Tensor) else None
-        grad_enabled, autocast = self._context()
         inputs = [tensor for tensor, _ in before]
         is_view = not written and all(any(same_memory(t, tensor) for tensor in inputs) for t in tensors_in(out))
         moved = 0 if is_view else sum(touched_bytes(tensor) for tensor in (*inputs, *tensors_in(out)))
+        node = Node(
+            self._unique(_short(target, node_args)),
+            NodeKind.CALL_FUNCTION,
+            target,
+            node_args,
+            node_kwargs,
+            bytes_moved=moved,
+            mutates=mutates,
+        )
+        self._add_measured(node, out)
+
+    def _add_measured(self, node: Node, out: Any) -> None:
+        """Adds the node of a call that has just returned `out`, with what the meter and autograd's hooks say of it."""
+        single = out if isinstance(out, torch.Tensor) else None
+        grad_enabled, autocast = self._context()
         self._add(
-            Node(
-                name,
-                NodeKind.CALL_FUNCTION,
-                target,
-                node_args,
-                node_kwargs,
-                TensorSpec.of(single) if single is not None else None,
-                self._storage(single) if single is not None else -1,
-                self.open[-1].index if self.open else 0,
-                self.meter.flops,
-                moved,
-                tuple(dict.fromkeys(self._saved)),
-                mutates,
-                self.meter.random,
-                grad_enabled,
-                autocast,
-                current_line(),
+            dataclasses.replace(
+                node,
+                spec=TensorSpec.of(single) if single is not None else None,
+                storage=self._storage(single) if single is not None else -1,
+                call=self.open[-1].index if self.open else 0,
+                flops=self.meter.flops,
+                saved=tuple(dict.fromkeys(self._saved)),
+                random=self.meter.random,
+                grad_enabled=grad_enabled,
+                autocast=autocast,
+                source=current_line(),
             )
         )
-        self._bind_result(out, name)
+        self._bind_result(out, node.name)
 
     def note_saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Called for every tensor that autograd saves."""
@@ -373,30 +379,10 @@ class Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             written += [tensor for tensor, version in before if version_of(tensor) != version]
             mutates = tuple(dict.fromkeys(self._name(tensor, where) for tensor in written))
+            moved = sum(touched_bytes(tensor) for tensor in (*tensors_in((args, kwargs)), *tensors_in(out)))
             name = self._unique(re.sub(r"\W", "_", fqn))
-            single = out if isinstance(out, torch.Tensor) else None
-            grad_enabled, autocast = self._context()
-            self._add(
-                Node(
-                    name,
-                    NodeKind.CALL_MODULE,
-                    fqn,
-                    node_args,
-                    node_kwargs,
-                    TensorSpec.of(single) if single is not None else None,
-                    self._storage(single) if single is not None else -1,
-                    self.open[-1].index if self.open else 0,
-                    self.meter.flops,
-                    sum(touched_bytes(tensor) for tensor in (*tensors_in((args, kwargs)), *tensors_in(out))),
-                    tuple(dict.fromkeys(self._saved)),
-                    mutates,
-                    self.meter.random,
-                    grad_enabled,
-                    autocast,
-                    current_line(),
-                )
-            )
-            self._bind_result(out, name)
+            node = Node(name, NodeKind.CALL_MODULE, fqn, node_args, node_kwargs, bytes_moved=moved, mutates=mutates)
+            self._add_measured(node, out)
         return out
 
     def _run_whole(

@@ -80,7 +80,7 @@ def test_a_file(tmp_path):
     assert build(choice) == expected
     assert choice.in_flight == choose(2, 4, schedule="zb-v").in_flight
     assert choose(2, 4, schedule=str(path), num_pieces=2) == choice
-    with pytest.raises(ConfigError, match="1 on 2 ranks needs 2 stages, but .* has 4; leave it out"):
+    with pytest.raises(ConfigError, match=r"1 on 2 ranks needs 2 stages, but .* has 4; leave it out"):
         choose(2, 4, schedule=str(path), num_pieces=1)
     with pytest.raises(ConfigError) as caught:
         choose(3, 5, schedule=str(path))

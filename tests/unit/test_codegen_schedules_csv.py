@@ -63,7 +63,7 @@ def test_everything_wrong_is_listed(tmp_path):
     ]
     with pytest.raises(ConfigError, match="expected a row of actions"):
         parse_csv("\n", "some.csv")
-    with pytest.raises(ConfigError, match="cannot read .*none.csv: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read .*none.csv: No such file"):
         read_csv(tmp_path / "none.csv")
     (tmp_path / "odd.csv").write_bytes(b"0F0,\xff")
     with pytest.raises(ConfigError, match="not UTF-8 text at byte 4"):

@@ -1,9 +1,9 @@
 """Models that need no edit to be traced, cut in 2 and 4, and trained: bitwise equal to one process, in loopback."""
 
-import pytest
-
 import architectures
 import parity
+import pytest
+
 from smpc.compile import compile_model
 from smpc.tracer import NodeKind
 

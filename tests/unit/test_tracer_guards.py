@@ -1,10 +1,10 @@
 """Python that depends on the values of inputs: answered from the sample, guarded, and refused for other values."""
 
+import parity
 import pytest
 import torch
 from torch import nn
 
-import parity
 from smpc.compile import compile_model
 from smpc.errors import StepError, TraceError
 from smpc.tracer import NodeKind, Trace, record, verify

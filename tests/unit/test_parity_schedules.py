@@ -1,0 +1,109 @@
+"""Every schedule on models of every kind, cut and run in one process: the bits of the single-process microbatched run."""
+
+import dataclasses
+
+import parity
+import pytest
+import torch
+import zoo
+
+from smpc.codegen.schedules.choice import Choice, choose
+from smpc.codegen.schedules.csv_file import to_csv
+from smpc.codegen.simulate import Costs, chain
+from smpc.compile import PipelineOptions, compile_model, compile_plan, first_microbatch
+from smpc.partitioner.plan import ScheduleSummary
+from smpc.partitioner.solve import solve_partition
+from smpc.tracer.record import record
+
+SETTINGS = {
+    "gpipe": {"schedule": "gpipe"},
+    "1f1b": {"schedule": "1f1b"},
+    "two pieces": {"virtual_pipeline_degree": 2},
+    "gpipe, two pieces": {"schedule": "gpipe", "virtual_pipeline_degree": 2},
+    "1f1b, two pieces": {"schedule": "1f1b", "virtual_pipeline_degree": 2},
+    "zb-h1": {"schedule": "zb-h1"},
+    "zb-h2": {"schedule": "zb-h2"},
+    "zb-v": {"schedule": "zb-v"},
+    "list": {"schedule": "list"},
+    "list, two pieces": {"schedule": "list", "virtual_pipeline_degree": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check(model, batch, compilation):
+    microbatches = compilation.plan.schedule.num_microbatches
+    shared = tuple(item.name for item in compilation.plan.shared_parameters)
+    got = parity.run_loopback(model, compilation, batch)
+    parity.assert_same(parity.run_eager(model, batch, microbatches), got, shared)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "unet", "tied"])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_two_ranks(name, settings):
+    model, batch = zoo.build(name)
+    for microbatches in (2, 8):
+        compilation = compile_model(
+            model, batch, pipeline_parallel_degree=2, microbatches=microbatches, **SETTINGS[settings]
+        )
+        assert compilation.plan.pipeline_parallel_degree == len(compilation.programs) == 2
+        check(model, batch, compilation)
+
+
+@pytest.mark.parametrize("settings", ["zb-h1", "zb-h2", "zb-v", "two pieces"])
+def test_more_ranks_than_microbatches(settings):
+    model, batch = zoo.build("t5")
+    check(model, batch, compile_model(model, batch, pipeline_parallel_degree=3, microbatches=2, **SETTINGS[settings]))
+
+
+@pytest.mark.parametrize("schedule", ["simple", "interleaved", "list"])
+@pytest.mark.parametrize("name", ["gpt2", "unet"])
+def test_any_placement(name, schedule):
+    model, batch = zoo.build(name)
+    trace = record(model, *first_microbatch(batch, 4))
+    choice = Choice(schedule, (1, 2, 1, 0), 4, 5)
+    summary = ScheduleSummary(schedule, 4, 5, 0.0, 0.0)
+    plan = solve_partition(
+        trace, num_stages=4, in_flight=choice.in_flight, placement=choice.placement, schedule=summary
+    )
+    compilation = compile_plan(trace, plan, PipelineOptions(pipeline_parallel_degree=3, microbatches=4))
+    assert [stage.rank for stage in compilation.plan.stages] == [1, 2, 1, 0]
+    check(model, batch, compilation)
+
+
+def test_a_schedule_from_a_file(tmp_path):
+    choice = choose(2, 4, schedule="zb-v")
+    text = to_csv(choice.build(chain(4), Costs.uniform(4)))
+    # One backward is not split, the others are.
+    merged = text.replace("0I0,0W0", "0B0")
+    assert merged != text
+    path = tmp_path / "schedule.csv"
+    path.write_text(merged)
+    model, batch = zoo.build("gpt2")
+    compilation = compile_model(model, batch, pipeline_parallel_degree=2, microbatches=4, schedule=str(path))
+    assert sum(i.op == "W" for program in compilation.programs for i in program.instructions) == 15
+    check(model, batch, compilation)
+    assert compilation.plan.schedule.name == str(path)
+
+
+def test_split_and_whole_backwards_have_the_same_bits():
+    """The same cut under a split and a whole backward, compared with each other."""
+    model, batch = zoo.build("bert")
+    whole = compile_model(model, batch, pipeline_parallel_degree=2, microbatches=4)
+    split = compile_plan(
+        whole.trace,
+        dataclasses.replace(
+            whole.plan,
+            schedule=dataclasses.replace(whole.plan.schedule, name="zb-h1"),
+            stages=tuple(dataclasses.replace(stage, num_in_flight=2) for stage in whole.plan.stages),
+        ),
+        PipelineOptions(pipeline_parallel_degree=2, microbatches=4, schedule="zb-h1"),
+    )
+    assert any(i.op == "W" for i in split.programs[0].instructions)
+    parity.assert_same(parity.run_loopback(model, whole, batch), parity.run_loopback(model, split, batch))
