@@ -49,6 +49,7 @@ class Limited:
     stages_per_rank: int
     tolerance: float
     max_coarse_units: int
+    unlimited_peak: int  # of the best plan without a limit
     make: MakePlan
     in_flight_of: InFlight | None = None
 
@@ -119,7 +120,7 @@ def plan_within(problem: Limited) -> Plan:
     least = max(rank_peaks(plan).values())
     if least <= problem.limit:
         return plan
-    raise PartitionError(_infeasible(problem, peaks, least))
+    raise PartitionError(_infeasible(problem, peaks, min(least, problem.unlimited_peak)))
 
 
 def _chain(problem: Limited, peaks: PeakRows, in_flight: Sequence[int]) -> LimitedChain:
@@ -171,7 +172,7 @@ def _infeasible(problem: Limited, peaks: PeakRows, least: int) -> str:
     if fewest is not None:
         text += f", and within this limit the fewest stages that would do are {fewest}"
     else:
-        text += ", and within this limit no number of stages would do"
+        text += f", and within this limit no number of stages up to {_MAX_STAGES} would do"
     return f"{text}; raise memory_limit, change the number of stages, or make microbatches smaller"
 
 

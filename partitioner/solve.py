@@ -84,7 +84,8 @@ def solve_partition(
         return _plan(analysis, np.asarray(stage_of), scale, in_flight, placement, schedule, objective)
 
     plan = _unlimited(analysis, scale, in_flight, bound, make)
-    if not limit or max(rank_peaks(plan).values()) <= limit:
+    peak = max(rank_peaks(plan).values())
+    if not limit or peak <= limit:
         return plan
     stages_per_rank = 1 if placement is None else max(Counter(placement).values())
     return plan_within(
@@ -97,6 +98,7 @@ def solve_partition(
             stages_per_rank,
             TOLERANCE,
             MAX_COARSE_UNITS,
+            peak,
             make,
             in_flight_of,
         )

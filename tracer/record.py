@@ -85,7 +85,7 @@ def record(
             first_error = first_error or error
             more = _to_call_whole(model, error.module, leaves)
             if not more:
-                raise first_error from first_error.__cause__
+                raise TraceError(str(first_error)) from first_error.__cause__
             leaves.update(more)
 
 

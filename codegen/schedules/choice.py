@@ -23,7 +23,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from smpc.codegen.actions import Schedule, peaks
+from smpc.codegen.actions import Schedule, peaks, rank_peaks
 from smpc.codegen.schedule import SCHEDULES, in_flight, scheduler
 from smpc.codegen.schedules.csv_file import read_csv
 from smpc.codegen.schedules.search import search
@@ -77,8 +77,16 @@ class Choice:
         """
         if self.name != "list":
             return self._named(self.name)
-        bounds = self.in_flight
-        return search(self.placement, self.num_microbatches, links, costs, starts=(self._start,), in_flight=bounds)
+        start = self._start
+        return search(
+            self.placement,
+            self.num_microbatches,
+            links,
+            costs,
+            starts=(start,),
+            in_flight=peaks(start, len(self.placement)),
+            slots=rank_peaks(start),
+        )
 
     @property
     def _num_ranks(self) -> int:

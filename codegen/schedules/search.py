@@ -5,25 +5,25 @@ Terms
     policy      what a rank prefers when it could run several actions
 
 Whenever a rank is free it runs one of the actions whose values are there and for which it has a slot. The backward is
-always split: others wait for B and F, nobody waits for W, so W comes last unless slots are short. A policy says three
-more things: whether the F of a later or of an earlier stage comes first, whether F may come before B, and how long a rank
-would rather wait for a B or an F that is on its way than begin a W. Every policy is run; then the best one's preferences
-are varied at random. The best of all these and of the given starts is returned, so it is never worse than a start. The
-random numbers come from a fixed seed: the same problem has the same result.
+always split: others wait for B and F, nobody waits for W, so W comes last unless slots are short. Policies differ in
+whether the F of a later or of an earlier stage comes first, whether F may come before B, and how long a rank would rather
+wait for a B or an F that is on its way than begin a W; others prefer the order of a given start, but each W some
+places later, or after its B where it has none. Every policy is run; then the preferences of the best one are varied at random. The best of all these and of
+the given starts is returned, so it is never worse than a start. The random numbers come from a fixed seed: the same
+problem has the same result.
 
 Deadlock. A rank keeps slots for the oldest microbatch that is not through on it: an F of another one is not begun if the
 remaining Fs of the oldest would then not find a slot each. So the oldest microbatch of all can always go on.
 
-Example: two pieces per rank in a V, `search(v_placement(8), 16, chain(16), costs, slots=(16,) * 8)` with input gradients
-that take more than twice as long as those of the parameters: 7% bubble, where ZB-V has 10%.
+Example: four pieces on each of 8 ranks, 16 microbatches, I = 1.4 F and W = 0.6 F. Interleaved 1F1B, whose backwards are
+whole, idles 9.9% of the time; started from it, with no more in flight on a rank, the search idles 6%.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from smpc.codegen.actions import Action, Schedule, peaks, rank_peaks
@@ -32,7 +32,7 @@ from smpc.codegen.simulate import Costs, Link, simulate
 from smpc.errors import ScheduleError
 from smpc.partitioner.plan import INPUTS
 
-ROUNDS = 100
+ROUNDS = 60
 _SEED = 1
 
 Key = tuple[Op, int, int]
@@ -40,20 +40,22 @@ Key = tuple[Op, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a rank prefers; `bias` moves single actions, in units of the step from B to F to W."""
+    """What a rank prefers: the smallest of `order`, if there is one, else a B to an F to a W. `shift` moves single actions."""
 
     patience: float = 0.0  # shares of a W that a rank waits for an F or B instead
     late_first: bool = True  # of several F, that of the latest stage
     forward_first: bool = False
-    reach: float = math.inf
-    bias: dict[Key, float] = field(default_factory=dict)
+    order: Mapping[Key, float] = field(default_factory=dict)
+    shift: Mapping[Key, float] = field(default_factory=dict)
 
     def rank(self, key: Key) -> float:
         """The smallest comes first."""
+        if self.order:
+            return self.order[key] + self.shift.get(key, 0.0)
         op, stage, microbatch = key
         kind = 3.0 if op is Op.WEIGHT else 1.0 + (op is Op.BACKWARD) * (1 if self.forward_first else -1)
         deeper = -stage if self.late_first or op is not Op.FORWARD else stage
-        return kind + self.bias.get(key, 0.0) + 1e-3 * microbatch + 1e-6 * deeper
+        return kind + 1e-3 * microbatch + 1e-6 * deeper
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,17 @@ def search(
         for late in (True, False)
         for first in (False, True)
     ]
+    policies += [
+        Policy(patience, order=_order(start, lag))
+        for start in starts
+        for lag in (0, 2, 4, 8, 16)
+        for patience in (0.0, 0.35, 0.7)
+    ]
     tried = [(*_try(problem, policy), policy) for policy in policies]
     makespan, schedule, policy = min(tried, key=lambda entry: entry[0])
     found.append((makespan, schedule))
-    found.append(_vary(problem, makespan, schedule, policy, rounds))
+    if rounds:
+        found.append(_vary(problem, makespan, schedule, replace(policy, order=_order(schedule)), rounds))
     return min(found, key=lambda entry: entry[0])[1]
 
 
@@ -130,14 +139,26 @@ def _try(problem: Problem, policy: Policy) -> tuple[float, Schedule]:
     return problem.makespan(schedule), schedule
 
 
+def _order(schedule: Schedule, lag: int = 0) -> dict[Key, float]:
+    """The position of every action on its rank, those of W `lag` further back; that of a W there is not, after its B."""
+    order: dict[Key, float] = {}
+    for actions in schedule:
+        for position, action in enumerate(actions):
+            is_weight = action.op is Op.WEIGHT
+            order[action.op, action.stage, action.microbatch] = float(position + lag * is_weight)
+            if action.op is Op.BACKWARD:
+                order[Op.WEIGHT, action.stage, action.microbatch] = position + lag + 0.5
+    return order
+
+
 def _vary(problem: Problem, makespan: float, schedule: Schedule, policy: Policy, rounds: int) -> tuple[float, Schedule]:
-    """Hill climbing: change the preference for some actions, keep what is not worse."""
+    """Hill climbing: move some actions in the order of preference, keep what is not worse."""
     numbers = random.Random(_SEED)
-    keys = [(action.op, action.stage, action.microbatch) for actions in schedule for action in actions]
+    keys = list(policy.order)
     for _ in range(rounds):
-        changed = numbers.sample(keys, max(1, len(keys) // numbers.choice((8, 32, 128))))
-        bias = policy.bias | {key: numbers.gauss(0.0, 1.5) for key in changed}
-        candidate = replace(policy, bias=bias, patience=max(0.0, policy.patience + numbers.gauss(0.0, 0.1)))
+        moved = {numbers.choice(keys): numbers.gauss(0.0, 6.0) for _ in range(numbers.choice((1, 2, 4, 8, 16)))}
+        patience = max(0.0, policy.patience + numbers.gauss(0.0, 0.05))
+        candidate = replace(policy, shift={**policy.shift, **moved}, patience=patience)
         found, order = _try(problem, candidate)
         if found <= makespan:
             makespan, schedule, policy = found, order, candidate
@@ -208,9 +229,7 @@ class _Run:
     def admits(self, rank: int, stage: int, microbatch: int) -> bool:
         """Whether there is a slot for a forward, and enough others for the oldest microbatch of the rank."""
         problem = self.problem
-        if microbatch - self.next[Op.WEIGHT, stage] >= min(
-            problem.in_flight[stage], max(1, self.policy.reach * (len(problem.placement) - stage))
-        ):
+        if microbatch - self.next[Op.WEIGHT, stage] >= problem.in_flight[stage]:
             return False
         oldest = min(self.next[Op.WEIGHT, s] for s in self.stages_of[rank])
         needed = sum(self.next[Op.FORWARD, s] <= oldest for s in self.stages_of[rank])

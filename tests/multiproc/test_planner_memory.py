@@ -23,7 +23,7 @@ from smpc.compile import compile_model
 from smpc.executor.transport import GlooTransport
 from smpc.runtime import Runtime
 
-VOCABULARY, BATCH = 2048, 16
+VOCABULARY, BATCH = 2048, 12
 
 
 class UNet(nn.Module):
@@ -175,7 +175,7 @@ def test_predicted_peaks_come_true(tmp_path):
         (name, num_stages, pipeline, microbatches)
         for name in ("gpt2", "llama", "t5", "unet")
         for num_stages in (2, 4)
-        for pipeline, microbatches in (("simple", 4), ("interleaved", 8))
+        for pipeline, microbatches in (("simple", 4), ("interleaved", 6))
     ]
     found = [entry for results in run_workers(worker, 4, tmp_path, cases) for entry in results]
     assert len(found) == 4 * 2 * (2 + 4)

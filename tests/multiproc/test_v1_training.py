@@ -118,6 +118,9 @@ def train(rank, folder, name, world, by_hand):
     local = {name for name, _ in model.local_named_parameters()}
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
     assert {name for name, size in sizes.items() if size} == local
+    if by_hand is not None:
+        with pytest.raises(UsageError, match="modules do not move any more"):
+            smp.set_partition(module, 0)
     state = model.state_dict()
     evaluated = [evaluate(model, feed(ids)).outputs for _ in range(3)]
     return {

@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 
 from hypothesis import strategies as st
 
+from smpc.codegen.actions import weight
 from smpc.codegen.program import Channel, Op
 from smpc.tracer.ir import TensorSpec
 
@@ -42,6 +43,28 @@ def pipelines(draw, max_stages=6, max_microbatches=6):
     grads = st.lists(st.booleans(), min_size=1, max_size=2)
     channels = tuple(channel(i, u, v, placement, grad=draw(grads)) for i, (u, v) in enumerate(chosen))
     return placement, channels, draw(st.integers(1, max_microbatches)), draw(st.integers(1, 8))
+
+
+def split_backwards(schedule, numbers):
+    """The schedule with the backward of about half of its (stage, microbatch) split, each W somewhere after its B."""
+    result = []
+    for actions in schedule:
+        found, late = [], {}
+        for action in actions:
+            found.append(action)
+            if action.op is Op.BACKWARD:
+                waiting = late.setdefault(action.stage, [])
+                # A whole backward adds to the gradients at once, so what was put off must come before it.
+                if numbers.random() < 0.5:
+                    waiting.append(weight(action.stage, action.microbatch))
+                else:
+                    found[-1:] = [*waiting, action]
+                    waiting.clear()
+            for waiting in late.values():
+                while waiting and numbers.random() < 0.4:
+                    found.append(waiting.pop(0))
+        result.append(tuple(found + [action for waiting in late.values() for action in waiting]))
+    return tuple(result)
 
 
 def gradient(channel):
@@ -79,7 +102,7 @@ def replay(programs, channels, shared=(), seed=0):
                 if any(here not in programs[r][position[r] : position[r] + 1] for r in moved):
                     moved = []
                     continue
-                if any(i.op is Op.BACKWARD for r in moved for i in programs[r][position[r] :]):
+                if any(i.op in (Op.BACKWARD, Op.WEIGHT) for r in moved for i in programs[r][position[r] :]):
                     return None
                 summed.append(here.parameter)
             elif here.op in (Op.RECV, Op.RECV_GRAD) and not wires[here.peer, rank]:
@@ -99,6 +122,12 @@ def replay(programs, channels, shared=(), seed=0):
 
 def _run(here, rank, channels, wires, held, values):
     """One instruction; `held` has what a rank can read, by (rank, "F" or "B", edge, microbatch). False: impossible."""
+    if here.op is Op.WEIGHT:
+        key = ("B", here.stage, here.microbatch)
+        done = held.setdefault((rank, "W"), set())
+        possible = key in values and key not in done
+        done.add(key)
+        return possible
     m, kind = here.microbatch, "B" if here.op in (Op.BACKWARD, Op.SEND_GRAD, Op.RECV_GRAD, Op.MOVE_GRAD) else "F"
     if here.op in (Op.FORWARD, Op.BACKWARD):
         if (here.op, here.stage, m) in values:

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from codegen_cases import chain_channels, channel, pipelines, reference, replay
+from codegen_cases import chain_channels, channel, pipelines, reference, replay, split_backwards
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from smpc.codegen.lower import lower
-from smpc.codegen.program import Instruction, RankProgram, StageCode
+from smpc.codegen.program import Instruction, Op, RankProgram, StageCode
 from smpc.codegen.schedule import SCHEDULES, evaluation
 from smpc.codegen.verify import Expectation, verify, verify_programs
 from smpc.errors import ScheduleError
@@ -193,12 +193,57 @@ def test_rank_programs():
         verify_programs([first, replace(last, stages=first.stages)])
 
 
+SPLIT = "F s0 m0, F s0 m1, B s0 m0, B s0 m1, W s0 m0, W s0 m1"
+
+
+def test_a_split_backward():
+    one = Expectation((), (0,), 1, 2, shared_parameters=())
+    assert verify(parse(SPLIT), one) == (2,)
+    assert verify(parse("F s0 m0, F s0 m1, B s0 m0, W s0 m0, B s0 m1"), one, max_in_flight=(2,)) == (2,)
+    # The activations are held until the W, so another F before it makes two.
+    assert rejection(parse("F s0 m0, B s0 m0, F s0 m1, W s0 m0, B s0 m1"), one, max_in_flight=(1,)) == [
+        "stage 0 has 2 microbatches in flight, more than its bound of 1"
+    ]
+    assert rejection(parse("F s0 m0, W s0 m0, B s0 m0, F s0 m1, B s0 m1"), one) == [
+        "rank 0, instruction 1: W s0 m0 comes before B s0 m0, which it needs"
+    ]
+    assert rejection(parse(SPLIT + ", W s0 m1"), one) == ["rank 0, instruction 5: W s0 m1 runs 2 times"]
+    assert rejection(parse(SPLIT + ", W s1 m0"), one) == [
+        "rank 0, instruction 6: W s1 m0 is not part of the plan for this rank"
+    ]
+    forwards = Expectation((), (0,), 1, 1, has_backward=False)
+    assert "W s0 m0 is not part of the plan" in rejection(parse("F s0 m0, W s0 m0"), forwards)[0]
+
+
+def test_gradients_of_parameters_add_up_in_the_order_of_the_microbatches():
+    one = Expectation((), (0,), 1, 2)
+    swapped = SPLIT.replace("W s0 m0, W s0 m1", "W s0 m1, W s0 m0")
+    assert rejection(parse(swapped), one) == [
+        "rank 0, instruction 5: W s0 m0 comes after microbatch 1; expected ascending order"
+    ]
+    # The whole backward of 1 adds before the W of 0.
+    assert rejection(parse("F s0 m0, F s0 m1, B s0 m0, B s0 m1, W s0 m0"), one) == [
+        "rank 0, instruction 4: W s0 m0 comes after microbatch 1; expected ascending order"
+    ]
+
+
+def test_gradients_are_reduced_when_all_parts_are_there():
+    shared = Expectation((), (0, 1), 2, 1, shared_parameters=(("a", (0, 1)),))
+    body = "F s{0} m0, B s{0} m0, {1}"
+    verify(parse(body.format(0, "W s0 m0, REDUCE p0"), body.format(1, "REDUCE p0")), shared)
+    assert rejection(parse(body.format(0, "REDUCE p0, W s0 m0"), body.format(1, "REDUCE p0")), shared) == [
+        "rank 0, instruction 2: REDUCE p0 comes before W s0 m0, which it needs"
+    ]
+
+
 @settings(max_examples=300, deadline=None)
 @given(pipelines(max_stages=4, max_microbatches=3), st.sampled_from(sorted(SCHEDULES)), st.data())
 def test_a_mutated_program_is_rejected_or_runs(pipeline, name, data):
     placement, channels, m, active = pipeline
     shared = (("a", (0, 1)), ("b", (1, 0)))
     schedule = SCHEDULES[name](len(placement), placement, m, active)
+    if data.draw(st.booleans()):
+        schedule = split_backwards(schedule, data.draw(st.randoms(use_true_random=False)))
     programs = [list(p) for p in lower(schedule, channels, num_ranks=4, shared_parameters=shared)]
     rank = data.draw(st.sampled_from([rank for rank, program in enumerate(programs) if program]))
     program = programs[rank]
@@ -214,4 +259,5 @@ def test_a_mutated_program_is_rejected_or_runs(pipeline, name, data):
     why = refusal(programs, Expectation(channels, placement, 4, m, True, shared))
     ran = replay(programs, channels, shared, seed=1) == reference(len(placement), channels, m)
     assert ran == (not why) or "ascending" in why
-    assert mutation == "move" or why
+    # Without its W, a B is a whole backward: another program, and mostly a right one.
+    assert mutation == "move" or why or moved.op is Op.WEIGHT

@@ -13,8 +13,9 @@ By hand (`smpc.v1.partition`) a model may be cut so that rank 0 has the last sta
 
 Terms
     header      which program runs, and whether the form of the arguments is the last one of this step function
-    new         a signature without a program yet: every rank records the model with meta tensors, rank 0 plans, all compile. The first
-                one fixes which rank holds which parameter; with replicas it is that of replica 0, for all
+    new         a signature without a program yet: every rank records the model (rank 0 on the real inputs, the others with meta tensors
+                and its answers), rank 0 plans, all compile. The first one fixes which rank holds which parameter; with replicas it is that
+                of replica 0, for all
     evaluation  a step without backward. The first call of a function in a signature runs a training program, which can do without
                 gradients; from then on it is known, and the forward-only program runs
 
@@ -40,8 +41,11 @@ from smpc.executor.transport import Transport
 from smpc.mesh import Axis
 from smpc.partitioner.plan import Plan
 from smpc.runtime import Roots, Runtime
-from smpc.tracer.ir import Trace
+from smpc.tracer.guards import broken_guard
+from smpc.tracer.ir import Guard, Trace
 from smpc.tracer.record import record
+from smpc.tracer.recorder import Answers
+from smpc.tracer.replay import input_values
 from smpc.v1.arguments import ArgumentForm, form_of, merge_arguments
 from smpc.v1.calls import Capture, Captured, ModelCalls, Tail
 from smpc.v1.comm import gather_objects
@@ -125,6 +129,8 @@ class Pipeline:
         self._runtime = Runtime(module, rank=control.rank, transport=transport, device=session.device, hooks=hooks)
         self._programs: dict[Signature, int] = {}
         self._signatures: list[Signature] = []
+        self._traces: list[Trace] = []  # by program
+        self._recorded: tuple[Signature, Trace] | None = None  # rank 0's last recording on real inputs
         self._memories: dict[int, Memory] = {}
         self.first: Compilation | None = None
         self.where = "between steps"
@@ -215,7 +221,31 @@ class Pipeline:
             signatures.append(read_signature(capture.inputs, modes, capture.grad_enabled))
         check_equal(signatures, body.name)
         form, tensors = form_of(arguments)
-        return Request(inputs, signatures[0], form, tensors)
+        return Request(inputs, self._answered(signatures[0], inputs), form, tensors)
+
+    def _answered(self, signature: Signature, inputs: list[Inputs]) -> Signature:
+        """Rank 0: the signature with the answers to what the model's Python asks of the inputs' values.
+
+        A program whose guards hold on all microbatches is taken; otherwise the model is recorded on the first of them.
+        """
+        for known, trace in zip(self._signatures, self._traces, strict=True):
+            is_alike = dataclasses.replace(known, answers=signature.answers) == signature
+            if is_alike and all(self._broken(trace, microbatch) is None for microbatch in inputs):
+                return known
+        trace = self._record(signature, inputs[0], None)
+        for index, microbatch in enumerate(inputs):
+            broken = self._broken(trace, microbatch)
+            if broken is not None:
+                raise StepError(
+                    f"the model's Python depends on {broken[0]}: {broken[0].expected} in microbatch 0, {broken[1]} in microbatch "
+                    f"{index}; the microbatches of one step run one program, so give them inputs that agree in this"
+                )
+        self._recorded = signature.with_answers(trace), trace
+        return self._recorded[0]
+
+    def _broken(self, trace: Trace, inputs: Inputs) -> tuple[Guard, Any] | None:
+        """A guard that does not hold on the inputs of one microbatch."""
+        return broken_guard(trace, self._module, input_values(trace, *inputs)) if trace.guards else None
 
     def _announce(self, body: StepBody, request: Request | None, failure: Exception | None) -> int:
         """The header, and what it says is to follow."""
@@ -232,7 +262,9 @@ class Pipeline:
                 "same order on all ranks"
             )
         if program == _FAILED:
-            raise_everywhere(control.broadcast_object(describe(failure), 0), failure)
+            description = control.broadcast_object(describe(failure), 0)
+            control.acknowledge(0)  # rank 0 may exit now, but not before all have read it
+            raise_everywhere(description, failure)
         if program == _NEW:
             signature = control.broadcast_object(None if request is None else request.signature, 0)
             program = self._add(signature)
@@ -316,6 +348,7 @@ class Pipeline:
         program = self._runtime.install(compilation)
         self._programs[signature] = program
         self._signatures.append(signature)
+        self._traces.append(compilation.trace)
         return program
 
     def _compile(self, signature: Signature) -> Compilation:
@@ -323,7 +356,12 @@ class Pipeline:
         failure: Exception | None = None
         try:
             self._check_modes(signature)
-            trace = self._record(signature)
+            recorded = self._recorded
+            trace = (
+                recorded[1]
+                if recorded and recorded[0] == signature
+                else self._record(signature, signature.sample(), signature.decoded_answers())
+            )
         except Exception as error:
             failure = error
         found = self._control.gather((describe(failure), None if trace is None else trace.fingerprint))
@@ -351,8 +389,8 @@ class Pipeline:
             raise_everywhere(description, failure)
         return compile_plan(trace, plan or Plan.from_json(text), self._options)
 
-    def _record(self, signature: Signature) -> Trace:
-        args, kwargs = signature.sample()
+    def _record(self, signature: Signature, inputs: Inputs, answers: Answers | None) -> Trace:
+        """The trace of a signature, on real inputs or with the answers to what it asks of them."""
         state.tracing = True
         try:
             with (
@@ -360,7 +398,7 @@ class Pipeline:
                 torch.set_grad_enabled(signature.grad_enabled),
                 self.placement.skeleton(),
             ):
-                return record(self._module, args, kwargs, device=self._session.device)
+                return record(self._module, *inputs, device=self._session.device, answers=answers)
         finally:
             state.tracing = False
 

@@ -2,13 +2,16 @@
 
 Terms
     modes       `training` of every module and `requires_grad` of every parameter, as bytes; and whether autograd is on
-    signature   structure, tensor specs and constants of the inputs, and the modes. Equal signatures run the same program
+    answers     what the model's Python asked of the inputs' values when it was recorded (see `smpc.tracer.guards`), as JSON
+    signature   structure, tensor specs and constants of the inputs, the modes, and the answers. Equal signatures run the same program
 
 Pipeline rank 0 captures signatures; the others get them, with everything that is needed to record the model: tensors become meta tensors.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,8 +22,9 @@ from torch import Tensor, nn
 
 from smpc.compile import Inputs
 from smpc.errors import StepError
-from smpc.tracer.ir import TensorSpec
-from smpc.tracer.literals import is_constant, normalise
+from smpc.tracer.ir import TensorSpec, Trace
+from smpc.tracer.literals import decode, encode, is_constant, normalise
+from smpc.tracer.recorder import Answers
 from smpc.tracer.structure import Structure, flatten
 
 
@@ -40,6 +44,17 @@ class Signature:
     leaves: tuple[TensorSpec | Constant, ...]
     modes: bytes
     grad_enabled: bool
+    answers: str = "[]"
+
+    def with_answers(self, trace: Trace) -> Signature:
+        """This signature, for the values that the trace was recorded on."""
+        answers = [(guard.expected, guard.dtypes) for guard in trace.guards]
+        return dataclasses.replace(self, answers=json.dumps(encode(answers)))
+
+    def decoded_answers(self) -> Answers:
+        """The answers as `smpc.tracer.record` takes them."""
+        answers: Answers = decode(json.loads(self.answers))
+        return answers
 
     def sample(self) -> Inputs:
         """Inputs of this signature, their tensors on the meta device."""
