@@ -25,10 +25,10 @@ class Analysis:
     cost_model: CostModel
 
 
-def analyse(trace: Trace, cost_model: CostModel) -> Analysis:
-    """Index the trace and cost its nodes."""
+def analyse(trace: Trace, cost_model: CostModel, times: NodeTimes | None = None) -> Analysis:
+    """Index the trace and cost its nodes; `times` are measured ones, if there are any."""
     graph = build_graph(trace)
     clusters = find_clusters(graph)
-    times = node_times(trace, cost_model)
+    times = times or node_times(trace, cost_model)
     recomputable = find_recomputable(graph, clusters, cost_model)
     return Analysis(graph, clusters, times, recomputable, node_units(graph, times, cost_model), cost_model)

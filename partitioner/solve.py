@@ -30,7 +30,7 @@ from smpc.partitioner.analysis import Analysis, analyse
 from smpc.partitioner.bound import lower_bound
 from smpc.partitioner.chain import solve_chain
 from smpc.partitioner.coarsen import chain_problem, coarse_problem
-from smpc.partitioner.cost import CostModel
+from smpc.partitioner.cost import CostModel, NodeTimes
 from smpc.partitioner.edges import Crossing, check_stages, find_crossing, stages_by_rank
 from smpc.partitioner.graph import largest_whole_calls
 from smpc.partitioner.ilp import PlacementSolution, solve_placement
@@ -54,20 +54,22 @@ def solve_partition(
     cost_model: CostModel | None = None,
     placement: Sequence[int] | None = None,
     schedule: ScheduleSummary = UNSCHEDULED,
+    times: NodeTimes | None = None,
     memory_limit: int | None = None,
     in_flight_of: InFlight | None = None,
 ) -> Plan:
     """The best plan found, with proof of how good it is.
 
     in_flight: microbatches that each stage holds at the peak of the schedule. placement: the pipeline rank of each
-    stage; stage i on rank i if None. memory_limit: most bytes at the predicted peak of a rank (see `smpc.partitioner.limit`);
+    stage; stage i on rank i if None. times: those measured,
+    if any. memory_limit: most bytes at the predicted peak of a rank (see `smpc.partitioner.limit`);
     in_flight_of gives `in_flight` for other numbers of stages, to say how many would do. Raises PartitionError for more stages
     than modules, for settings out of range, and when no plan is within the limit.
     """
     _check_settings(num_stages, memory_weight, in_flight, placement)
     if memory_limit is not None and memory_limit < 1:
         raise PartitionError(f"expected a memory limit of at least 1 byte, found {memory_limit}")
-    analysis = analyse(trace, cost_model or CostModel())
+    analysis = analyse(trace, cost_model or CostModel(), times)
     num_modules = analysis.graph.num_modules()
     if num_stages > num_modules:
         raise PartitionError(
@@ -130,13 +132,14 @@ def plan_from_assignment(
     cost_model: CostModel | None = None,
     placement: Sequence[int] | None = None,
     schedule: ScheduleSummary = UNSCHEDULED,
+    times: NodeTimes | None = None,
 ) -> Plan:
     """The plan of a given assignment (node name -> stage, for every node that computes).
 
     Raises PartitionError if it cannot run: see `smpc.partitioner.edges.check_assignment`.
     """
     _check_settings(num_stages, memory_weight, in_flight, placement)
-    analysis = analyse(trace, cost_model or CostModel())
+    analysis = analyse(trace, cost_model or CostModel(), times)
     graph = analysis.graph
     stage_of = stages_by_rank(graph, assignment)
     check_stages(graph, analysis.clusters, stage_of, num_stages)

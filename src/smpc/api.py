@@ -34,6 +34,7 @@ def partition(
     device: str | Device = "h100",
     optimizer: str = "adam",
     memory_limit: str | int | None = None,
+    trace_execution_times: bool = False,
     leaf_modules: Sequence[str] = (),
 ) -> Plan:
     """The plan for a model: stages, what crosses between them, predicted memory and time.
@@ -47,7 +48,8 @@ def partition(
 
     `device` is what times are predicted for: "h100", "h200", "a100", "l4", "cpu", a .toml file or a `Device` (docs/planner.md);
     `optimizer` what memory is: "sgd", "sgd-momentum", "adam", "adamw", "adamw-fp32-master" and others. `memory_limit` is the most that
-    a rank may hold at its predicted peak: "80GB", or a number of bytes.
+    a rank may hold at its predicted peak: "80GB", or a number of bytes. With `trace_execution_times` times are measured on the device
+    that the model is on, not predicted.
 
     Raises ConfigError, TraceError or PartitionError; each says what was expected and what to do.
     """
@@ -64,6 +66,7 @@ def partition(
         device=device,
         optimizer=optimizer,
         memory_limit=memory_limit,
+        trace_execution_times=trace_execution_times,
         leaf_modules=leaf_modules,
     ).plan
 

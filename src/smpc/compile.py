@@ -29,7 +29,7 @@ from smpc.codegen.simulate import Costs, Link, Timeline, simulate, timeline_text
 from smpc.codegen.split import plan_channels, split
 from smpc.codegen.verify import verify_programs
 from smpc.errors import ConfigError, SmpcError
-from smpc.partitioner.cost import CostModel
+from smpc.partitioner.cost import CostModel, NodeTimes
 from smpc.partitioner.device import Device, find_device
 from smpc.partitioner.follow import follow
 from smpc.partitioner.limit import check_peaks, with_size_note
@@ -38,6 +38,7 @@ from smpc.partitioner.optimizer import find_optimizer
 from smpc.partitioner.plan import Plan, ScheduleSummary
 from smpc.partitioner.sizes import parse_bytes
 from smpc.partitioner.solve import plan_from_assignment, solve_partition
+from smpc.partitioner.timing import measure_times
 from smpc.tracer.ir import Trace
 from smpc.tracer.record import record
 from smpc.tracer.recorder import input_path
@@ -149,6 +150,7 @@ def compile_model(
     device: str | Device = "h100",
     optimizer: str = "adam",
     memory_limit: str | int | None = None,
+    trace_execution_times: bool = False,
     schedule: str | None = None,
     virtual_pipeline_degree: int | None = None,
     manual: ManualPartition | None = None,
@@ -159,7 +161,8 @@ def compile_model(
 
     `leaf_modules` are names of modules to be called whole, with nothing recorded inside. `device` (see `smpc.partitioner.device`) and
     `optimizer` (see `smpc.partitioner.optimizer`) are what times and memory are predicted for. `memory_limit` is the most that a rank
-    may hold at its predicted peak: "80GB", or a number of bytes. `show_phase` is called with the name of each phase as it starts.
+    may hold at its predicted peak: "80GB", or a number of bytes. With `trace_execution_times`, times are
+    measured on the device that the model is on, not predicted. `show_phase` is called with the name of each phase as it starts.
     `schedule` and `virtual_pipeline_degree`: see docs/schedules.md. `manual` puts modules on ranks by name, see
     `smpc.partitioner.manual`.
 
@@ -183,8 +186,12 @@ def compile_model(
     show = show_phase or (lambda phase: None)
     show("Tracing the model")
     trace = record(model, args, kwargs, leaf_modules=leaf_modules)
+    times = None
+    if trace_execution_times:
+        show("Measuring the model")
+        times = measure_times(trace, model, args, kwargs)
     show("Solving the partition")
-    plan = make_plan(trace, options)
+    plan = make_plan(trace, options, times=times)
     show("Writing and checking the programs")
     return compile_plan(trace, plan, options)
 
@@ -194,7 +201,9 @@ def compile_trace(trace: Trace, options: PipelineOptions, like: Compilation | No
     return compile_plan(trace, make_plan(trace, options, like), options)
 
 
-def make_plan(trace: Trace, options: PipelineOptions, like: Compilation | None = None) -> Plan:
+def make_plan(
+    trace: Trace, options: PipelineOptions, like: Compilation | None = None, times: NodeTimes | None = None
+) -> Plan:
     """The plan of a trace; its schedule is simulated with the predicted times of the stages.
 
     Every module stays on the stage that it has in `like`, if given; otherwise it goes where `options.manual` says, if that is given.
@@ -209,6 +218,8 @@ def make_plan(trace: Trace, options: PipelineOptions, like: Compilation | None =
         choice = dataclasses.replace(choice, placement=placement)
     num_stages = len(choice.placement)
     model = options.cost_model
+    if times is not None:
+        model = dataclasses.replace(model, device=f"{model.device}, times measured")
     summary = ScheduleSummary(
         choice.name,
         options.microbatches,
@@ -227,6 +238,7 @@ def make_plan(trace: Trace, options: PipelineOptions, like: Compilation | None =
             placement=choice.placement,
             cost_model=model,
             schedule=summary,
+            times=times,
             memory_limit=options.limit_bytes,
             in_flight_of=options.in_flight_of,
         )
@@ -240,6 +252,7 @@ def make_plan(trace: Trace, options: PipelineOptions, like: Compilation | None =
             placement=choice.placement,
             cost_model=model,
             schedule=summary,
+            times=times,
         )
         if like is None:
             check_peaks(plan, options.limit_bytes)

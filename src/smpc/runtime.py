@@ -98,6 +98,7 @@ class Runtime:
         self._make_hooks = hooks
         self._hooks: StepHooks | None = None
         self._programs: list[RankPrograms] = []
+        self._running: Interpreter | None = None
 
     @property
     def stages(self) -> Mapping[int, StageModule]:
@@ -116,11 +117,16 @@ class Runtime:
     ) -> None:
         """One step: forwards and, when `training`, backwards of all microbatches."""
         programs = self._programs[program]
-        interpreter = programs.interpreter(training)
+        interpreter = self._running = programs.interpreter(training)
         inputs = (
             None if microbatches is None else placeholders(programs, interpreter.program, microbatches, self.device)
         )
         interpreter.run(inputs, restored(programs.trace, on_output, self.device))
+        self._running = None
+
+    def where(self) -> str:
+        """The instruction that is running now, for people; "" between steps."""
+        return "" if self._running is None else self._running.where()
 
     def _hooks_for(self, stages: Mapping[int, StageModule]) -> StepHooks | None:
         if not self._programs:

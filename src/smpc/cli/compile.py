@@ -68,6 +68,9 @@ def compile_command(
         str,
         typer.Option(metavar="NAME", help="Predict memory for sgd, sgd-momentum, adam, adamw, adamw-fp32-master, ..."),
     ] = "adam",
+    trace_execution_times: Annotated[
+        bool, typer.Option("--trace-execution-times", help="Measure times on this machine instead of predicting them.")
+    ] = False,
     memory_limit: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Most that a rank may hold at its peak, such as 80GB.")
     ] = None,
@@ -132,6 +135,7 @@ def compile_command(
             device=device,
             optimizer=optimizer,
             memory_limit=memory_limit,
+            trace_execution_times=trace_execution_times,
             show_phase=show,
         )
     if plot is not None:

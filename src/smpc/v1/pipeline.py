@@ -133,7 +133,13 @@ class Pipeline:
         self._recorded: tuple[Signature, Trace] | None = None  # rank 0's last recording on real inputs
         self._memories: dict[int, Memory] = {}
         self.first: Compilation | None = None
-        self.where = "between steps"
+        self._phase = "between steps"
+
+    @property
+    def where(self) -> str:
+        """What this rank is doing, for reports of a stall."""
+        instruction = self._runtime.where()
+        return f"{self._phase}: {instruction}" if instruction else self._phase
 
     @property
     def plan(self) -> Plan:
@@ -157,7 +163,7 @@ class Pipeline:
 
         `on_partition` is called when the first program is there. Raises on all ranks what rank 0 finds wrong.
         """
-        self.where = f"the start of step function {body.name}"
+        self._phase = f"the start of step function {body.name}"
         request: Request | None = None
         failure: Exception | None = None
         if self._control.rank == 0:
@@ -176,7 +182,7 @@ class Pipeline:
         signature = self._signatures[program]
         trains = signature.grad_enabled and memory.trains.get(program, True)
         tail = _LastRank(self, body, memory, trains) if self.is_last else None
-        self.where = f"step function {body.name}, program {program}"
+        self._phase = f"step function {body.name}, program {program}"
         form = memory.arguments
         assert form is not None, "the header brings it"
         if request is not None and not self.is_last:
@@ -191,7 +197,7 @@ class Pipeline:
                 None if tail is None else tail.on_output,
                 training=trains,
             )
-        self.where = f"the end of step function {body.name}"
+        self._phase = f"the end of step function {body.name}"
         outcome = self._share(body, memory, program, tail)
         self._control.acknowledge(self._last)
         return outcome

@@ -1,0 +1,99 @@
+"""Measured times: they follow what is really slow, and measuring leaves no trace in the model."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+from smpc.compile import compile_model, first_microbatch
+from smpc.errors import ConfigError
+from smpc.partitioner.timing import measure_times
+from smpc.tracer import record
+
+
+class Slow(torch.autograd.Function):
+    """Does nothing, and takes its time: no count of FLOPs or bytes can know."""
+
+    @staticmethod
+    def forward(ctx, x):
+        time.sleep(0.01)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.03)
+        return gradient * 2
+
+
+class SlowLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return Slow.apply(self.linear(x))
+
+
+def times_by_target(model, *inputs):
+    trace = record(model, inputs)
+    times = measure_times(trace, model, inputs, {}, runs=3)
+    found = zip(trace.nodes, times.forward.tolist(), times.backward.tolist(), strict=True)
+    return [(node.target.rpartition(".")[2], forward, backward) for node, forward, backward in found]
+
+
+def test_a_big_product_takes_longer_than_a_small_one():
+    model = nn.Sequential(nn.Linear(8, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 8))
+    linears = [entry[1:] for entry in times_by_target(model, torch.randn(512, 8)) if entry[0] == "linear"]
+    small, big, _ = linears
+    assert big[0] > 3 * small[0]
+    assert big[1] > 3 * small[1]
+
+
+def test_what_needs_no_gradient_has_no_backward():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).requires_grad_(False)
+    assert all(backward == 0.0 for _, _, backward in times_by_target(model, torch.randn(4, 8)))
+
+
+def test_inputs_and_reads_take_no_time():
+    entries = times_by_target(nn.Linear(8, 8), torch.randn(4, 8))
+    assert [forward > 0 for _, forward, _ in entries] == [False, False, False, True]
+
+
+def test_a_slow_module_gets_a_stage_of_its_own():
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)), SlowLayer())
+    options = {"pipeline_parallel_degree": 2, "microbatches": 2, "memory_weight": 0.0}
+    predicted = compile_model(model, torch.randn(4, 16), **options).plan
+    measured = compile_model(model, torch.randn(4, 16), trace_execution_times=True, **options).plan
+    assert len(predicted.stages[1].modules) > 1
+    assert len(measured.stages[1].modules) <= len(predicted.stages[1].modules)
+    assert measured.stages[1].forward_time >= 0.01
+    assert measured.stages[1].backward_time >= 0.03
+    assert measured.stages[0].forward_time < 0.01
+    assert measured.device.endswith("times measured")
+
+
+@pytest.mark.parametrize("name", sorted(zoo.MODELS))
+def test_every_model_of_the_zoo_is_measured_and_left_alone(name):
+    model, batch = zoo.build(name)
+    before = copy.deepcopy(model.state_dict())
+    args, kwargs = first_microbatch(batch, 2)
+    trace = record(model, args, kwargs)
+    random = torch.get_rng_state()
+    times = measure_times(trace, model, args, kwargs, runs=1)
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert times.forward.sum() > 0
+    assert times.backward.sum() > 0
+
+
+def test_a_model_without_memory_cannot_be_measured():
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="trace_execution_times: expected a model and inputs with memory"):
+        compile_model(model, torch.randn(4, 4), pipeline_parallel_degree=1, trace_execution_times=True)
