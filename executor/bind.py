@@ -312,10 +312,11 @@ class Binder:
         channel, forms = self._channel(instruction)
         take = self._source(channel, instruction.microbatch)
         put = self._sink(channel, instruction.microbatch)
-        if channel.source == INPUTS:
-            where = f"model inputs of microbatch {instruction.microbatch}"
-        else:
-            where = f"edge {channel.index}"
+        where = (
+            f"model inputs of microbatch {instruction.microbatch}"
+            if channel.source == INPUTS
+            else f"edge {channel.index}"
+        )
         strict = self._program.has_backward and channel.source != INPUTS
 
         def run() -> None:

@@ -7,84 +7,49 @@ Terms
 Whenever a rank is free it runs one of the actions whose values are there and for which it has a slot. The backward is
 always split: others wait for B and F, nobody waits for W, so W comes last unless slots are short. Policies differ in
 whether the F of a later or of an earlier stage comes first, whether F may come before B, and how long a rank would rather
-wait for a B or an F that is on its way than begin a W; others prefer the order of a given start, but each W some
-places later, or after its B where it has none. Every policy is run; then the preferences of the best one are varied at random. The best of all these and of
-the given starts is returned, so it is never worse than a start. The random numbers come from a fixed seed: the same
-problem has the same result.
+wait for a B or an F that is on its way than begin a W; others prefer the order of a given start, but each W some places
+later, or after its B where it has none. Every policy is run; the best of all these and of the given starts is polished
+(`smpc.codegen.schedules.polish`). So the result is never worse than a start, and the same problem has the same result.
 
 Deadlock. A rank keeps slots for the oldest microbatch that is not through on it: an F of another one is not begun if the
 remaining Fs of the oldest would then not find a slot each. So the oldest microbatch of all can always go on.
 
 Example: four pieces on each of 8 ranks, 16 microbatches, I = 1.4 F and W = 0.6 F. Interleaved 1F1B, whose backwards are
-whole, idles 9.9% of the time; started from it, with no more in flight on a rank, the search idles 6%.
+whole, idles 9.9% of the time; started from it, with no more in flight on a rank, the search idles 6.7%.
 """
 
 from __future__ import annotations
 
 import heapq
-import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from smpc.codegen.actions import Action, Schedule, peaks, rank_peaks
+from smpc.codegen.actions import Action, Schedule
 from smpc.codegen.program import Op
-from smpc.codegen.simulate import Costs, Link, simulate
-from smpc.errors import ScheduleError
+from smpc.codegen.schedules.polish import Key, Problem, polish
+from smpc.codegen.simulate import Costs, Link
 from smpc.partitioner.plan import INPUTS
 
-ROUNDS = 60
-_SEED = 1
-
-Key = tuple[Op, int, int]
+MOVES = 8000  # of the polish, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a rank prefers: the smallest of `order`, if there is one, else a B to an F to a W. `shift` moves single actions."""
+    """What a rank prefers: the smallest of `order`, if there is one, else a B to an F to a W."""
 
     patience: float = 0.0  # shares of a W that a rank waits for an F or B instead
     late_first: bool = True  # of several F, that of the latest stage
     forward_first: bool = False
     order: Mapping[Key, float] = field(default_factory=dict)
-    shift: Mapping[Key, float] = field(default_factory=dict)
 
     def rank(self, key: Key) -> float:
         """The smallest comes first."""
         if self.order:
-            return self.order[key] + self.shift.get(key, 0.0)
+            return self.order[key]
         op, stage, microbatch = key
         kind = 3.0 if op is Op.WEIGHT else 1.0 + (op is Op.BACKWARD) * (1 if self.forward_first else -1)
         deeper = -stage if self.late_first or op is not Op.FORWARD else stage
         return kind + 1e-3 * microbatch + 1e-6 * deeper
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is to be ordered, and within which bounds."""
-
-    placement: tuple[int, ...]
-    num_microbatches: int
-    links: tuple[Link, ...]
-    costs: Costs
-    in_flight: tuple[int, ...]  # by stage
-    slots: tuple[int, ...]  # by rank
-
-    def __post_init__(self) -> None:
-        for rank, slots in enumerate(self.slots):
-            held = self.placement.count(rank)
-            if slots < held or any(self.in_flight[s] < 1 for s, r in enumerate(self.placement) if r == rank):
-                raise ScheduleError(
-                    f"expected slots for each of the {held} stages of rank {rank}, found {slots}; allow more in flight"
-                )
-
-    def makespan(self, schedule: Schedule) -> float:
-        """Seconds that a step takes."""
-        return simulate(schedule, self.links, self.costs).makespan
-
-    def allows(self, schedule: Schedule) -> bool:
-        """Whether a schedule stays within the bounds."""
-        held, slots = peaks(schedule, len(self.placement)), rank_peaks(schedule)
-        return all(a <= b for a, b in zip((*held, *slots), (*self.in_flight, *self.slots), strict=True))
 
 
 def search(
@@ -96,7 +61,7 @@ def search(
     starts: Sequence[Schedule] = (),
     in_flight: Sequence[int] | None = None,
     slots: Sequence[int] | None = None,
-    rounds: int = ROUNDS,
+    moves: int = MOVES,
 ) -> Schedule:
     """The schedule with the shortest step that was found; at most `in_flight[s]` microbatches in flight on stage s and
     `slots[r]` (stage, microbatch) on rank r.
@@ -126,12 +91,9 @@ def search(
         for lag in (0, 2, 4, 8, 16)
         for patience in (0.0, 0.35, 0.7)
     ]
-    tried = [(*_try(problem, policy), policy) for policy in policies]
-    makespan, schedule, policy = min(tried, key=lambda entry: entry[0])
-    found.append((makespan, schedule))
-    if rounds:
-        found.append(_vary(problem, makespan, schedule, replace(policy, order=_order(schedule)), rounds))
-    return min(found, key=lambda entry: entry[0])[1]
+    found += [_try(problem, policy) for policy in policies]
+    best = min(found, key=lambda entry: entry[0])[1]
+    return polish(problem, best, moves) if moves else best
 
 
 def _try(problem: Problem, policy: Policy) -> tuple[float, Schedule]:
@@ -149,20 +111,6 @@ def _order(schedule: Schedule, lag: int = 0) -> dict[Key, float]:
             if action.op is Op.BACKWARD:
                 order[Op.WEIGHT, action.stage, action.microbatch] = position + lag + 0.5
     return order
-
-
-def _vary(problem: Problem, makespan: float, schedule: Schedule, policy: Policy, rounds: int) -> tuple[float, Schedule]:
-    """Hill climbing: move some actions in the order of preference, keep what is not worse."""
-    numbers = random.Random(_SEED)
-    keys = list(policy.order)
-    for _ in range(rounds):
-        moved = {numbers.choice(keys): numbers.gauss(0.0, 6.0) for _ in range(numbers.choice((1, 2, 4, 8, 16)))}
-        patience = max(0.0, policy.patience + numbers.gauss(0.0, 0.05))
-        candidate = replace(policy, shift={**policy.shift, **moved}, patience=patience)
-        found, order = _try(problem, candidate)
-        if found <= makespan:
-            makespan, schedule, policy = found, order, candidate
-    return makespan, schedule
 
 
 class _Run:

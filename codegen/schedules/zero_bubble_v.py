@@ -46,7 +46,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     if num_microbatches >= 2 * num_ranks - 1:
         return rule
     costs, links, slots = Costs.uniform(2 * num_ranks), chain(2 * num_ranks), (2 * num_ranks,) * num_ranks
-    return search(v_placement(num_ranks), num_microbatches, links, costs, starts=(rule,), slots=slots, rounds=0)
+    return search(v_placement(num_ranks), num_microbatches, links, costs, starts=(rule,), slots=slots, moves=0)
 
 
 def _rank(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:

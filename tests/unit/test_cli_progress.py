@@ -2,6 +2,7 @@
 
 import io
 import os
+import select
 import sys
 
 from smpc.cli.progress import progress
@@ -25,7 +26,9 @@ def test_phases_are_shown_on_a_terminal_and_wiped(monkeypatch):
             print("a word of the model's", file=sys.stderr)
             show("Solving")
         terminal.flush()
-        written = os.read(leader, 1 << 16).decode()
+        written = ""
+        while select.select([leader], [], [], 0)[0]:  # a terminal gives what it has in pieces
+            written += os.read(leader, 1 << 16).decode()
     os.close(leader)
     assert "Tracing [bold]the[/bold] model" in written
     assert "Solving" in written

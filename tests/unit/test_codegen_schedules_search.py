@@ -45,7 +45,7 @@ def test_never_worse_than_its_start_on_the_ground_of_the_start(name, p, m, parts
     n = len(placement)
     costs = costs_of(v, n, *parts, latency)
     held, slots = peaks(start, n), rank_peaks(start)
-    options = {"starts": (start,), "in_flight": held, "slots": slots, "rounds": 3}
+    options = {"starts": (start,), "in_flight": held, "slots": slots, "moves": 50}
     found = search(placement, m, chain(n), costs, **options)
     assert simulate(found, chain(n), costs).makespan <= simulate(start, chain(n), costs).makespan + 1e-9
     assert all(a <= b for a, b in zip(peaks(found, n), held, strict=True))
@@ -68,7 +68,7 @@ def test_any_graph_on_any_placement_without_a_start_is_proved_by_the_verifier(da
     tight = [placement.count(rank) for rank in range(num_ranks)]  # one microbatch at a time
     slots = [count + data.draw(st.integers(0, 3)) for count in tight]
     links = [Link.of(channel) for channel in channels]
-    schedule = search(placement, m, links, costs, slots=slots, rounds=2)
+    schedule = search(placement, m, links, costs, slots=slots, moves=50)
     assert all(a <= b for a, b in zip(rank_peaks(schedule), slots, strict=True))
     verify(lower(schedule, channels, num_ranks=num_ranks), Expectation(channels, placement, num_ranks, m))
 
@@ -84,9 +84,19 @@ def test_unequal_weights_of_the_halves():
     assert max(rank_peaks(found)) <= max(rank_peaks(start)) == p * v + p - 1
 
 
+def test_slow_messages():
+    """p = 8, m = 16, F = I = W = 1, messages of 0.1: 12.4% for ZB-V, the best of torch's schedules; less, without more memory."""
+    p, m = 8, 16
+    start, placement, costs = zb_v(p, m), v_placement(p), costs_of(2, 2 * p, 1.0, 1.0, latency=0.1)
+    assert simulate(start, chain(2 * p), costs).bubble_fraction == pytest.approx(0.124, abs=1e-3)
+    found = search(placement, m, chain(2 * p), costs, starts=(start,), slots=rank_peaks(start), moves=10_000)
+    assert simulate(found, chain(2 * p), costs).bubble_fraction < 0.118
+    assert max(rank_peaks(found)) <= 2 * p
+
+
 def test_equal_weights_are_solved_without_a_start():
     p, m = 4, 12
-    found = search(v_placement(p), m, chain(2 * p), Costs.uniform(2 * p), slots=(6 * p,) * p, rounds=0)
+    found = search(v_placement(p), m, chain(2 * p), Costs.uniform(2 * p), slots=(6 * p,) * p, moves=0)
     assert simulate(found, chain(2 * p), Costs.uniform(2 * p)).makespan == 6 * m + p - 1
 
 

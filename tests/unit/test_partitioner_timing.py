@@ -72,8 +72,8 @@ def test_two_slow_modules_get_a_stage_each():
     assert {"6", "7"} <= set(predicted.stages[1].modules)
     for stage, slow in zip(measured.stages, ("6", "7"), strict=True):
         assert slow in stage.modules
-        assert 0.01 <= stage.forward_time < 0.02
-        assert 0.03 <= stage.backward_time < 0.06
+        assert stage.forward_time >= 0.01
+        assert stage.backward_time >= 0.03
     assert measured.device.endswith("times measured")
 
 

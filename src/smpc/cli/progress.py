@@ -28,7 +28,12 @@ def progress() -> Iterator[Callable[[str], None]]:
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as display:
         task = display.add_task("", total=None)
-        yield lambda phase: display.reset(task, description=phase, total=None)
+
+        def show(phase: str) -> None:
+            display.reset(task, description=phase, total=None)
+            display.refresh()  # short phases are seen too
+
+        yield show
 
 
 def _ignore(phase: str) -> None:
