@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -220,7 +221,8 @@ class Binder:
                 torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])  # type: ignore[arg-type]
             for position in leaves:
                 leaf = frame.leaves[position]
-                frame.grads[position] = None if leaf is None else leaf.grad
+                if leaf is not None and frame.grads[position] is None:
+                    frame.grads[position] = leaf.grad
             frame.leaves = [None] * num_inputs
 
         return run
@@ -279,7 +281,10 @@ class Binder:
             grad_enabled = torch.is_grad_enabled()
             for slot, wanted, value in zip(slots, wants, values, strict=True):
                 assert value is not None
-                frame.inputs[slot] = value.requires_grad_() if wanted and grad_enabled else value
+                if wanted and grad_enabled:
+                    keep = partial(_keep_layout, frame.grads, slot, value.stride())
+                    value.requires_grad_().register_hook(keep)  # type: ignore[no-untyped-call]
+                frame.inputs[slot] = value
 
         return put
 
@@ -366,23 +371,23 @@ class Binder:
         take = self._take_grads(channel, microbatch)
         is_first = channel.index not in self._sent_masks
         presence = self._sent_masks.setdefault(channel.index, Presence())
-        mask = mask_form(len(forms))
+        mask = mask_form(forms)
         where, device = f"gradients of edge {channel.index}", self._device
 
         def run() -> None:
             grads = take()
-            for grad, form in zip(grads, forms, strict=True):
+            for grad, planned in zip(grads, forms, strict=True):
                 if grad is not None:
-                    form.check(grad, where, gradients=False)
+                    planned.check(grad, where, gradients=False)
             if is_first:
-                presence.mask = [grad is not None for grad in grads]
-                transport.send(peer, torch.tensor(presence.mask, dtype=torch.uint8, device=device), mask)
-            assert presence.mask is not None
-            for grad, form, here in zip(grads, forms, presence.mask, strict=True):
-                if here:
+                described = presence.describe(forms, grads)
+                transport.send(peer, torch.tensor(described, dtype=torch.uint8, device=device), mask)
+            assert presence.forms is not None
+            for grad, planned, form in zip(grads, forms, presence.forms, strict=True):
+                if form is not None:
                     transport.send(peer, form.empty(device).zero_() if grad is None else grad, form)
                 elif grad is not None:
-                    _late_gradient(channel.index, form.value, microbatch)
+                    _late_gradient(channel.index, planned.value, microbatch)
 
         return run
 
@@ -426,6 +431,12 @@ def _edge(value: Tensor, keep_tensor: bool) -> Tensor | GradientEdge | None:
     if not value.requires_grad:
         return None
     return value if keep_tensor or value.grad_fn is None else get_gradient_edge(value)
+
+
+def _keep_layout(grads: list[Tensor | None], slot: int, stride: tuple[int, ...], gradient: Tensor) -> None:
+    """Keep a leaf's gradient of other strides: what autograd would store as `.grad` is a copy in the value's layout."""
+    if gradient.stride() != stride:
+        grads[slot] = gradient
 
 
 def _apart(value: Tensor, state: frozenset[int]) -> Tensor:

@@ -2,10 +2,11 @@
 
 Terms
     delivery    everything that one instruction of the peer sends here: the values of an edge, or gradients
-    presence    which gradients of a channel exist. Whether a value gets a gradient at all depends on the
-                user's loss, so the first delivery of gradients of a channel in a step begins with a mask, one
-                byte for each gradient: 1 if it follows. The later deliveries of the step hold the same
-                gradients. Example: mask 1 0, g0(m0), g0(m1), g0(m2)
+    presence    which gradients of a channel exist, and in which layout. Whether a value gets a gradient at all
+                depends on the user's loss, and some kernels sum in another order when a gradient has other strides
+                than its value; so the first delivery of gradients of a channel in a step begins with a mask: for
+                each gradient one byte, 1 if it follows, and its dimensions by falling stride. The later
+                deliveries of the step hold the same gradients. Example: mask, g0(m0), g0(m1), g0(m2)
 
 The receives of the next `window` deliveries are posted before they are needed, so a transport can fill them
 meanwhile. Past a mask that has not arrived nothing can be posted, as nobody knows yet what follows.
@@ -24,12 +25,33 @@ from smpc.executor.transport import Receipt, Transport, WireFormat
 
 
 class Presence:
-    """Which gradients of one channel exist in this step; unknown (None) until its first delivery."""
+    """The formats of one channel's gradients in this step, None where there is none; unknown until its first delivery."""
 
-    __slots__ = ("mask",)
+    __slots__ = ("forms",)
 
     def __init__(self) -> None:
-        self.mask: list[bool] | None = None
+        self.forms: list[WireFormat | None] | None = None
+
+    def describe(self, planned: Sequence[WireFormat], gradients: Sequence[Tensor | None]) -> list[int]:
+        """Take the layouts of the first gradients; the bytes of the mask."""
+        self.forms = [
+            None if gradient is None else form.laid_out_like(gradient)
+            for form, gradient in zip(planned, gradients, strict=True)
+        ]
+        return [
+            byte
+            for plan, form in zip(planned, self.forms, strict=True)
+            for byte in ([0] * (1 + len(plan.shape)) if form is None else [1, *form.dimensions])
+        ]
+
+    def read(self, planned: Sequence[WireFormat], mask: Sequence[int]) -> None:
+        """The inverse of `describe`."""
+        self.forms = []
+        start = 0
+        for form in planned:
+            stop = start + 1 + len(form.shape)
+            self.forms.append(form.in_order(tuple(mask[start + 1 : stop])) if mask[start] else None)
+            start = stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +65,13 @@ class Delivery:
     @property
     def mask_form(self) -> WireFormat:
         """The format of the mask."""
-        return mask_form(len(self.forms))
+        return mask_form(self.forms)
 
 
-def mask_form(num_gradients: int) -> WireFormat:
-    """The format of a mask."""
-    return WireFormat("gradient mask", (num_gradients,), torch.uint8, (1,), None, False, num_gradients == 0)
+def mask_form(planned: Sequence[WireFormat]) -> WireFormat:
+    """The format of the mask of these gradients."""
+    length = sum(1 + len(form.shape) for form in planned)
+    return WireFormat("gradient mask", (length,), torch.uint8, (1,), None, False, length == 0)
 
 
 class Inbox:
@@ -94,9 +117,8 @@ class Inbox:
         receive, peer = self._transport.receive, self._peer
         if delivery.presence is None:
             return [receive(peer, form) for form in delivery.forms]
-        assert delivery.presence.mask is not None, "gradients posted before their mask"
-        present: Sequence[bool] = delivery.presence.mask
-        return [receive(peer, form) if here else None for form, here in zip(delivery.forms, present, strict=True)]
+        assert delivery.presence.forms is not None, "gradients posted before their mask"
+        return [None if form is None else receive(peer, form) for form in delivery.presence.forms]
 
     def ready(self) -> bool:
         """Whether `take` would return at once (loopback: the sender puts a whole delivery into the queue at a time)."""
@@ -109,7 +131,7 @@ class Inbox:
             (mask,) = self._posted[0]
             assert mask is not None
             assert delivery.presence is not None
-            delivery.presence.mask = [byte != 0 for byte in mask.wait().tolist()]
+            delivery.presence.read(delivery.forms, mask.wait().tolist())
             self._posted[0] = self._receive(delivery)
             self._waits_for_mask = False
         receipts = self._posted.popleft()

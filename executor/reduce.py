@@ -1,7 +1,7 @@
 """Sums the gradient of a parameter that several pipeline ranks hold.
 
 Every holder sends its gradient to every other and adds up what exists in order of rank, so all end with the
-same bits. Where no holder has a gradient, there is none afterwards. A mask of one byte says whether one
+same bits. Where no holder has a gradient, there is none afterwards. A mask says whether one
 follows.
 
 Gradients accumulate over steps until the user clears them, and what a former step left is a sum already: only
@@ -58,11 +58,14 @@ class Reduction:
                 f"parameter {self._name!r} is shared by several pipeline stages, so its gradient must be dense, found "
                 f"{grad.layout}; use sparse=False"
             )
-        mask = torch.tensor([grad is not None], dtype=torch.uint8, device=self._parameter.device)
+        presence = Presence()
+        described = presence.describe((self._form,), (grad,))
+        mask = torch.tensor(described, dtype=torch.uint8, device=self._parameter.device)
+        assert presence.forms is not None
         for peer in self._peers:
-            self._transport.send(peer, mask, mask_form(1))
-            if grad is not None:
-                self._transport.send(peer, grad, self._form)
+            self._transport.send(peer, mask, mask_form((self._form,)))
+            if grad is not None and presence.forms[0] is not None:
+                self._transport.send(peer, grad, presence.forms[0])
         self._found[self._rank] = grad
 
     def finish(self) -> None:

@@ -6,7 +6,8 @@ Terms
 
 A dense tensor keeps its strides: its dimensions, sorted by falling stride, are a contiguous tensor. Anything
 else (expanded, overlapping, with gaps) travels contiguous, and so it arrives. Both ends know the format from
-the plan, so nothing but the elements is sent, and a tensor without elements is not sent at all.
+the plan, so nothing but the elements is sent, and a tensor without elements is not sent at all. Only gradients
+may come in another dense layout than planned: see `smpc.executor.inbox`.
 
 Example: float32[2,3] with strides (1, 2) is dense; its wire view is `tensor.permute(1, 0)`, contiguous [3,
 2].
@@ -14,6 +15,7 @@ Example: float32[2,3] with strides (1, 2) is dense; its wire view is `tensor.per
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +46,27 @@ class WireFormat:
             order = None
         empty = spec.num_elements == 0
         return cls(value, spec.shape, spec.torch_dtype, stride, order, spec.requires_grad, empty)
+
+    def in_order(self, order: tuple[int, ...]) -> WireFormat:
+        """The same value in another dense layout: `order` lists the dimensions by falling stride."""
+        stride, step = [0] * len(self.shape), 1
+        for dim in reversed(order):
+            stride[dim] = step
+            step *= max(self.shape[dim], 1)
+        kept = None if order == tuple(range(len(order))) else order
+        return dataclasses.replace(self, stride=tuple(stride), order=kept)
+
+    def laid_out_like(self, tensor: Tensor) -> WireFormat:
+        """This format in the layout of a tensor of that shape, if that is dense; otherwise this format."""
+        if tensor.stride() == self.stride or self._same_layout(tensor.stride()):
+            return self
+        order = _dense_order(self.shape, tensor.stride())
+        return self if order is None else self.in_order(order)
+
+    @property
+    def dimensions(self) -> tuple[int, ...]:
+        """The dimensions by falling stride."""
+        return tuple(range(len(self.shape))) if self.order is None else self.order
 
     def check(self, tensor: Tensor, where: str, *, gradients: bool) -> None:
         """Raise TransportError unless the tensor is what was planned; `gradients`: an unplanned need of one counts."""

@@ -174,10 +174,7 @@ def _settings(path: str | None, flags: dict[str, Any], tensor_parallel_degree: i
         )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if path is None:
-            settings = Config.parse(flags, origin="command line")
-        else:
-            settings = Config.from_file(path, overrides=flags)
+        settings = Config.from_file(path, overrides=flags) if path else Config.parse(flags, origin="command line")
     for line in [line for warning in caught for line in str(warning.message).splitlines()]:
         print(f"smpc: warning: {line}", file=sys.stderr)
     return settings
