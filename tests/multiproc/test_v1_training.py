@@ -404,7 +404,8 @@ class Branches(nn.Module):
 
     def forward(self, x):
         for layer in self.layers:
-            x = layer(x) if x.sum() > 0 else x
+            x = layer(x)
+            x = -x if x.sum() > 0 else x
         return x
 
 
