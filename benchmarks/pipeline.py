@@ -26,12 +26,11 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import GPT2Config, GPT2Model
 
-from smpc.compile import Compilation, PipelineOptions, compile_plan
+from smpc.compile import Compilation, PipelineOptions, compile_trace
 from smpc.executor.transport import GlooTransport
-from smpc.partitioner.plan import ScheduleSummary
-from smpc.partitioner.solve import plan_from_assignment
+from smpc.partitioner.manual import ManualPartition
 from smpc.runtime import Runtime
-from smpc.tracer import NodeKind, record
+from smpc.tracer import record
 
 WIDTH, LAYERS, LENGTH, VOCABULARY = 256, 8, 64, 256
 SIZES = {"launch-bound": (8, 8), "balanced": (32, 8), "compute-bound": (64, 4)}  # batch size, microbatches
@@ -80,22 +79,9 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def compile_halves(model: Whole, ids: torch.Tensor, microbatches: int) -> Compilation:
     """Our programs for the very stages that torch runs."""
-    trace = record(model, (ids[: len(ids) // microbatches],))
-    stages = {
-        node.name: int(trace.calls[node.call].fqn.startswith("second"))
-        for node in trace.nodes
-        if node.kind not in (NodeKind.PLACEHOLDER, NodeKind.GET_ATTR)
-    }
-    options = PipelineOptions(2, microbatches, "interleaved")
-    plan = plan_from_assignment(
-        trace,
-        stages,
-        num_stages=2,
-        memory_weight=0.0,
-        in_flight=(min(2, microbatches), 1),
-        schedule=ScheduleSummary("interleaved", microbatches, options.active, 0.0, 0.0),
-    )
-    return compile_plan(trace, plan, options)
+    halves = ManualPartition((("first", 0), ("second", 1)), 0)
+    options = PipelineOptions(2, microbatches, manual=halves)
+    return compile_trace(record(model, (ids[: len(ids) // microbatches],)), options)
 
 
 def worker(rank: int, folder: str, steps: int) -> None:

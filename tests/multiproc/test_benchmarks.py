@@ -1,0 +1,19 @@
+"""The benchmarks still run; what they measure is for `make bench`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["pipeline.py", "--steps", "1"], ["interpreter.py"]], ids=lambda a: a[0])
+def test_runs(arguments):
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=FOLDER, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "us per microbatch and stage" in done.stdout
