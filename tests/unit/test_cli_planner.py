@@ -105,3 +105,18 @@ def test_the_same_bytes_under_every_hash_seed(target, compile_plan):
         assert done.returncode == 0, done.stderr.decode()
         digests.add(hashlib.sha256(done.stdout).hexdigest())
     assert len(digests) == 1
+
+
+def test_a_configuration_file_can_cut_by_hand(tmp_path, capsys):
+    script = tmp_path / "by_hand.py"
+    script.write_text(
+        "import torch\nfrom torch import nn\nimport smpc.v1 as smp\n"
+        "def build():\n"
+        "    with smp.partition(1):\n        first = nn.Linear(4, 4)\n"
+        "    return nn.Sequential(first, nn.Linear(4, 4)), torch.zeros(2, 4)\n"
+    )
+    settings = tmp_path / "config.json"
+    settings.write_text('{"pipeline_parallel_degree": 2, "auto_partition": false, "default_partition": 0}')
+    assert main(["compile", f"{script}:build", "--config", str(settings), "--json"]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert [(stage["modules"], stage["rank"]) for stage in stages] == [(["0"], 1), (["1"], 0)]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from smpc.cli.inputs import parse_inputs
+from smpc.cli.inputs import InputSpec, parse_inputs
 from smpc.cli.progress import progress
 from smpc.cli.targets import load_target
 from smpc.config import Config
@@ -111,33 +111,13 @@ def compile_command(
     folder = None if out is None else _writable_folder(out)
     if plot is not None:
         _check_plot(plot)
-    # Before the logger is silenced: torch sets the levels of its loggers when it is imported.
-    from smpc.compile import compile_model
-
-    # stdout is for the result alone; whatever the user's code prints goes to stderr.
-    with (
-        progress() as show,
-        contextlib.redirect_stdout(sys.stderr),
-        _silenced("torch._subclasses.fake_tensor"),
-    ):
-        show("Making the model")
-        model, sample_inputs = load_target(target, specs)
-        compilation = compile_model(
-            model,
-            sample_inputs,
-            pipeline_parallel_degree=settings.pipeline_parallel_degree,
-            microbatches=settings.microbatches,
-            pipeline=settings.pipeline,
-            schedule=settings.schedule or None,
-            virtual_pipeline_degree=settings.virtual_pipeline_degree or None,
-            memory_weight=settings.memory_weight,
-            active_microbatches=settings.active_microbatches,
-            device=device,
-            optimizer=optimizer,
-            memory_limit=memory_limit,
-            trace_execution_times=trace_execution_times,
-            show_phase=show,
-        )
+    planner = {
+        "device": device,
+        "optimizer": optimizer,
+        "memory_limit": memory_limit,
+        "trace_execution_times": trace_execution_times,
+    }
+    compilation = _compile(target, specs, settings, planner)
     if plot is not None:
         _write_plot(compilation, plot)
     if folder is not None:
@@ -160,6 +140,36 @@ def _silenced(name: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def _compile(target: str, specs: tuple[InputSpec, ...], settings: Config, planner: dict[str, Any]) -> Compilation:
+    """The target's compilation, with the phases shown; modules are marked by smp.partition where auto_partition is off."""
+    # Before the logger is silenced: torch sets the levels of its loggers when it is imported.
+    from smpc.compile import compile_model
+    from smpc.v1.partition import manual_partition
+
+    # stdout is for the result alone; whatever the user's code prints goes to stderr.
+    with (
+        progress() as show,
+        contextlib.redirect_stdout(sys.stderr),
+        _silenced("torch._subclasses.fake_tensor"),
+    ):
+        show("Making the model")
+        model, sample_inputs = load_target(target, specs)
+        return compile_model(
+            model,
+            sample_inputs,
+            pipeline_parallel_degree=settings.pipeline_parallel_degree,
+            microbatches=settings.microbatches,
+            pipeline=settings.pipeline,
+            schedule=settings.schedule or None,
+            virtual_pipeline_degree=settings.virtual_pipeline_degree or None,
+            memory_weight=settings.memory_weight,
+            active_microbatches=settings.active_microbatches,
+            manual=manual_partition(model, settings),
+            show_phase=show,
+            **planner,
+        )
 
 
 def _settings(path: str | None, flags: dict[str, Any], tensor_parallel_degree: int | None) -> Config:
