@@ -193,12 +193,12 @@ def compile_model(
     show("Solving the partition")
     plan = make_plan(trace, options, times=times)
     show("Writing and checking the programs")
-    return compile_plan(trace, plan, options)
+    return compile_plan(trace, plan)
 
 
 def compile_trace(trace: Trace, options: PipelineOptions, like: Compilation | None = None) -> Compilation:
     """Compiles a trace of one microbatch. With `like`, every module stays on the stage that it has there."""
-    return compile_plan(trace, make_plan(trace, options, like), options)
+    return compile_plan(trace, make_plan(trace, options, like))
 
 
 def make_plan(
@@ -264,7 +264,7 @@ def make_plan(
     return dataclasses.replace(plan, schedule=summary)
 
 
-def compile_plan(trace: Trace, plan: Plan, options: PipelineOptions) -> Compilation:
+def compile_plan(trace: Trace, plan: Plan) -> Compilation:
     """The verified programs of a plan."""
     codes, channels = split(trace, plan)
     placement = tuple(stage.rank for stage in plan.stages)

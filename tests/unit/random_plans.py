@@ -6,7 +6,7 @@ import networkx as nx
 import numpy as np
 
 from smpc.codegen.schedules.choice import Choice
-from smpc.compile import Compilation, PipelineOptions, compile_plan
+from smpc.compile import Compilation, compile_plan
 from smpc.partitioner.clusters import condense, find_clusters
 from smpc.partitioner.edges import check_assignment
 from smpc.partitioner.graph import build_graph
@@ -75,4 +75,4 @@ def compile_assignment(
         placement=choice.placement,
         schedule=ScheduleSummary(pipeline, microbatches, active, 0.0, 0.0),
     )
-    return compile_plan(trace, plan, PipelineOptions(num_stages, microbatches))
+    return compile_plan(trace, plan)

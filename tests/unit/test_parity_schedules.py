@@ -10,7 +10,7 @@ import zoo
 from smpc.codegen.schedules.choice import Choice, choose
 from smpc.codegen.schedules.csv_file import to_csv
 from smpc.codegen.simulate import Costs, chain
-from smpc.compile import PipelineOptions, compile_model, compile_plan, first_microbatch
+from smpc.compile import compile_model, compile_plan, first_microbatch
 from smpc.partitioner.plan import ScheduleSummary
 from smpc.partitioner.solve import solve_partition
 from smpc.tracer.record import record
@@ -72,7 +72,7 @@ def test_any_placement(name, schedule):
     plan = solve_partition(
         trace, num_stages=4, in_flight=choice.in_flight, placement=choice.placement, schedule=summary
     )
-    compilation = compile_plan(trace, plan, PipelineOptions(pipeline_parallel_degree=3, microbatches=4))
+    compilation = compile_plan(trace, plan)
     assert [stage.rank for stage in compilation.plan.stages] == [1, 2, 1, 0]
     check(model, batch, compilation)
 
@@ -103,7 +103,6 @@ def test_split_and_whole_backwards_have_the_same_bits():
             schedule=dataclasses.replace(whole.plan.schedule, name="zb-h1"),
             stages=tuple(dataclasses.replace(stage, num_in_flight=2) for stage in whole.plan.stages),
         ),
-        PipelineOptions(pipeline_parallel_degree=2, microbatches=4, schedule="zb-h1"),
     )
     assert any(i.op == "W" for i in split.programs[0].instructions)
     parity.assert_same(parity.run_loopback(model, whole, batch), parity.run_loopback(model, split, batch))

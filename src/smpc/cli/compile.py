@@ -104,9 +104,7 @@ def compile_command(
         "memory_weight": memory_weight,
         "active_microbatches": active_microbatches,
     }
-    settings = _settings(
-        config, {name: value for name, value in flags.items() if value is not None}, tensor_parallel_degree
-    )
+    settings = _settings(config, flags, tensor_parallel_degree)
     specs = parse_inputs(inputs or [])
     folder = None if out is None else _writable_folder(out)
     if plot is not None:
@@ -173,7 +171,8 @@ def _compile(target: str, specs: tuple[InputSpec, ...], settings: Config, planne
 
 
 def _settings(path: str | None, flags: dict[str, Any], tensor_parallel_degree: int | None) -> Config:
-    """The settings of the file, if any, overridden by the options given; warnings go to stderr, a line each."""
+    """The settings of the file, if any, overridden by the options that are not None; warnings go to stderr, a line each."""
+    flags = {name: value for name, value in flags.items() if value is not None}
     if tensor_parallel_degree not in (None, 1):
         raise ConfigError(
             f"-t/--tensor-parallel-degree: {tensor_parallel_degree} is not implemented yet; leave it at 1"

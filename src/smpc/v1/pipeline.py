@@ -393,7 +393,7 @@ class Pipeline:
         )
         if description is not None:
             raise_everywhere(description, failure)
-        return compile_plan(trace, plan or Plan.from_json(text), self._options)
+        return compile_plan(trace, plan or Plan.from_json(text))
 
     def _record(self, signature: Signature, inputs: Inputs, answers: Answers | None) -> Trace:
         """The trace of a signature, on real inputs or with the answers to what it asks of them."""
