@@ -1,0 +1,261 @@
+"""Differentiable collectives over the ranks that hold the slices of the same tensor-parallel modules.
+
+Terms
+    replicated   every rank of the group has the same values, and, in the backward pass, the same whole gradient
+    sharded      every rank has its own slice along one dimension, and the gradient of that slice
+    partial      every rank has a summand; the tensor meant is their sum
+
+        function         takes         returns       backward
+        replicate_in     replicated    replicated    all-reduce: its users compute partial gradients
+        all_reduce       partial       replicated    identity
+        all_gather       sharded       replicated    slice, as the gradients are whole on every rank
+        gather_in        sharded       replicated    reduce-scatter: its users compute partial gradients
+        reduce_scatter   partial       sharded       all-gather
+        split            replicated    sharded       all-gather
+        all_to_all       sharded by b  sharded by a  all-to-all the other way
+
+(`replicate_in` and `all_reduce` are f and g of Shoeybi et al. 2019, arXiv 1909.08053, `gather_in` and `reduce_scatter` those of
+Korthikanti et al. 2022, arXiv 2205.05198.) In a group of one rank each returns its argument. Fake tensors are answered by shape alone,
+so that a recorder can run the modules that call these.
+
+Example, a linear layer whose weight is split by columns, then one whose weight is split by rows, on [N, H] inputs:
+
+    h = F.linear(replicate_in(x, group), columns)         # [N, 4H / size]
+    y = all_reduce(F.linear(h, rows), group)              # [N, H]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGroup:
+    """The ranks over which tensor-parallel modules are split, and this process's place among them."""
+
+    process_group: dist.ProcessGroup | None = None  # None: a group of one
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.size, f"rank {self.rank} of a group of {self.size}"
+        assert self.size == 1 or self.process_group is not None, "several ranks need a process group"
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup) -> TensorGroup:
+        """The group behind a torch.distributed group that this process belongs to."""
+        return cls(process_group, process_group.rank(), process_group.size())
+
+    def share(self, size: int) -> int:
+        """This rank's part of `size` elements. An uneven rest goes to the first ranks."""
+        return self.shares(size)[self.rank]
+
+    def start(self, size: int) -> int:
+        """Where this rank's part of `size` elements begins."""
+        return sum(self.shares(size)[: self.rank])
+
+    def shares(self, size: int) -> tuple[int, ...]:
+        """Every rank's part of `size` elements."""
+        each, rest = divmod(size, self.size)
+        return tuple(each + (rank < rest) for rank in range(self.size))
+
+
+def replicate_in(tensor: Tensor, group: TensorGroup) -> Tensor:
+    """A replicated tensor whose users compute partial gradients, summed in the backward pass."""
+    if group.size == 1:
+        return tensor
+    found: Tensor = _ReplicateIn.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def all_reduce(tensor: Tensor, group: TensorGroup) -> Tensor:
+    """The sum of a partial tensor, on every rank."""
+    if group.size == 1:
+        return tensor
+    found: Tensor = _AllReduce.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def all_gather(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
+    """The slices along `dim`, put together; its users must be replicated too."""
+    if group.size == 1:
+        return tensor
+    found: Tensor = _AllGather.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def gather_in(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
+    """The slices along `dim`, put together, for users that compute partial gradients."""
+    if group.size == 1:
+        return tensor
+    found: Tensor = _GatherIn.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def reduce_scatter(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
+    """This rank's slice along `dim` of the sum of a partial tensor. The group's size must divide that dimension."""
+    if group.size == 1:
+        return tensor
+    found: Tensor = _ReduceScatter.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def split(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
+    """This rank's slice along `dim` of a replicated tensor. The group's size must divide that dimension."""
+    if group.size == 1:
+        return tensor
+    found: Tensor = _Split.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def all_to_all(tensor: Tensor, split_dim: int, gather_dim: int, group: TensorGroup) -> Tensor:
+    """A tensor sharded along `gather_dim` becomes one sharded along `split_dim`."""
+    if group.size == 1:
+        return tensor
+    found: Tensor = _AllToAll.apply(tensor, split_dim, gather_dim, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def sum_over(tensor: Tensor, group: TensorGroup) -> Tensor:
+    """Sums a contiguous tensor in place over the ranks, outside autograd; returns it."""
+    if group.size > 1 and not is_fake(tensor):
+        _process_group(group).allreduce([tensor]).wait()
+    return tensor
+
+
+def gathered(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
+    """The equal slices of all ranks along `dim`, outside autograd. Booleans travel as bytes."""
+    if group.size == 1:
+        return tensor
+    if tensor.dtype is torch.bool:
+        return gathered(tensor.to(torch.uint8), dim, group).to(torch.bool)
+    first = tensor.movedim(dim, 0).contiguous()
+    whole = first.new_empty((group.size * first.shape[0], *first.shape[1:]))
+    if not is_fake(tensor):
+        _process_group(group)._allgather_base(whole, first).wait()
+    return whole.movedim(0, dim) if dim % tensor.dim() else whole
+
+
+def scattered_sum(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
+    """This rank's slice along `dim` of the sum over all ranks, outside autograd."""
+    _check_divides(tensor, dim, group)
+    first = tensor.movedim(dim, 0).contiguous()
+    own = first.new_empty((first.shape[0] // group.size, *first.shape[1:]))
+    if not is_fake(tensor):
+        _process_group(group)._reduce_scatter_base(own, first, dist.ReduceScatterOptions()).wait()
+    return own.movedim(0, dim) if dim % tensor.dim() else own
+
+
+def own_slice(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
+    """This rank's slice of a tensor along `dim`, as a contiguous tensor."""
+    _check_divides(tensor, dim, group)
+    return tensor.chunk(group.size, dim)[group.rank].contiguous()
+
+
+def exchanged(tensor: Tensor, split_dim: int, gather_dim: int, group: TensorGroup) -> Tensor:
+    """Sends slice i along `split_dim` to rank i; joins what arrives along `gather_dim`. Outside autograd."""
+    _check_divides(tensor, split_dim, group)
+    outgoing = torch.stack(tensor.chunk(group.size, split_dim))
+    incoming = torch.empty_like(outgoing)
+    if not is_fake(tensor):
+        _process_group(group).alltoall_base(incoming, outgoing, [], []).wait()
+    return torch.cat(incoming.unbind(), gather_dim)
+
+
+def _process_group(group: TensorGroup) -> dist.ProcessGroup:
+    assert group.process_group is not None
+    return group.process_group
+
+
+def _check_divides(tensor: Tensor, dim: int, group: TensorGroup) -> None:
+    if tensor.shape[dim] % group.size:
+        raise ValueError(
+            f"expected dimension {dim} of a tensor of shape {tuple(tensor.shape)} to be divisible by the "
+            f"{group.size} tensor-parallel ranks, found {tensor.shape[dim]}; pad it, or change tensor_parallel_degree"
+        )
+
+
+# Autograd calls a backward with the very arguments of apply, so each returns one None for each argument that is no tensor.
+
+
+class _ReplicateIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return sum_over(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
+        return sum_over(tensor.clone(memory_format=torch.contiguous_format), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return gathered(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return own_slice(grad, ctx.dim, ctx.group), None, None
+
+
+class _GatherIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return gathered(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return scattered_sum(grad, ctx.dim, ctx.group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return scattered_sum(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gathered(grad, ctx.dim, ctx.group), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return own_slice(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gathered(grad, ctx.dim, ctx.group), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, split_dim: int, gather_dim: int, group: TensorGroup) -> Tensor:
+        ctx.dims, ctx.group = (split_dim, gather_dim), group
+        return exchanged(tensor, split_dim, gather_dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        split_dim, gather_dim = ctx.dims
+        return exchanged(grad, gather_dim, split_dim, ctx.group), None, None, None

@@ -1,0 +1,69 @@
+"""Layer normalization over a hidden dimension that may be split over tensor-parallel ranks.
+
+    y = (x - mean) / sqrt(var + eps) * weight + bias, mean and var over the whole last dimension H
+
+Where hidden states are split, every rank has H / tp of it. The ranks exchange the mean and the squared deviations of their slices, two
+numbers a row, and combine them as Chan et al. (1979) do, which stays accurate where sums of squares would cancel; the backward pass sums
+two numbers a row. Weight and bias are split likewise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from smpc.executor.collectives import TensorGroup, gathered, sum_over
+from smpc.nn.parallel import DistributedModule, TensorParallel
+
+
+class DistributedLayerNorm(DistributedModule):
+    """LayerNorm of hidden states inside: [tp * B, S, H] or [tp * B, S, H / tp] in and out."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5, *, parallel: TensorParallel) -> None:
+        super().__init__(parallel)
+        self.hidden_size, self.eps = hidden_size, eps
+        dim = 0 if parallel.splits_hidden else None
+        self.declare("weight", (hidden_size,), lambda block: block.fill_(1.0), dim)
+        self.declare("bias", (hidden_size,), Tensor.zero_, dim)
+        self.reset_parameters()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalizes the last dimension."""
+        group = self.parallel.group
+        weight, bias = self.get_parameter("weight"), self.get_parameter("bias")
+        if group.size == 1 or not self.parallel.splits_hidden:
+            return F.layer_norm(hidden, (self.hidden_size,), weight, bias, self.eps)
+        found: Tensor = _SplitLayerNorm.apply(hidden, weight, bias, self.eps, group)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _SplitLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, eps: float, group: TensorGroup) -> Tensor:
+        x = hidden.float() if hidden.dtype in (torch.float16, torch.bfloat16) else hidden
+        own_mean = x.mean(-1, keepdim=True)
+        own_squares = (x - own_mean).square().sum(-1, keepdim=True)
+        parts = gathered(torch.stack([own_mean, own_squares])[None], 0, group)
+        means, squares = parts[:, 0], parts[:, 1]
+        mean = means.mean(0)
+        deviations = squares.sum(0) + x.shape[-1] * (means - mean).square().sum(0)
+        rstd = torch.rsqrt(deviations / (x.shape[-1] * group.size) + eps)
+        ctx.save_for_backward(hidden, weight, mean, rstd)
+        ctx.group = group
+        return ((x - mean) * rstd).to(weight.dtype).mul(weight).add(bias).to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        hidden, weight, mean, rstd = ctx.saved_tensors
+        normed = (hidden.to(mean.dtype) - mean) * rstd
+        out = grad.to(mean.dtype)
+        scaled = out * weight.to(mean.dtype)
+        sums = sum_over(torch.stack([scaled.sum(-1, keepdim=True), (scaled * normed).sum(-1, keepdim=True)]), ctx.group)
+        sums /= hidden.shape[-1] * ctx.group.size
+        into = (scaled - sums[0] - normed * sums[1]) * rstd
+        rows = tuple(range(out.dim() - 1))
+        into_weight, into_bias = (out * normed).sum(rows), out.sum(rows)
+        return into.to(hidden.dtype), into_weight.to(weight.dtype), into_bias.to(weight.dtype), None, None
