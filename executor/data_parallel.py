@@ -66,7 +66,7 @@ class StageReplicas:
         owned: set[int] = set()
         for index in sorted(stages):
             stage = stages[index]
-            _broadcast([*stage.parameters(), *stage.buffers()], group)
+            broadcast_from_first([*stage.parameters(), *stage.buffers()], group)
             trainable = [p for p in stage.parameters() if p.requires_grad and id(p) not in owned]
             if trainable:
                 replica = _Replica(stage, trainable[0])
@@ -91,7 +91,7 @@ class StageReplicas:
         """Count the step, broadcast buffers."""
         self._num_steps += 1
         for stage in self._buffers_of:
-            _broadcast(stage.buffers(), self._group)
+            broadcast_from_first(stage.buffers(), self._group)
 
     @property
     def _averages(self) -> bool:
@@ -124,7 +124,7 @@ def _ignore(replica: _Replica, owned: set[int]) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(replica, names)  # type: ignore[no-untyped-call]
 
 
-def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Replace tensors by those of the group's rank 0: one broadcast for each dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:

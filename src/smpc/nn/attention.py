@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from smpc.nn.layer_norm import DistributedLayerNorm
 from smpc.nn.linear import ColumnLinear, RowLinear
-from smpc.nn.parallel import DistributedModule, TensorParallel
+from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
 
 
 class DistributedAttentionLayer(DistributedModule):
@@ -45,7 +45,7 @@ class DistributedAttentionLayer(DistributedModule):
         is_inside: bool = False,
         parallel: TensorParallel | None = None,
     ) -> None:
-        super().__init__(parallel or TensorParallel())
+        super().__init__(parallel or current_parallel())
         check_layer_norms("DistributedAttentionLayer", pre_layernorm, post_layernorm)
         self._check_sizes(num_attention_heads, hidden_size)
         self.head_size, self.cross_attention = attention_head_size, cross_attention

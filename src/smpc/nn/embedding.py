@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smpc.executor.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, sum_over
-from smpc.nn.parallel import DistributedModule, TensorParallel
+from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
 
 
 class DistributedEmbedding(DistributedModule):
@@ -47,7 +47,7 @@ class DistributedEmbedding(DistributedModule):
         split_vocabulary: bool = False,
         parallel: TensorParallel | None = None,
     ) -> None:
-        super().__init__(parallel or TensorParallel())
+        super().__init__(parallel or current_parallel())
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = _positive_index(padding_idx, num_embeddings)
         self.max_norm, self.norm_type = max_norm, norm_type

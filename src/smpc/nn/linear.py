@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smpc.executor.collectives import all_reduce, all_to_all, reduce_scatter, split
-from smpc.nn.parallel import DistributedModule, TensorParallel, linear_fills
+from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel, linear_fills
 
 
 class DistributedLinear(DistributedModule):
@@ -26,7 +26,7 @@ class DistributedLinear(DistributedModule):
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, parallel: TensorParallel | None = None
     ) -> None:
-        super().__init__(parallel or TensorParallel())
+        super().__init__(parallel or current_parallel())
         self.parallel.check_divides("DistributedLinear", in_features=in_features)
         self.in_features, self.out_features = in_features, out_features
         fill_weight, fill_bias = linear_fills(in_features, 0.0, False)

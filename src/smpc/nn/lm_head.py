@@ -17,7 +17,7 @@ from torch import Tensor
 from smpc.executor.collectives import all_gather, all_reduce, all_to_all, gathered, split
 from smpc.nn.attention import hidden_dropout, tuple_of
 from smpc.nn.embedding import ChannelEmbedding, VocabularyEmbedding
-from smpc.nn.parallel import DistributedModule, TensorParallel
+from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
 from smpc.nn.transformer import DistributedTransformer, Exit
 
 IGNORED_LABEL = -100
@@ -59,7 +59,7 @@ class DistributedTransformerLMHead(DistributedModule):
         *,
         parallel: TensorParallel | None = None,
     ) -> None:
-        super().__init__(parallel or TensorParallel())
+        super().__init__(parallel or current_parallel())
         self.add_cross_attention, self.num_token_types = add_cross_attention, num_token_types
         self.embeddings = Embeddings(
             vocab_size,

@@ -15,7 +15,7 @@ from torch import Tensor
 from smpc.nn.attention import check_layer_norms, hidden_dropout
 from smpc.nn.layer_norm import DistributedLayerNorm
 from smpc.nn.linear import ColumnLinear, RowLinear
-from smpc.nn.parallel import DistributedModule, TensorParallel
+from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
 
@@ -38,7 +38,7 @@ class DistributedTransformerOutputLayer(DistributedModule):
         is_inside: bool = False,
         parallel: TensorParallel | None = None,
     ) -> None:
-        super().__init__(parallel or TensorParallel())
+        super().__init__(parallel or current_parallel())
         split = self.parallel
         check_layer_norms("DistributedTransformerOutputLayer", pre_layernorm, post_layernorm)
         if activation not in ACTIVATIONS:

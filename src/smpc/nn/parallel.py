@@ -26,6 +26,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
@@ -105,6 +107,29 @@ class TensorParallel:
         ]
         if wrong:
             raise ConfigError("\n".join([*wrong, "change the degree or the size, or leave the module undistributed"]))
+
+
+_CURRENT: ContextVar[TensorParallel | None] = ContextVar("tensor_parallel", default=None)
+
+
+def current_parallel() -> TensorParallel:
+    """How modules that are created now are split, where their constructor is not told: not at all, unless `use_parallel` says so."""
+    return _CURRENT.get() or TensorParallel()
+
+
+@contextmanager
+def use_parallel(parallel: TensorParallel) -> Iterator[None]:
+    """Splits the modules that are created in this context as `parallel` says."""
+    token = _CURRENT.set(parallel)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def set_parallel(parallel: TensorParallel | None) -> None:
+    """Splits the modules that this thread creates from now on; `smpc.v1` says it once a session."""
+    _CURRENT.set(parallel)
 
 
 @dataclass(frozen=True, slots=True)

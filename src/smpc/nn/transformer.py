@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from smpc.nn.attention import DistributedAttentionLayer, check_layer_norms, tuple_of
 from smpc.nn.layer_norm import DistributedLayerNorm
 from smpc.nn.output_layer import DistributedTransformerOutputLayer
-from smpc.nn.parallel import DistributedModule, TensorParallel
+from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
 
 States = tuple[Tensor | None, ...]
 _NAMES = {
@@ -54,7 +54,7 @@ class DistributedTransformerLayer(DistributedModule):
         is_inside: bool = False,
         parallel: TensorParallel | None = None,
     ) -> None:
-        super().__init__(parallel or TensorParallel())
+        super().__init__(parallel or current_parallel())
         self.add_cross_attention, self.is_inside = add_cross_attention, is_inside
 
         def attention(crosses: bool) -> DistributedAttentionLayer:
@@ -128,7 +128,7 @@ class DistributedTransformer(DistributedModule):
         is_inside: bool = False,
         parallel: TensorParallel | None = None,
     ) -> None:
-        super().__init__(parallel or TensorParallel())
+        super().__init__(parallel or current_parallel())
         check_layer_norms("DistributedTransformer", pre_layernorm, post_layernorm)
         self.add_cross_attention, self.is_inside = add_cross_attention, is_inside
         has_both = pre_layernorm and post_layernorm

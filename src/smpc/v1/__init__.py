@@ -1,5 +1,8 @@
 """The SMP v1 programming interface: `import smpc.v1 as smp`."""
 
+from smpc.nn.distribute import set_tensor_parallelism, tensor_parallelism
+from smpc.v1 import nn, patches
+from smpc.v1.checkpointing import checkpoint, checkpoint_sequential, set_activation_checkpointing
 from smpc.v1.comm import (
     DP_GROUP,
     MP_GROUP,
@@ -57,6 +60,7 @@ from smpc.v1.serialization import load, save
 from smpc.v1.state import state
 from smpc.v1.step import step
 from smpc.v1.step_output import StepOutput
+from smpc.v1.tensor_parallel import tp_register, tp_register_with_module
 
 __all__ = [
     "DP_GROUP",
@@ -73,6 +77,8 @@ __all__ = [
     "allgather",
     "barrier",
     "broadcast",
+    "checkpoint",
+    "checkpoint_sequential",
     "dp_barrier",
     "dp_rank",
     "dp_size",
@@ -96,7 +102,9 @@ __all__ = [
     "mp_barrier",
     "mp_rank",
     "mp_size",
+    "nn",
     "partition",
+    "patches",
     "pp_barrier",
     "pp_rank",
     "pp_size",
@@ -107,12 +115,17 @@ __all__ = [
     "recv_from",
     "save",
     "send",
+    "set_activation_checkpointing",
     "set_partition",
+    "set_tensor_parallelism",
     "shutdown",
     "size",
     "state",
     "step",
+    "tensor_parallelism",
     "tp_barrier",
     "tp_rank",
+    "tp_register",
+    "tp_register_with_module",
     "tp_size",
 ]

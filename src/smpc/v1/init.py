@@ -18,6 +18,7 @@ bound to 127.0.0.1. What a script that initialises torch.distributed itself list
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import os
 import socket
 from collections.abc import Mapping
@@ -26,15 +27,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from smpc.config import Config
-from smpc.errors import ConfigError
+from smpc.errors import ConfigError, TransportError
+from smpc.executor.collectives import TensorGroup
+from smpc.launch_store import LOOPBACK, is_loopback, listen, serve
 from smpc.mesh import Axis, Mesh
+from smpc.nn.parallel import TensorParallel, set_parallel
+from smpc.nn.random import RandomStreams
 from smpc.v1.comm import gather_objects
 from smpc.v1.state import Session, state
 
-_LOOPBACK = "127.0.0.1"
+_HERE = "smpc_here"  # store key: which processes have called smp.init
+_MANY = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,7 @@ class Launch:
 
         rank, world_size, port = number("RANK"), number("WORLD_SIZE"), number("MASTER_PORT")
         address = environ.get("MASTER_ADDR", "")
-        local_master = address in ("localhost", _LOOPBACK, "::1")
+        local_master = is_loopback(address)
         local_size = number("LOCAL_WORLD_SIZE", world_size if local_master else None)
         local_rank = number("LOCAL_RANK", rank if local_master else None)
         if not address:
@@ -108,9 +115,11 @@ def init(config: Mapping[str, Any] | Config | None = None) -> None:
     backend = dist.get_backend_config() if given else _choose_backend(parsed.ddp_dist_backend)
     device = _choose_device(backend, launch, given)
     if not given:
-        _start_world(backend, launch)
+        _start_world(backend, launch, parsed)
     try:
-        state.start(_make_session(parsed, mesh, launch, backend, device, owns_world=not given))
+        session = _make_session(parsed, mesh, launch, backend, device, owns_world=not given)
+        state.start(session)
+        set_parallel(session.parallel)
     except BaseException:
         if not given:
             dist.destroy_process_group()
@@ -129,6 +138,7 @@ def shutdown() -> None:
     for close in state.closers:
         close()
     state.clear()
+    set_parallel(None)
     if session.owns_world:
         dist.destroy_process_group()
         return
@@ -182,7 +192,7 @@ def _choose_device(backend: str, launch: Launch, given: bool) -> torch.device:
     return torch.device("cuda", launch.local_rank)
 
 
-def _start_world(backend: str, launch: Launch) -> None:
+def _start_world(backend: str, launch: Launch, config: Config) -> None:
     """Initialise torch.distributed for a launcher's process, or for a job of one."""
     if launch.single_host:
         loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
@@ -190,35 +200,53 @@ def _start_world(backend: str, launch: Launch) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     if launch.master_port is None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    elif launch.single_host and not launch.has_store:
-        store = _loopback_store(launch.master_port, launch)
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
-    else:
-        dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size)
-
-
-def _loopback_store(port: int, launch: Launch) -> TCPStore:
-    """A TCPStore that only this host can reach. Left to itself, TCPStore listens on every interface."""
-    if launch.rank != 0:
-        return TCPStore(_LOOPBACK, port, launch.world_size, is_master=False)
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((_LOOPBACK, port))
-        listener.listen(launch.world_size)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"MASTER_PORT: cannot listen on {_LOOPBACK}:{port}: {error.strerror}; choose another"
-        ) from None
-    return TCPStore(
-        _LOOPBACK,
-        port,
-        launch.world_size,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # the store owns and closes it from here on
+        return
+    start = datetime.timedelta(seconds=config.start_timeout)
+    store = _connect(launch, start)
+    _meet(store, launch, start)
+    # Of every wait in torch.distributed; smpc's own are limited by what they are for.
+    timeout = max(config.start_timeout, config.step_timeout, config.checkpoint_timeout)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=datetime.timedelta(seconds=timeout),
     )
+
+
+def _connect(launch: Launch, timeout: datetime.timedelta) -> Store:
+    """The job's store. On one host, only that host can reach it: left to itself, TCPStore listens on every interface."""
+    assert launch.master_port is not None, "a job of one process needs no store"
+    if launch.has_store or not launch.single_host:
+        arrivals = rendezvous("env://", rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+        store: Store = next(arrivals)[0]
+        return store
+    if launch.rank != 0:
+        return TCPStore(LOOPBACK, launch.master_port, launch.world_size, is_master=False, timeout=timeout)
+    try:
+        return serve(listen(LOOPBACK, launch.master_port), timeout)
+    except ConfigError as error:
+        raise ConfigError(f"MASTER_PORT: {error}") from None
+
+
+def _meet(store: Store, launch: Launch, timeout: datetime.timedelta) -> None:
+    """Wait until all processes are here. Raises TransportError, naming those that are not."""
+    store.set(f"{_HERE}/{launch.rank}", "")
+    keys = [f"{_HERE}/{rank}" for rank in range(launch.world_size)]
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise TransportError(
+            f"smp.init: expected {launch.world_size} processes within start_timeout = {timeout.total_seconds():g} s, but "
+            f"{_ranks(missing)} did not come: look for what they do before smp.init ({error})"
+        ) from None
+
+
+def _ranks(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_MANY])) + (f" and {len(numbers) - _MANY} more" if len(numbers) > _MANY else "")
+    return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
 
 
 def _make_session(
@@ -230,6 +258,7 @@ def _make_session(
     message_device = torch.device("cpu") if "gloo" in backend else device
     configs = gather_objects(config, world, message_device, device)
     _check_same(configs, [f"rank {rank}" for rank in range(len(configs))])
+    groups = _make_groups(mesh, launch.rank, world)
     return Session(
         config=config,
         mesh=mesh,
@@ -238,9 +267,19 @@ def _make_session(
         local_size=launch.local_size,
         device=device,
         message_device=message_device,
-        groups=_make_groups(mesh, launch.rank, world),
+        groups=groups,
+        parallel=_tensor_parallel(config, mesh, groups),
         owns_world=owns_world,
     )
+
+
+def _tensor_parallel(config: Config, mesh: Mesh, groups: Mapping[Axis, dist.ProcessGroup]) -> TensorParallel:
+    """How tensor-parallel modules are split. A group of one draws its random numbers as everything else does."""
+    if mesh.tp_size == 1:
+        return TensorParallel(optimize=config.optimize, prescaled_batch=config.prescaled_batch)
+    group = TensorGroup.of(groups[Axis.TP])
+    streams = RandomStreams(config.tensor_parallel_seed, group.rank)
+    return TensorParallel(group, config.optimize, config.prescaled_batch, streams=streams)
 
 
 def _make_groups(mesh: Mesh, rank: int, world: dist.ProcessGroup) -> dict[Axis, dist.ProcessGroup]:

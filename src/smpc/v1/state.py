@@ -22,6 +22,8 @@ import torch.distributed as dist
 from smpc.config import Config
 from smpc.errors import UsageError
 from smpc.mesh import Axis, Mesh
+from smpc.nn.parallel import TensorParallel
+from smpc.nn.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Session:
     device: torch.device  # where this process computes
     message_device: torch.device  # where the bytes of the communication API lie while they are sent
     groups: Mapping[Axis, dist.ProcessGroup]
+    parallel: TensorParallel  # how tensor-parallel modules are split
     owns_world: bool  # whether smp.init started torch.distributed, so that smp.shutdown ends it
 
 
@@ -43,6 +46,7 @@ class State:
     """The one mutable object of `smpc.v1`."""
 
     def __init__(self) -> None:
+        self.registry = Registry()  # classes may be registered before smp.init, and stay so after smp.shutdown
         self.clear()
 
     def clear(self) -> None:

@@ -1,0 +1,193 @@
+"""Replaces the modules of a model by their distributed versions.
+
+    marks   what `tensor_parallelism` contexts and `set_tensor_parallelism` said of a module: whether, and with which keyword
+            arguments. They are attributes of the modules themselves, so they are copied and pickled with them
+
+Of nested modules that are marked and registered, the outermost is replaced. A module stays as it is, with a warning that says why, if it
+shares a parameter with another one, its sizes cannot be split, or it was made before its class was registered; what lies inside it may
+then still be replaced. A replaced module starts from the weights of the original, where these are known in terms of its own
+(`Registration.state_hook`) and are not on the meta device.
+
+Source: "Enabling Tensor Parallelism" in the public reference of SMP v1.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smpc.errors import ConfigError, ConfigTypeError, UsageError
+from smpc.nn.parallel import DistributedModule, TensorParallel, distributed_modules
+from smpc.nn.registry import Registration, Registry
+
+_MARK = "_smpc_tensor_parallelism"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What was said of a module."""
+
+    enabled: bool
+    kwargs: tuple[tuple[str, Any], ...]  # override arguments of the distributed module
+
+
+@contextmanager
+def tensor_parallelism(enabled: bool = True, **kwargs: Any) -> Iterator[None]:
+    """Marks the modules that are created in this context, which can also decorate a function. Of nested contexts the innermost counts."""
+    mark = _mark("tensor_parallelism", enabled, kwargs)
+    construct = nn.Module.__init__  # the outer context's, if there is one
+
+    @functools.wraps(construct)
+    def construct_marked(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        vars(self)[_MARK] = mark
+
+    nn.Module.__init__ = construct_marked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__init__ = construct  # type: ignore[method-assign]
+
+
+def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **kwargs: Any) -> None:
+    """Marks a module and all that is in it; later calls for parts of it override."""
+    if not isinstance(module, nn.Module):
+        raise ConfigTypeError(f"set_tensor_parallelism: expected a torch.nn.Module, found {type(module).__name__}")
+    mark = _mark("set_tensor_parallelism", enabled, kwargs)
+    for inner in module.modules():
+        vars(inner)[_MARK] = mark
+
+
+def distribute(model: nn.Module, registry: Registry, parallel: TensorParallel) -> nn.Module:
+    """The model with its marked modules replaced, in place; the replacement if it is the model itself."""
+    uses = _parameter_uses(model)
+    made: dict[int, DistributedModule] = {}  # a module that stands in several places is replaced by one
+
+    def visit(module: nn.Module, name: str) -> nn.Module:
+        if id(module) in made:
+            return made[id(module)]
+        replacement = _replacement(module, name, registry, parallel, uses)
+        if replacement is not None:
+            made[id(module)] = replacement
+            return replacement
+        if not isinstance(module, DistributedModule):
+            for child_name, child in list(module.named_children()):
+                new = visit(child, f"{name}.{child_name}" if name else child_name)
+                if new is not child:
+                    setattr(module, child_name, new)
+        return module
+
+    return visit(model, "")
+
+
+def load_whole(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Gives a module with distributed modules in it this rank's slices of whole values, by parameter and buffer name.
+
+    Raises UsageError, before anything is written, listing what is missing, unexpected or of another shape.
+    """
+    owners = dict(distributed_modules(module))
+    own: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    slices: dict[str, Tensor] = {}
+    wrong = [f"missing: {name}" for name in own if name not in values]
+    wrong += [f"unexpected: {name}" for name in values if name not in own]
+    for name, whole in values.items():
+        if name not in own:
+            continue
+        prefix, _, attribute = name.rpartition(".")
+        shape = list(own[name].shape)
+        shard = owners[prefix].shards.get(attribute) if prefix in owners else None
+        if shard is not None:
+            shape[shard.dim] = shard.size
+        if list(whole.shape) != shape:
+            wrong.append(f"shape of {name}: expected {shape}, found {list(whole.shape)}")
+            continue
+        slices[name] = owners[prefix].slice_of(attribute, whole) if prefix in owners else whole
+    if wrong:
+        raise UsageError("\n".join([f"the values do not fit {type(module).__name__}", *wrong]))
+    with torch.no_grad():
+        for name, value in slices.items():
+            own[name].copy_(value)
+
+
+def _mark(what: str, enabled: bool, kwargs: dict[str, Any]) -> Mark:
+    if not isinstance(enabled, bool):
+        raise ConfigTypeError(f"{what}: expected enabled to be a bool, found {type(enabled).__name__} {enabled!r}")
+    return Mark(enabled, tuple(kwargs.items()))
+
+
+def _replacement(
+    module: nn.Module, name: str, registry: Registry, parallel: TensorParallel, uses: Counter[int]
+) -> DistributedModule | None:
+    mark: Mark | None = vars(module).get(_MARK)
+    registration = registry.find(module)
+    if mark is None or not mark.enabled or registration is None:
+        return None
+    what = f"{name or 'the model'} ({type(module).__name__})"
+    own = _parameter_uses(module)
+    shared = [n for n, p in module.named_parameters() if uses[id(p)] > own[id(p)]]
+    if shared:
+        _leave(what, f"it shares {', '.join(shared)} with another module")
+        return None
+    arguments = registration.arguments(module)
+    if arguments is None:
+        _leave(what, "it was made before its class was registered; call tp_register_with_module first")
+        return None
+    try:
+        distributed = _construct(registration, arguments, dict(mark.kwargs), parallel)
+    except ConfigError as error:
+        _leave(what, str(error))
+        return None
+    _take_over(module, what, distributed, registration)
+    registration.attach(distributed)
+    return distributed.train(module.training)
+
+
+def _leave(what: str, why: str) -> None:
+    warnings.warn(f"{what} is not distributed by tensor parallelism: {why}", UserWarning, stacklevel=4)
+
+
+def _construct(
+    registration: Registration,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    overrides: dict[str, Any],
+    parallel: TensorParallel,
+) -> DistributedModule:
+    args, kwargs = arguments
+    signature = inspect.signature(registration.distributed)
+    bound = signature.bind_partial(*args, **kwargs)
+    bound.arguments.update({key: value for key, value in overrides.items() if key in signature.parameters})
+    bound.arguments["parallel"] = parallel
+    return registration.distributed(*bound.args, **bound.kwargs)
+
+
+def _take_over(module: nn.Module, what: str, distributed: DistributedModule, registration: Registration) -> None:
+    state = module.state_dict()
+    if any(tensor.is_meta for tensor in state.values()):
+        return
+    if registration.state_hook is None:
+        warnings.warn(
+            f"{what}: its distributed version starts from newly drawn weights, as it is registered without a state_hook",
+            UserWarning,
+            stacklevel=5,
+        )
+        return
+    load_whole(distributed, registration.state_hook(state))
+    for name, parameter in module.named_parameters():
+        if name in dict(distributed.named_parameters()):
+            distributed.get_parameter(name).requires_grad_(parameter.requires_grad)
+
+
+def _parameter_uses(module: nn.Module) -> Counter[int]:
+    """In how many places of a module each parameter stands, by identity; a module that stands in several counts once."""
+    return Counter(
+        id(parameter) for inner in module.modules() for parameter in inner._parameters.values() if parameter is not None
+    )

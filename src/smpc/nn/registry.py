@@ -1,0 +1,178 @@
+"""Which module classes have a distributed version, and how to get from one to the other.
+
+Terms
+    registration   module class -> distributed class, with hooks that translate
+                       init_hook      arguments of the module's __init__ to (args, kwargs) of the distributed one's
+                       forward_hook   arguments of the module's forward to (args, kwargs) of the distributed one's
+                       return_hook    what the distributed module returns to what the module returns
+                       state_hook     the module's state dict to the whole values of the distributed module's parameters
+    arguments      what a module was constructed with. Registering a class makes its instances remember them; those of torch's own
+                   classes are read from their attributes
+
+Hooks take exactly the arguments of what they translate, without self: a hook that does not is refused when it is registered.
+
+    registry = Registry()
+    registry.register(MyLinear, DistributedLinear, init_hook=lambda width: ((width, width), {}))
+
+Source: "Registering Tensor Parallelism Distributed Modules" in the public reference of SMP v1; `state_hook` is an addition.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from smpc.errors import UsageError
+from smpc.nn.embedding import DistributedEmbedding
+from smpc.nn.linear import DistributedLinear
+from smpc.nn.parallel import DistributedModule
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Translation = Callable[..., Any]
+StateHook = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+_ARGUMENTS = "_smpc_arguments"
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """How to distribute the instances of a module class."""
+
+    module: type[nn.Module]
+    distributed: type[DistributedModule]
+    init_hook: Translation | None = None
+    forward_hook: Translation | None = None
+    return_hook: Translation | None = None
+    state_hook: StateHook | None = None
+    read_arguments: Callable[[Any], Arguments] | None = None  # None: the module remembers them
+
+    def arguments(self, module: nn.Module) -> Arguments | None:
+        """Arguments of the distributed module; None if the module was made before its class was registered."""
+        own = vars(module).get(_ARGUMENTS) if self.read_arguments is None else self.read_arguments(module)
+        if own is None:
+            return None
+        args, kwargs = own
+        if self.init_hook is None:
+            return tuple(args), dict(kwargs)
+        return _pair(self.init_hook(*args, **kwargs), "init_hook", self.module)
+
+    def attach(self, distributed: DistributedModule) -> None:
+        """Makes a distributed module take and return what the original does."""
+        forward, back, owner = self.forward_hook, self.return_hook, self.module
+        if forward is not None:
+
+            def translate(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+                return _pair(forward(*args, **kwargs), "forward_hook", owner)
+
+            distributed.register_forward_pre_hook(translate, with_kwargs=True)
+        if back is not None:
+            distributed.register_forward_hook(lambda module, args, output: back(output))
+
+
+class Registry:
+    """The registrations of one session; nn.Linear and nn.Embedding are there from the start."""
+
+    def __init__(self) -> None:
+        self._found: dict[type[nn.Module], Registration] = {
+            nn.Linear: Registration(nn.Linear, DistributedLinear, state_hook=dict, read_arguments=_linear_arguments),
+            nn.Embedding: Registration(
+                nn.Embedding, DistributedEmbedding, state_hook=dict, read_arguments=_embedding_arguments
+            ),
+        }
+
+    def register(
+        self,
+        module_cls: type[nn.Module],
+        dist_module: type[DistributedModule],
+        init_hook: Translation | None = None,
+        forward_hook: Translation | None = None,
+        return_hook: Translation | None = None,
+        state_hook: StateHook | None = None,
+    ) -> None:
+        """Registers a distributed version of a class, in place of an earlier one. UsageError for what cannot be one, or a hook with another
+        signature than what it translates."""
+        for value, base, name in (
+            (module_cls, nn.Module, "module_cls"),
+            (dist_module, DistributedModule, "dist_module"),
+        ):
+            if not (isinstance(value, type) and issubclass(value, base)):
+                raise UsageError(f"tp_register: expected {name} to be a subclass of {base.__name__}, found {value!r}")
+        _check_signature("init_hook", init_hook, module_cls, module_cls.__init__)
+        _check_signature("forward_hook", forward_hook, module_cls, module_cls.forward)
+        if return_hook is not None and not callable(return_hook):
+            raise UsageError(f"tp_register: expected return_hook to be callable, found {type(return_hook).__name__}")
+        _remember_arguments(module_cls)
+        self._found[module_cls] = Registration(
+            module_cls, dist_module, init_hook, forward_hook, return_hook, state_hook
+        )
+
+    def find(self, module: nn.Module) -> Registration | None:
+        """The registration of a module's very class."""
+        return self._found.get(type(module))
+
+
+def _remember_arguments(module_cls: type[nn.Module]) -> None:
+    construct = module_cls.__init__
+    if _ARGUMENTS in vars(construct):
+        return
+
+    @functools.wraps(construct)
+    def remembering(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        if type(self) is module_cls:
+            vars(self)[_ARGUMENTS] = (args, kwargs)
+
+    vars(remembering)[_ARGUMENTS] = True
+    module_cls.__init__ = remembering  # type: ignore[method-assign]
+
+
+def _check_signature(name: str, hook: Translation | None, owner: type[nn.Module], translated: Translation) -> None:
+    if hook is None:
+        return
+    if not callable(hook):
+        raise UsageError(f"tp_register: expected {name} to be callable, found {type(hook).__name__}")
+    wanted, found = (
+        list(inspect.signature(translated).parameters.values())[1:],
+        list(inspect.signature(hook).parameters.values()),
+    )
+    if [_key(parameter) for parameter in wanted] != [_key(parameter) for parameter in found]:
+        method = f"{owner.__name__}.{translated.__name__}"
+        raise UsageError(
+            f"tp_register: expected the {name} of {owner.__name__} to take the arguments of {method} without self, "
+            f"({_text(wanted)}), found ({_text(found)})"
+        )
+
+
+def _key(parameter: inspect.Parameter) -> tuple[str, int, str]:
+    return parameter.name, int(parameter.kind), repr(parameter.default)
+
+
+def _text(parameters: list[inspect.Parameter]) -> str:
+    return ", ".join(str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters)
+
+
+def _pair(found: Any, name: str, owner: type[nn.Module]) -> Arguments:
+    is_pair = isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[1], Mapping)
+    if not is_pair or isinstance(found[0], str | Mapping | Tensor):
+        raise UsageError(
+            f"the {name} of {owner.__name__} returned {type(found).__name__}, expected a tuple (positional arguments, keyword arguments)"
+        )
+    return tuple(found[0]), dict(found[1])
+
+
+def _linear_arguments(module: nn.Linear) -> Arguments:
+    return (module.in_features, module.out_features), {"bias": module.bias is not None}
+
+
+def _embedding_arguments(module: nn.Embedding) -> Arguments:
+    return (module.num_embeddings, module.embedding_dim), {
+        "padding_idx": module.padding_idx,
+        "max_norm": module.max_norm,
+        "norm_type": module.norm_type,
+        "scale_grad_by_freq": module.scale_grad_by_freq,
+        "sparse": module.sparse,
+    }

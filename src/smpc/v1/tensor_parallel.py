@@ -1,0 +1,141 @@
+"""Tensor parallelism in a training script: declaring it, registering classes for it, and what a model knows of it.
+
+    with smp.tensor_parallelism():                    # what is created inside and has a distributed version is replaced by it
+        model = MyModel()                             # when smp.DistributedModel wraps the model
+    smp.set_tensor_parallelism(model.head, False)     # ... but for the head
+
+    smp.tp_register_with_module(MyLayer, smp.nn.DistributedTransformerLayer, init_hook=..., forward_hook=..., return_hook=...)
+
+The rules are those of `smpc.nn.distribute` and `smpc.nn.registry`. With `tensor_parallel_degree: 1` modules are replaced just the same,
+by distributed ones over one rank: names of parameters do not depend on the degree.
+
+Source: "Tensor Parallelism API for PyTorch" in the public reference of SMP v1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from smpc.errors import StepError
+from smpc.executor.bind import StepHooks
+from smpc.executor.tensor_replicas import TensorReplicas
+from smpc.mesh import Axis
+from smpc.nn.distribute import distribute
+from smpc.nn.parallel import DistributedModule, distributed_modules
+from smpc.nn.registry import StateHook, Translation
+from smpc.v1.comm import gather_objects
+from smpc.v1.state import Session, state
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def tp_register(
+    dist_module: type[DistributedModule],
+    init_hook: Translation | None = None,
+    forward_hook: Translation | None = None,
+    return_hook: Translation | None = None,
+    state_hook: StateHook | None = None,
+) -> Callable[[type[Module]], type[Module]]:
+    """Registers `dist_module` as the distributed version of the class that this decorates; see `smpc.nn.registry` for the hooks."""
+
+    def decorate(module_cls: type[Module]) -> type[Module]:
+        state.registry.register(module_cls, dist_module, init_hook, forward_hook, return_hook, state_hook)
+        return module_cls
+
+    return decorate
+
+
+def tp_register_with_module(
+    module_cls: type[nn.Module],
+    dist_module: type[DistributedModule],
+    init_hook: Translation | None = None,
+    forward_hook: Translation | None = None,
+    return_hook: Translation | None = None,
+    state_hook: StateHook | None = None,
+) -> None:
+    """Registers `dist_module` as the distributed version of an existing class; see `smpc.nn.registry` for the hooks."""
+    state.registry.register(module_cls, dist_module, init_hook, forward_hook, return_hook, state_hook)
+
+
+class Distribution:
+    """What of a model is distributed over tensor-parallel ranks. Replaces its modules, in place."""
+
+    def __init__(self, module: nn.Module, session: Session) -> None:
+        self._session = session
+        self._parallel = session.parallel
+        self.module = distribute(module, state.registry, self._parallel)
+        self._checked_batch = (
+            self._parallel.group.size == 1
+            or not self._parallel.prescaled_batch
+            or session.mesh.pp_rank(session.rank) > 0  # its arguments do not count
+        )
+        sharded: dict[int, None] = {}
+        scaled: dict[int, None] = {}
+        for _, owner in distributed_modules(self.module):
+            for name, parameter in owner.named_parameters(recurse=False):
+                if name in owner.shards:
+                    sharded[id(parameter)] = None
+                if name not in owner.local_batch:
+                    scaled[id(parameter)] = None
+        self._sharded, self._scaled = frozenset(sharded), frozenset(scaled)
+
+    def modules(self) -> Iterator[DistributedModule]:
+        """The distributed modules."""
+        return (module for _, module in distributed_modules(self.module))
+
+    def is_sharded(self, tensor: Tensor) -> bool:
+        """Whether each rank holds its own slice of the parameter."""
+        return id(tensor) in self._sharded
+
+    def is_scaled(self, tensor: Tensor) -> bool:
+        """Whether the parameter acts on the samples of the whole tensor-parallel group."""
+        return id(tensor) in self._scaled
+
+    def hooks(self, stages: Mapping[int, nn.Module], inner: StepHooks | None, passes: int) -> StepHooks | None:
+        """What reduces the gradients of these stages; `inner` averages over replicas."""
+        if self._parallel.group.size == 1:
+            return inner
+        named: dict[int, tuple[str, nn.Parameter]] = {}
+        for index in sorted(stages):
+            for name, parameter in stages[index].named_parameters():
+                named.setdefault(id(parameter), (name, parameter))
+        return TensorReplicas(
+            [parameter for key, (_, parameter) in named.items() if key in self._scaled],
+            [pair for key, pair in named.items() if key not in self._scaled],
+            [parameter for key, (_, parameter) in named.items() if key not in self._sharded]
+            + [buffer for index in sorted(stages) for buffer in stages[index].buffers()],
+            self._parallel.group,
+            inner,
+            own_samples=not self._parallel.prescaled_batch,
+            backward_passes_per_step=passes,
+        )
+
+    def check_batch(self, arguments: Mapping[str, Any], step_name: str) -> None:
+        """With `prescaled_batch`, raises StepError on all ranks of a group in the first step if they were given different tensors."""
+        if self._checked_batch:
+            return
+        self._checked_batch = True
+        session = self._session
+        digests = gather_objects(
+            {name: _digest(value) for name, value in arguments.items() if isinstance(value, Tensor)},
+            session.groups[Axis.TP],
+            session.message_device,
+            session.device,
+        )
+        wrong = sorted({name for digest in digests for name in digest if digest[name] != digests[0].get(name)})
+        if wrong:
+            raise StepError(
+                f"step function {step_name}: prescaled_batch is set, so all ranks of a tensor-parallel group must be given the same batch; "
+                f"found different values of {', '.join(wrong)}; shard the data by smp.rdp_rank() and smp.rdp_size(), not smp.dp_rank()"
+            )
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.detach().cpu().contiguous()
+    content = data.view(torch.uint8).numpy().tobytes() if data.dim() else repr(data.item()).encode()
+    return hashlib.sha256(f"{data.dtype}{tuple(data.shape)}".encode() + content).hexdigest()
