@@ -20,6 +20,8 @@ SETATTR = "builtins.setattr"
 GETITEM = "_operator.getitem"
 SETITEM = "_operator.setitem"
 
+_OWN_OPS = "torch.ops.smpc."
+
 # Searched in this order: the name that users know best comes first.
 _NAMESPACES = (
     "torch.nn.functional",
@@ -73,6 +75,8 @@ def name_of(func: Callable[..., Any]) -> str:
 @functools.cache
 def function(name: str) -> Callable[..., Any]:
     """The function of that qualified name."""
+    if name.startswith(_OWN_OPS):
+        importlib.import_module("smpc.kernels.ops")  # registers them
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1):
         try:

@@ -179,19 +179,19 @@ def test_output_layer(mode, norm, activation, seed):
 
 
 def layer_arguments(norm, activation, causal, cross):
-    return dict(
-        num_attention_heads=HEADS,
-        attention_head_size=HEAD,
-        hidden_size=HIDDEN,
-        intermediate_size=WIDE,
-        attention_dropout_prob=0.0,
-        hidden_dropout_prob=0.0,
-        activation=activation,
-        causal_mask_size=causal,
-        add_cross_attention=cross,
-        pre_layernorm=norm[0],
-        post_layernorm=norm[1],
-    )
+    return {
+        "num_attention_heads": HEADS,
+        "attention_head_size": HEAD,
+        "hidden_size": HIDDEN,
+        "intermediate_size": WIDE,
+        "attention_dropout_prob": 0.0,
+        "hidden_dropout_prob": 0.0,
+        "activation": activation,
+        "causal_mask_size": causal,
+        "add_cross_attention": cross,
+        "pre_layernorm": norm[0],
+        "post_layernorm": norm[1],
+    }
 
 
 def plain_arguments(norm, activation, causal, cross):

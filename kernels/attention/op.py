@@ -1,0 +1,159 @@
+"""Attention with log-sum-exp, forward and backward, as ops that torch knows: `smpc::flash_attention`.
+
+    s_ij = scale * q_i k_j + bias_j            -inf where causal hides key j:  j > i + causal_offset
+    lse_i = log sum_j exp(s_ij)
+    p_ij = exp(s_ij - lse_i)                   0 for a query that sees no key
+    o_i  = sum_j p_ij v_j
+
+    dv_j = sum_i p_ij do_i                     d x: gradient of the loss with respect to x
+    ds_ij = p_ij (do_i v_j - delta_i)          delta_i = o_i do_i - dlse_i
+    dq_i = scale * sum_j ds_ij k_j             dk_j = scale * sum_i ds_ij q_i
+
+    q [batch, heads, queries, head size]       k, v [batch, key heads, keys, head size]; heads are a multiple of key heads
+    bias [batch or 1, heads or 1, 1, keys]     added to the scores: ALiBi, padding as -inf; it gets no gradient
+
+Head sizes are 1 to 256 (those between powers of two cost as much as the next power). Types are fp16, bf16 and fp32, summed
+in fp32, and fp64; q, k and v may have any strides. On CUDA devices from Ampere on Triton's kernels run for fp16 and bf16; everything
+else is the formula in torch (`reference.py`), which holds the whole matrix of scores. Results have q's type; lse is
+fp32 (fp64 for fp64). Results and gradients repeat bit by bit: sums have one order, without atomic additions.
+
+`causal_offset` is 0 for the standard lower triangle, which starts at the first key whatever the lengths are;
+`keys - queries` aligns the last query with the last key, as decoding with cached keys needs. `lse` lets context
+parallelism merge partial results: lse = logaddexp(lse_1, lse_2), o = sum_i exp(lse_i - lse) o_i; gradients flow through it.
+
+    out = flash_attention(q, k, v, causal=True)                 # scale is 1 / sqrt(head size)
+    out, lse = flash_attention_with_lse(q, k, v, bias=alibi)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smpc.kernels.attention.check import check_attention
+from smpc.kernels.attention.reference import reference_backward, reference_forward
+from smpc.kernels.runtime import Backend, backend
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_offset: int = 0,
+) -> Tensor:
+    """Attention's result, `[batch, heads, queries, head size]`; see the module for what may be given."""
+    out, _ = flash_attention_with_lse(q, k, v, bias, scale=scale, causal=causal, causal_offset=causal_offset)
+    return out
+
+
+def flash_attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    causal_offset: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Attention's result and lse, `[batch, heads, queries]`."""
+    check_attention(q, k, v, bias, scale)
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1])
+    if bias is not None and q.dtype != torch.float64:
+        bias = bias.float().contiguous()
+    result: tuple[Tensor, Tensor] = attention_op(q, k, v, bias, scale, causal, causal_offset)
+    return result
+
+
+@torch.library.custom_op("smpc::flash_attention", mutates_args=())
+def attention_op(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool, causal_offset: int
+) -> tuple[Tensor, Tensor]:
+    """The op; arguments are taken as checked."""
+    if _by_formula(q):
+        return reference_forward(q, k, v, bias, scale, causal, causal_offset)
+    from smpc.kernels.attention.forward_triton import launch_forward
+
+    return launch_forward(q, k, v, bias, scale, causal, causal_offset)
+
+
+@attention_op.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool, causal_offset: int
+) -> tuple[Tensor, Tensor]:
+    return _empty(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@torch.library.custom_op("smpc::flash_attention_backward", mutates_args=())
+def attention_backward_op(
+    grad: Tensor,
+    grad_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+    causal_offset: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    if _by_formula(q):
+        return reference_backward(grad, grad_lse, q, k, v, bias, out, lse, scale, causal, causal_offset)
+    from smpc.kernels.attention.backward_triton import launch_backward
+
+    return launch_backward(grad, grad_lse, q, k, v, bias, out, lse, scale, causal, causal_offset)
+
+
+@attention_backward_op.register_fake
+def _(
+    grad: Tensor,
+    grad_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+    causal_offset: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty(q), _empty(k), _empty(v)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, bias, ctx.scale, ctx.causal, ctx.causal_offset = inputs
+    ctx.save_for_backward(q, k, v, bias, *output)
+
+
+def _backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = attention_backward_op(grad, grad_lse, *ctx.saved_tensors, ctx.scale, ctx.causal, ctx.causal_offset)
+    return *gradients, None, None, None, None
+
+
+attention_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _by_formula(q: Tensor) -> bool:
+    # On a GPU fp32 products would be slow or inexact; in the interpreter products of bf16 are wrong.
+    types = {
+        Backend.TRITON: (torch.float16, torch.bfloat16),
+        Backend.INTERPRETER: (torch.float16, torch.float32),
+        Backend.TORCH: (),
+    }
+    return q.dtype not in types[backend(q.device)]
+
+
+def _empty(like: Tensor) -> Tensor:
+    batch, heads, sequence, head = like.shape
+    return like.new_empty((batch, sequence, heads, head)).transpose(1, 2)

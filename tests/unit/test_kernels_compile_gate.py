@@ -1,0 +1,84 @@
+"""The compile gate: what it finds, that no kernel escapes it, and one way of compiling each kernel.
+
+All variants on all targets take minutes: `make kernels`, and the slow test here.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from smpc.kernels.compile_gate import compile_all, compile_variant
+from smpc.kernels.variants import KERNEL_FILES, KernelVariant, variant, variants_of
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+
+
+@triton.jit
+def spilling_kernel(source, out, BLOCK: tl.constexpr):
+    """Sorts more numbers than there are registers for."""
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, tl.sort(tl.load(source + at)))
+
+
+@triton.jit
+def broken_kernel(out):
+    tl.store(out, undefined_name)  # noqa: F821
+
+
+def first_variants() -> list[KernelVariant]:
+    """The first variant of each kernel."""
+    found: dict[str, KernelVariant] = {}
+    for module in KERNEL_FILES:
+        for each in variants_of(module):
+            found.setdefault(each.kernel.__name__, each)
+    return list(found.values())
+
+
+def test_every_kernel_has_a_variant():
+    names = {each.kernel.__name__ for module in KERNEL_FILES for each in variants_of(module)}
+    for file in sorted(KERNELS.rglob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and node.decorator_list:
+                assert node.name in names, f"{file.name}: {node.name} has no variant, see kernels/variants.py"
+
+
+def test_names_are_unique():
+    names = [each.name for module in KERNEL_FILES for each in variants_of(module)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("each", first_variants(), ids=lambda each: each.name)
+def test_one_variant_of_each_kernel_compiles(each: KernelVariant):
+    result = compile_variant(each, each.targets[0])
+    assert result.verdict() == "ok"
+    assert result.registers > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_variant_compiles_for_every_target():
+    results = list(compile_all())
+    assert results
+    assert [result for result in results if result.verdict() != "ok"] == []
+
+
+def test_the_gate_finds_spills():
+    each = variant("sort", spilling_kernel, {"source": "*fp32:16", "out": "*fp32:16"}, {"BLOCK": 8192}, num_warps=1)
+    assert "at most 16 expected" in compile_variant(each, 80).verdict()
+
+
+def test_the_gate_finds_what_does_not_compile():
+    verdict = compile_variant(variant("broken", broken_kernel, {"out": "*fp32"}, {}), 90).verdict()
+    assert verdict.startswith("does not compile")
+    assert "undefined_name" in verdict
+
+
+def test_a_variant_names_every_argument():
+    with pytest.raises(AssertionError, match="expected the kernel's arguments"):
+        variant("incomplete", spilling_kernel, {"source": "*fp32"}, {"BLOCK": 16})
