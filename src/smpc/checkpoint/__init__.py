@@ -1,5 +1,43 @@
-"""Checkpoints."""
+"""Checkpoints: whole or not there, verified, and loadable on any topology. See docs/checkpoints.md."""
 
+from smpc.checkpoint.background import BackgroundSaver
+from smpc.checkpoint.boxes import Box
+from smpc.checkpoint.channel import Alone, Channel, GroupChannel, StoreChannel, together
+from smpc.checkpoint.content import Content, Shard
+from smpc.checkpoint.convert import open_source, write_checkpoint
+from smpc.checkpoint.distributed import write_distributed
+from smpc.checkpoint.export import save_full, write_file_of, write_folder
 from smpc.checkpoint.files import read_file, write_file
+from smpc.checkpoint.folders import Root
+from smpc.checkpoint.load import Loaded, load
+from smpc.checkpoint.reader import Checkpoint, verify
+from smpc.checkpoint.rng import capture_rng, restore_rng
+from smpc.checkpoint.save import save
 
-__all__ = ["read_file", "write_file"]
+__all__ = [
+    "Alone",
+    "BackgroundSaver",
+    "Box",
+    "Channel",
+    "Checkpoint",
+    "Content",
+    "GroupChannel",
+    "Loaded",
+    "Root",
+    "Shard",
+    "StoreChannel",
+    "capture_rng",
+    "load",
+    "open_source",
+    "read_file",
+    "restore_rng",
+    "save",
+    "save_full",
+    "together",
+    "verify",
+    "write_checkpoint",
+    "write_distributed",
+    "write_file",
+    "write_file_of",
+    "write_folder",
+]

@@ -1,0 +1,144 @@
+"""How the ranks of a checkpoint talk: every rank gives a message and gets everybody's.
+
+    channel.exchange("mine") -> ["of rank 0", "of rank 1", ...]      in order of rank, on every rank
+
+Nothing else is needed to save and load. A channel belongs to one user at a time: saving in the background needs one of its own. An exchange
+returns, or raises CheckpointError, within the channel's timeout and names the ranks that did not come where it can; it never hangs.
+
+    Alone()                                     one process
+    GroupChannel(group, timeout)                a gloo process group
+    StoreChannel(store, rank, size, timeout)    a torch.distributed store; needs no process group
+
+`together` runs a piece of work on every rank, and makes the failure of one the failure of all. Messages are JSON: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from smpc.errors import CheckpointError
+
+
+class Channel(Protocol):
+    """One rank's end."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def exchange(self, message: str) -> list[str]:
+        """Every rank's message, in order of rank. Raises CheckpointError in time if a rank does not come."""
+
+
+class Alone:
+    """The channel of a single process."""
+
+    rank, size = 0, 1
+
+    def exchange(self, message: str) -> list[str]:
+        """What was given."""
+        return [message]
+
+
+class GroupChannel:
+    """The ranks of a process group with gloo. `timeout`: of an exchange, that is of the slowest rank's work before it."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
+        if "gloo" not in dist.get_backend(group):
+            raise CheckpointError(
+                f"a checkpoint's process group must use gloo, found {dist.get_backend(group)}; make one with new_group(backend='gloo')"
+            )
+        self._group, self._timeout = group, timeout
+        self.rank, self.size = group.rank(), group.size()
+
+    def exchange(self, message: str) -> list[str]:
+        """See Channel."""
+        try:
+            # Alone among the collectives it says who is missing; what follows meets nobody's delay.
+            dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
+            data = message.encode()
+            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(lengths, torch.tensor([len(data)]), group=self._group)
+            longest = max(int(length) for length in lengths)
+            padded = torch.frombuffer(bytearray(data.ljust(longest or 1)), dtype=torch.uint8)
+            messages = [torch.empty_like(padded) for _ in range(self.size)]
+            dist.all_gather(messages, padded, group=self._group)
+        except (RuntimeError, ValueError) as error:  # ValueError: the group has been destroyed
+            raise CheckpointError(
+                f"rank {self.rank}: another rank ended, or did not come within {self._timeout.total_seconds():g} s: "
+                f"{str(error).strip().splitlines()[0]}"
+            ) from error
+        return [
+            found[: int(length)].numpy().tobytes().decode() for found, length in zip(messages, lengths, strict=True)
+        ]
+
+
+class StoreChannel:
+    """Ranks that share a store. `prefix` sets channels of one store apart; no two may ever have used the same."""
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: datetime.timedelta, prefix: str = "checkpoint"
+    ) -> None:
+        self._store = PrefixStore(prefix, store)
+        self._timeout, self._turn = timeout, 0
+        self.rank, self.size = rank, size
+
+    def exchange(self, message: str) -> list[str]:
+        """See Channel."""
+        turn, self._turn = self._turn, self._turn + 1
+        found: list[str] = []
+        try:
+            self._store.set(f"{turn}/{self.rank}", "+" + message)  # a store may take an empty value for a missing one
+            for rank in range(self.size):
+                self._store.wait([f"{turn}/{rank}"], self._timeout)
+                found.append(self._store.get(f"{turn}/{rank}")[1:].decode())
+            if turn:  # every rank has come here, so every rank has read the turn before
+                self._store.delete_key(f"{turn - 1}/{self.rank}")
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(
+                f"rank {self.rank}: rank {len(found)} ended, or did not come within {self._timeout.total_seconds():g} s: "
+                f"{str(error).strip().splitlines()[0]}"
+            ) from error
+        return found
+
+
+def together(channel: Channel, work: Callable[[], Any]) -> list[Any]:
+    """Run `work` on every rank and return what it returned on each, in order of rank. It returns plain JSON values.
+
+    If it raises on one rank, CheckpointError is raised on every rank, naming each rank that failed and why.
+    """
+    value, failure, cause = None, None, None
+    try:
+        value = work()
+    except Exception as error:
+        failure, cause = describe(error), error
+    answers = channel.exchange(json.dumps({"failure": failure, "value": value}))
+    try:
+        decoded = [json.loads(answer) for answer in answers]
+        failures = [f"rank {rank}: {answer['failure']}" for rank, answer in enumerate(decoded) if answer["failure"]]
+        values = [answer["value"] for answer in decoded]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"rank {channel.rank}: another rank sent what is no message of a checkpoint") from error
+    if failures:
+        raise CheckpointError("\n".join(failures)) from cause
+    return values
+
+
+def describe(error: BaseException) -> str:
+    """An error's text; the type too unless the error is ours."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.strerror}: {error.filename}"
+    return f"{type(error).__name__}: {error}"

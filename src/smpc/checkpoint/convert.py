@@ -1,0 +1,68 @@
+"""From any source to any form; see docs/checkpoints.md for what each keeps.
+
+with open_source(path) as source:
+    write_checkpoint(source, "run/step_100")    a checkpoint of this library ("partial")
+    write_file_of(source, "model.safetensors")  one file of the model ("full")
+    write_folder(source, "export")              a Hugging Face folder ("hf")
+    write_distributed(source, "dcp")            torch.distributed.checkpoint ("dcp")
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from smpc.checkpoint.channel import Alone
+from smpc.checkpoint.content import Content, Shard
+from smpc.checkpoint.distributed import METADATA, DistributedSource
+from smpc.checkpoint.export import shard_of
+from smpc.checkpoint.folders import Root
+from smpc.checkpoint.manifest import NAME
+from smpc.checkpoint.save import save
+from smpc.checkpoint.sources import CheckpointSource, LegacySource, SafetensorsSource, Source
+from smpc.checkpoint.tensorfile import Advance
+from smpc.errors import CheckpointError
+
+
+def open_source(path: str | os.PathLike[str]) -> Source:
+    """Whatever lies there, to be read tensor by tensor. Raises CheckpointError if it is missing or nothing that can be read."""
+    found = os.path.abspath(os.fspath(path))
+    if os.path.isfile(found):
+        return SafetensorsSource(found) if found.endswith(".safetensors") else LegacySource(found)
+    if not os.path.isdir(found):
+        raise CheckpointError(f"{found}: no such file or folder")
+    if os.path.lexists(os.path.join(found, NAME)):
+        return CheckpointSource(found)
+    if os.path.lexists(os.path.join(found, METADATA)):
+        return DistributedSource(found)
+    if any(name.endswith(".safetensors") for name in os.listdir(found)):
+        return SafetensorsSource(found)
+    root = Root(found)
+    tags = root.tags()
+    raise CheckpointError(
+        f"{found}: expected a checkpoint ({NAME}), a folder of .safetensors files or of torch.distributed.checkpoint ({METADATA}); "
+        + (f"it holds the checkpoints {', '.join(tags)}, name one of them" if tags else "found none of them")
+    )
+
+
+def write_checkpoint(
+    source: Source,
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    advance: Advance | None = None,
+) -> str:
+    """Write a checkpoint of this library: its folder's name is the tag. Of another checkpoint all is kept but pickled content."""
+    parent, tag = os.path.split(os.path.abspath(os.fspath(path)))
+    if not os.path.isdir(parent):
+        raise CheckpointError(f"cannot write {os.path.join(parent, tag)}: there is no folder {parent}")
+    shards: list[Shard] = [
+        shard_of(source, item, dtype if item.kind == "model" and item.dtype.is_floating_point else None)
+        for item in source.items
+    ]
+    content = Content(shards, metadata=source.metadata)
+    if isinstance(source, CheckpointSource):
+        old = source.checkpoint
+        content = Content(shards, metadata=source.metadata, user=old.user(), plan=old.plan)
+    return save(Root(parent), tag, content, Alone(), advance=advance)

@@ -1,0 +1,210 @@
+"""Plain safetensors, as Hugging Face's `from_pretrained` opens them: written from any source, one tensor in memory at a time.
+
+    write_file_of(source, "model.safetensors")          one file
+    write_folder(source, "export", files={"config.json": text})
+        export/config.json
+        export/model.safetensors                        up to `max_file_bytes`; else
+        export/model-00001-of-00003.safetensors, ...    and model.safetensors.index.json
+
+Both are published by a rename once they are on the disk, and neither replaces anything. `rename` gives tensors other names (a translator to
+Hugging Face's), or None to leave one out; `dtype` casts floating-point tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from smpc.checkpoint.channel import Channel, together
+from smpc.checkpoint.content import Content, Shard
+from smpc.checkpoint.folders import DRAFT, Root, make_locked, sync_folder, write_new
+from smpc.checkpoint.manifest import BLOCK_SIZE, is_plain_name
+from smpc.checkpoint.save import save
+from smpc.checkpoint.sources import INDEX, SINGLE, CheckpointSource, Item, Source
+from smpc.checkpoint.tensorfile import Advance, write_tensors
+from smpc.errors import CheckpointError
+
+MAX_FILE_BYTES = 5_000_000_000
+
+Rename = Callable[[str], str | None]
+
+
+def write_file_of(
+    source: Source,
+    path: str | os.PathLike[str],
+    *,
+    kind: str = "model",
+    rename: Rename | None = None,
+    dtype: torch.dtype | None = None,
+    advance: Advance | None = None,
+) -> str:
+    """Write one safetensors file with all tensors of a kind. Raises CheckpointError if it exists or cannot be written."""
+    shards = _shards(source, kind, rename, dtype)
+    with new_path(path) as draft:
+        write_tensors(draft, shards, BLOCK_SIZE, advance=advance)
+    return os.path.abspath(os.fspath(path))
+
+
+def write_folder(
+    source: Source,
+    path: str | os.PathLike[str],
+    *,
+    files: Mapping[str, str] | None = None,
+    kind: str = "model",
+    rename: Rename | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    advance: Advance | None = None,
+) -> str:
+    """Write a folder with all tensors of a kind, and texts by name of file. A tensor larger than `max_file_bytes` has a file of its own."""
+    wrong = [name for name in files or {} if not is_plain_name(name) or name.endswith((".safetensors", INDEX))]
+    if wrong or max_file_bytes < 1:
+        raise CheckpointError(
+            f"expected plain names of other files than the tensors', found {', '.join(map(repr, wrong))}"
+            if wrong
+            else f"max_file_bytes: expected a positive number, found {max_file_bytes}"
+        )
+    groups = _grouped(_shards(source, kind, rename, dtype), max_file_bytes)
+    names = (
+        [SINGLE] if len(groups) == 1 else [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in _count(groups)]
+    )
+    with new_path(path) as draft:
+        os.mkdir(draft, 0o700)
+        for name, group in zip(names, groups, strict=True):
+            write_tensors(os.path.join(draft, name), group, BLOCK_SIZE, advance=advance)
+        texts = dict(files or {})
+        if len(groups) > 1:
+            total = sum(shard.num_bytes for group in groups for _, shard in group)
+            where = {key: name for name, group in zip(names, groups, strict=True) for key, _ in group}
+            texts[INDEX] = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n"
+        for name, text in texts.items():
+            write_new(os.path.join(draft, name), text.encode())
+        sync_folder(draft)
+    return os.path.abspath(os.fspath(path))
+
+
+def save_full(
+    path: str | os.PathLike[str],
+    content: Content,
+    channel: Channel,
+    write: Callable[[Source, str], object] = write_file_of,
+) -> str:
+    """Write what the ranks hold in parts as whole tensors: with `write_file_of`, or `partial(write_folder, files=...)`. Collective.
+
+    The parts go to the disk first, all ranks at once and with checksums, and rank 0 puts them together from there; so no rank holds more
+    than its share and one tensor, and the disk needs room for twice the tensors. Raises CheckpointError on every rank.
+    """
+    target = os.path.abspath(os.fspath(path))
+    with ExitStack() as stack:
+
+        def begin() -> str:
+            if channel.rank:
+                return ""
+            if os.path.lexists(target):
+                raise CheckpointError(f"{target} exists and is not overwritten")
+            os.makedirs(os.path.dirname(target), 0o700, exist_ok=True)
+            return stack.enter_context(_locked_folder(os.path.dirname(target)))
+
+        parts = save(Root(together(channel, begin)[0]), "parts", content, channel)
+
+        def finish() -> None:
+            if channel.rank == 0:
+                with CheckpointSource(parts) as source:
+                    write(source, target)
+
+        together(channel, finish)
+    return target
+
+
+@contextmanager
+def new_path(path: str | os.PathLike[str]) -> Iterator[str]:
+    """A name to write a file or a folder under; it becomes `path` if all goes well and is removed otherwise.
+
+    Raises CheckpointError if `path` exists, at the beginning or at the end.
+    """
+    target = os.path.abspath(os.fspath(path))
+    parent = os.path.dirname(target)
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists and is not overwritten")
+    if not os.path.isdir(parent):
+        raise CheckpointError(f"cannot write {target}: there is no folder {parent}")
+    try:
+        with _locked_folder(parent) as folder:
+            draft = os.path.join(folder, "draft")
+            yield draft
+            if os.path.isdir(draft):
+                if os.path.lexists(target):  # a rename would replace an empty folder
+                    raise CheckpointError(f"{target} exists and is not overwritten")
+                os.rename(draft, target)
+            else:
+                os.link(draft, target)  # fails if there is one, which a rename does not
+            sync_folder(parent)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {target}: {error.strerror}") from error
+
+
+@contextmanager
+def _locked_folder(parent: str) -> Iterator[str]:
+    """A folder for drafts, removed at the end; `Root.clean` removes that of a dead process."""
+    folder = os.path.join(parent, f".export.{secrets.token_hex(4)}.{DRAFT}")
+    lock = make_locked(folder)
+    try:
+        yield folder
+    finally:
+        os.close(lock)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _shards(source: Source, kind: str, rename: Rename | None, dtype: torch.dtype | None) -> list[tuple[str, Shard]]:
+    """The tensors of a kind as shards that are read when they are written, by their names in the file."""
+    items = [item for item in source.items if item.kind == kind]
+    if not items:
+        there = ", ".join(sorted({item.kind for item in source.items})) or "nothing"
+        raise CheckpointError(f"expected tensors of the kind {kind}, found {there}")
+    shards: dict[str, Shard] = {}
+    for item in items:
+        name = item.name if rename is None else rename(item.name)
+        if name is None:
+            continue
+        if name in shards:
+            raise CheckpointError(f"two tensors would be called {name}: {shards[name].name} and {item.name}")
+        as_dtype = dtype if dtype is not None and item.dtype.is_floating_point else item.dtype
+        shards[name] = shard_of(source, item, as_dtype)
+    return list(shards.items())
+
+
+def shard_of(source: Source, item: Item, dtype: torch.dtype | None = None) -> Shard:
+    """A whole tensor of a source, read when it is written."""
+    whole = replace(item, dtype=dtype or item.dtype)
+    bring = partial(_read, source, item, whole.dtype)
+    return Shard(item.kind, item.name, whole.dtype, item.shape, item.shape, (0,) * len(item.shape), bring)
+
+
+def _read(source: Source, item: Item, dtype: torch.dtype) -> Tensor:
+    return source.read(item).to(dtype)
+
+
+def _grouped(shards: Sequence[tuple[str, Shard]], most: int) -> list[list[tuple[str, Shard]]]:
+    """In order, as many to a file as fit."""
+    groups: list[list[tuple[str, Shard]]] = [[]]
+    size = 0
+    for key, shard in shards:
+        if groups[-1] and size + shard.num_bytes > most:
+            groups.append([])
+            size = 0
+        groups[-1].append((key, shard))
+        size += shard.num_bytes
+    return groups
+
+
+def _count(groups: Sequence[object]) -> range:
+    return range(1, len(groups) + 1)

@@ -1,0 +1,147 @@
+"""Loading on any topology: every rank says which boxes of which tensors it wants; all is checked before anything is written.
+
+    load(folder, [Shard.of("model", "head.weight", rows, (50257, 768), (12564, 0)), ...], channel) -> Loaded
+
+    1  every rank opens the checkpoint and compares names, shapes and dtypes; all that is wrong is listed together
+    2  the ranks check every block that one of them wants, each a part of the blocks, each block once
+    3  every rank reads its boxes into its tensors, against the checksums again
+
+A failure on one rank is CheckpointError on all. Until 2 has succeeded everywhere no tensor has been touched. Each rank needs its tensors
+and one block (see `smpc.checkpoint.reader`), whatever the checkpoint's size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smpc.checkpoint.channel import Channel, together
+from smpc.checkpoint.content import Shard
+from smpc.checkpoint.reader import Checkpoint
+from smpc.checkpoint.tensorfile import Advance
+from smpc.errors import CheckpointError
+
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What `strict=False` let pass: tensors wanted and not there, and there and not wanted by any rank; (kind, name) in order."""
+
+    missing: tuple[Key, ...]
+    unexpected: tuple[Key, ...]
+
+
+def load(
+    folder: str | os.PathLike[str],
+    wanted: Sequence[Shard],
+    channel: Channel,
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    kinds: Collection[str] | None = None,
+    advance: Advance | None = None,
+) -> Loaded:
+    """Fill the shards' tensors. Collective; ranks may want different boxes, or nothing.
+
+    strict: tensors that are missing, or of `kinds` (by default the kinds wanted by any rank) and wanted by no rank, are errors.
+    cast: tensors of another dtype than the saved are filled by casting; otherwise they are errors. Shapes must always agree.
+    advance: told the bytes that this rank has checked and read.
+
+    Raises CheckpointError on every rank if anything is wrong on one.
+    """
+    opened: list[Checkpoint] = []
+    try:
+        answers = together(channel, lambda: _compare(folder, wanted, opened, cast))
+        loaded = _union(opened[0], answers, kinds)
+        _refuse(loaded, answers, opened[0].folder, strict)
+        keys = [(kind, name) for answer in answers for kind, name in answer["wanted"]]
+        together(channel, lambda: _verify(opened[0], list(dict.fromkeys(keys)), channel, advance))
+        together(channel, lambda: _fill(opened[0], wanted, loaded, advance))
+        return loaded
+    finally:
+        for checkpoint in opened:
+            checkpoint.close()
+
+
+def _compare(folder: str | os.PathLike[str], wanted: Sequence[Shard], opened: list[Checkpoint], cast: bool) -> Any:
+    checkpoint = Checkpoint.open(folder)
+    opened.append(checkpoint)
+    wrong: list[str] = []
+    missing: list[Key] = []
+    found: list[Key] = []
+    for shard in wanted:
+        entry = checkpoint.entries.get((shard.kind, shard.name))
+        if entry is None:
+            missing.append((shard.kind, shard.name))
+            continue
+        found.append((shard.kind, shard.name))
+        if entry.shape != shard.global_shape:
+            wrong.append(
+                f"shape of {shard.kind} {shard.name}: expected {list(shard.global_shape)}, found {list(entry.shape)}"
+            )
+        if entry.dtype != shard.dtype and not cast:
+            wrong.append(
+                f"dtype of {shard.kind} {shard.name}: expected {shard.dtype}, found {entry.dtype}; ask for a cast to load it"
+            )
+    return {"wanted": found, "missing": missing, "wrong": wrong, "sequence": checkpoint.manifest.sequence}
+
+
+def _union(checkpoint: Checkpoint, answers: Sequence[Any], kinds: Collection[str] | None) -> Loaded:
+    wanted = {(kind, name) for answer in answers for kind, name in answer["wanted"]}
+    missing = sorted({(kind, name) for answer in answers for kind, name in answer["missing"]})
+    compared = set(kinds) if kinds is not None else {kind for kind, _ in [*wanted, *missing]}
+    unexpected = sorted(key for key in checkpoint.entries if key[0] in compared and key not in wanted)
+    return Loaded(tuple(missing), tuple(unexpected))
+
+
+def _refuse(loaded: Loaded, answers: Sequence[Any], folder: str, strict: bool) -> None:
+    """Raise if anything does not fit. Every rank has all answers, so it needs no agreement."""
+    wrong = list(dict.fromkeys(line for answer in answers for line in answer["wrong"]))
+    if strict:
+        wrong = [
+            *(f"missing: {kind} {name}" for kind, name in loaded.missing),
+            *(f"unexpected: {kind} {name}" for kind, name in loaded.unexpected),
+            *wrong,
+        ]
+    if len({answer["sequence"] for answer in answers}) > 1:
+        wrong.append("the ranks see different checkpoints under this path; all must share the folder")
+    if wrong:
+        raise CheckpointError("\n".join([f"{folder} does not fit, nothing was loaded", *wrong]))
+
+
+def _verify(checkpoint: Checkpoint, keys: Sequence[Key], channel: Channel, advance: Advance | None) -> None:
+    turn = 0
+    files: dict[str, None] = {}
+    for key in keys:
+        entry = checkpoint.entries[key]
+        files |= dict.fromkeys(piece.file for piece in entry.pieces)
+        for index in range(checkpoint.blocks(entry)):
+            if turn % channel.size == channel.rank:
+                _tell(advance, checkpoint.verify_block(entry, index))
+            turn += 1
+    for name in files:
+        if turn % channel.size == channel.rank:
+            _tell(advance, checkpoint.verify_file(name))
+        turn += 1
+
+
+def _fill(checkpoint: Checkpoint, wanted: Sequence[Shard], loaded: Loaded, advance: Advance | None) -> None:
+    missing = set(loaded.missing)
+    for shard in wanted:
+        if (shard.kind, shard.name) in missing:
+            continue
+        try:
+            checkpoint.read_into(shard)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}; the file changed while it was loaded, and tensors are partly filled"
+            ) from error
+        _tell(advance, shard.num_bytes)
+
+
+def _tell(advance: Advance | None, count: int) -> None:
+    if advance is not None:
+        advance(count)

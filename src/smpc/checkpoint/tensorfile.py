@@ -1,0 +1,193 @@
+"""One safetensors file: written in a stream with checksums, and its header read without trust.
+
+    write_tensors(path, [("w", shard), ...], block_size) -> Written      every byte on the disk, file 0600
+    read_header(file, where)                             -> Header       bounded, checked
+    open_regular(path)                                   -> descriptor   no links, no devices, no pipes
+
+Writing holds one tensor at most beside what there is (none, if tensors are contiguous on the CPU). A block goes to the disk while its
+checksum is still in the processor's cache, and the kernel is told to start with the disk while the next blocks are summed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smpc.checkpoint.content import Shard
+from smpc.checkpoint.dtypes import byte_view, dtype_name, dtype_of, num_bytes
+from smpc.checkpoint.manifest import File, Piece
+from smpc.errors import CheckpointError
+
+MAX_HEADER = 100_000_000  # as the safetensors library has it
+_FLUSH_EVERY = 32 << 20
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+
+Advance = Callable[[int], None]  # told the number of bytes done
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a file holds: pieces in the order of the shards given."""
+
+    file: File
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Tensors by key: dtype, shape and the position of the first byte in the file."""
+
+    size: int
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], int]]
+    metadata: dict[str, str]
+
+
+def write_tensors(
+    path: str,
+    shards: Sequence[tuple[str, Shard]],
+    block_size: int,
+    *,
+    metadata: dict[str, str] | None = None,
+    advance: Advance | None = None,
+) -> Written:
+    """Write a new file of tensors by key, and bring it to the disk. Raises CheckpointError, naming the file."""
+    # Widest first: every tensor then begins at a multiple of the size of its elements.
+    order = sorted(range(len(shards)), key=lambda i: (-shards[i][1].dtype.itemsize, i))
+    header, begins = _header([shards[i] for i in order], metadata or {"format": "pt"})
+    pieces: dict[int, Piece] = {}
+    try:
+        with _Stream(path) as stream:
+            stream.write(memoryview(header))
+            for index, begin in zip(order, begins, strict=True):
+                shard = shards[index][1]
+                values = shard.fetch()
+                if tuple(values.shape) != shard.shape or values.dtype != shard.dtype:
+                    raise CheckpointError(
+                        f"{shard.kind} {shard.name}: expected {shard.dtype} of shape {list(shard.shape)}, found {values.dtype} of "
+                        f"shape {list(values.shape)}"
+                    )
+                sums = _write_blocks(stream, values, block_size, advance)
+                pieces[index] = Piece(os.path.basename(path), begin, shard.offsets, shard.shape, sums)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
+    size = len(header) + sum(shard.num_bytes for _, shard in shards)
+    return Written(File(size, len(header), zlib.crc32(header)), tuple(pieces[i] for i in range(len(shards))))
+
+
+def open_regular(path: str) -> int:
+    """A descriptor for reading. Raises CheckpointError if the file is missing, a link or no regular file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _NO_FOLLOW)
+    except OSError as error:
+        what = "a symbolic link, which is never followed" if os.path.islink(path) else error.strerror
+        raise CheckpointError(f"cannot read {path}: {what}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"cannot read {path}: not a regular file")
+    return descriptor
+
+
+def read_header(descriptor: int, where: str) -> Header:
+    """The header of a safetensors file. Raises CheckpointError, naming the file, if anything in it is not as it must be."""
+    size = os.fstat(descriptor).st_size
+    prefix = os.pread(descriptor, 8, 0)
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or length > min(size - 8, MAX_HEADER):
+        raise CheckpointError(f"{where}: not a safetensors file, or truncated: {size} bytes with a header of {length}")
+    try:
+        document = json.loads(os.pread(descriptor, length, 8))
+        notes = document.pop("__metadata__", {})
+        tensors = {key: _described(values, 8 + length) for key, values in document.items()}
+        metadata = {str(key): str(value) for key, value in notes.items()}
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{where}: the header is damaged: {type(error).__name__}: {str(error)[:200]}") from error
+    position = 8 + length
+    for key, (dtype, shape, begin) in sorted(
+        tensors.items(), key=lambda item: (item[1][2], num_bytes(item[1][1], item[1][0]))
+    ):
+        if begin != position:
+            raise CheckpointError(
+                f"{where}: {key!r} begins at byte {begin}, expected {position}: tensors overlap or leave gaps"
+            )
+        position += num_bytes(shape, dtype)
+    if position != size:
+        raise CheckpointError(f"{where}: expected {position} bytes, found {size}")
+    return Header(8 + length, tensors, metadata)
+
+
+class _Stream:
+    """A new file, written through a descriptor; on the disk when closed without an error."""
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, 0o600)
+        self._size = self._flushed = 0
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+    def write(self, data: memoryview) -> None:
+        while data:
+            count = os.write(self._descriptor, data)
+            self._size, data = self._size + count, data[count:]
+        if self._size - self._flushed >= _FLUSH_EVERY:
+            # Starts writing back what is dirty and does not wait for it.
+            os.posix_fadvise(self._descriptor, self._flushed, self._size - self._flushed, os.POSIX_FADV_DONTNEED)
+            self._flushed = self._size
+
+
+def _header(shards: Sequence[tuple[str, Shard]], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
+    """The bytes before the tensors, and the position in the file of each."""
+    document: dict[str, Any] = {"__metadata__": metadata}
+    starts: list[int] = []
+    position = 0
+    for key, shard in shards:
+        assert key not in document, f"two tensors of one file are called {key}"
+        starts.append(position)
+        position += shard.num_bytes
+        document[key] = {
+            "dtype": dtype_name(shard.dtype),
+            "shape": shard.shape,
+            "data_offsets": [starts[-1], position],
+        }
+    text = json.dumps(document, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, [len(header) + start for start in starts]
+
+
+def _write_blocks(stream: _Stream, values: Tensor, block_size: int, advance: Advance | None) -> tuple[int, ...]:
+    data = byte_view(values)
+    sums: list[int] = []
+    for start in range(0, len(data), block_size):
+        block = data[start : start + block_size]
+        sums.append(zlib.crc32(block))
+        stream.write(block)
+        if advance is not None:
+            advance(len(block))
+    return tuple(sums)
+
+
+def _described(values: Any, data: int) -> tuple[torch.dtype, tuple[int, ...], int]:
+    dtype, shape, (begin, end) = dtype_of(values["dtype"]), tuple(values["shape"]), values["data_offsets"]
+    if any(type(number) is not int or not 0 <= number < 1 << 62 for number in (*shape, begin, end)):
+        raise ValueError("a size or an offset is not a whole number")
+    if end - begin != num_bytes(shape, dtype):
+        raise ValueError(f"{num_bytes(shape, dtype)} bytes of a tensor lie in {end - begin}")
+    return dtype, shape, data + begin

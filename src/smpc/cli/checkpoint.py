@@ -1,0 +1,361 @@
+"""`smpc checkpoint inspect|verify|convert|prune`: look at checkpoints, check every byte, change their form, remove old ones.
+
+Exit status: 0; 1 of `verify` if something is damaged; 2 if what the user gave is wrong. Nothing that exists is written over. On a terminal
+long work shows a bar on stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from smpc.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from smpc.checkpoint.folders import Root
+    from smpc.checkpoint.reader import Checkpoint
+    from smpc.checkpoint.sources import Source
+    from smpc.report.tables import TextTable
+
+checkpoint_app = typer.Typer(
+    help="Look at checkpoints, verify them, convert them between forms, and remove old ones.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_PATH = typer.Argument(metavar="PATH", help="A checkpoint, or the folder of a run's checkpoints.", show_default=False)
+
+
+class Form(enum.StrEnum):
+    """What `convert` writes."""
+
+    PARTIAL = "partial"
+    FULL = "full"
+    HF = "hf"
+    DCP = "dcp"
+
+
+@checkpoint_app.command("inspect")
+def inspect_command(
+    path: Annotated[str, _PATH],
+    tensors: Annotated[bool, typer.Option("--tensors", "-t", help="List every tensor.")] = False,
+    json_only: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Show what a checkpoint holds, or which checkpoints a folder holds.
+
+    Reads checkpoints, Hugging Face folders, .safetensors files, torch.distributed.checkpoint folders and .pt files.
+    """
+    from smpc.checkpoint.convert import open_source
+    from smpc.checkpoint.folders import Root
+
+    if _is_root(path):
+        root = Root(path)
+        if json_only:
+            sys.stdout.write(json.dumps(_root_json(root), indent=2) + "\n")
+        else:
+            _show_root(root)
+        return
+    with open_source(path) as source:
+        if json_only:
+            sys.stdout.write(json.dumps(_source_json(source), indent=2) + "\n")
+        else:
+            _show_source(path, source, tensors)
+
+
+@checkpoint_app.command("verify")
+def verify_command(path: Annotated[str, _PATH]) -> None:
+    """Check every byte of a checkpoint, or of all checkpoints of a folder, against the checksums.
+
+    Exit status: 0 if all is well; 1 if anything is damaged or incomplete, one line each; 2 if there is nothing to check.
+    """
+    from smpc.checkpoint.folders import Root, read_manifest
+
+    root = Root(path)
+    problems: list[str] = []
+    if _is_root(path):
+        tags = root.tags()
+        problems += root.damaged()
+        folders = [root.find(tag) for tag in tags]
+    else:
+        read_manifest(root.path)  # bad input, not damage
+        folders = [root.path]
+    for folder in folders:
+        problems += _verify(folder)
+    for problem in problems:
+        typer.echo(problem)
+    if problems:
+        raise typer.Exit(1)
+
+
+@checkpoint_app.command("convert")
+def convert_command(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A checkpoint, Hugging Face folder, .safetensors or .pt file, or torch.distributed.checkpoint folder.",
+            show_default=False,
+        ),
+    ],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="What to write; must not exist.", show_default=False)],
+    to: Annotated[
+        Form,
+        typer.Option(
+            help="partial: a checkpoint that loads on any topology; full: one .safetensors file of the model; hf: a folder for "
+            "from_pretrained; dcp: torch.distributed.checkpoint."
+        ),
+    ],
+    dtype: Annotated[str | None, typer.Option(help="Cast the model: float32, bfloat16, float16, ...")] = None,
+    max_file_size: Annotated[float, typer.Option(metavar="GB", help="hf: largest file, in 10^9 bytes.")] = 5.0,
+    copy: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="hf: copy a text file beside the tensors, e.g. config.json."),
+    ] = None,
+) -> None:
+    """Convert a checkpoint. One tensor is in memory at a time; nothing is ever overwritten."""
+    from smpc.checkpoint.convert import open_source, write_checkpoint
+    from smpc.checkpoint.distributed import write_distributed
+    from smpc.checkpoint.export import write_file_of, write_folder
+
+    as_dtype = _dtype(dtype)
+    if to is not Form.HF and copy:
+        raise ConfigError(f"--copy: has no effect with --to {to}; only --to hf has files beside the tensors")
+    if to is Form.DCP and as_dtype is not None:
+        raise ConfigError("--dtype: not possible with --to dcp; convert with --to partial first")
+    files = _texts(copy or [])
+    with open_source(source) as opened:
+        total = sum(item.num_bytes for item in opened.items if to in (Form.PARTIAL, Form.DCP) or item.kind == "model")
+        with _bar(f"Writing {target}", total) as advance:
+            if to is Form.PARTIAL:
+                write_checkpoint(opened, target, dtype=as_dtype, advance=advance)
+            elif to is Form.FULL:
+                write_file_of(opened, target, dtype=as_dtype, advance=advance)
+            elif to is Form.HF:
+                most = int(max_file_size * 1e9)
+                write_folder(opened, target, files=files, dtype=as_dtype, max_file_bytes=most, advance=advance)
+            else:
+                write_distributed(opened, target, advance=advance)
+    typer.echo(f"{target}: written")
+
+
+@checkpoint_app.command("prune")
+def prune_command(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="The folder of a run's checkpoints.", show_default=False)],
+    keep: Annotated[int, typer.Option(metavar="N", help="How many of the newest checkpoints to keep.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+) -> None:
+    """Remove all but the newest checkpoints, and what saves that did not end have left."""
+    from smpc.checkpoint.folders import Root, check_keep
+
+    check_keep(keep)
+    if not _is_root(path):
+        raise CheckpointError(f"{path}: expected a folder of checkpoints, found a checkpoint; name the folder it is in")
+    root = Root(path)
+    if dry_run:
+        for tag in root.tags()[:-keep]:
+            typer.echo(f"would remove {os.path.join(root.path, tag)}")
+        return
+    for line in root.clean():
+        typer.echo(line)
+    for tag in root.prune(keep):
+        typer.echo(f"removed {os.path.join(root.path, tag)}")
+
+
+def _is_root(path: str) -> bool:
+    """Whether a path is a folder of checkpoints. Raises CheckpointError if there is nothing at all."""
+    from smpc.checkpoint.folders import MARKER
+    from smpc.checkpoint.manifest import NAME
+
+    if not os.path.lexists(path):
+        raise CheckpointError(f"{path}: no such file or folder")
+    if not os.path.isdir(path):
+        return False
+    try:
+        names = os.listdir(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    return NAME not in names and (
+        MARKER in names or any(os.path.lexists(os.path.join(path, name, NAME)) for name in names)
+    )
+
+
+def _verify(folder: str) -> list[str]:
+    from smpc.checkpoint.reader import Checkpoint, verify
+    from smpc.report.format import format_bytes
+
+    try:
+        with Checkpoint.open(folder) as checkpoint:
+            with _bar(f"Verifying {folder}", checkpoint.manifest.num_bytes) as advance:
+                damaged = verify(checkpoint, advance)
+            size = format_bytes(checkpoint.manifest.num_bytes)
+            if not damaged:
+                typer.echo(f"{folder}: {len(checkpoint.entries)} tensors, {size}, all as written")
+            return damaged
+    except CheckpointError as error:
+        return str(error).splitlines()
+
+
+def _show_root(root: Root) -> None:
+    from smpc.checkpoint.folders import check_whole
+    from smpc.report.format import format_bytes
+    from smpc.report.tables import TextTable
+
+    rows = []
+    for tag in root.tags():
+        manifest = check_whole(root.find(tag))
+        rows.append(
+            (
+                tag,
+                ", ".join(manifest.kinds),
+                str(len(manifest.entries)),
+                format_bytes(manifest.num_bytes),
+                str(manifest.world_size),
+            )
+        )
+    headers = ("Checkpoint", "Kinds", "Tensors", "Size", "Ranks")
+    _print(root.path, TextTable(headers, tuple(rows), left=headers[:2]))
+    newest = rows[-1][0] if rows else "none"
+    typer.echo(f"newest: {newest}")
+    for problem in root.incomplete():
+        typer.echo(f"incomplete: {problem}")
+
+
+def _show_source(path: str, source: Source, tensors: bool) -> None:
+    from smpc.report.format import format_bytes
+    from smpc.report.tables import TextTable
+
+    if tensors:
+        rows = [
+            (i.kind, i.name, _dtype_text(i.dtype), _shape(i.shape), format_bytes(i.num_bytes)) for i in source.items
+        ]
+        headers: tuple[str, ...] = ("Kind", "Name", "Dtype", "Shape", "Size")
+        _print(path, TextTable(headers, tuple(rows), left=headers[:4]))
+    else:
+        kinds = sorted({item.kind for item in source.items})
+        summary = []
+        for kind in kinds:
+            items = [item for item in source.items if item.kind == kind]
+            dtypes = ", ".join(sorted({_dtype_text(item.dtype) for item in items}))
+            summary.append((kind, str(len(items)), dtypes, format_bytes(sum(item.num_bytes for item in items))))
+        headers = ("Kind", "Tensors", "Dtypes", "Size")
+        _print(path, TextTable(headers, tuple(summary), left=("Kind", "Dtypes")))
+    for line in _notes(source):
+        typer.echo(line)
+
+
+def _notes(source: Source) -> list[str]:
+    """What there is beside tensors."""
+    from smpc.report.format import printable
+
+    lines = [f"metadata: {printable(str(source.metadata))[:1000]}"] if source.metadata else []
+    checkpoint = _checkpoint_of(source)
+    if checkpoint is not None:
+        manifest = checkpoint.manifest
+        lines.append(f"saved by {manifest.world_size} ranks as number {manifest.sequence}")
+        lines += ["with a plan"] if manifest.plan is not None else []
+        lines += [f"user content: {printable(str(checkpoint.user()))[:1000]}"] if manifest.user is not None else []
+        lines += [f"pickled content, read only if asked for: {', '.join(manifest.pickled)}"] if manifest.pickled else []
+    return lines
+
+
+def _root_json(root: Root) -> dict[str, Any]:
+    return {"path": root.path, "checkpoints": root.tags(), "incomplete": root.incomplete()}
+
+
+def _source_json(source: Source) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "tensors": [
+            {
+                "kind": i.kind,
+                "name": i.name,
+                "dtype": _dtype_text(i.dtype),
+                "shape": list(i.shape),
+                "bytes": i.num_bytes,
+            }
+            for i in source.items
+        ]
+    }
+    checkpoint = _checkpoint_of(source)
+    if checkpoint is not None:
+        manifest = checkpoint.manifest
+        found |= {"tag": manifest.tag, "sequence": manifest.sequence, "ranks": manifest.world_size}
+        found |= {"metadata": manifest.metadata, "plan": manifest.plan is not None, "pickled": list(manifest.pickled)}
+    return found
+
+
+def _checkpoint_of(source: Source) -> Checkpoint | None:
+    from smpc.checkpoint.sources import CheckpointSource
+
+    return source.checkpoint if isinstance(source, CheckpointSource) else None
+
+
+def _print(path: str, table: TextTable) -> None:
+    from rich.text import Text
+
+    from smpc.report.format import printable
+    from smpc.report.terminal import stdout_console, text_table
+
+    console = stdout_console()
+    console.print(Text(printable(path), style="bold"))
+    console.print(text_table(table, console.width))
+
+
+def _texts(paths: list[str]) -> dict[str, str]:
+    texts = {}
+    for path in paths:
+        try:
+            with open(path, encoding="utf-8") as file:
+                texts[os.path.basename(path)] = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"--copy: cannot read {path}: {getattr(error, 'strerror', None) or 'not a text'}"
+            ) from error
+    return texts
+
+
+def _dtype(name: str | None) -> Any:
+    import torch
+
+    if name is None:
+        return None
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"--dtype: expected a floating-point dtype such as float32 or bfloat16, found {name}")
+    return found
+
+
+def _dtype_text(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+@contextlib.contextmanager
+def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A function that takes the bytes done; draws a bar on stderr if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as display:
+        task = display.add_task(what, total=total)
+        yield lambda count: display.advance(task, count)
