@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import networkx as nx
+import numpy as np
+
+from smpc.partitioner.checkpoints import Requested, depths, requested_regions, with_regions
 from smpc.partitioner.clusters import Clusters, find_clusters
 from smpc.partitioner.coarsen import node_units
 from smpc.partitioner.cost import CostModel, NodeTimes, node_times
@@ -19,16 +24,51 @@ class Analysis:
 
     graph: Graph
     clusters: Clusters
-    times: NodeTimes
+    times: NodeTimes  # a backward includes the forwards that are run again for it
+    times_once: NodeTimes  # it does not
     recomputable: dict[int, tuple[int, ...]]
     units: Units  # one for each compute node, by rank
     cost_model: CostModel
+    checkpoints: Requested
 
 
-def analyse(trace: Trace, cost_model: CostModel, times: NodeTimes | None = None) -> Analysis:
-    """Index the trace and cost its nodes; `times` are measured ones, if there are any."""
-    graph = build_graph(trace)
+def analyse(
+    trace: Trace, cost_model: CostModel, times: NodeTimes | None = None, recompute: Sequence[str] = ()
+) -> Analysis:
+    """Index the trace and cost its nodes; `times` are measured ones, if there are any. `recompute`: names of modules to checkpoint."""
+    requested = requested_regions(trace, recompute)
+    graph = with_regions(build_graph(trace), requested.regions)
     clusters = find_clusters(graph)
-    times = times or node_times(trace, cost_model)
+    once = times or node_times(trace, cost_model)
+    times = once.with_reruns(depths(requested.regions))
     recomputable = find_recomputable(graph, clusters, cost_model)
-    return Analysis(graph, clusters, times, recomputable, node_units(graph, times, cost_model), cost_model)
+    units = node_units(graph, times, cost_model)
+    return Analysis(graph, clusters, times, once, recomputable, units, cost_model, requested)
+
+
+def keep_regions_whole(analysis: Analysis, num_stages: int) -> Analysis:
+    """The analysis with nodes of a checkpointed region in one cluster, where the region takes no more than a stage's share of the time.
+
+    A region that a cut goes through is not checkpointed. Without change if that leaves fewer pieces than stages.
+    """
+    graph, time = analysis.graph, analysis.units.time
+    share, end = sum(time) / num_stages, 0
+    joined: nx.Graph[int] = nx.Graph()
+    for members in analysis.clusters.members:
+        nx.add_path(joined, members)
+    inside = np.zeros(graph.num_compute + 1, dtype=np.int64)
+    for region in analysis.checkpoints.regions:
+        positions = [i for i in range(region.first, region.last) if graph.is_compute(i)]
+        ranks = graph.rank[positions]
+        if region.first < end or len(positions) < 2 or sum(time[rank] for rank in ranks.tolist()) > share:
+            continue
+        end = region.last
+        nx.add_path(joined, positions)
+    groups = sorted(tuple(sorted(found)) for found in nx.connected_components(joined))
+    for group in groups:
+        ranks = graph.rank[list(group)]
+        inside[ranks.min() + 1] += 1
+        inside[ranks.max() + 1] -= 1
+    if np.count_nonzero(np.cumsum(inside)[:-1] == 0) < num_stages:
+        return analysis
+    return replace(analysis, clusters=replace(analysis.clusters, members=tuple(groups)))

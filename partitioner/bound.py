@@ -13,13 +13,18 @@ outside the core. A shared item counts once, in the segment of its first user. A
 it holds for every plan. The minimum is a dynamic program over (segment, stage); v is improved by multiplicative
 weights, starting where moving an average unit to the next stage changes nothing.
 
-Two simpler bounds are taken into account. The units on one path of the graph keep their order in every plan, so the
+Three more bounds are taken into account. The units on one path of the graph keep their order in every plan, so the
 exact optimum of the chain of the heaviest path alone, empty stages allowed, is a bound; where all costly units lie on
-one path it is the optimum itself. And a cluster costs something on whatever stage it runs.
+one path it is the optimum itself. A cluster costs something on whatever stage it runs. And where these stay more than
+`_CLOSE` below a known plan, all placements of the graph are searched (`smpc.partitioner.lattice`), which sees that units
+are not divisible; it needs a bottleneck to start from.
+
+Devices: of different speeds, the simple bounds take the fastest for all; limits count in the heaviest path and the search.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import networkx as nx
@@ -28,15 +33,27 @@ import numpy as np
 from smpc.partitioner.chain import relaxed_optimum
 from smpc.partitioner.clusters import Clusters, condense
 from smpc.partitioner.graph import Graph
-from smpc.partitioner.problem import FloatArray, IntArray, Scale, Units
+from smpc.partitioner.lattice import best_chain, build_lattice, heaviest_path
+from smpc.partitioner.problem import FloatArray, IntArray, Scale, Units, own_costs
 
 _ROUNDS = 40
 _MAX_SEGMENTS = 500  # more are joined with their neighbours, which lowers the bound a little
+_CLOSE = 0.002  # simple bounds suffice
 _ROUNDING = 1e-9  # floating point arithmetic of the bound itself
 
 
-def lower_bound(graph: Graph, clusters: Clusters, units: Units, scale: Scale, in_flight: Sequence[int]) -> float:
-    """No placement of these units (compute nodes, by rank) on the stages has a smaller bottleneck."""
+def lower_bound(
+    graph: Graph,
+    clusters: Clusters,
+    units: Units,
+    scale: Scale,
+    in_flight: Sequence[int],
+    reached: float = math.inf,
+) -> float:
+    """No placement of these units (compute nodes, by rank) on the stages has a smaller bottleneck.
+
+    reached: the bottleneck of a known placement. If simple bounds come within `_CLOSE` of it, no more is tried.
+    """
     fixed, held = _segment_costs(units, scale, _segments(graph, clusters))
     multiplier = np.asarray(in_flight, dtype=np.float64)
     weights = 1.0 / np.maximum(fixed.sum() + multiplier * held.sum(), 1e-300)
@@ -50,7 +67,19 @@ def lower_bound(graph: Graph, clusters: Clusters, units: Units, scale: Scale, in
         rate *= 0.95
     labels, dag = condense(graph, clusters, np.arange(graph.num_compute))
     whole = units.merged(labels, dag.number_of_nodes())
-    best = max(best, _heaviest_unit(whole, scale, in_flight), _heaviest_path(whole, dag, scale, in_flight))
+    return max(best * (1.0 - _ROUNDING), graph_bound(whole, dag, scale, in_flight, best, reached))
+
+
+def graph_bound(
+    units: Units, dag: nx.DiGraph[int], scale: Scale, in_flight: Sequence[int], low: float, reached: float = math.inf
+) -> float:
+    """The same of a graph of units, given a bound that is proven already."""
+    path = heaviest_path(dag, own_costs(units, scale, max(1, sum(in_flight) // len(in_flight))))
+    best = max(low, _heaviest_unit(units, scale, in_flight), _heaviest_path(units, path, scale, in_flight))
+    if best * (1.0 + _CLOSE) < reached < math.inf:
+        lattice = build_lattice(units, dag, scale, in_flight)
+        if lattice is not None:
+            best = max(best, best_chain(lattice, scale, in_flight, best, reached).bound)
     return float(best) * (1.0 - _ROUNDING)
 
 
@@ -95,7 +124,7 @@ def _segment_costs(units: Units, scale: Scale, segment: IntArray) -> tuple[Float
         owner = int(inside[inside > 0].min()) if (inside > 0).any() else 0
         static[owner] += item.static_bytes
         held[owner] += item.activation_bytes
-    return scale.cost(time, static), scale.cost(np.zeros_like(held), held)
+    return scale.cost(time, static, scale.fastest), scale.cost(np.zeros_like(held), held)
 
 
 def _cheapest(
@@ -141,25 +170,9 @@ def _window_minimum(weights: FloatArray) -> tuple[FloatArray, IntArray]:
 
 def _heaviest_unit(units: Units, scale: Scale, in_flight: Sequence[int]) -> float:
     """Cost of the heaviest unit where it costs least."""
-    return float(_own_costs(units, scale, min(in_flight)).max())
+    return float(own_costs(units, scale, min(in_flight)).max())
 
 
-def _heaviest_path(units: Units, dag: nx.DiGraph[int], scale: Scale, in_flight: Sequence[int]) -> float:
+def _heaviest_path(units: Units, path: list[int], scale: Scale, in_flight: Sequence[int]) -> float:
     """Optimum of the chain of units on the heaviest path."""
-    own = _own_costs(units, scale, max(1, sum(in_flight) // len(in_flight))).tolist()
-    weight: dict[int, float] = {}
-    previous: dict[int, int] = {}
-    for unit in nx.lexicographical_topological_sort(dag):
-        before = max(sorted(dag.predecessors(unit)), key=lambda other: weight[other], default=-1)
-        weight[unit] = own[unit] + weight.get(before, 0.0)
-        previous[unit] = before
-    path = [max(weight, key=lambda unit: weight[unit])]
-    while previous[path[-1]] >= 0:
-        path.append(previous[path[-1]])
-    return relaxed_optimum(units.subset(path[::-1]), scale, in_flight)
-
-
-def _own_costs(units: Units, scale: Scale, in_flight: int) -> FloatArray:
-    """Cost of each unit alone, shared items left out."""
-    memory = np.asarray(units.static_bytes) + in_flight * np.asarray(units.activation_bytes)
-    return scale.cost(np.asarray(units.time), memory)
+    return relaxed_optimum(units.subset(path), scale, in_flight)

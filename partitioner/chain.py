@@ -27,6 +27,7 @@ from smpc.errors import PartitionError
 from smpc.partitioner.problem import FloatArray, IntArray, Scale, SharedItem, Units, stage_costs
 
 _UNREACHED = np.iinfo(np.int64).max
+_ANY = float(np.finfo(np.float64).max)  # a bound that every finite cost is within
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,8 @@ class Intervals:
         # uses of unit i are use_offset[i]:use_offset[i + 1]
         self.use_offset = np.searchsorted(uses[:, 0], np.arange(self.num_units + 1))
 
-    def costs(self, start: int, stop: int, in_flight: int) -> FloatArray:
-        """Cost of start..j for j = start + 1, ..., stop (exclusive ends). It never falls along the row."""
+    def costs(self, start: int, stop: int, in_flight: int, stage: int = 0) -> FloatArray:
+        """Cost of start..j on a stage for j = start + 1, ..., stop (exclusive ends). It never falls along the row."""
         lo, hi = self.use_offset[start], self.use_offset[stop]
         fresh = self.previous_use[lo:hi] < start
         at = self.use_offset[start + 1 : stop + 1] - lo
@@ -94,7 +95,8 @@ class Intervals:
         activation = _prefix_sums(self.use_activation[lo:hi] * fresh)[at]
         static += self.static[start + 1 : stop + 1] - self.static[start]
         activation += self.activation[start + 1 : stop + 1] - self.activation[start]
-        return self.scale.cost(self.time[start + 1 : stop + 1] - self.time[start], static + in_flight * activation)
+        time = self.time[start + 1 : stop + 1] - self.time[start]
+        return self.scale.cost_on(stage, time, static + in_flight * activation)
 
     def reach(
         self, bound: float, in_flight: Sequence[int], may_be_empty: bool = False
@@ -107,7 +109,7 @@ class Intervals:
         ends, largest, following, start = [], 0.0, math.inf, 0
         for stage, multiplier in enumerate(in_flight):
             stop = self.num_units - (0 if may_be_empty else len(in_flight) - 1 - stage)
-            row = self.costs(start, stop, multiplier)
+            row = self.costs(start, stop, multiplier, stage)
             count = int(np.searchsorted(row, bound, side="right"))
             if count:
                 largest = max(largest, float(row[count - 1]))
@@ -133,8 +135,8 @@ class ChainModel:
     def bottleneck(self, ends: Sequence[int]) -> float:
         """The largest stage cost of a partition given by the exclusive end of each stage."""
         starts = (0, *ends[:-1])
-        rows = zip(starts, ends, self.in_flight, strict=True)
-        return max(float(self.forward.costs(start, end, multiplier)[-1]) for start, end, multiplier in rows)
+        rows = enumerate(zip(starts, ends, self.in_flight, strict=True))
+        return max(float(self.forward.costs(start, end, held, stage)[-1]) for stage, (start, end, held) in rows)
 
 
 def build(problem: ChainProblem, num_stages: int) -> ChainModel:
@@ -156,7 +158,7 @@ def build(problem: ChainProblem, num_stages: int) -> ChainModel:
     depth, size = (
         np.asarray(column or (0,) * n, dtype=np.int64)[starts] for column in (problem.cut_depth, problem.cut_bytes)
     )
-    forward, backward = Intervals(units, problem.scale), Intervals(reversed_units(units), problem.scale)
+    forward, backward = Intervals(units, problem.scale), Intervals(reversed_units(units), problem.scale.mirrored())
     return ChainModel(units, starts, forward, backward, problem.in_flight, depth, size)
 
 
@@ -188,6 +190,11 @@ def _optimum(model: ChainModel) -> float:
     low = _bisect(model.forward, model.in_flight, high, may_be_empty=False)
     if _cheapest_cuts(model, low) is not None:
         return low
+    if high == math.inf:
+        cuts = _cheapest_cuts(model, _ANY)
+        if cuts is None:
+            raise PartitionError("expected stages of consecutive units within the memory limits, found none")
+        high = model.bottleneck(cuts)
     while low < (middle := (low + high) / 2) < high:
         cuts = _cheapest_cuts(model, middle)
         if cuts is None:
@@ -198,7 +205,7 @@ def _optimum(model: ChainModel) -> float:
 
 
 def relaxed_optimum(units: Units, scale: Scale, in_flight: Sequence[int]) -> float:
-    """The smallest bottleneck of a contiguous partition whose stages may be empty."""
+    """The smallest bottleneck of a contiguous partition whose stages may be empty; infinite if limits allow none."""
     intervals = Intervals(units, scale)
     everything = float(intervals.costs(0, len(units), in_flight[0])[-1])
     return _bisect(intervals, in_flight, everything, may_be_empty=True)
@@ -207,6 +214,11 @@ def relaxed_optimum(units: Units, scale: Scale, in_flight: Sequence[int]) -> flo
 def _bisect(intervals: Intervals, in_flight: Sequence[int], high: float, may_be_empty: bool) -> float:
     """The smallest bound with which the last stage reaches the end, at most `high`, with which it does."""
     low = 0.0
+    if high == math.inf:  # limits: anything that they allow
+        ends, largest, _ = intervals.reach(_ANY, in_flight, may_be_empty)
+        if ends[-1] != intervals.num_units:
+            return low if not may_be_empty else math.inf
+        high = largest
     while low < high:
         middle = (low + high) / 2
         bound = middle if low < middle < high else low
@@ -239,7 +251,7 @@ def _cheapest_cuts(model: ChainModel, bound: float) -> tuple[int, ...] | None:
             start = low + k
             if start >= latest[stage]:
                 break
-            row = model.forward.costs(start, latest[stage], multiplier)
+            row = model.forward.costs(start, latest[stage], multiplier, stage)
             fits = int(np.searchsorted(row, bound, side="right"))
             span = slice(max(0, start + 1 - low_end), max(0, start + fits + 1 - low_end))
             better = (new_depth[span] > depth[k]) | ((new_depth[span] == depth[k]) & (new_size[span] > size[k]))

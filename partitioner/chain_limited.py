@@ -81,7 +81,7 @@ def solve_limited(chain: LimitedChain, limit: int, tolerance: float) -> ChainSol
     model = chain.model
 
     def costs(start: int, stop: int, stage: int) -> FloatArray:
-        row = model.forward.costs(start, stop, model.in_flight[stage])
+        row = model.forward.costs(start, stop, model.in_flight[stage], stage)
         return np.where(chain.peak_row(start, stop, stage) <= limit, row, np.inf)
 
     _, unlimited = solve(model, 0.0)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import networkx as nx
 import numpy as np
@@ -50,7 +50,7 @@ def node_units(graph: Graph, times: NodeTimes, cost_model: CostModel) -> Units:
             shared.append(SharedItem(users, static_bytes=num_bytes))
     savers: dict[int, list[int]] = {}
     for rank, position in enumerate(graph.compute.tolist()):
-        for storage in trace.nodes[position].saved:
+        for storage in graph.saved[position]:
             savers.setdefault(storage, []).append(rank)
     state_storages = {state.storage for state in trace.state}
     for storage, ranks in savers.items():
@@ -217,7 +217,8 @@ def _rank_costs(units: Units, scale: Scale, in_flight: Sequence[int]) -> FloatAr
 
 def _is_ordered(dag: nx.DiGraph[int], units: Units, scale: Scale) -> bool:
     """Whether the units that cost something form a chain."""
-    costs = stage_costs(units, scale, (1,) * len(units), range(len(units)))
+    alike = replace(scale, speeds=(), limits=())  # a stage for each unit here
+    costs = stage_costs(units, alike, (1,) * len(units), range(len(units)))
     order = [unit for unit in nx.lexicographical_topological_sort(dag) if costs[unit] > 1e-6 * costs.sum()]
     reachable = nx.transitive_closure_dag(dag)
     return all(reachable.has_edge(u, w) for u, w in itertools.pairwise(order))

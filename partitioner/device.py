@@ -1,6 +1,10 @@
 """Descriptions of devices: how fast they compute, move bytes and talk to each other, and how much they hold.
 
     find_device("h100")           a device of the table below, by name
+    find_devices(("2xh100", "2xa100"), 4)        by rank, where pipeline ranks have devices of several kinds; so says a file with
+
+        ranks = ["h100", "h100", "a100", "mine.toml"]       # one for each pipeline rank, or "2xh100" for two in a row
+
     find_device("rack.toml")      a description in a file, with the keys of `Device`:
 
         name = "H100 PCIe"
@@ -30,8 +34,9 @@ messages between processes take, and only decide about messages of less than a m
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -139,6 +144,7 @@ _CPU = Device(
     "DDR4-3200), one device a socket; 256 GB of memory and a 25 Gbit/s network assumed",
     "gloo",
 )
+_MANY = re.compile(r"(\d+)\s*x\s*(.+)", re.IGNORECASE)  # 2xh100
 DEVICES: Mapping[str, Device] = MappingProxyType({"h100": H100, "h200": _H200, "a100": _A100, "l4": _L4, "cpu": _CPU})
 
 
@@ -158,13 +164,55 @@ def find_device(name: str | Device) -> Device:
     raise ConfigError(f"device: expected one of {', '.join(DEVICES)} or a .toml file, found {name!r}{hint}")
 
 
-def _from_file(path: str) -> Device:
+def find_devices(names: str | Device | Sequence[str | Device], num_ranks: int) -> tuple[Device, ...]:
+    """The device of each pipeline rank: one for all, or one for each rank, by name or in a .toml file with `ranks`.
+
+    ConfigError for a number that does not fit, and for kinds that cannot talk to each other.
+    """
+    listed: list[str | Device] = []
+    for name in [names] if isinstance(names, (str, Device)) else names:
+        many = _MANY.fullmatch(name) if isinstance(name, str) else None
+        for entry in [many[2]] * int(many[1]) if many is not None else [name]:
+            listed += _ranks_of(entry) if isinstance(entry, str) else [entry]
+    if len(listed) not in (1, num_ranks):
+        raise ConfigError(f"device: expected one, or one for each of {num_ranks} pipeline ranks, found {len(listed)}")
+    known = {name: find_device(name) for name in listed if isinstance(name, str)}
+    found = [known[name] if isinstance(name, str) else name for name in listed]
+    if len({device.transport for device in found}) > 1:
+        kinds = ", ".join(dict.fromkeys(f"{device.name}: {device.transport}" for device in found))
+        raise ConfigError(f"device: expected devices with one transport, found {kinds}")
+    return tuple(found) * (num_ranks if len(found) == 1 else 1)
+
+
+def _ranks_of(name: str) -> list[str | Device]:
+    """What `ranks` of a file lists; the name itself if it is no such file."""
+    data = _read(name) if name.lower().endswith(".toml") else {}
+    if "ranks" not in data:
+        return [name]
+    listed, others = data["ranks"], [key for key in data if key != "ranks"]
+    if others or not isinstance(listed, list) or not all(isinstance(entry, str) for entry in listed):
+        raise ConfigError(
+            f'device {name!r}: expected ranks = ["h100", ...] and nothing else, found ranks = {listed!r}'
+            + (f" and {', '.join(others)}" if others else "")
+        )
+    found: list[str | Device] = []
+    for entry in listed:
+        many = _MANY.fullmatch(entry)
+        found += [many[2]] * int(many[1]) if many is not None else [entry]
+    return found
+
+
+def _read(path: str) -> dict[str, Any]:
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"device {path!r}: cannot read it: {error.strerror}") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"device {path!r}: expected TOML, found: {error}") from error
+
+
+def _from_file(path: str) -> Device:
+    data = _read(path)
     reader = _Reader(path)
     found = reader.device(data)
     if reader.problems:

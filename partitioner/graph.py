@@ -41,6 +41,9 @@ class Graph:
     state_users: tuple[tuple[int, ...], ...]  # by state: positions of the compute nodes that use it, in order
     outputs: tuple[int, ...]  # positions of what the model returns
     call_spans: IntArray  # by call: first and last + 1 rank of its compute nodes, shape [calls, 2]
+    saved: tuple[
+        tuple[int, ...], ...
+    ]  # storages kept for the backward pass, in regions that are computed again by the first node alone
 
     @property
     def num_compute(self) -> int:
@@ -112,6 +115,7 @@ def build_graph(trace: Trace) -> Graph:
         _state_users(trace, consumers, state_of, compute, spans),
         tuple(index[name] for name in trace.output_names),
         spans,
+        tuple(node.saved for node in trace.nodes),
     )
 
 

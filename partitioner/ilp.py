@@ -10,6 +10,7 @@ Variables, for unit u, stage s, shared item k and value v:
     c[v,s] = 1   v is received by s             c[v,s] >= x[w,s] - x[u,s] for its producer u and each consumer w
     B            bottleneck                     B >= cost of s, for each s
     w[s]         bytes at work, with a limit    w[s] >= bytes of u x[u,s];  memory of s + w[s] <= limit
+                 limits of devices              memory of s <= limit of its device
 
 A dependency u -> w means stage(u) <= stage(w): for each s, sum of x[u,t] over t <= s is at least that of x[w,t].
 First B is minimised, then the bytes received at that B. The search is limited by nodes, which is deterministic, and
@@ -25,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pulp
 
 from smpc.errors import PartitionError
@@ -137,6 +139,8 @@ def build(problem: PlacementProblem) -> PlacementModel:
                 program += work >= num_bytes / problem.memory_limit * row[s]
             memory = _cost(problem, s, runs, held, Scale(1.0, 1, problem.memory_limit))
             program += memory + work <= 1.0
+    for s, limit in enumerate(problem.scale.limits):
+        program += _cost(problem, s, runs, held, Scale(1.0, 1, max(1, limit))) <= (1.0 if limit else 0.0)
     bottleneck = program.add_variable("B", lowBound=0)
     for s in stages:
         program += bottleneck >= _cost(problem, s, runs, held, problem.scale)
@@ -204,7 +208,7 @@ def _cost(
 ) -> pulp.LpAffineExpression:
     """The cost of a stage as a linear expression, the same as `Scale.cost`."""
     units, multiplier = problem.units, problem.in_flight[stage]
-    per_time = (1.0 - scale.memory_weight) / max(1, scale.total_time)
+    per_time = (1.0 - scale.memory_weight) / max(1, scale.total_time) / scale.speed(stage)
     per_byte = scale.memory_weight / max(1, scale.total_memory)
     columns = zip(units.time, units.static_bytes, units.activation_bytes, runs, strict=True)
     own = [
@@ -263,7 +267,10 @@ def _read(problem: PlacementProblem, model: PlacementModel) -> tuple[int, ...] |
             return None
         assignment.append(chosen[0])
     ordered = all(assignment[u] <= assignment[w] for u, w in problem.dependencies)
-    return tuple(assignment) if ordered and len(set(assignment)) == len(problem.in_flight) else None
+    if not ordered or len(set(assignment)) < len(problem.in_flight):
+        return None
+    costs = stage_costs(problem.units, problem.scale, problem.in_flight, assignment)  # infinite beyond a limit
+    return tuple(assignment) if np.isfinite(costs).all() else None
 
 
 def _binary(program: pulp.LpProblem, name: str) -> pulp.LpVariable:

@@ -10,7 +10,9 @@ Solvers see each stage's peak as an upper bound. Should a plan exceed the limit 
 much and step 1 taken again. Where a rank runs several stages, each gets an equal share of the limit, which is safe but not
 exact.
 
-    PartitionError: expected a plan within 8.00 GiB for each rank, found none with 2 stages: the least that would do is 11.21 GiB,
+Where ranks have different limits, solvers see every peak as if all ranks had the largest: a rank with half of it counts twice.
+
+    MemoryLimitError: expected a plan within 8.00 GiB for each rank, found none with 2 stages: the least that would do is 11.21 GiB,
     and within this limit the fewest stages that would do are 4; ...
 """
 
@@ -20,7 +22,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from smpc.errors import PartitionError
+import numpy as np
+
+from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner.analysis import Analysis
 from smpc.partitioner.chain_limited import LimitedChain, fits, least_peak, solve_limited
 from smpc.partitioner.coarsen import chain_problem, coarse_problem
@@ -28,7 +32,7 @@ from smpc.partitioner.device import Device
 from smpc.partitioner.ilp import solve_placement, solver_name
 from smpc.partitioner.peaks import PeakRows
 from smpc.partitioner.plan import Plan
-from smpc.partitioner.problem import Scale
+from smpc.partitioner.problem import IntArray, Scale
 from smpc.partitioner.sizes import at_least
 
 _ATTEMPTS = 6
@@ -52,38 +56,70 @@ class Limited:
     unlimited_peak: int  # of the best plan without a limit
     make: MakePlan
     in_flight_of: InFlight | None = None
+    limits: tuple[int, ...] = ()  # by stage, that of its rank, if they differ; `limit` is the largest
 
 
-def rank_peaks(plan: Plan) -> dict[int, int]:
-    """Predicted peak bytes of each rank; a bound where a rank runs several stages, since only one is at work at a time."""
+class _Scaled(PeakRows):
+    """Peaks as if every rank had the largest of the limits: a rank with half of it counts twice."""
+
+    def __init__(self, peaks: PeakRows, limits: Sequence[int]) -> None:
+        vars(self).update(vars(peaks))
+        self.limits = limits
+
+    def row(self, start: int, stop: int, stage: int) -> IntArray:
+        """Peak of start..j for each j, scaled."""
+        return _scaled(super().row(start, stop, stage), self.limits[stage], max(self.limits))
+
+
+def _scaled(num_bytes: IntArray, limit: int, largest: int) -> IntArray:
+    """Bytes of a rank in those of the rank with the largest limit, rounded up; no more than that limit if and only if they fit."""
+    found: IntArray = np.ceil(num_bytes * (largest / limit)).astype(np.int64) if limit < largest else num_bytes
+    return found
+
+
+def rank_peaks(plan: Plan, limits: Sequence[int] = ()) -> dict[int, int]:
+    """Predicted peak bytes of each rank; a bound where a rank runs several stages, since only one is at work at a time.
+
+    With `limits`, by stage: in bytes of the rank with the largest limit.
+    """
     peaks: dict[int, int] = {}
     for stage in plan.stages:
         peaks[stage.rank] = peaks.get(stage.rank, 0) + stage.peak_memory_bytes
-    return peaks
+    if not limits:
+        return peaks
+    own = {stage.rank: limit for stage, limit in zip(plan.stages, limits, strict=True)}
+    return {rank: int(_scaled(np.asarray(peak), own[rank], max(limits))) for rank, peak in peaks.items()}
 
 
-def check_peaks(plan: Plan, limit: int | None) -> None:
-    """PartitionError if a rank of a plan that was made by hand exceeds the limit."""
-    over = [f"rank {rank} needs {at_least(peak)}" for rank, peak in rank_peaks(plan).items() if limit and peak > limit]
-    if limit and over:
+def check_peaks(plan: Plan, limits: Sequence[int]) -> None:
+    """PartitionError if a rank of a plan that was made by hand exceeds its limit; `limits` by rank, empty: none."""
+    over = [
+        f"rank {rank} needs {at_least(peak)} of {at_least(limits[rank])}"
+        for rank, peak in rank_peaks(plan).items()
+        if limits and peak > limits[rank]
+    ]
+    if over:
         raise PartitionError(
-            f"expected at most {at_least(limit)} at the peak of each rank, found that {', '.join(over)} in the given "
-            "assignment; move modules to other ranks, or raise memory_limit"
+            f"expected every rank within its memory limit, found that {', '.join(over)} in the given assignment; move modules to other "
+            "ranks, or raise memory_limit"
         )
 
 
-def with_size_note(plan: Plan, device: Device) -> Plan:
-    """The plan, with a note if it needs more memory than the device has."""
-    rank, peak = max(rank_peaks(plan).items(), key=lambda pair: pair[1])
-    if peak <= device.memory_bytes:
+def with_size_note(plan: Plan, devices: Sequence[Device]) -> Plan:
+    """The plan, with a note if a rank needs more memory than its device has."""
+    excess = {rank: peak - devices[rank].memory_bytes for rank, peak in rank_peaks(plan).items()}
+    rank = max(excess, key=lambda rank: excess[rank])
+    if excess[rank] <= 0:
         return plan
+    device = devices[rank]
+    peak = excess[rank] + device.memory_bytes
     note = f"rank {rank} needs {at_least(peak)}, but {device.name} has {at_least(device.memory_bytes)}"
     notes = "; ".join(filter(None, (plan.objective.note, note)))
     return replace(plan, objective=replace(plan.objective, note=notes))
 
 
 def plan_within(problem: Limited) -> Plan:
-    """The best plan found within the limit. PartitionError if there is none: see the module docstring."""
+    """The best plan found within the limit. MemoryLimitError if there is none: see the module docstring."""
     analysis, num_stages = problem.analysis, len(problem.in_flight)
     peaks = PeakRows(
         analysis.graph,
@@ -92,7 +128,10 @@ def plan_within(problem: Limited) -> Plan:
         tuple(analysis.recomputable),
         problem.in_flight,
         problem.num_microbatches,
+        analysis.checkpoints.regions,
     )
+    if problem.limits:
+        peaks = _Scaled(peaks, problem.limits)
     chain = _chain(problem, peaks, problem.in_flight)
     limit = problem.limit // problem.stages_per_rank
     best: Plan | None = None
@@ -102,7 +141,7 @@ def plan_within(problem: Limited) -> Plan:
             break
         note = f"best contiguous cut within the limit {solution.optimum:.6g}"
         plan = problem.make(solution.assignment(analysis.graph.num_compute), "chain", note)
-        excess = max(rank_peaks(plan).values()) - problem.limit
+        excess = max(rank_peaks(plan, problem.limits).values()) - problem.limit
         if excess <= 0:
             best = plan
             break
@@ -117,15 +156,17 @@ def plan_within(problem: Limited) -> Plan:
     plan = problem.make(
         solution.assignment(analysis.graph.num_compute), "chain", "the least memory that a contiguous cut takes"
     )
-    least = max(rank_peaks(plan).values())
+    least = max(rank_peaks(plan, problem.limits).values())
     if least <= problem.limit:
         return plan
-    raise PartitionError(_infeasible(problem, peaks, min(least, problem.unlimited_peak)))
+    least = min(least, problem.unlimited_peak)
+    raise MemoryLimitError(_infeasible(problem, peaks, least), least)
 
 
 def _chain(problem: Limited, peaks: PeakRows, in_flight: Sequence[int]) -> LimitedChain:
     analysis = problem.analysis
-    scale = Scale.of(analysis.units, in_flight, problem.scale.memory_weight)
+    speeds = problem.scale.speeds if len(in_flight) == len(problem.in_flight) else ()
+    scale = Scale.of(analysis.units, in_flight, problem.scale.memory_weight, speeds)
     chain = chain_problem(analysis.graph, analysis.clusters, analysis.recomputable, analysis.units, scale, in_flight)
     return LimitedChain.of(chain, peaks, len(in_flight))
 
@@ -157,11 +198,17 @@ def _placed(problem: Limited, peaks: PeakRows) -> Plan | None:
     except PartitionError:  # none within the limit, or within the solver's own
         return None
     plan = problem.make([found.assignment[unit] for unit in coarse.unit_of], "ilp", found.note)
-    return plan if max(rank_peaks(plan).values()) <= problem.limit else None
+    return plan if max(rank_peaks(plan, problem.limits).values()) <= problem.limit else None
 
 
 def _infeasible(problem: Limited, peaks: PeakRows, least: int) -> str:
     num_stages = len(problem.in_flight)
+    if problem.limits:
+        return (
+            f"expected a plan within the limits of its ranks for {num_stages} stages, found none: with "
+            f"{least / problem.limit:.3f} times the memory on every rank there would be one; raise memory_limit, use other devices or "
+            "more of them, or make microbatches smaller"
+        )
     text = (
         f"expected a plan within {at_least(problem.limit)} for each rank, found none with {num_stages} stages: the least "
         f"that would do is {at_least(least)}"

@@ -13,13 +13,18 @@ that end in -fp32-master are what mixed-precision training adds: moments and a m
     sgd-momentum            4                    2
     adam, adamw             8                    4
     adamw-fp32-master       8                    12
+
+With data-parallel replicas (`Optimizer.replicated`) a rank also holds the buckets in which gradients are summed, a second copy of
+them; sharded over the replicas, it holds its part of the state alone:
+
+    find_optimizer("adamw-fp32-master").replicated(8, sharded=True)        1.5 + 2 bytes for a bfloat16 element: state, bucket
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from smpc.errors import ConfigError
@@ -37,11 +42,21 @@ class Optimizer:
     master: bool = False
     main_grad: bool = False
     scratch: int = 0  # tensors of the own dtype that a step makes and drops
+    shards: int = 1  # ranks that the state is split over
+    buckets: bool = False  # gradients have a copy in buckets that are summed over replicas
 
     def state_bytes(self, spec: TensorSpec) -> int:
-        """Bytes of state of a trained parameter."""
+        """Bytes of state of a trained parameter, buckets included."""
         copies = self.float32 + (self.master and _is_narrow(spec))
-        return self.own * spec.num_bytes + (4 * copies + self.byte) * spec.num_elements
+        whole = self.own * spec.num_bytes + (4 * copies + self.byte) * spec.num_elements
+        return -(-whole // self.shards) + self.buckets * spec.num_bytes
+
+    def replicated(self, num_replicas: int, sharded: bool = False) -> Optimizer:
+        """The same on a rank that is one of several replicas; `sharded`: they split the state among them."""
+        if num_replicas == 1:
+            return self
+        shards, name = (num_replicas, f"{self.name}, sharded over {num_replicas}") if sharded else (1, self.name)
+        return replace(self, name=name, shards=shards, buckets=True)
 
     def gradient_bytes(self, spec: TensorSpec) -> int:
         """Bytes of the gradient of a trained parameter."""

@@ -10,7 +10,10 @@ Of a stage s with a set U of units, with w the memory weight,
 
     memory(s) = sum of static_bytes in U + static bytes of the shared items used in U
               + in_flight[s] * (sum of activation_bytes in U + activation bytes of the shared items used in U)
-    cost(s)   = (1 - w) * time(U) / total_time + w * memory(s) / total_memory
+    cost(s)   = (1 - w) * time(U) / speed[s] / total_time + w * memory(s) / total_memory
+
+where speed[s] is that of the device that runs s, 1 if all are alike, and memory(s) may not exceed the device's limit, if it has
+one: such a stage costs infinitely much.
 
 Times and bytes are whole numbers, so sums do not depend on their order and equal stages cost exactly the same.
 
@@ -22,7 +25,7 @@ and 30. Both units on one stage cost 0.5 * 4 / 4 + 0.5 * 30 / 30 = 1; apart they
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +80,14 @@ class Units:
                 shared.append(SharedItem(tuple(sorted(users)), item.static_bytes, item.activation_bytes))
         return Units(tuple(time.tolist()), tuple(static.tolist()), tuple(activation.tolist()), tuple(shared))
 
+    def items_of(self) -> list[list[int]]:
+        """The shared items that each unit uses."""
+        using: list[list[int]] = [[] for _ in range(len(self))]
+        for k, item in enumerate(self.shared):
+            for user in item.users:
+                using[user].append(k)
+        return using
+
     def subset(self, chosen: Sequence[int]) -> Units:
         """The chosen units alone, in this order, with what they share."""
         place = {unit: i for i, unit in enumerate(chosen)}
@@ -93,30 +104,61 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The weights that turn time and memory into one number."""
+    """The weights that turn time and memory into one number, and what the devices of the stages can do."""
 
     memory_weight: float
     total_time: int
     total_memory: int
+    speeds: tuple[float, ...] = ()  # by stage; empty: all 1
+    limits: tuple[int, ...] = ()  # most bytes, by stage; empty: none
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.memory_weight <= 1.0:
             raise PartitionError(f"memory_weight must lie between 0 and 1, found {self.memory_weight}")
+        if any(not speed > 0.0 for speed in self.speeds):
+            raise PartitionError(f"speeds of devices must be above 0, found {self.speeds}")
+        if any(limit < 0 for limit in self.limits):
+            raise PartitionError(f"memory limits must be 0 bytes or more, found {self.limits}")
 
     @classmethod
-    def of(cls, units: Units, in_flight: Sequence[int], memory_weight: float) -> Scale:
+    def of(
+        cls,
+        units: Units,
+        in_flight: Sequence[int],
+        memory_weight: float,
+        speeds: Sequence[float] = (),
+        limits: Sequence[int] = (),
+    ) -> Scale:
         """Totals of the whole model, every item once and activations times the mean in flight: costs sum to about 1."""
         static = sum(units.static_bytes) + sum(item.static_bytes for item in units.shared)
         activation = sum(units.activation_bytes) + sum(item.activation_bytes for item in units.shared)
         mean = -(-activation * sum(in_flight) // max(1, len(in_flight)))
-        return cls(memory_weight, sum(units.time), static + mean)
+        return cls(memory_weight, sum(units.time), static + mean, tuple(speeds), tuple(limits))
 
-    def cost(self, time: IntArray, memory: IntArray) -> FloatArray:
-        """Cost of stages. Each floating point step is monotone: more time or memory never costs less."""
-        seconds = (1.0 - self.memory_weight) * (time / max(1, self.total_time))
+    def cost(self, time: IntArray, memory: IntArray, speed: float | FloatArray = 1.0) -> FloatArray:
+        """Cost of stages, limits aside. Each floating point step is monotone: more time or memory never costs less."""
+        seconds = (1.0 - self.memory_weight) * (time / max(1, self.total_time) / speed)
         size = self.memory_weight * (memory / max(1, self.total_memory))
         total: FloatArray = seconds + size
         return total
+
+    def cost_on(self, stage: int, time: IntArray, memory: IntArray) -> FloatArray:
+        """Cost of sets of units that one stage may run; infinite beyond its device's limit."""
+        found = self.cost(time, memory, self.speed(stage))
+        return np.where(memory <= self.limits[stage], found, np.inf) if self.limits else found
+
+    def speed(self, stage: int) -> float:
+        """Of the stage's device."""
+        return self.speeds[stage] if self.speeds else 1.0
+
+    @property
+    def fastest(self) -> float:
+        """The speed of the fastest device."""
+        return max(self.speeds, default=1.0)
+
+    def mirrored(self) -> Scale:
+        """The last stage first."""
+        return replace(self, speeds=self.speeds[::-1], limits=self.limits[::-1])
 
 
 def stage_loads(
@@ -139,7 +181,15 @@ def stage_costs(
 ) -> FloatArray:
     """Cost of each stage; `assignment[unit]` is a stage, `in_flight` has one entry for every stage."""
     time, static, activation = stage_loads(units, assignment, len(in_flight))
-    return scale.cost(time, static + np.asarray(in_flight, dtype=np.int64) * activation)
+    memory = static + np.asarray(in_flight, dtype=np.int64) * activation
+    costs = scale.cost(time, memory, np.asarray(scale.speeds) if scale.speeds else 1.0)
+    return np.where(memory <= np.asarray(scale.limits), costs, np.inf) if scale.limits else costs
+
+
+def own_costs(units: Units, scale: Scale, in_flight: int) -> FloatArray:
+    """Cost of each unit alone on the fastest device, shared items left out."""
+    memory = np.asarray(units.static_bytes, dtype=np.int64) + in_flight * np.asarray(units.activation_bytes)
+    return scale.cost(np.asarray(units.time, dtype=np.int64), memory, scale.fastest)
 
 
 def _sum_by(labels: IntArray, values: Sequence[int], num_labels: int) -> IntArray:

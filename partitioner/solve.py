@@ -1,14 +1,15 @@
 """The planner: from a trace to a plan.
 
 `solve_partition` cuts the chain of all operations exactly (`chain`), within 1% of the best bottleneck so that whole
-modules stay together. If the proven lower bound leaves more than that 1% open and the model is not a chain
-(branches), the integer program (`ilp`) looks for a better placement of coarse units that sums every gradient in
-eager's order.
+modules stay together. If the proven lower bound leaves more than that 1% open, all placements that sum every gradient in
+eager's order are searched (`placing`), and if that does not close the gap either and the model is not a chain (branches),
+the integer program (`ilp`) looks for a better placement of coarse units.
 `plan_from_assignment` makes the plan of a given assignment.
 
 What a plan's objective says
     bottleneck      the largest stage cost, as defined in `smpc.partitioner.problem`
-    lower_bound     no assignment of the nodes to this many stages, contiguous or not, has a smaller bottleneck (`bound`)
+    lower_bound     no assignment of the nodes to this many stages, contiguous or not, has a smaller bottleneck (`bound`); of
+                    those that leave small checkpointed regions whole, if there are any
     gap             bottleneck / lower_bound - 1
     note            the optimum over contiguous partitions, which is exact, and any solver limit that was hit
 
@@ -20,15 +21,18 @@ Example: two stages, 1F1B, at most two microbatches in flight on stage 0 and one
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from smpc.errors import PartitionError
-from smpc.partitioner.analysis import Analysis, analyse
+from smpc.partitioner.analysis import Analysis, analyse, keep_regions_whole
 from smpc.partitioner.bound import lower_bound
-from smpc.partitioner.chain import solve_chain
+from smpc.partitioner.chain import ChainSolution, solve_chain
+from smpc.partitioner.checkpoints import active_regions, depths
+from smpc.partitioner.clusters import condense
 from smpc.partitioner.coarsen import chain_problem, coarse_problem
 from smpc.partitioner.cost import CostModel, NodeTimes
 from smpc.partitioner.edges import Crossing, check_stages, find_crossing, stages_by_rank
@@ -36,6 +40,7 @@ from smpc.partitioner.graph import largest_whole_calls
 from smpc.partitioner.ilp import PlacementSolution, solve_placement
 from smpc.partitioner.limit import InFlight, Limited, MakePlan, plan_within, rank_peaks
 from smpc.partitioner.memory import StageUse, stage_memory
+from smpc.partitioner.placing import Placed, place
 from smpc.partitioner.plan import Objective, Plan, ScheduleSummary, SharedParameter, Stage
 from smpc.partitioner.problem import IntArray, Scale, stage_costs
 from smpc.tracer.ir import Trace
@@ -57,36 +62,51 @@ def solve_partition(
     times: NodeTimes | None = None,
     memory_limit: int | None = None,
     in_flight_of: InFlight | None = None,
+    recompute: Sequence[str] = (),
+    resident: Sequence[int] | None = None,
+    prove: bool = True,
+    speeds: Sequence[float] = (),
+    limits: Sequence[int] = (),
 ) -> Plan:
     """The best plan found, with proof of how good it is.
 
     in_flight: microbatches that each stage holds at the peak of the schedule. placement: the pipeline rank of each
     stage; stage i on rank i if None. times: those measured,
     if any. memory_limit: most bytes at the predicted peak of a rank (see `smpc.partitioner.limit`);
-    in_flight_of gives `in_flight` for other numbers of stages, to say how many would do. Raises PartitionError for more stages
-    than modules, for settings out of range, and when no plan is within the limit.
+    in_flight_of gives `in_flight` for other numbers of stages, to say how many would do. recompute: names of modules to checkpoint.
+    resident: of the microbatches in flight, those whose activations are not offloaded; None: all. prove: without, the best contiguous
+    plan is taken, and nothing is said of others, which is much quicker. speeds, limits: of the stages' devices, relative to the cost
+    model's, and most bytes at the peak of a rank that runs the stage, instead of `memory_limit`, if they differ. Raises
+    PartitionError for more stages than modules, for settings out of range, and when no plan is within the limit.
     """
     _check_settings(num_stages, memory_weight, in_flight, placement)
     if memory_limit is not None and memory_limit < 1:
         raise PartitionError(f"expected a memory limit of at least 1 byte, found {memory_limit}")
-    analysis = analyse(trace, cost_model or CostModel(), times)
+    analysis = analyse(trace, cost_model or CostModel(), times, recompute)
     num_modules = analysis.graph.num_modules()
     if num_stages > num_modules:
         raise PartitionError(
             f"expected at most as many stages as modules, found {num_stages} stages and {num_modules} modules in "
             f"{trace.model_class}: lower the pipeline parallel degree"
         )
-    scale = Scale.of(analysis.units, in_flight, memory_weight)
-    bound = lower_bound(analysis.graph, analysis.clusters, analysis.units, scale, in_flight)
-    limit = memory_limit or 0
+    analysis = keep_regions_whole(analysis, num_stages)
+    scale = Scale.of(analysis.units, in_flight, memory_weight, speeds)
+    chain = chain_problem(analysis.graph, analysis.clusters, analysis.recomputable, analysis.units, scale, in_flight)
+    contiguous = solve_chain(chain, num_stages, TOLERANCE)
+    bound = math.inf
+    if prove:
+        bound = lower_bound(
+            analysis.graph, analysis.clusters, analysis.units, scale, in_flight, reached=contiguous.optimum
+        )
+    limit = max(limits, default=memory_limit or 0)
 
     def make(stage_of: Sequence[int], solver: str, note: str) -> Plan:
         bottleneck = float(stage_costs(analysis.units, scale, in_flight, stage_of).max())
         objective = _objective(memory_weight, bottleneck, bound, solver, note, limit)
-        return _plan(analysis, np.asarray(stage_of), scale, in_flight, placement, schedule, objective)
+        return _plan(analysis, np.asarray(stage_of), scale, in_flight, placement, schedule, objective, resident)
 
-    plan = _unlimited(analysis, scale, in_flight, bound, make)
-    peak = max(rank_peaks(plan).values())
+    plan = _unlimited(analysis, scale, in_flight, contiguous, bound, make)
+    peak = max(rank_peaks(plan, limits).values())
     if not limit or peak <= limit:
         return plan
     stages_per_rank = 1 if placement is None else max(Counter(placement).values())
@@ -103,23 +123,46 @@ def solve_partition(
             peak,
             make,
             in_flight_of,
+            tuple(limits),
         )
     )
 
 
-def _unlimited(analysis: Analysis, scale: Scale, in_flight: Sequence[int], bound: float, make: MakePlan) -> Plan:
+def _unlimited(
+    analysis: Analysis,
+    scale: Scale,
+    in_flight: Sequence[int],
+    contiguous: ChainSolution,
+    bound: float,
+    make: MakePlan,
+) -> Plan:
     """The best plan whatever its peaks."""
-    chain = chain_problem(analysis.graph, analysis.clusters, analysis.recomputable, analysis.units, scale, in_flight)
-    solution = solve_chain(chain, len(in_flight), TOLERANCE)
-    stage_of = solution.assignment(analysis.graph.num_compute)
-    note, solver = f"best contiguous cut {solution.optimum:.6g}", "chain"
-    if solution.bottleneck > bound * (1.0 + TOLERANCE):
-        found, stage_found = _place(analysis, scale, in_flight, stage_of)
-        if found is not None:
-            note = "; ".join(filter(None, (note, found.note)))
-            if found.bottleneck < solution.optimum * (1.0 - TOLERANCE):
-                solver, stage_of = "ilp", stage_found
+    stage_of, solver = contiguous.assignment(analysis.graph.num_compute), "chain"
+    note, reached = f"best contiguous cut {contiguous.optimum:.6g}", contiguous.bottleneck
+    if reached <= bound * (1.0 + TOLERANCE) or len(in_flight) == 1:
+        return make(stage_of, solver, note)
+    found = _place_freely(analysis, scale, in_flight, bound, contiguous.optimum)
+    if found is not None and found.bottleneck < reached * (1.0 - TOLERANCE / 2):
+        stage_of, solver, reached = found.stage_of, "graph", found.bottleneck
+    if reached > bound * (1.0 + TOLERANCE):
+        placed, stage_placed = _place(analysis, scale, in_flight, stage_of)
+        if placed is not None:
+            note = "; ".join(filter(None, (note, placed.note)))
+            if placed.bottleneck < min(reached, contiguous.optimum) * (1.0 - TOLERANCE):
+                stage_of, solver = stage_placed, "ilp"
     return make(stage_of, solver, note)
+
+
+def _place_freely(
+    analysis: Analysis, scale: Scale, in_flight: Sequence[int], bound: float, reached: float
+) -> Placed | None:
+    """The best placement that sums gradients in eager's order, below what is reached; None if none is found."""
+    graph = analysis.graph
+    ranks = np.arange(graph.num_compute)
+    labels, dag = condense(graph, analysis.clusters, ranks, graph.gradient_order())
+    units = analysis.units.merged(labels, dag.number_of_nodes())
+    found = place(units, dag, scale, in_flight, bound, reached)
+    return None if found is None else Placed(tuple(found.stage_of[unit] for unit in labels), found.bottleneck)
 
 
 def plan_from_assignment(
@@ -133,23 +176,25 @@ def plan_from_assignment(
     placement: Sequence[int] | None = None,
     schedule: ScheduleSummary = UNSCHEDULED,
     times: NodeTimes | None = None,
+    recompute: Sequence[str] = (),
+    resident: Sequence[int] | None = None,
 ) -> Plan:
     """The plan of a given assignment (node name -> stage, for every node that computes).
 
     Raises PartitionError if it cannot run: see `smpc.partitioner.edges.check_assignment`.
     """
     _check_settings(num_stages, memory_weight, in_flight, placement)
-    analysis = analyse(trace, cost_model or CostModel(), times)
+    analysis = analyse(trace, cost_model or CostModel(), times, recompute)
     graph = analysis.graph
     stage_of = stages_by_rank(graph, assignment)
     check_stages(graph, analysis.clusters, stage_of, num_stages)
     scale = Scale.of(analysis.units, in_flight, memory_weight)
     bottleneck = float(stage_costs(analysis.units, scale, in_flight, stage_of.tolist()).max())
-    bound = lower_bound(graph, analysis.clusters, analysis.units, scale, in_flight)
+    bound = lower_bound(graph, analysis.clusters, analysis.units, scale, in_flight, reached=bottleneck)
     reordered = sum(bool(stage_of[graph.rank[u]] > stage_of[graph.rank[w]]) for u, w in graph.gradient_order())
     note = f"{reordered} gradient sums in another order than in one process" if reordered else ""
     objective = _objective(memory_weight, bottleneck, bound, "manual", note)
-    return _plan(analysis, stage_of, scale, in_flight, placement, schedule, objective)
+    return _plan(analysis, stage_of, scale, in_flight, placement, schedule, objective, resident)
 
 
 def _check_settings(
@@ -203,10 +248,12 @@ def _plan(
     placement: Sequence[int] | None,
     schedule: ScheduleSummary,
     objective: Objective,
+    resident: Sequence[int] | None = None,
 ) -> Plan:
     graph, num_stages = analysis.graph, len(in_flight)
     check_stages(graph, analysis.clusters, stage_of, num_stages)
     crossing = find_crossing(graph, analysis.recomputable, stage_of, num_stages)
+    active = active_regions(graph, analysis.checkpoints.regions, stage_of, crossing.recomputed)
     costs = stage_costs(analysis.units, scale, in_flight, stage_of.tolist()).tolist()
     ranks = tuple(range(num_stages)) if placement is None else tuple(placement)
     nodes, trace = graph.trace.nodes, graph.trace
@@ -221,6 +268,8 @@ def _plan(
             s == num_stages - 1,
             s == ranks.index(0),
             {i: number for i, number in number_of_holders.items() if number > 1},
+            active.by_stage[s],
+            None if resident is None else resident[s],
         )
         for s in range(num_stages)
     ]
@@ -242,6 +291,8 @@ def _plan(
         trace.fingerprint,
         device=analysis.cost_model.device,
         optimizer=analysis.cost_model.optimizer.name,
+        notes=analysis.checkpoints.notes,
+        split_checkpoints=active.split,
     )
 
 
@@ -257,6 +308,8 @@ def _stage(
     index, state, positions = use.index, use.state, list(use.positions)
     again = crossing.recomputed[index]
     memory = stage_memory(graph, analysis.cost_model, use, crossing.edges)
+    times, reruns = analysis.times_once, depths(use.regions)
+    recompute_time = float(sum(reruns.get(i, 0) * times.forward[i] for i in positions))
     return Stage(
         index=index,
         rank=rank,
@@ -272,10 +325,13 @@ def _stage(
         num_in_flight=use.num_in_flight,
         peak_memory_bytes=memory.peak_bytes,
         forward_flops=sum(trace.nodes[i].flops for i in positions),
-        forward_time=float(analysis.times.forward[positions].sum()),
-        backward_time=float(analysis.times.backward[positions].sum()),
+        forward_time=float(times.forward[positions].sum()),
+        backward_time=float(times.backward[positions].sum()) + recompute_time,
         cost=cost,
         buffer_bytes=memory.buffer_bytes,
         communication_bytes=memory.communication_bytes,
         transient_bytes=memory.transient_bytes,
+        checkpoints=use.regions,
+        recompute_time=recompute_time,
+        offloaded_bytes_per_microbatch=memory.offloaded_bytes,
     )

@@ -5,6 +5,9 @@ model changes. Every value is cut off from what made it, so that a node's backwa
 pass that does not count, and a time is the median. The backward of a node that writes into a value that needs a gradient is taken to
 last as long as its forward.
 
+`parameter_times` measures nothing: it gives every node the bytes of the parameters that it is the first to use, for plans that look at
+parameter sizes and the order of modules alone.
+
 Example: `measure_times(record(model, (x,)), model, (x,), {}).forward` has the seconds of each node of the trace.
 """
 
@@ -32,9 +35,14 @@ _RUNS = 5
 
 
 def measure_times(
-    trace: Trace, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], runs: int = _RUNS
+    trace: Trace,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    runs: int = _RUNS,
+    device: torch.device | None = None,
 ) -> NodeTimes:
-    """Seconds of every node, on the device of the model's parameters.
+    """Seconds of every node, on `device`, by default that of the model's parameters; another one must hold a copy of the model.
 
     Raises ConfigError for a model or inputs without memory (meta tensors).
     """
@@ -45,11 +53,31 @@ def measure_times(
             "trace_execution_times: expected a model and inputs with memory, found tensors on the meta device; "
             "make them on a real device, or plan with predicted times"
         )
-    device = held[0].device if held else torch.device("cpu")
+    if device is None:
+        device = held[0].device if held else torch.device("cpu")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        stopwatch = _Stopwatch(trace, copy.deepcopy(model), inputs, device)
+        stopwatch = _Stopwatch(trace, copy.deepcopy(model).to(device), inputs, device)
         passes = [stopwatch.run() for _ in range(runs + 1)][1:]
     forward, backward = (np.median([times[k] for times in passes], axis=0) for k in (0, 1))
+    return NodeTimes(forward, backward)
+
+
+def parameter_times(trace: Trace) -> NodeTimes:
+    """Seconds that stand for bytes of parameters: a femtosecond each, at the node that uses them first."""
+    forward, backward = np.zeros((2, len(trace.nodes)))
+    names = {name: i for i, state in enumerate(trace.state) if state.is_parameter for name in state.names}
+    reads = {
+        node.name: names[node.target] for node in trace.nodes if node.kind is NodeKind.GET_ATTR and node.target in names
+    }
+    seen: set[int] = set()
+    for position, node in enumerate(trace.nodes):
+        used = [reads[name] for name in node.inputs if name in reads]
+        if node.kind is NodeKind.CALL_MODULE:
+            used += [i for name, i in names.items() if name.startswith(f"{node.target}.")]
+        for i in dict.fromkeys(used):
+            if i not in seen:
+                seen.add(i)
+                forward[position] += trace.state[i].spec.num_bytes * 1e-15
     return NodeTimes(forward, backward)
 
 

@@ -142,3 +142,15 @@ def test_sizes(text, size):
 def test_a_size_rounded_up_is_enough():
     for size in (1, 1023, 1024, 1025, 10**6, 10**9 + 1, 12_345_678_901_234):
         assert size <= parse_bytes(at_least(size), "size") <= 1.011 * size + 1
+
+
+def test_replicas_hold_buckets_and_may_share_the_state():
+    spec = TensorSpec((1000,), "bfloat16", (1,), True)
+    optimizer = find_optimizer("adamw-fp32-master")
+    assert optimizer.replicated(1, sharded=True) is optimizer
+    assert optimizer.state_bytes(spec) == 12_000
+    assert optimizer.replicated(8).state_bytes(spec) == 12_000 + 2_000  # a bucket has a copy of the gradients
+    sharded = optimizer.replicated(8, sharded=True)
+    assert sharded.state_bytes(spec) == 12_000 // 8 + 2_000
+    assert sharded.name == "adamw-fp32-master, sharded over 8"
+    assert sharded.gradient_bytes(spec) == optimizer.gradient_bytes(spec)

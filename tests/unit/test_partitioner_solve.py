@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from smpc.errors import PartitionError
-from smpc.partitioner import ilp
+from smpc.partitioner import ilp, solve
 from smpc.partitioner.bound import lower_bound
 from smpc.partitioner.cost import CostModel
 from smpc.partitioner.edges import check_assignment
@@ -233,11 +234,17 @@ def test_lower_bound_holds_for_every_placement(model, num_stages, memory_weight,
     bound = lower_bound(analysis.graph, analysis.clusters, analysis.units, scale, in_flight)
     pairs = [(int(analysis.graph.rank[u]), int(analysis.graph.rank[w])) for u, w in analysis.graph.dependencies()]
     smallest = min(
-        float(stage_costs(analysis.units, scale, in_flight, assignment).max())
-        for assignment in itertools.product(range(num_stages), repeat=analysis.graph.num_compute)
-        if all(assignment[u] <= assignment[w] for u, w in pairs)
+        (
+            float(stage_costs(analysis.units, scale, in_flight, assignment).max())
+            for assignment in itertools.product(range(num_stages), repeat=analysis.graph.num_compute)
+            if all(assignment[u] <= assignment[w] for u, w in pairs) and len(set(assignment)) == num_stages
+        ),
+        default=math.inf,  # fewer operations than stages
     )
+    assume(smallest < math.inf)
     assert 0 < bound <= smallest * (1 + 1e-12)
+    closer = lower_bound(analysis.graph, analysis.clusters, analysis.units, scale, in_flight, reached=smallest * 1.5)
+    assert bound <= closer <= smallest * (1 + 1e-12)
 
 
 def test_lower_bound_is_close_on_a_long_chain():
@@ -257,13 +264,13 @@ class Fork(nn.Module):
         return self.a(x), self.b(x), self.c(x), self.d(x)
 
 
-def test_the_integer_program_takes_over_where_order_is_free():
+def test_free_order_is_made_use_of():
     trace = record(Fork(), (torch.zeros(4, 64),))
     plan = solve_partition(trace, num_stages=2, in_flight=(1, 1), memory_weight=0.0)
     delivered(trace, plan)
-    assert plan.objective.solver == "ilp"
+    assert plan.objective.solver == "graph"
     assert sorted(stage.modules for stage in plan.stages) == [("a", "c"), ("b", "d")]
-    assert plan.objective.gap < 1e-6
+    assert plan.objective.gap < 1e-3
     assert float(plan.objective.note.removeprefix("best contiguous cut ")) > 0.55
 
 
@@ -290,6 +297,7 @@ def test_readers_of_one_value_keep_their_order():
 
 def test_without_a_solver_the_chain_is_used(monkeypatch):
     monkeypatch.setattr(ilp, "solver_name", lambda: None)
+    monkeypatch.setattr(solve, "place", lambda *_: None)  # so that a gap is left
     trace = record(Fork(), (torch.zeros(4, 64),))
     with pytest.warns(UserWarning, match="no solver"):
         plan = solve_partition(trace, num_stages=2, in_flight=(1, 1), memory_weight=0.0)
