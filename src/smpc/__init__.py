@@ -18,10 +18,12 @@ if TYPE_CHECKING:
         PipelineOptions,
         Plan,
         Runtime,
+        Search,
         compile_model,
         mark_leaf,
         partition,
         register_shape_rule,
+        search,
     )
     from smpc.errors import SmpcError
 
@@ -32,12 +34,14 @@ __all__ = [
     "PipelineOptions",
     "Plan",
     "Runtime",
+    "Search",
     "SmpcError",
     "__version__",
     "compile_model",
     "mark_leaf",
     "partition",
     "register_shape_rule",
+    "search",
 ]
 
 

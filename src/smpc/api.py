@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from smpc.auto import Search, search
 from smpc.compile import Compilation, PipelineOptions, compile_model
 from smpc.partitioner.device import Device
 from smpc.partitioner.plan import Plan
@@ -31,7 +32,7 @@ def partition(
     virtual_pipeline_degree: int | None = None,
     memory_weight: float = 0.8,
     active_microbatches: int | None = None,
-    device: str | Device = "h100",
+    device: str | Device | Sequence[str | Device] = "h100",
     optimizer: str = "adam",
     memory_limit: str | int | None = None,
     trace_execution_times: bool = False,
@@ -46,7 +47,8 @@ def partition(
     and wins over `pipeline`; `virtual_pipeline_degree` is the number of stages on each rank. `leaf_modules` names modules to be
     called whole, with nothing recorded inside.
 
-    `device` is what times are predicted for: "h100", "h200", "a100", "l4", "cpu", a .toml file or a `Device` (docs/planner.md);
+    `device` is what times are predicted for: "h100", "h200", "a100", "l4", "cpu", a .toml file or a `Device`, or one of
+    them for each rank (docs/planner.md);
     `optimizer` what memory is: "sgd", "sgd-momentum", "adam", "adamw", "adamw-fp32-master" and others. `memory_limit` is the most that
     a rank may hold at its predicted peak: "80GB", or a number of bytes. With `trace_execution_times` times are measured on the device
     that the model is on, not predicted.
@@ -77,8 +79,10 @@ __all__ = [
     "PipelineOptions",
     "Plan",
     "Runtime",
+    "Search",
     "compile_model",
     "mark_leaf",
     "partition",
     "register_shape_rule",
+    "search",
 ]

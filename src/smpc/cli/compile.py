@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -21,9 +22,10 @@ from smpc.config import Config
 from smpc.errors import ConfigError
 
 if TYPE_CHECKING:
+    from smpc.auto import Search
     from smpc.compile import Compilation
 
-_RANK_FILE = re.compile(r"rank_\d+\.py")
+_OURS = re.compile(r"rank_\d+\.py|search\.json|smp_config\.json")
 
 
 def compile_command(
@@ -62,8 +64,12 @@ def compile_command(
         int | None, typer.Option(metavar="A", help="Most microbatches in execution at a time.")
     ] = None,
     device: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="Predict times for h100, h200, a100, l4, cpu or FILE.toml.")
-    ] = "h100",
+        list[str] | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="Predict times for h100 (default), h200, a100, l4, cpu or FILE.toml. Repeatable, one for each rank: 2xh100, a100.",
+        ),
+    ] = None,
     optimizer: Annotated[
         str,
         typer.Option(metavar="NAME", help="Predict memory for sgd, sgd-momentum, adam, adamw, adamw-fp32-master, ..."),
@@ -71,9 +77,38 @@ def compile_command(
     trace_execution_times: Annotated[
         bool, typer.Option("--trace-execution-times", help="Measure times on this machine instead of predicting them.")
     ] = False,
+    skip_tracing: Annotated[
+        bool, typer.Option("--skip-tracing", help="Cut by parameter sizes and the order of modules alone.")
+    ] = False,
     memory_limit: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Most that a rank may hold at its peak, such as 80GB.")
     ] = None,
+    data_parallel_degree: Annotated[
+        int, typer.Option("-d", "--data-parallel-degree", metavar="D", help="Replicas, which need memory for buckets.")
+    ] = 1,
+    shard_optimizer_state: Annotated[
+        bool, typer.Option("--shard-optimizer-state", help="Replicas split the optimizer state among them.")
+    ] = False,
+    recompute: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Checkpoint the modules of these names, such as 'model.layers.*': their activations are computed again. Repeatable.",
+        ),
+    ] = None,
+    offload_activations: Annotated[
+        bool, typer.Option("--offload-activations", help="Keep what checkpointed modules read in CPU memory meanwhile.")
+    ] = False,
+    activation_loading_horizon: Annotated[
+        int | None, typer.Option(metavar="N", help="Load it back so many pipeline tasks ahead of the backward pass.")
+    ] = None,
+    auto: Annotated[
+        bool,
+        typer.Option(
+            "--auto", help="Search for the fastest way to train on --world-size ranks; the inputs are the global batch."
+        ),
+    ] = False,
+    world_size: Annotated[int | None, typer.Option(metavar="N", help="Ranks in all, with --auto.")] = None,
     config: Annotated[
         str | None, typer.Option(metavar="FILE", help="Settings, .json or .toml; options given here win over it.")
     ] = None,
@@ -103,28 +138,52 @@ def compile_command(
         "virtual_pipeline_degree": virtual_pipeline_degree,
         "memory_weight": memory_weight,
         "active_microbatches": active_microbatches,
+        "skip_tracing": skip_tracing or None,
+        "offload_activations": offload_activations or None,
+        "activation_loading_horizon": activation_loading_horizon,
     }
-    settings = _settings(config, flags, tensor_parallel_degree)
+    planner: dict[str, Any] = {
+        "device": device or "h100",
+        "optimizer": optimizer,
+        "memory_limit": memory_limit,
+        "shard_optimizer_state": shard_optimizer_state,
+    }
+    measured: dict[str, Any] = {
+        "data_parallel_degree": data_parallel_degree,
+        "trace_execution_times": trace_execution_times,
+        "recompute": tuple(recompute or ()),
+    }
+    if auto or world_size is not None:
+        if len(device or []) > 1:
+            raise ConfigError("--auto: --device is given more than once, but the search is for devices of one kind")
+        planner["device"] = device[0] if device else "h100"
+        _check_auto(auto, world_size, {**flags, "config": config, **measured})
+        settings = None
+    else:
+        settings = _settings(config, flags, tensor_parallel_degree)
     specs = parse_inputs(inputs or [])
     folder = None if out is None else _writable_folder(out)
     if plot is not None:
         _check_plot(plot)
-    planner = {
-        "device": device,
-        "optimizer": optimizer,
-        "memory_limit": memory_limit,
-        "trace_execution_times": trace_execution_times,
-    }
-    compilation = _compile(target, specs, settings, planner)
+    found = None
+    if settings is None:
+        found, compilation = _search(target, specs, {**planner, "world_size": world_size})
+    else:
+        compilation = _compile(target, specs, settings, {**planner, **measured})
     if plot is not None:
         _write_plot(compilation, plot)
     if folder is not None:
-        _write(compilation, folder)
+        _write(compilation, folder, found)
     if json_only:
         sys.stdout.write(compilation.plan.to_json())
     else:
         from smpc.report import print_report
 
+        if found is not None:
+            from smpc.report.search import print_search
+
+            print_search(found)
+            print()
         print_report(compilation.plan, compilation.timeline())
 
 
@@ -143,7 +202,7 @@ def _silenced(name: str) -> Iterator[None]:
 def _compile(target: str, specs: tuple[InputSpec, ...], settings: Config, planner: dict[str, Any]) -> Compilation:
     """The target's compilation, with the phases shown; modules are marked by smp.partition where auto_partition is off."""
     # Before the logger is silenced: torch sets the levels of its loggers when it is imported.
-    from smpc.compile import compile_model
+    from smpc.compile import compile_model, plan_warnings
     from smpc.v1.partition import manual_partition
 
     # stdout is for the result alone; whatever the user's code prints goes to stderr.
@@ -154,7 +213,7 @@ def _compile(target: str, specs: tuple[InputSpec, ...], settings: Config, planne
     ):
         show("Making the model")
         model, sample_inputs = load_target(target, specs)
-        return compile_model(
+        compilation = compile_model(
             model,
             sample_inputs,
             pipeline_parallel_degree=settings.pipeline_parallel_degree,
@@ -164,10 +223,48 @@ def _compile(target: str, specs: tuple[InputSpec, ...], settings: Config, planne
             virtual_pipeline_degree=settings.virtual_pipeline_degree or None,
             memory_weight=settings.memory_weight,
             active_microbatches=settings.active_microbatches,
+            skip_tracing=settings.skip_tracing,
+            offload_activations=settings.offload_activations,
+            activation_loading_horizon=settings.activation_loading_horizon,
             manual=manual_partition(model, settings),
             show_phase=show,
+            warn=False,
             **planner,
         )
+    for line in plan_warnings(compilation.plan):
+        print(f"smpc: warning: {line}", file=sys.stderr)
+    return compilation
+
+
+def _search(target: str, specs: tuple[InputSpec, ...], planner: dict[str, Any]) -> tuple[Search, Compilation]:
+    """The search for the fastest way to train the target, and the compilation of what it found."""
+    from smpc.auto import search
+    from smpc.compile import compile_plan
+
+    with (
+        progress() as show,
+        contextlib.redirect_stdout(sys.stderr),
+        _silenced("torch._subclasses.fake_tensor"),
+    ):
+        show("Making the model")
+        model, sample_inputs = load_target(target, specs)
+        found = search(model, sample_inputs, show_progress=show, **planner)
+        show("Writing and checking the programs")
+        return found, compile_plan(found.trace, found.plan)
+
+
+def _check_auto(auto: bool, world_size: int | None, chosen: dict[str, Any]) -> None:
+    """Raise ConfigError for options that do not go together."""
+    if not auto:
+        raise ConfigError(
+            f"--world-size {world_size}: only with --auto; otherwise -p and -d say how many ranks there are"
+        )
+    if world_size is None:
+        raise ConfigError("--auto: --world-size is required, the number of ranks in all; try --world-size 8")
+    given = [name for name, value in chosen.items() if value and (name, value) != ("data_parallel_degree", 1)]
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"--auto: chooses these itself or does without: {options}; leave them out")
 
 
 def _settings(path: str | None, flags: dict[str, Any], tensor_parallel_degree: int | None) -> Config:
@@ -200,8 +297,8 @@ def _writable_folder(out: str) -> Path:
     return folder
 
 
-def _write(compilation: Compilation, folder: Path) -> None:
-    """The plan, its report and a program for every rank; programs left from an earlier, larger plan are removed."""
+def _write(compilation: Compilation, folder: Path, found: Search | None) -> None:
+    """The plan, its report, a program for every rank, and the search; what is left of an earlier, larger plan is removed."""
     from smpc.report.page import render_page
     from smpc.report.perfetto import perfetto_json
 
@@ -211,11 +308,14 @@ def _write(compilation: Compilation, folder: Path) -> None:
     files["timeline.json"] = perfetto_json(compilation.plan, timeline)
     files["report.html"] = render_page(compilation.trace, compilation.plan, timeline)
     files["plan.json"] = compilation.plan.to_json()
+    if found is not None:
+        files["search.json"] = found.to_json()
+        files["smp_config.json"] = json.dumps(found.config(), indent=2) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / "plan.json").exists():  # a folder that this command wrote
             for stale in sorted(folder.iterdir()):
-                if _RANK_FILE.fullmatch(stale.name) and stale.name not in files:
+                if _OURS.fullmatch(stale.name) and stale.name not in files:
                     stale.unlink()
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")

@@ -45,10 +45,12 @@ def stage_table(plan: Plan) -> TextTable:
     """Modules, parameters, FLOPs, times and cost of every stage."""
     stages = plan.stages
     total = sum(stage.cost for stage in stages)
+    mixed = any(stage.device for stage in stages)  # ranks of several kinds
     rows = tuple(
         (
             str(stage.index),
             str(stage.rank),
+            *((printable(stage.device),) if mixed else ()),
             printable(module_list(stage.modules)) or "(no whole module)",
             format_number(stage.num_parameters),
             format_number(stage.forward_flops),
@@ -61,6 +63,7 @@ def stage_table(plan: Plan) -> TextTable:
     totals = (
         "all",
         "",
+        *(("",) if mixed else ()),
         "",
         format_number(sum(stage.num_parameters for stage in stages)),
         format_number(sum(stage.forward_flops for stage in stages)),
@@ -68,8 +71,9 @@ def stage_table(plan: Plan) -> TextTable:
         format_time(sum(stage.backward_time for stage in stages)),
         "",
     )
-    headers = ("Stage", "Rank", "Modules", "Parameters", "FLOPs", "Forward", "Backward", "Cost")
-    return TextTable(headers, rows, totals, left=("Modules",))
+    device = ("Device",) if mixed else ()
+    headers = ("Stage", "Rank", *device, "Modules", "Parameters", "FLOPs", "Forward", "Backward", "Cost")
+    return TextTable(headers, rows, totals, left=("Modules", "Device"))
 
 
 def memory_table(plan: Plan) -> TextTable:

@@ -1,0 +1,419 @@
+"""The search for the fastest way to train a model on a number of devices, within a memory limit.
+
+    found = search(model, batch, world_size=16, memory_limit="80GB")
+    found.best.candidate        Candidate(pipeline_parallel_degree=4, data_parallel_degree=4, ..., schedule="zb-h1")
+    found.plan                  its plan, as `smpc.partition` makes it
+    found.results               every candidate, the best first, with what became of it
+
+The sample inputs are the GLOBAL batch: what all replicas process together in one step. It is the same for every candidate (see
+`smpc.auto.space`), and what is minimised is the predicted step (`smpc.auto.estimate`).
+
+How. The model is recorded once for each size of a microbatch. Candidates are planned in the order of their lower bounds on the step,
+each as its best contiguous cut for balanced computation (`memory_weight` 0) within the limit, until the next bound is above 99% of the
+best step: what is left cannot be much faster. The best is then planned with all means. A candidate whose bound on the peak exceeds the
+limit is not planned, and a size of microbatches at which no candidate can fit rules out the larger ones. Nothing depends on the clock,
+so the same search gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import nn
+
+from smpc.auto.estimate import Sample, step_time
+from smpc.auto.space import SCHEDULES, Candidate, candidates, repeated_blocks, wire
+from smpc.compile import Inputs, PipelineOptions, as_inputs, first_microbatch, make_plan, predict_timeline
+from smpc.errors import CodegenError, ConfigError, MemoryLimitError, PartitionError
+from smpc.mesh import Axis
+from smpc.partitioner.device import Device, find_device
+from smpc.partitioner.limit import rank_peaks
+from smpc.partitioner.optimizer import find_optimizer
+from smpc.partitioner.plan import Plan
+from smpc.partitioner.sizes import at_least, parse_bytes
+from smpc.tracer.ir import Trace
+from smpc.tracer.record import record
+from smpc.tracer.structure import flatten
+
+ALL_SCHEDULES = tuple(known for known, _ in SCHEDULES)
+TOLERANCE = 0.01  # how much faster a way that is not planned could be
+ShowProgress = Callable[[str, int, int], object]  # (phase, done, total)
+
+
+class Verdict(StrEnum):
+    """What became of a candidate."""
+
+    BEST = "best"
+    SLOWER = "slower"  # its step is longer than the best one, or cannot be shorter
+    MEMORY = "memory"  # its peak exceeds the limit
+    IMPOSSIBLE = "impossible"  # there is no such pipeline: more stages than modules, for instance
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A candidate with its predicted seconds and bytes; 0 where not known.
+
+    `step_is_bound`, `peak_is_bound`: not planned; it takes at least this.
+    """
+
+    candidate: Candidate
+    verdict: Verdict
+    step_time: float = 0.0
+    pipeline_time: float = 0.0
+    reduce_time: float = 0.0
+    optimizer_time: float = 0.0
+    peak_bytes: int = 0
+    step_is_bound: bool = False
+    peak_is_bound: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Search:
+    """What was found: `options` give the best candidate's `plan`, `trace` is that of one of its microbatches."""
+
+    world_size: int
+    batch_size: int
+    memory_limit: int
+    device: str
+    optimizer: str
+    results: tuple[Result, ...]  # the best first, then what fits by time, then what does not by memory
+    trace: Trace
+    options: PipelineOptions
+    plan: Plan
+
+    @property
+    def best(self) -> Result:
+        """The result of the best candidate."""
+        return self.results[0]
+
+    def config(self) -> dict[str, Any]:
+        """The settings of `smpc.config.Config` that train this way."""
+        found = self.best.candidate
+        return {
+            "pipeline_parallel_degree": found.pipeline_parallel_degree,
+            "ddp": found.data_parallel_degree > 1,
+            "placement_strategy": found.placement_strategy,
+            "microbatches": found.microbatches,
+            "schedule": found.schedule,
+            "virtual_pipeline_degree": found.virtual_pipeline_degree,
+            "memory_weight": self.options.memory_weight,
+        }
+
+    def to_json(self) -> str:
+        """All but trace and plan as indented JSON; the same search gives the same bytes."""
+        data = {
+            "world_size": self.world_size,
+            "batch_size": self.batch_size,
+            "memory_limit": self.memory_limit,
+            "device": self.device,
+            "optimizer": self.optimizer,
+            "plan": self.plan.fingerprint,
+            "config": self.config(),
+            "results": [asdict(result) for result in self.results],
+        }
+        return json.dumps(data, indent=2) + "\n"
+
+
+def search(
+    model: nn.Module,
+    sample_inputs: Any,
+    *,
+    world_size: int,
+    memory_limit: str | int | None = None,
+    device: str | Device = "h100",
+    optimizer: str = "adam",
+    shard_optimizer_state: bool = False,
+    schedules: Sequence[str] = ALL_SCHEDULES,
+    leaf_modules: Sequence[str] = (),
+    show_progress: ShowProgress | None = None,
+) -> Search:
+    """The fastest way to train a model on `world_size` devices, each within `memory_limit`.
+
+    `sample_inputs` are the global batch of a step, in the forms of `smpc.partition`; only shapes count. `memory_limit` is the most that a
+    rank may hold at its predicted peak ("80GB" or a number of bytes), by default what the device has. `schedules` are the names to try.
+    `show_progress` is called with a phase, what is done of it and what there is to do. The other arguments are `smpc.partition`'s.
+
+    Raises ConfigError for settings that cannot be, TraceError for a model that cannot be recorded, MemoryLimitError, which says the
+    least memory that would do, if nothing fits.
+    """
+    kind = find_device(device)
+    setting = _Setting(
+        world_size,
+        parse_bytes(kind.memory_bytes if memory_limit is None else memory_limit, "memory_limit"),
+        kind,
+        find_optimizer(optimizer).name,
+        shard_optimizer_state,
+        tuple(schedules),
+    )
+    show = show_progress or (lambda phase, done, total: None)
+    return _Searcher(setting, model, as_inputs(sample_inputs), tuple(leaf_modules), show).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """What is searched for."""
+
+    world_size: int
+    limit: int
+    device: Device
+    optimizer: str
+    shard_optimizer_state: bool
+    schedules: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        known = [name for name, _ in SCHEDULES]
+        wrong = [
+            f"schedules: expected some of {', '.join(known)}, found {n!r}" for n in self.schedules if n not in known
+        ]
+        if not self.schedules:
+            wrong.append(f"schedules: expected some of {', '.join(known)}, found none")
+        if self.world_size < 1:
+            wrong.append(f"world_size: expected at least 1, found {self.world_size}")
+        if wrong:
+            raise ConfigError("\n".join(wrong))
+
+    def options(self, candidate: Candidate, limit: int, blocks: Sequence[str] = ()) -> PipelineOptions:
+        """How to plan a candidate."""
+        link = wire(self.device, candidate.mesh, Axis.PP)
+        return PipelineOptions(
+            pipeline_parallel_degree=candidate.pipeline_parallel_degree,
+            microbatches=candidate.microbatches,
+            memory_weight=0.0,
+            device=replace(self.device, inside_host=link, between_hosts=link),
+            optimizer=self.optimizer,
+            memory_limit=limit,
+            schedule=candidate.schedule,
+            virtual_pipeline_degree=candidate.virtual_pipeline_degree,
+            data_parallel_degree=candidate.data_parallel_degree,
+            shard_optimizer_state=self.shard_optimizer_state,
+            recompute=tuple(blocks),
+        )
+
+
+@dataclass(frozen=True)
+class _Bounded:
+    """A candidate and what it takes at least."""
+
+    candidate: Candidate
+    step: float
+    peak: int
+
+
+class _Searcher:
+    """One search; `traces` are the recorded microbatches by size, `samples` by size and what is computed again."""
+
+    def __init__(
+        self, setting: _Setting, model: nn.Module, inputs: Inputs, leaf_modules: tuple[str, ...], show: ShowProgress
+    ) -> None:
+        self.setting, self.model, self.inputs, self.leaf_modules, self.show = setting, model, inputs, leaf_modules, show
+        self.batch_size = _batch_size(inputs)
+        self.traces: dict[int, Trace] = {}
+        self.samples: dict[tuple[int, str], Sample] = {}
+        self.results: list[Result] = []
+        self.best: tuple[Result, Plan] | None = None
+        self.blocks: tuple[str, ...] = ()
+        self.least: tuple[int, Candidate] | None = None  # memory that would do
+
+    def run(self) -> Search:
+        """Everything, in order."""
+        setting = self.setting
+        plain = tuple(candidates(setting.world_size, self.batch_size, setting.device, setting.schedules))
+        self.show("Tracing the model", 0, 1)
+        sizes = [candidate.microbatch_size for candidate in plain]
+        self.blocks = repeated_blocks(self._trace(min(sizes))) if sizes else ()
+        found = [
+            replace(c, recompute=name) for c in plain for name in (("model", "blocks") if self.blocks else ("model",))
+        ]
+        if not found:
+            raise ConfigError(
+                f"world_size: expected a number of ranks of which some can share the batch of {self.batch_size}, found "
+                f"{setting.world_size}; change the batch or the number of ranks"
+            )
+        self._plan_in_order(self._bounded(found))
+        if self.best is None:
+            raise self._nothing_fits(found)
+        self.show("Planning the best", 0, 1)
+        best, plan = self._proven(*self.best)
+        return Search(
+            setting.world_size,
+            self.batch_size,
+            setting.limit,
+            setting.device.name,
+            plan.optimizer,
+            tuple(self._verdicts(best)),
+            self._trace(best.candidate.microbatch_size),
+            self._options(best.candidate),
+            plan,
+        )
+
+    # -- bounds
+
+    def _bounded(self, found: Sequence[Candidate]) -> list[_Bounded]:
+        """What may fit, by its bound on the step; the rest is rejected."""
+        sizes = sorted({candidate.microbatch_size for candidate in found})
+        kept: list[_Bounded] = []
+        hopeless: int | None = None  # the least peak at a smaller size, where none can fit
+        for i, size in enumerate(sizes):
+            self.show("Tracing the model", i, len(sizes))
+            of_size = [candidate for candidate in found if candidate.microbatch_size == size]
+            if hopeless is None:
+                group = [self._bound(candidate) for candidate in of_size]
+            else:
+                group = [_Bounded(candidate, 0.0, hopeless) for candidate in of_size]
+            fitting = [bounded for bounded in group if bounded.peak <= self.setting.limit]
+            for bounded in group:
+                if bounded.peak > self.setting.limit:
+                    self._reject(bounded)
+            kept += fitting
+            if not fitting:
+                hopeless = min(bounded.peak for bounded in group)
+        order = {candidate: i for i, candidate in enumerate(found)}
+        return sorted(kept, key=lambda bounded: (bounded.step, order[bounded.candidate]))
+
+    def _trace(self, size: int) -> Trace:
+        """That of a microbatch of this size."""
+        if size not in self.traces:
+            args, kwargs = first_microbatch(self.inputs, self.batch_size // size)
+            self.traces[size] = record(self.model, args, kwargs, leaf_modules=self.leaf_modules)
+        return self.traces[size]
+
+    def _options(self, candidate: Candidate, limit: int | None = None) -> PipelineOptions:
+        blocks = self.blocks if candidate.recompute == "blocks" else ()
+        return self.setting.options(candidate, limit or self.setting.limit, blocks)
+
+    def _bound(self, candidate: Candidate) -> _Bounded:
+        options, key = self._options(candidate), (candidate.microbatch_size, candidate.recompute)
+        costs = options.cost_model
+        if key not in self.samples:
+            self.samples[key] = Sample.of(self._trace(candidate.microbatch_size), costs, options.recompute)
+        sample, link = self.samples[key], wire(self.setting.device, candidate.mesh, Axis.RDP)
+        return _Bounded(candidate, sample.least_step(candidate, costs, link), sample.least_peak(candidate, costs))
+
+    def _reject(self, bounded: _Bounded) -> None:
+        self.results.append(
+            Result(
+                bounded.candidate,
+                Verdict.MEMORY,
+                bounded.step,
+                peak_bytes=bounded.peak,
+                step_is_bound=True,
+                peak_is_bound=True,
+            )
+        )
+
+    # -- plans
+
+    def _plan_in_order(self, pending: Sequence[_Bounded]) -> None:
+        """Plan candidates until no bound is below the best step."""
+        for done, bounded in enumerate(pending):
+            self.show(f"Planning {len(pending)} ways to train", done, len(pending))
+            if self.best is not None and bounded.step >= self.best[0].step_time * (1.0 - TOLERANCE):
+                self.results += [
+                    Result(
+                        rest.candidate,
+                        Verdict.SLOWER,
+                        rest.step,
+                        peak_bytes=rest.peak,
+                        step_is_bound=True,
+                        peak_is_bound=True,
+                    )
+                    for rest in pending[done:]
+                ]
+                return
+            result, plan = self._plan(bounded, self.setting.limit)
+            self.results.append(result)
+            if plan is not None and (self.best is None or result.step_time < self.best[0].step_time):
+                self.best = result, plan
+
+    def _plan(self, bounded: _Bounded, limit: int) -> tuple[Result, Plan | None]:
+        """The result of a candidate, and its plan if it has one."""
+        candidate = bounded.candidate
+        try:
+            plan = make_plan(self._trace(candidate.microbatch_size), self._options(candidate, limit), prove=False)
+        except MemoryLimitError as error:
+            if self.least is None or error.least_bytes < self.least[0]:
+                self.least = error.least_bytes, candidate
+            result = Result(candidate, Verdict.MEMORY, bounded.step, peak_bytes=error.least_bytes, step_is_bound=True)
+            return result, None
+        except (PartitionError, ConfigError, CodegenError) as error:
+            return Result(candidate, Verdict.IMPOSSIBLE, reason=str(error)), None
+        return self._measured(candidate, plan), plan
+
+    def _measured(self, candidate: Candidate, plan: Plan) -> Result:
+        """What a plan takes, as a result."""
+        device = self.setting.device
+        timeline = predict_timeline(self._trace(candidate.microbatch_size), plan)
+        link = wire(device, candidate.mesh, Axis.RDP)
+        seconds = step_time(plan, timeline, candidate.data_parallel_degree, link, device.memory_bandwidth)
+        peak = max(rank_peaks(plan).values())
+        times = seconds.total, seconds.pipeline, seconds.reduce, seconds.optimizer
+        return Result(candidate, Verdict.SLOWER, *times, peak_bytes=peak)
+
+    def _proven(self, quick: Result, quick_plan: Plan) -> tuple[Result, Plan]:
+        """The best candidate planned with proof; its quick plan where that is faster."""
+        plan = make_plan(self._trace(quick.candidate.microbatch_size), self._options(quick.candidate))
+        result = self._measured(quick.candidate, plan)
+        if result.step_time > quick.step_time:
+            result, plan = quick, quick_plan
+        self.results[self.results.index(quick)] = result
+        return result, plan
+
+    # -- what is said of it
+
+    def _verdicts(self, best: Result) -> Iterable[Result]:
+        """The best, then the others: slower ones by time, then those over the limit by memory, then impossible ones."""
+        yield replace(best, verdict=Verdict.BEST)
+        rank = {Verdict.SLOWER: 0, Verdict.MEMORY: 1, Verdict.IMPOSSIBLE: 2}
+
+        def key(result: Result) -> tuple[int, bool, float]:
+            size = result.step_time if result.verdict is Verdict.SLOWER else result.peak_bytes
+            return rank[result.verdict], result.verdict is Verdict.SLOWER and result.step_is_bound, size
+
+        for result in sorted((result for result in self.results if result is not best), key=key):
+            yield replace(result, reason=result.reason or self._reason(result, best))
+
+    def _reason(self, result: Result, best: Result) -> str:
+        if result.verdict is Verdict.MEMORY:
+            return f"needs {at_least(result.peak_bytes)}, the limit is {at_least(self.setting.limit)}"
+        slower = result.step_time / best.step_time - 1.0
+        if result.step_is_bound:
+            return f"at least {slower:.1%} slower" if slower > 0.0 else f"at most {-slower:.1%} faster, so not planned"
+        return f"{slower:.1%} slower"
+
+    def _nothing_fits(self, found: Sequence[Candidate]) -> Exception:
+        """The error, with the least memory that would do: plans in the order of the bounds on the peak."""
+        setting, impossible = self.setting, [r for r in self.results if r.verdict is Verdict.IMPOSSIBLE]
+        bounds = [self._bound(c) for c in found if c.microbatch_size in self.traces]
+        pending = sorted(bounds, key=lambda bounded: bounded.peak)
+        for done, bounded in enumerate(pending):
+            self.show("Searching for the least memory", done, len(pending))
+            if bounded.peak >= (self.least[0] if self.least else math.inf):
+                break
+            self._plan(bounded, 1)
+        if self.least is None:
+            reason = impossible[0].reason if impossible else "no candidate"
+            return PartitionError(f"expected a way to train on {setting.world_size} ranks, found none: {reason}")
+        least, candidate = self.least
+        return MemoryLimitError(
+            f"expected a way to train within {at_least(setting.limit)} on each of {setting.world_size} ranks, found none among "
+            f"{len(found)}: the least memory that would do is {at_least(least)}, with pipelines of "
+            f"{candidate.pipeline_parallel_degree}, {candidate.data_parallel_degree} replicas, {candidate.microbatches} microbatches "
+            f"and the {candidate.schedule} schedule; raise memory_limit, use more ranks, or a smaller batch",
+            least,
+        )
+
+
+def _batch_size(inputs: Inputs) -> int:
+    """Parts into which every tensor of the batch can be split: the greatest common divisor of their sizes along axis 0."""
+    leaves, _ = flatten(inputs)
+    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if 0 in sizes:
+        raise ConfigError("sample inputs: expected tensors of at least one sample, found an empty one")
+    return math.gcd(*sizes) or 1

@@ -1,0 +1,203 @@
+"""The search finds what trying everything finds, its bounds hold, and what it says would do, does."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import smpc
+from smpc.auto.estimate import Sample, step_time
+from smpc.auto.search import Verdict
+from smpc.auto.space import SCHEDULES, candidates, repeated_blocks, wire
+from smpc.compile import PipelineOptions, make_plan, predict_timeline
+from smpc.config import Config
+from smpc.errors import ConfigError, MemoryLimitError, PartitionError
+from smpc.mesh import Axis
+from smpc.partitioner.device import Device, Wire, find_device
+from smpc.partitioner.limit import rank_peaks
+from smpc.tracer import record
+
+# Two devices a host: with four ranks it matters which of them share one.
+DEVICE = Device("small", {"float32": 1e12}, 1e11, 10**8, 2, Wire(1e11, 1e-6), Wire(1e9, 5e-6))
+NAMES = [name for name, _ in SCHEDULES]
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, width=64, depth=6):
+        super().__init__()
+        self.first = nn.Linear(16, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.last = nn.Linear(width, 16)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).sum()
+
+
+@pytest.fixture(scope="module")
+def model():
+    with torch.device("meta"):
+        return Stack()
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return torch.zeros(8, 32, 16, device="meta")
+
+
+def options(candidate, blocks, limit=None):
+    link = wire(DEVICE, candidate.mesh, Axis.PP)
+    return PipelineOptions(
+        pipeline_parallel_degree=candidate.pipeline_parallel_degree,
+        microbatches=candidate.microbatches,
+        memory_weight=0.0,
+        device=Device("small", {"float32": 1e12}, 1e11, 10**8, 2, link, link),
+        memory_limit=limit,
+        schedule=candidate.schedule,
+        virtual_pipeline_degree=candidate.virtual_pipeline_degree,
+        data_parallel_degree=candidate.data_parallel_degree,
+        recompute=blocks if candidate.recompute == "blocks" else (),
+    )
+
+
+@pytest.fixture(scope="module")
+def everything(model, batch):
+    """Every candidate for 4 ranks that can be planned: (candidate, options, trace, plan, seconds, peak)."""
+    traces = {size: record(model, (batch[:size],)) for size in (1, 2, 4, 8)}
+    found = []
+    for candidate in candidates(4, 8, DEVICE, NAMES, ("model", "blocks")):
+        trace = traces[candidate.microbatch_size]
+        chosen = options(candidate, repeated_blocks(trace))
+        try:
+            plan = make_plan(trace, chosen, prove=False)
+        except PartitionError:
+            continue
+        link = wire(DEVICE, candidate.mesh, Axis.RDP)
+        timeline = predict_timeline(trace, plan)
+        seconds = step_time(plan, timeline, candidate.data_parallel_degree, link, DEVICE.memory_bandwidth)
+        found.append((candidate, chosen, trace, plan, seconds.total, max(rank_peaks(plan).values())))
+    return found
+
+
+@pytest.fixture(scope="module")
+def free(model, batch):
+    """A search in which memory does not matter."""
+    return smpc.search(model, batch, world_size=4, memory_limit=10**9, device=DEVICE)
+
+
+def test_every_candidate_has_all_ranks_and_the_whole_batch():
+    found = list(candidates(12, 24, find_device("h100"), NAMES))
+    assert len(set(found)) == len(found)
+    for candidate in found:
+        assert candidate.pipeline_parallel_degree * candidate.data_parallel_degree == 12
+        assert candidate.num_parts * candidate.microbatch_size == 24
+    assert {c.pipeline_parallel_degree for c in found} == {1, 2, 3, 4, 6, 12}
+    assert {c.schedule for c in found if c.pipeline_parallel_degree == 1} == {"1f1b"}
+
+
+def test_placements_are_told_apart_where_hosts_are():
+    one_host = {c.placement_strategy for c in candidates(8, 8, find_device("h100"), NAMES)}
+    two_hosts = {c.placement_strategy for c in candidates(16, 16, find_device("h100"), NAMES)}
+    assert (one_host, two_hosts) == ({"cluster"}, {"cluster", "spread"})
+
+
+def test_repeated_blocks_are_the_members_of_outermost_lists(model, batch):
+    assert repeated_blocks(record(model, (batch[:1],))) == tuple(f"blocks.{i}" for i in range(6))
+    assert repeated_blocks(record(nn.Linear(16, 16), (torch.zeros(1, 16),))) == ()
+
+
+def test_bounds_hold_for_every_candidate(everything):
+    assert len(everything) > 60
+    for candidate, chosen, trace, _, seconds, peak in everything:
+        sample = Sample.of(trace, chosen.cost_model, chosen.recompute)
+        link = wire(DEVICE, candidate.mesh, Axis.RDP)
+        assert sample.least_step(candidate, chosen.cost_model, link) <= seconds * (1 + 1e-9), candidate
+        assert sample.least_peak(candidate, chosen.cost_model) <= peak, candidate
+
+
+def test_the_best_is_the_best_of_all(free, everything):
+    found = free
+    fastest = min(seconds for *_, seconds, _ in everything)
+    assert fastest * (1 - 1e-9) <= found.best.step_time <= fastest * 1.0102
+    assert any(result.step_is_bound for result in found.results)  # not everything was planned
+    known = {candidate: seconds for candidate, *_, seconds, _ in everything}
+    for result in found.results[1:]:
+        if result.verdict is Verdict.SLOWER:
+            limit = known[result.candidate] * (1 + 1e-9)
+            assert result.step_time <= limit, result
+
+
+def test_a_limit_is_kept_and_costs_time(model, batch, free, everything):
+    least = min(peak for *_, peak in everything)
+    limit = int(1.2 * least)
+    tight = smpc.search(model, batch, world_size=4, memory_limit=limit, device=DEVICE)
+    assert max(rank_peaks(tight.plan).values()) <= limit < max(rank_peaks(free.plan).values())
+    assert tight.best.step_time > free.best.step_time
+    assert all(r.peak_bytes > limit for r in tight.results if r.verdict is Verdict.MEMORY)
+    for candidate, *_, seconds, peak in everything:
+        if peak <= limit:
+            assert tight.best.step_time <= seconds * 1.0102, candidate
+
+
+def test_the_least_memory_that_is_said_to_do_does(model, batch):
+    with pytest.raises(MemoryLimitError, match="the least memory that would do is") as caught:
+        smpc.search(model, batch, world_size=2, memory_limit="1KB", device=DEVICE)
+    least = caught.value.least_bytes
+    assert smpc.search(model, batch, world_size=2, memory_limit=least, device=DEVICE).best.peak_bytes <= least
+    with pytest.raises(MemoryLimitError):
+        smpc.search(model, batch, world_size=2, memory_limit=least - 1, device=DEVICE)
+
+
+def test_the_same_search_gives_the_same_bytes(model, batch, free):
+    again = smpc.search(model, batch, world_size=4, memory_limit=10**9, device=DEVICE)
+    assert again.to_json() == free.to_json()
+    assert json.loads(free.to_json())["results"][0]["verdict"] == "best"
+
+
+def test_what_was_found_is_a_configuration(free):
+    config = Config.parse(free.config())
+    assert config.microbatches == free.best.candidate.microbatches
+    assert config.schedule == free.best.candidate.schedule
+
+
+def test_progress_counts_up(model, batch):
+    seen = []
+    smpc.search(model, batch, world_size=2, device=DEVICE, show_progress=lambda *told: seen.append(told))
+    assert any(phase.startswith("Planning") for phase, _, _ in seen)
+    assert all(0 <= done <= total for _, done, total in seen)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"world_size": 0}, "world_size: expected at least 1, found 0"),
+        ({"world_size": 2, "schedules": ["1f2b"]}, "schedules: expected some of 1f1b"),
+        ({"world_size": 2, "schedules": []}, "found none"),
+        ({"world_size": 2, "memory_limit": "much"}, "memory_limit: expected a size"),
+        ({"world_size": 2, "optimizer": "adamm"}, "did you mean 'adam'?"),
+    ],
+)
+def test_bad_settings(model, batch, changes, text):
+    with pytest.raises(ConfigError, match=text.replace("?", r"\?")):
+        smpc.search(model, batch, **changes)
+
+
+def test_a_batch_that_replicas_cannot_share_goes_to_a_pipeline(model, batch):
+    found = smpc.search(model, batch[:7], world_size=2, device=DEVICE)
+    assert {result.candidate.pipeline_parallel_degree for result in found.results} == {2}
+    with pytest.raises(ConfigError, match="at least one sample"):
+        smpc.search(model, batch[:0], world_size=2, device=DEVICE)
