@@ -6,12 +6,14 @@
     interleaved-1f1b     1F1B, v pieces per rank in turn                   2 or more         s % p
     zb-h1, zb-h2         zero bubble                                       1                 s
     zb-v                 zero bubble, two pieces per rank                  2                 a V: 0 1 .. p-1 p-1 .. 1 0
-    list                 a search over the predicted times of the stages   any               a V for 2, else s % p
+    list                 a search over the predicted times of the stages   any               1: s; else `passes`
     FILE.csv             what the file says (`csv_file`)                   as in the file    as in the file
 
 Without `schedule`, `pipeline` chooses: "simple" is gpipe, "interleaved" is 1f1b with one piece per rank and
-interleaved-1f1b with several. gpipe, 1f1b and list run on every placement. Only 1f1b obeys `active_microbatches`: the
-others have as many in flight as their docstrings say.
+interleaved-1f1b with several. gpipe, 1f1b and list run on every placement. Several pieces of `list` are put so that they
+go down the ranks and up again (`passes`): an even number v in v passes, which makes for the shortest ramps; an odd one in
+two, (v + 1) / 2 pieces of a rank on the way down and the others on the way up, which makes for the fewest messages. Only
+1f1b obeys `active_microbatches`: the others have as many in flight as their docstrings say.
 
 Example: `choose(4, 8)` is 1f1b on ranks (0, 1, 2, 3); `choose(4, 8, schedule="zb-v")` has 8 stages, on ranks
 (0, 1, 2, 3, 3, 2, 1, 0).
@@ -30,7 +32,7 @@ from smpc.codegen.schedules.search import search
 from smpc.codegen.schedules.virtual import interleaved_1f1b, loop_placement
 from smpc.codegen.schedules.zero_bubble import zb_h1, zb_h2
 from smpc.codegen.schedules.zero_bubble_v import v_placement, zb_v
-from smpc.codegen.simulate import Costs, Link
+from smpc.codegen.simulate import Costs, Link, chain
 from smpc.errors import ConfigError, ScheduleError
 
 _ALIASES = {"gpipe": "simple", "1f1b": "interleaved"}
@@ -66,9 +68,10 @@ class Choice:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """By stage, the most microbatches in flight."""
+        num_stages = len(self.placement)
         if self.name in SCHEDULES:
-            return in_flight(self.name, len(self.placement), self.num_microbatches, self.active_microbatches)
-        return peaks(self._start if self.name == "list" else self._named(self.name), len(self.placement))
+            return in_flight(self.name, num_stages, self.num_microbatches, self.active_microbatches)
+        return peaks(self._typical if self.name == "list" else self._named(self.name), num_stages)
 
     def build(self, links: Sequence[Link], costs: Costs) -> Schedule:
         """The schedule. Links and costs matter to `list` alone, which holds no more in flight than `in_flight` says.
@@ -77,7 +80,7 @@ class Choice:
         """
         if self.name != "list":
             return self._named(self.name)
-        start = self._start
+        start = self._typical
         return search(
             self.placement,
             self.num_microbatches,
@@ -87,6 +90,20 @@ class Choice:
             in_flight=peaks(start, len(self.placement)),
             slots=rank_peaks(start),
         )
+
+    @property
+    def _typical(self) -> Schedule:
+        """What `list` starts from, before times are known: the named schedule of the placement, or what a search for
+        balanced stages finds that holds no more than p microbatches of a whole rank; odd numbers of pieces are for slow
+        messages, so for these one takes a tenth of a rank's forward."""
+        num_stages, num_ranks = len(self.placement), self._num_ranks
+        num_pieces = num_stages // num_ranks
+        if num_pieces < 3 or self.placement != passes(num_ranks, num_pieces):
+            return self._start
+        latency = 0.1 * num_pieces if num_pieces % 2 else 0.0
+        costs = Costs((1.0,) * num_stages, (2.0,) * num_stages, latency)
+        slots = (num_ranks * num_pieces,) * num_ranks
+        return search(self.placement, self.num_microbatches, chain(num_stages), costs, slots=slots, moves=0)
 
     @property
     def _num_ranks(self) -> int:
@@ -153,10 +170,21 @@ def choose(
     if pieces < fewest or (most and pieces > most):
         expected = f"{fewest}" if fewest == most else f"at least {fewest}"
         raise ConfigError(f"virtual_pipeline_degree: expected {expected} for the {name} schedule, found {pieces}")
-    is_v = name == "zb-v" or (name, pieces) == ("list", 2)
-    placement = v_placement(num_ranks) if is_v else loop_placement(num_ranks, pieces)
+    is_v = name == "zb-v" or (name == "list" and pieces > 1)
+    placement = passes(num_ranks, pieces) if is_v else loop_placement(num_ranks, pieces)
     active = min(active_microbatches or num_ranks + 2, num_microbatches)
     return Choice(_ALIASES.get(name, name), placement, num_microbatches, active)
+
+
+def passes(num_ranks: int, num_pieces: int) -> tuple[int, ...]:
+    """Where `list` puts several pieces per rank, down the ranks and up again: see the module docstring.
+
+    For 3 ranks: 2 pieces (0, 1, 2, 2, 1, 0); 3 pieces (0, 0, 1, 1, 2, 2, 2, 1, 0).
+    """
+    half = (num_pieces + 1) // 2
+    lengths = (half, num_pieces - half) if num_pieces % 2 else (1,) * num_pieces
+    ways = (range(num_ranks), range(num_ranks - 1, -1, -1))
+    return tuple(rank for i, length in enumerate(lengths) for rank in ways[i % 2] for _ in range(length))
 
 
 def _is_file(name: str) -> bool:

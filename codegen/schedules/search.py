@@ -5,11 +5,18 @@ Terms
     policy      what a rank prefers when it could run several actions
 
 Whenever a rank is free it runs one of the actions whose values are there and for which it has a slot. The backward is
-always split: others wait for B and F, nobody waits for W, so W comes last unless slots are short. Policies differ in
-whether the F of a later or of an earlier stage comes first, whether F may come before B, and how long a rank would rather
-wait for a B or an F that is on its way than begin a W; others prefer the order of a given start, but each W some places
-later, or after its B where it has none. Every policy is run; the best of all these and of the given starts is polished
-(`smpc.codegen.schedules.polish`). So the result is never worse than a start, and the same problem has the same result.
+always split: others wait for B and F, nobody waits for W, so W comes last unless slots are short. There are three kinds of
+policies, and of each kind several, which differ in how long a rank would rather wait for a B or an F that is on its way
+than begin a W:
+
+    by kind             B before F or F before B, then the oldest microbatch
+    by remaining way    what has the longest way to go, all messages included, to the end of its microbatch; a later
+                        microbatch yields a little to an earlier one. Every later stage of a rank has a slot kept for it, so
+                        that the first stages cannot fill the rank with what they begin
+    by a given order    that of a start, but each W some places later, or after its B where it has none
+
+Every policy is run; the best of all these and of the given starts is polished (`smpc.codegen.schedules.polish`). So the
+result is never worse than a start. The same problem has the same result, and is searched once.
 
 Deadlock. A rank keeps slots for the oldest microbatch that is not through on it: an F of another one is not begun if the
 remaining Fs of the oldest would then not find a slot each. So the oldest microbatch of all can always go on.
@@ -20,8 +27,11 @@ whole, idles 9.9% of the time; started from it, with no more in flight on a rank
 
 from __future__ import annotations
 
+import functools
 import heapq
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from smpc.codegen.actions import Action, Schedule
@@ -31,22 +41,38 @@ from smpc.codegen.simulate import Costs, Link
 from smpc.partitioner.plan import INPUTS
 
 MOVES = 8000  # of the polish, at most
+_MEMORY = 64  # searches whose results are kept
+_WORK = 30_000  # actions that the policies of the remaining way may simulate, all together
+_LAST = 1e12  # above every other rank
+_SOON = 1e-9  # what starts within this share of a forward starts now
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a rank prefers: the smallest of `order`, if there is one, else a B to an F to a W."""
+    """What a rank prefers: the smallest of `order`, if there is one, or the longest of `ways`, else a B to an F to a W."""
 
     patience: float = 0.0  # shares of a W that a rank waits for an F or B instead
     late_first: bool = True  # of several F, that of the latest stage
     forward_first: bool = False
     order: Mapping[Key, float] = field(default_factory=dict)
+    ways: Mapping[tuple[Op, int], float] = field(default_factory=dict)  # seconds to the end of a microbatch
+    pace: float = 1.0  # seconds by which a microbatch yields to the one before it
+    bias: float = 0.0  # seconds by which F yields to B
+    late_weight_first: bool = False  # of several W, that of the latest stage, not of the oldest microbatch
+    reserve: int = 0  # slots kept for each later stage of the rank
+    limits: tuple[int, ...] = ()  # by stage, the most in flight; the problem's own bounds hold besides
 
     def rank(self, key: Key) -> float:
         """The smallest comes first."""
         if self.order:
             return self.order[key]
         op, stage, microbatch = key
+        if self.ways:
+            if op is Op.WEIGHT:
+                return (
+                    _LAST - stage + 1e-3 * microbatch if self.late_weight_first else _LAST + microbatch - 1e-3 * stage
+                )
+            return self.pace * microbatch - self.ways[op, stage] + (self.bias if op is Op.FORWARD else 0.0)
         kind = 3.0 if op is Op.WEIGHT else 1.0 + (op is Op.BACKWARD) * (1 if self.forward_first else -1)
         deeper = -stage if self.late_first or op is not Op.FORWARD else stage
         return kind + 1e-3 * microbatch + 1e-6 * deeper
@@ -78,6 +104,11 @@ def search(
         (num_microbatches,) * len(placement) if in_flight is None else tuple(in_flight),
         unlimited if slots is None else tuple(slots),
     )
+    return _search(problem, tuple(starts), moves)
+
+
+@functools.lru_cache(maxsize=_MEMORY)
+def _search(problem: Problem, starts: tuple[Schedule, ...], moves: int) -> Schedule:
     found = [(problem.makespan(start), start) for start in starts if problem.allows(start)]
     policies = [
         Policy(patience, late, first)
@@ -91,14 +122,72 @@ def search(
         for lag in (0, 2, 4, 8, 16)
         for patience in (0.0, 0.35, 0.7)
     ]
-    found += [_try(problem, policy) for policy in policies]
+    actions = 3 * len(problem.placement) * problem.num_microbatches
+    policies += itertools.islice(_by_remaining_way(problem), _WORK // actions)
+    for policy in policies:
+        schedule = _Run(problem, policy).run()
+        if schedule is not None:
+            found.append((problem.makespan(schedule), schedule))
     best = min(found, key=lambda entry: entry[0])[1]
     return polish(problem, best, moves) if moves else best
 
 
-def _try(problem: Problem, policy: Policy) -> tuple[float, Schedule]:
-    schedule = _Run(problem, policy).run()
-    return problem.makespan(schedule), schedule
+def _by_remaining_way(problem: Problem) -> Iterator[Policy]:
+    """Policies that look at what is still to come, those that were best most often first."""
+    ways = _ways(problem)
+    unit = sum(problem.costs.forward) / len(problem.slots)  # a forward of all stages of a rank
+    limits = [_shares(problem, ways, extra) for extra in (1, problem.num_microbatches)]
+    grid = itertools.product((0.8, 1.2), (1.0, 0.0), (0.2, 0.6), limits, (False, True))
+    for pace, bias, patience, limit, late_weight_first in grid:
+        yield Policy(
+            patience,
+            ways=ways,
+            pace=pace * unit,
+            bias=bias * unit,
+            late_weight_first=late_weight_first,
+            reserve=1,
+            limits=limit,
+        )
+
+
+def _shares(problem: Problem, ways: Mapping[tuple[Op, int], float], extra: int) -> tuple[int, ...]:
+    """The slots of each rank, shared among its stages by how long each holds one, and some more."""
+    totals = [0.0] * len(problem.slots)
+    held = [ways[Op.FORWARD, stage] - ways[Op.BACKWARD, stage] for stage in range(len(problem.placement))]  # F to B
+    for stage, rank in enumerate(problem.placement):
+        totals[rank] += held[stage]
+    return tuple(
+        min(
+            problem.num_microbatches,
+            math.ceil(problem.slots[rank] * held[stage] / (totals[rank] or 1.0) - _SOON) + extra,
+        )
+        for stage, rank in enumerate(problem.placement)
+    )
+
+
+def _ways(problem: Problem) -> dict[tuple[Op, int], float]:
+    """Seconds from the start of a stage's F or B to the end of the last B of its microbatch, if nothing is in the way."""
+    placement, costs = problem.placement, problem.costs
+    ways: dict[tuple[Op, int], float] = {}
+    links = [link for link in problem.links if link.source != INPUTS]
+
+    def hop(link: Link, num_bytes: int) -> float:
+        near = placement[link.source] == placement[link.destination]
+        return 0.0 if near else num_bytes / costs.bandwidth + costs.latency
+
+    for stage in range(len(placement)):  # a link leads to a later stage
+        after = [
+            hop(link, link.gradient_bytes) + ways[Op.BACKWARD, link.source]
+            for link in links
+            if link.destination == stage and link.has_gradient
+        ]
+        ways[Op.BACKWARD, stage] = costs.of(Action(Op.BACKWARD, stage, 0), is_split=True) + max(after, default=0.0)
+    for stage in reversed(range(len(placement))):
+        after = [
+            hop(link, link.num_bytes) + ways[Op.FORWARD, link.destination] for link in links if link.source == stage
+        ]
+        ways[Op.FORWARD, stage] = costs.forward[stage] + max(ways[Op.BACKWARD, stage], *after, 0.0)
+    return ways
 
 
 def _order(schedule: Schedule, lag: int = 0) -> dict[Key, float]:
@@ -135,13 +224,14 @@ class _Run:
         ops = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
         self.seconds = {(op, s): costs.of(Action(op, s, 0), is_split=True) for op in ops for s in stages}
         self.next = {(op, s): 0 for op in ops for s in stages}
+        self.soon = _SOON * max(costs.forward)
         self.free = [0.0] * num_ranks
         self.held = [0] * num_ranks
         self.orders: list[list[Action]] = [[] for _ in range(num_ranks)]
         self.wake = [(0.0, rank) for rank in range(num_ranks)]
 
-    def run(self) -> Schedule:
-        """The orders of the ranks."""
+    def run(self) -> Schedule | None:
+        """The orders of the ranks; None if a rank had no slot for the oldest microbatch, so that all wait."""
         while self.wake:
             now, rank = heapq.heappop(self.wake)
             while self.wake and self.wake[0] == (now, rank):
@@ -151,7 +241,9 @@ class _Run:
                 if key is not None:
                     self.commit(rank, key, now)
         total = 3 * len(self.problem.placement) * self.problem.num_microbatches
-        assert sum(map(len, self.orders)) == total, "a rank had no slot for the oldest microbatch"
+        if sum(map(len, self.orders)) < total:
+            assert self.policy.reserve, "a rank had no slot for the oldest microbatch"
+            return None
         return tuple(tuple(order) for order in self.orders)
 
     def choose(self, rank: int, now: float) -> Key | None:
@@ -165,7 +257,7 @@ class _Run:
                     continue
                 if op is Op.FORWARD and not self.admits(rank, stage, key[2]):
                     continue
-                if self.ready[key] > now:
+                if self.ready[key] > now + self.soon:
                     soonest = min(soonest, self.ready[key]) if op is not Op.WEIGHT else soonest
                 elif best is None or self.policy.rank(key) < lowest:
                     best, lowest = key, self.policy.rank(key)
@@ -179,6 +271,13 @@ class _Run:
         problem = self.problem
         if microbatch - self.next[Op.WEIGHT, stage] >= problem.in_flight[stage]:
             return False
+        if self.policy.reserve:
+            if microbatch - self.next[Op.WEIGHT, stage] >= self.policy.limits[stage]:
+                return False
+            unfinished = (
+                self.next[Op.FORWARD, s] < problem.num_microbatches for s in self.stages_of[rank] if s > stage
+            )
+            return self.held[rank] + 1 + self.policy.reserve * sum(unfinished) <= problem.slots[rank]
         oldest = min(self.next[Op.WEIGHT, s] for s in self.stages_of[rank])
         needed = sum(self.next[Op.FORWARD, s] <= oldest for s in self.stages_of[rank])
         own = microbatch == oldest

@@ -33,7 +33,8 @@ def test_the_configuration_knows_the_same_names():
         ({"schedule": "zb-v"}, "zb-v", (0, 1, 2, 2, 1, 0), 5),
         ({"schedule": "zb-h1", "pipeline": "simple"}, "zb-h1", (0, 1, 2), 5),
         ({"schedule": "list", "num_pieces": 2}, "list", (0, 1, 2, 2, 1, 0), 5),
-        ({"schedule": "list", "num_pieces": 3}, "list", (0, 1, 2) * 3, 5),
+        ({"schedule": "list", "num_pieces": 3}, "list", (0, 0, 1, 1, 2, 2, 2, 1, 0), 5),
+        ({"schedule": "list", "num_pieces": 4}, "list", (0, 1, 2, 2, 1, 0) * 2, 5),
     ],
 )
 def test_what_the_settings_choose(settings, name, placement, active):
