@@ -1,8 +1,10 @@
-"""When one rank fails, all ranks stop, and show that rank's traceback.
+"""When one rank fails or stalls, all ranks stop, and show which one it was and why.
 
 Terms
-    report      the formatted traceback of the first rank that failed, in the store that all ranks share
+    report      what is known of the first failure, in the store that all ranks share: see `smpc.executor.reports`
     watcher     a daemon thread in every process that looks into the store twice a second
+    watch       a span of the main thread that may take so long: a step, a first step (which compiles), a checkpoint
+    round       one exchange of standings, when a watch has taken too long: see `smpc.executor.stall`
 
 What happens when rank k raises inside a step:
 
@@ -13,9 +15,18 @@ What happens when rank k raises inside a step:
     stragglers  ranks that compute, sleep or wait in something that does not end: their watchers print the
                 report and end the process with status 1 after a period of grace
 
-A process that dies without a word (kill -9) closes its connections as well; its peers report the loss. A step
-that takes longer than `step_timeout` is reported with the instruction in which it hangs and the stacks of all
-threads.
+A process that dies without a word (kill -9) closes its connections as well; its peers report the loss.
+
+What happens when nothing moves:
+
+    any rank    its watch has lasted longer than allowed: the watcher calls a round
+    all ranks   their watchers tell where their main threads stand; whoever does not answer is silent
+    any rank    finds the one that the others wait for. If that one may go on for some time (it compiles, it
+                writes a checkpoint), so may the caller; if not, the report names it, with its stack
+    all ranks   print the report and end with status 1
+
+Native code that never gives Python's lock back stops the watcher too. Then faulthandler's own thread prints the stacks
+and ends the process, a moment after the others have noticed.
 
 Example: `with monitor.step(interpreter.where, interpreter.close): interpreter.run(inputs, on_output)`
 """
@@ -24,48 +35,81 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torch.distributed.distributed_c10d import Store
 
 from smpc.errors import PeerError, TransportError
+from smpc.executor.reports import FOREIGN, REPORT, Report, find, publish
+from smpc.executor.stall import (
+    Activity,
+    Standing,
+    activity_of,
+    find_stalled,
+    frame_of,
+    last_collectives,
+    report_of,
+    stack_of,
+)
 
-_COUNT = "smpc/errors"
-_REPORT = "smpc/error"
-_STALL = "smpc/stall"
+_ROUND = "smpc/stall"
+_SHOWN = "smpc/shown"
+_ANSWER_SECONDS = 2.0  # the others' watchers look four times in that long
+_LONGEST_ANSWER_SECONDS = 4.5  # where several are silent, which a busy host explains better than native code
+_STALL_GRACE = 2.0  # for all ranks to have shown the report
+_LAST_RESORT = 6.0  # after the timeout; the other ranks have reported by then
+_AFTER_STEP = 1 << 40  # the position of a rank that is between two steps
 
 
 class FailureMonitor:
     """One process's part. `rank` is the global rank.
 
-    `store` is used from two threads and must live as long as the job.
-    All times are seconds. `grace` is how long a process may take to end by itself after a peer's failure.
+    `store` is used from two threads and must live as long as the job. All times are seconds. `grace` is how long a process may take to end
+    by itself after a peer's failure. `waits`: more files in which the main thread waits for peers, `reduces`: whether backward passes do.
+    `on_end` gets the report before the watcher ends this process.
     """
 
     def __init__(
         self,
         store: Store,
         rank: int,
+        num_ranks: int,
         *,
         step_timeout: float = 1800.0,
         poll_interval: float = 0.5,
         grace: float = 3.0,
+        waits: Sequence[str] = (),
+        reduces: bool = False,
+        on_end: Callable[[Report], None] = lambda report: None,
     ) -> None:
         self._store = store
         self._rank = rank
+        self._num_ranks = num_ranks
         self._step_timeout = step_timeout
         self._poll_interval = poll_interval
         self._grace = grace
+        self._waits = tuple(waits)
+        self._reduces = reduces
+        self._on_end = on_end
         self._stop = threading.Event()
-        self._seen: str | None = None
+        self._main = threading.get_ident()
+        self._seen: Report | None = None
         self._raised = False  # this process is ending by itself
-        self._where: Callable[[], str] | None = None  # inside a step
+        self._where: Callable[[], str] | None = None  # inside a watch
+        self._position: Callable[[], int] = lambda: 0
         self._deadline = float("inf")
+        self._timeout = step_timeout  # of the current watch
+        self._num_steps = 0
+        self._round = 0  # the next one to answer
+        self._place, self._since = "", time.monotonic()
+        self._is_armed = False
+        self._showing, self._has_shown = threading.Lock(), False
         self._watcher = threading.Thread(target=self._watch, name="smpc failure watcher", daemon=True)
         self._watcher.start()
 
@@ -73,40 +117,72 @@ class FailureMonitor:
         """End the watcher; before the store closes."""
         self._stop.set()
         self._watcher.join()
+        self._disarm()
 
     def report(self, error: BaseException, where: str = "") -> None:
         """Tell all ranks of an exception. The first report of the job counts."""
-        text = "".join(traceback.format_exception(error))
-        self._publish(f"rank {self._rank} failed{where and ' in ' + where}:\n{text}")
+        text = "".join(traceback.format_exception(error)).rstrip()
+        self._publish(Report(self._rank, f"rank {self._rank} failed{where and ' in ' + where}", text))
 
-    def _publish(self, text: str) -> None:
+    def _publish(self, report: Report) -> None:
         with contextlib.suppress(RuntimeError):  # the store's host may be the one that died
-            if self._store.add(_COUNT, 1) == 1:
-                self._store.set(_REPORT, text)
+            publish(self._store, report)
 
-    def peer_report(self) -> str | None:
+    def peer_report(self) -> Report | None:
         """The report, if any rank has failed. Once seen it is kept: the store may end with its host."""
         if self._seen is None:
             with contextlib.suppress(RuntimeError):
-                self._seen = self._read()
+                self._seen = find(self._store)
         return self._seen
 
-    def _read(self) -> str | None:
-        if not self._store.check([_REPORT]):
-            return None
-        report: bytes = self._store.get(_REPORT)
-        return report.decode(errors="replace")
+    # -- the main thread -----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def step(self, where: Callable[[], str], close: Callable[[], None]) -> Iterator[None]:
-        """Guards one step. `where` names the current instruction; `close` closes the transport."""
+    def watch(
+        self,
+        where: Callable[[], str],
+        *,
+        timeout: float | None = None,
+        position: Callable[[], int] | None = None,
+    ) -> Iterator[None]:
+        """Limits how long the body may take; `timeout` is that of a step if None. Inside another watch it does nothing.
+
+        `where` names what the body is doing. `position` is how far it has come, for a body that is a step; None for other things.
+        """
+        if self._where is not None:
+            yield
+            return
+        if position is not None:
+            self._num_steps += 1
+            self._position = position
+        self._timeout = self._step_timeout if timeout is None else timeout
+        self._deadline = time.monotonic() + self._timeout
+        self._where = where
+        try:
+            yield
+        finally:
+            self._where, self._position, self._deadline = None, lambda: _AFTER_STEP, float("inf")
+
+    def extend(self, timeout: float) -> None:
+        """Give the current watch at least so long from now on."""
+        deadline = time.monotonic() + timeout
+        if deadline > self._deadline:
+            self._timeout, self._deadline = timeout, deadline
+
+    @contextlib.contextmanager
+    def step(
+        self, where: Callable[[], str], close: Callable[[], None], position: Callable[[], int] = lambda: 0
+    ) -> Iterator[None]:
+        """Guards one step: watches it, and stops the other ranks if it fails. `close` closes the transport."""
         failed = self.peer_report()
         if failed is not None:
             self._raised = True
+            if failed.is_stall:
+                self._show(failed)
             raise _peer_error(failed)
-        self._where, self._deadline = where, time.monotonic() + self._step_timeout
         try:
-            yield
+            with self.watch(where, position=position):
+                yield
         except BaseException as error:
             self._deadline = float("inf")
             failed = self._cause(error)
@@ -116,13 +192,13 @@ class FailureMonitor:
             with contextlib.suppress(RuntimeError):
                 close()
             if failed is not None:
+                if failed.is_stall:
+                    self._show(failed)
                 raise _peer_error(failed) from error
             time.sleep(2 * self._poll_interval)  # this process may host the store: let all watchers read the report
             raise
-        finally:
-            self._where, self._deadline = None, float("inf")
 
-    def _cause(self, error: BaseException) -> str | None:
+    def _cause(self, error: BaseException) -> Report | None:
         """The peer's report, if one made this rank fail. A lost connection may be noticed before its reason."""
         patience = time.monotonic() + (self._grace if isinstance(error, TransportError) else 0.0)
         while True:
@@ -131,50 +207,153 @@ class FailureMonitor:
                 return failed
             time.sleep(0.02)
 
+    # -- the watcher ---------------------------------------------------------------------------------------------------
+
     def _watch(self) -> None:
         since: float | None = None  # a reason to end was first seen
         while not self._stop.wait(self._poll_interval):
             if self._raised:
+                self._disarm()
                 return
             now = time.monotonic()
-            if now > self._deadline + self._grace:
-                self._end(self._stalled())
+            self._note_place(now)
+            self._arm(now)
             reason = self._reason()
-            since = None if reason is None else since or now
-            if reason is not None and since is not None and now > since + self._grace:
+            if reason is None:
+                since = None
+                continue
+            if since is None:
+                since = now
+                if reason.is_stall:
+                    self._show(reason)
+            if reason.is_stall:
+                self._await_others(since)
+            if reason.is_stall or now >= since + self._grace:
                 self._end(reason)
 
-    def _reason(self) -> str | None:
+    def _reason(self) -> Report | None:
         """Why this process should end, if it should."""
         try:
-            self._seen = self._seen or self._read()
+            self._seen = self._seen or find(self._store)
+            if self._seen is None:
+                if self._store.check([f"{_ROUND}/{self._round}"]):
+                    self._answer()
+                if time.monotonic() > self._deadline:
+                    self._call_round()
         except RuntimeError as error:
             if self._where is not None:
-                return f"the store that all ranks share is lost, its host has died: {error}"
-        return None if self._seen is None else str(_peer_error(self._seen))
+                return Report(FOREIGN, f"the store that all ranks share is lost, its host has died: {error}")
+        return self._seen
 
-    def _stalled(self) -> str:
-        where = self._where() if self._where is not None else "no step"
-        faulthandler.dump_traceback(all_threads=True)
-        text = f"rank {self._rank} failed: a step took longer than {self._step_timeout:g} s; the ranks stand at\n"
-        text += "\n".join(self._gather(f"rank {self._rank}: {where}"))
-        self._publish(text)
-        return text
-
-    def _gather(self, line: str) -> list[str]:
-        """This line and those of the other ranks that stall too."""
-        lines = [line]
+    def _await_others(self, since: float) -> None:
+        """Nothing ends by itself in a stall; but the first process that ends takes the others' connections along."""
+        keys = [f"{_SHOWN}/{rank}" for rank in range(self._num_ranks)]
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"{_STALL}/{self._store.add(_STALL, 1)}", line)
-            time.sleep(self._grace / 2)
-            lines = [self._store.get(f"{_STALL}/{n + 1}").decode() for n in range(self._store.add(_STALL, 0))]
-        return sorted(lines)
+            self._store.set(keys[self._rank], "")
+            while time.monotonic() < since + _STALL_GRACE and not self._store.check(keys):
+                time.sleep(0.05)
 
-    def _end(self, text: str) -> None:
+    def _note_place(self, now: float) -> None:
+        """How long the main thread has been where it is, to the interval between two looks."""
+        place = self._standing_place()
+        if place != self._place:
+            self._place, self._since = place, now
+
+    def _standing_place(self) -> str:
+        where = self._where
+        if where is None:
+            return (
+                f"after step {self._num_steps}, outside smpc: data loading, the optimizer or other code of the script"
+            )
+        return f"step {self._num_steps}, {where()}"
+
+    def _answer(self) -> Standing:
+        """Tell where this rank stands."""
+        number, self._round = self._round, self._round + 1
+        now = time.monotonic()
+        self._note_place(now)
+        frame = frame_of(self._main)
+        where = self._where
+        standing = Standing(
+            rank=self._rank,
+            activity=activity_of(frame, self._waits, self._reduces),
+            place=self._place,
+            progress=(self._num_steps, self._position()),
+            seconds=now - self._since,
+            allowed=0.0 if where is None else max(self._deadline - now, 0.0),
+            stack=stack_of(frame),
+            flight=last_collectives(),
+        )
+        self._store.set(f"{_ROUND}/{number}/{self._rank}", standing.to_json())
+        return standing
+
+    def _call_round(self) -> None:
+        """This rank's watch has taken too long: find out why."""
+        number = self._round
+        self._store.set(f"{_ROUND}/{number}", str(self._rank))
+        own = self._answer()
+        keys = [f"{_ROUND}/{number}/{rank}" for rank in range(self._num_ranks)]
+        self._await_answers(keys)
+        if self._store.check([REPORT]):
+            return
+        standings = [
+            own
+            if rank == self._rank
+            else Standing.read(rank, self._store.get(key))
+            if self._store.check([key])
+            else Standing(rank, Activity.SILENT)
+            for rank, key in enumerate(keys)
+        ]
+        if time.monotonic() <= self._deadline:
+            return  # the watch has ended meanwhile
+        stalled = find_stalled(standings)
+        if stalled.allowed > 0.0:
+            self.extend(stalled.allowed)
+            return
+        publish(self._store, report_of(standings, self._timeout))
+        self._seen = find(self._store)
+
+    def _await_answers(self, keys: Sequence[str]) -> None:
+        started = time.monotonic()
+        while time.monotonic() < started + _LONGEST_ANSWER_SECONDS:
+            if self._store.check([REPORT]):
+                return  # another rank's round has come to an end
+            num_missing = sum(not self._store.check([key]) for key in keys)
+            if num_missing == 0 or (num_missing == 1 and time.monotonic() > started + _ANSWER_SECONDS):
+                return
+            time.sleep(0.05)
+
+    def _show(self, report: Report) -> None:
+        """Print a report, once: this thread or the other one."""
+        with self._showing:
+            if not self._has_shown:
+                print(f"rank {self._rank} ends: {report}", file=sys.stderr, flush=True)
+            self._has_shown = True
+
+    def _end(self, reason: Report) -> None:
         if not self._raised:
-            print(f"rank {self._rank} ends: {text}", file=sys.stderr, flush=True)
+            if not reason.is_stall:
+                self._show(Report(reason.rank, str(_peer_error(reason))))
+            self._on_end(reason)
             os._exit(1)
 
+    # -- the last resort -----------------------------------------------------------------------------------------------
 
-def _peer_error(report: str) -> PeerError:
-    return PeerError(f"another rank failed first; its report:\n{report}")
+    def _arm(self, now: float) -> None:
+        """Put the end of this process off, while its watcher still runs."""
+        deadline = self._deadline
+        if deadline == float("inf"):
+            self._disarm()
+            return
+        with contextlib.suppress(io.UnsupportedOperation, AttributeError, ValueError):  # stderr may be no file
+            faulthandler.dump_traceback_later(max(deadline - now, 0.0) + _LAST_RESORT, exit=True, file=sys.stderr)
+            self._is_armed = True
+
+    def _disarm(self) -> None:
+        if self._is_armed:
+            faulthandler.cancel_dump_traceback_later()
+            self._is_armed = False
+
+
+def _peer_error(report: Report) -> PeerError:
+    return PeerError(str(report) if report.rank == FOREIGN else f"another rank failed first; its report:\n{report}")

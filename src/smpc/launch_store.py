@@ -1,76 +1,72 @@
-"""The store that the ranks of one host meet at: a TCPStore that listens on loopback and nowhere else.
+"""The store that the ranks of a job meet at: a TCPStore that listens on one address and nowhere else.
 
 torch's TCPStore binds to every interface, whatever host name it is given. It can however take over a listening
-socket that somebody else has bound; this rendezvous binds one to 127.0.0.1, port 0 (the system picks a free one).
-The launcher hosts the store, the ranks are its clients (TORCHELASTIC_USE_AGENT_STORE), so it outlives any rank.
+socket that somebody else has bound: one host's job binds 127.0.0.1, port 0 (the system picks a free one), several
+hosts' job the master's address. The launcher hosts the store, the ranks are its clients
+(TORCHELASTIC_USE_AGENT_STORE), so it outlives any rank.
+
+The socket is there before torch is imported; clients that come early wait in its queue.
 """
 
 from __future__ import annotations
 
+import errno
 import socket
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from smpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 LOOPBACK = "127.0.0.1"
-_TIMEOUT = timedelta(minutes=10)  # of the launcher's own reads; the ranks' timeout is that of init_process_group
+STORE_PREFIX = "smpc_attempt_"  # of what the ranks' monitors and the launcher write; the number of the attempt follows
+_BACKLOG = 1024
+_LOCAL_NAMES = ("localhost", LOOPBACK, "::1")
 
 
-def loopback_store() -> TCPStore:
-    """A store that other processes of this host reach at `LOOPBACK`, `store.port`."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((LOOPBACK, 0))
-    listener.listen(128)
-    port = listener.getsockname()[1]
+def is_loopback(address: str) -> bool:
+    """Whether an address is this host's own, seen from this host alone."""
+    return address in _LOCAL_NAMES or address.startswith("127.")
+
+
+def listen(address: str = LOOPBACK, port: int = 0) -> socket.socket:
+    """A socket that listens on that address alone; port 0: the system picks one.
+
+    Raises ConfigError where that cannot be. An address that this host reaches but does not have, behind a translated network
+    say, falls back to all interfaces.
+    """
+    host = LOOPBACK if is_loopback(address) else address
+    listener: socket.socket | None = None
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(target)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            listener.bind(("", port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another port") from None
+    return listener
+
+
+def serve(listener: socket.socket, timeout: timedelta) -> TCPStore:
+    """The store behind a listening socket, which it takes over. `timeout`: of this process's own reads."""
+    from torch._C._distributed_c10d import TCPStore
+
+    address, port = listener.getsockname()[:2]
     return TCPStore(
-        LOOPBACK,
+        address,
         port,
         is_master=True,
-        timeout=_TIMEOUT,
+        timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-
-
-class LoopbackRendezvous(RendezvousHandler):
-    """One node, one attempt: the agent's only rendezvous."""
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        self._store: TCPStore | None = None
-
-    def get_backend(self) -> str:
-        """Name, for logs."""
-        return "smpc-loopback"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """The ranks connect to the agent's store instead of opening one on rank 0."""
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """The store, and this node's place: the only one."""
-        self._store = loopback_store()
-        address = RendezvousStoreInfo(LOOPBACK, self._store.port)
-        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, address)
-
-    def is_closed(self) -> bool:
-        """Never: the job ends with its processes."""
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing to close."""
-
-    def num_nodes_waiting(self) -> int:
-        """No other node can join."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Unique for every job."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        """The store closes with this object."""
-        self._store = None
-        return True

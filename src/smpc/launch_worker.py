@@ -1,8 +1,9 @@
 """What `smpc run` starts for every rank: runs the user's script as `__main__` and reports how it failed.
 
     python launch_worker.py LAUNCHER_PID SCRIPT [ARGUMENT ...]
+    python launch_worker.py LAUNCHER_PID -m MODULE [ARGUMENT ...]
 
-`smpc.launch` runs this file by path, so the script's environment is the one that `python SCRIPT` would see: this
+`smpc.launch` runs this file by path, so the script's environment is the one that `python SCRIPT` (`python -m MODULE`) would see: this
 file imports nothing of smpc or torch before the script does. It adds three things:
 
     - the rank dies with its launcher, even when that is killed with SIGKILL (Linux: PR_SET_PDEATHSIG);
@@ -33,17 +34,15 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _PLAIN_HOOKS = ("sys", "torch.distributed.distributed_c10d")  # modules of exception hooks that only print
 
 
-def main(launcher_pid: int, script: str, arguments: list[str]) -> int:
-    """Run the script; the exit status of this rank."""
+def main(launcher_pid: int, command: list[str]) -> int:
+    """Run the script or module; the exit status of this rank."""
     _die_with(launcher_pid)
-    sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)
     try:
-        runpy.run_path(script, run_name="__main__")
+        _run(command)
     except SystemExit as error:
         status = _exit_status(error)
         if status:
-            _write_report(_report(error, status))
+            _write(_report(error, status))
             _exit_soon(status)
         raise
     except BaseException as error:
@@ -51,11 +50,41 @@ def main(launcher_pid: int, script: str, arguments: list[str]) -> int:
         error.__traceback__ = _user_part(error.__traceback__)
         if getattr(sys.excepthook, "__module__", "") not in _PLAIN_HOOKS:  # a crash reporter, for instance
             sys.excepthook(type(error), error, error.__traceback__)
-        if not _write_report(_report(error, status)):
+        if not _write(_report(error, status)):
             traceback.print_exception(error)
         _exit_soon(status)
         return status
     return 0
+
+
+def _run(command: list[str]) -> None:
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = command
+    sys.path[0] = str(Path(command[0]).resolve().parent)
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def write_report(headline: str, text: str, rank: int) -> bool:
+    """Leave the report of a failure that is not an exception of this process's script, but that of global rank `rank`.
+
+    For whoever ends the process from another thread. Returns whether there was a place for it.
+    """
+    extra = {
+        "py_callstack": text,
+        "timestamp": str(int(time.time())),
+        "time": time.time(),
+        "status": 1,
+        "type": "",
+        "text": headline,
+        "smpc_classes": [],
+        "is_exit": False,
+        "rank": rank,
+    }
+    return _write({"message": {"message": headline, "extraInfo": extra}})
 
 
 def _die_with(launcher_pid: int) -> None:
@@ -89,7 +118,10 @@ def _user_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _report(error: BaseException, status: int) -> dict[str, Any]:
-    """Fields beside torch's own: `time` in seconds with fractions, `status`, `smpc_classes`, `is_exit` (SystemExit)."""
+    """Fields beside torch's own: `time` in seconds with fractions, `status`, `smpc_classes`, `is_exit` (SystemExit).
+
+    `rank` is the global rank at fault, this one's.
+    """
     name = type(error).__name__
     try:
         text = str(error)
@@ -104,11 +136,12 @@ def _report(error: BaseException, status: int) -> dict[str, Any]:
         "text": text,
         "smpc_classes": _smpc_classes(error),
         "is_exit": isinstance(error, SystemExit),
+        "rank": int(os.environ.get("RANK", "0")),
     }
     return {"message": {"message": f"{name}: {text}", "extraInfo": extra}}
 
 
-def _write_report(report: dict[str, Any]) -> bool:
+def _write(report: dict[str, Any]) -> bool:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
@@ -129,4 +162,4 @@ def _exit_soon(status: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

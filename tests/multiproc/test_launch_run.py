@@ -2,13 +2,16 @@
 
 import json
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 SMPC = [sys.executable, "-c", "import sys; from smpc.cli import main; sys.exit(main())"]
 LIMIT = 120  # seconds; a hang fails the test
@@ -70,6 +73,15 @@ def _start(*arguments):
     )
 
 
+def _await(job, files):
+    """Wait for files that the ranks of a job write."""
+    deadline = time.monotonic() + LIMIT
+    while not all(file.exists() for file in files):
+        assert job.poll() is None, job.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def _ends_within(seconds, pids):
     """Whether all processes are gone by then (a zombie counts as gone: its parent is)."""
     deadline = time.monotonic() + seconds
@@ -128,7 +140,7 @@ def test_two_jobs_share_the_host(write):
     jobs = [_start("-n", "2", script) for _ in range(2)]
     for job in jobs:
         out, err = job.communicate(timeout=LIMIT)
-        assert (job.returncode, out, err) == (0, "3\n3\n", "")
+        assert (job.returncode, sorted(out.splitlines()), err) == (0, ["[rank 0] 3", "[rank 1] 3"], "")
 
 
 def test_exception_on_one_rank_ends_all_with_its_traceback(write):
@@ -171,18 +183,15 @@ def test_signal_to_the_launcher_leaves_no_rank(write, tmp_path, sent):
     script = write(
         "import os, subprocess, sys, time\n"
         "path = f'{sys.argv[1]}/{os.environ[\"RANK\"]}'\n"
-        "open(path + '.new', 'w').write(str(os.getpid()))\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "open(path + '.new', 'w').write(f'{os.getpid()} {child.pid}')\n"
         "os.rename(path + '.new', path)\n"
         "time.sleep(600)\n"
     )
     job = _start("-n", "2", script, str(tmp_path))
     files = [tmp_path / str(rank) for rank in range(2)]
-    deadline = time.monotonic() + LIMIT
-    while not all(file.exists() for file in files):
-        assert job.poll() is None, job.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    ranks = [int(file.read_text()) for file in files]
+    _await(job, files)
+    ranks = [int(number) for file in files for number in file.read_text().split()]
     assert all(map(_lives, ranks))
     job.send_signal(sent)
     assert _ends_within(10, ranks)
@@ -207,3 +216,133 @@ def test_interface_that_the_user_chose_stays(write):
     script = write("import os\nprint(os.environ['GLOO_SOCKET_IFNAME'], os.environ['OMP_NUM_THREADS'])\n")
     done = _run("-n", "1", script, environment=_environment(GLOO_SOCKET_IFNAME="eth7", OMP_NUM_THREADS="3"))
     assert (done.returncode, done.stdout) == (0, "eth7 3\n")
+
+
+@needs_proc
+def test_ranks_that_ignore_the_signal_are_killed(write, tmp_path):
+    script = write(
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "path = f'{sys.argv[1]}/pid'\n"
+        "open(path + '.new', 'w').write(str(os.getpid()))\n"
+        "os.rename(path + '.new', path)\n"
+        "time.sleep(600)\n"
+    )
+    job = _start("-n", "1", "--grace", "0.2", script, str(tmp_path))
+    _await(job, [tmp_path / "pid"])
+    started = time.monotonic()
+    job.terminate()
+    assert _ends_within(5, [int((tmp_path / "pid").read_text())])
+    assert time.monotonic() - started >= 0.2
+    job.communicate(timeout=LIMIT)
+    assert job.returncode == 143
+
+
+def test_a_module_and_its_logs(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text(
+        "import os, sys\n"
+        "os.write(1, b'out of %s\\n\\xff' % os.environ['RANK'].encode())\n"
+        "print(__name__, sys.argv[1:], file=sys.stderr)\n"
+    )
+    logs = tmp_path / "logs"
+    options = [
+        "--stdout",
+        f"{logs}/{{rank}}of{{world_size}}.out",
+        "--stderr",
+        f"{logs}/{{node_rank}}-{{local_rank}}.err",
+    ]
+    done = subprocess.run(
+        [*SMPC, "run", "-n", "2", "--console", "first", *options, "-m", "package.train", "-m", "x"],
+        capture_output=True, text=True, timeout=LIMIT, env=_environment(), check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "[rank 0] out of 0\n[rank 0] \\xff\n")
+    assert done.stderr == "[rank 0] __main__ ['-m', 'x']\n"
+    for rank in range(2):
+        assert (logs / f"{rank}of2.out").read_bytes() == b"out of %d\n\xff" % rank
+        assert (logs / f"0-{rank}.err").read_text() == "__main__ ['-m', 'x']\n"
+
+
+NODE = """
+import os, sys, torch
+from torch import distributed
+distributed.init_process_group("gloo")
+total = torch.tensor([float(distributed.get_rank() + 1)])
+distributed.all_reduce(total)
+os.write(1, b"%d of %d, %s\\n" % (distributed.get_rank(), int(total), os.environ["LOCAL_RANK"].encode()))
+distributed.barrier()
+if "fail" in sys.argv and distributed.get_rank() == 2:
+    os._exit(42)
+distributed.barrier() if "fail" in sys.argv else distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
+def test_two_nodes(write, fails):
+    """Two launchers on this host, with two ranks and one: what one of them learns, the other one says."""
+    script = write(NODE)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = ["--world-size", "3", "--master-addr", "127.0.0.1", "--master-port", port]
+    arguments = [script, "fail"] if fails else [script]
+    first = _start("-n", "2", *common, "--node-rank", "0", *arguments)
+    second = _start("-n", "1", *common, "--node-rank", "1", "--base-rank", "2", *arguments)
+    (out, err), (more, others) = (job.communicate(timeout=LIMIT) for job in (first, second))
+    assert sorted(out.splitlines()) == ["[rank 0] 0 of 6, 0", "[rank 1] 1 of 6, 1"], err
+    assert more == "2 of 6, 0\n"
+    assert (first.returncode, second.returncode) == ((42, 42) if fails else (0, 0))
+    if fails:
+        assert "on another node, rank 2 exited with status 42" in err
+        assert "smpc: error: rank 2 exited with status 42, which ended the other ranks\n" in others
+
+
+JUNK = """
+import os, sys, torch
+import smpc.v1 as smp
+smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+
+@smp.step
+def evaluate(model, x):
+    return model(x)
+
+evaluate(model, torch.ones(2, 2))
+if smp.rank() == 0:
+    open(sys.argv[1] + ".new", "w").write(os.environ["MASTER_PORT"])
+    os.rename(sys.argv[1] + ".new", sys.argv[1])
+while True:
+    evaluate(model, torch.ones(2, 2))
+"""
+
+
+class Canary:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_junk_in_the_store_runs_no_code_and_is_named(write, tmp_path):
+    job = _start("-n", "2", write(JUNK), str(tmp_path / "port"))
+    _await(job, [tmp_path / "port"])
+    port = int((tmp_path / "port").read_text())
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(os.urandom(4096))
+    payload = pickle.dumps(Canary(tmp_path / "canary"))
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    for key in (
+        "smpc_attempt_0/smpc/stall/0",
+        "smpc_attempt_0/smpc/stall/0/0",
+        "smpc_run/failure",
+        "smpc_attempt_0/smpc/error",
+    ):
+        store.set(key, payload)
+    _, err = job.communicate(timeout=LIMIT)
+    assert job.returncode == 1
+    assert "under the key 'smpc/error' that no rank of the job wrote: b'\\x80" in err
+    assert "another process has written to the store's port" in err
+    assert not (tmp_path / "canary").exists()

@@ -5,7 +5,8 @@ import signal
 import pytest
 
 from smpc.errors import ConfigError
-from smpc.launch import Job, RankFailure, describe, launch
+from smpc.launch import Job, launch
+from smpc.launch_report import RankFailure, describe
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The process groups of a replica's pipeline: one for the transport, one for control messages.
+"""The process groups of a replica's pipeline, one for the transport, one for control messages; the monitor of failures.
 
 All ranks make all groups, in one order, as torch.distributed demands; each keeps its own. Groups of their own let a failing rank close its
 connections, so that peers that wait wake up, and keep the user's messages apart.
@@ -8,16 +8,47 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import os
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from smpc.executor import FailureMonitor
 from smpc.executor.transport import GlooTransport, NcclTransport, Transport
+from smpc.launch_store import STORE_PREFIX
 from smpc.mesh import Axis
+from smpc.v1 import control
 from smpc.v1.control import Control
+from smpc.v1.failures import tell_launcher
 from smpc.v1.state import Session
 
 # Ranks wait for pipeline rank 0 between steps too, while it reads data or writes a checkpoint. Ranks that die close their connections.
 _PATIENCE = datetime.timedelta(days=7)
+
+
+def make_monitor(session: Session) -> FailureMonitor:
+    """Watches this process, and the others' reports. Not collective."""
+    config = session.config
+    return FailureMonitor(
+        job_store(),
+        session.rank,
+        session.mesh.world_size,
+        step_timeout=config.step_timeout,
+        waits=(control.__file__,),
+        reduces=session.mesh.dp_size > 1,
+        on_end=tell_launcher,
+    )
+
+
+def job_store() -> Store:
+    """The job's store on a connection of its own, for the watcher thread; its launcher knows what lies in it.
+
+    Not under torch's prefix, which changes between versions, but under one for every attempt that a launcher makes.
+    """
+    store = _get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return PrefixStore(f"{STORE_PREFIX}{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store.clone())  # type: ignore[attr-defined]
 
 
 def make_control(session: Session) -> Control:

@@ -11,8 +11,15 @@ from typing import NoReturn
 
 from smpc import errors
 from smpc.errors import PeerError, SmpcError
+from smpc.executor.reports import Report
+from smpc.launch_worker import write_report
 
 Description = tuple[str, str]  # class name, text
+
+
+def tell_launcher(report: Report) -> None:
+    """Leave the report of a failure that ends this process from outside for `smpc run`, if that has started it."""
+    write_report(report.headline, report.text, report.rank)
 
 
 def describe(error: BaseException | None) -> Description | None:

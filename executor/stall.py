@@ -1,0 +1,159 @@
+"""When a job stalls: where every rank stands, and which one the others wait for.
+
+Terms
+    standing    what one rank says of itself: the place in its program, since when it is there, the Python stack of its main thread
+    activity    what the main thread does, from its innermost frames:
+                    waiting      in smpc's own receives: for a peer
+                    reducing     in a backward pass, at whose end replicas reduce gradients: for a peer, or for itself
+                    collective   in a call of torch.distributed
+                    busy         anything else: the model, user code, data loading, asleep
+                    silent       the rank did not answer: it is stopped, or native code holds Python's lock
+    stalled     the rank at fault. Waiting ranks are victims, so it is the one of the most active kind; among those, the one furthest behind
+                in the program, and then the one that has been longest at its place
+
+Example, of two ranks:
+
+    rank 0 stalled: nothing has moved for 30 s; step 3, pipeline rank 0, instruction 'F s0 m2' (stage 0, microbatch 2), there for 29 s, busy
+      File "train.py", line 12, in forward
+    the ranks stand at
+      rank 0: step 3, pipeline rank 0, instruction 'F s0 m2' (stage 0, microbatch 2), busy for 29 s
+      rank 1: step 3, pipeline rank 1, instruction 'RECV e1 m2 from r0' (...), waiting for 30 s
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from smpc.executor.reports import Report
+
+_EXECUTOR = Path(__file__).parent
+_WAITS = tuple(str(path) for path in (_EXECUTOR / "transport", _EXECUTOR / "inbox.py"))
+_TORCH = Path(torch.__file__).parent
+_COLLECTIVES = str(_TORCH / "distributed")
+_AUTOGRAD = str(_TORCH / "autograd")
+_MAX_FRAMES = 25
+_MAX_COLLECTIVES = 3
+
+
+class Activity(StrEnum):
+    """What a rank's main thread does; the earlier, the more likely it is the others' reason to wait."""
+
+    SILENT = "silent"
+    BUSY = "busy"
+    COLLECTIVE = "collective"
+    REDUCING = "reducing"
+    WAITING = "waiting"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """`progress`: (steps begun, instructions begun in the last of them). `seconds`: how long at this place. `allowed`: how long it
+    may go on.
+
+    `flight`: the last collectives that torch's flight recorder has, where that is on.
+    """
+
+    rank: int
+    activity: Activity
+    place: str = ""
+    progress: tuple[int, int] = (0, 0)
+    seconds: float = 0.0
+    allowed: float = 0.0
+    stack: str = ""
+    flight: str = ""
+
+    def to_json(self) -> str:
+        """As it lies in the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, rank: int, payload: bytes) -> Standing:
+        """The inverse of `to_json`; a silent standing for anything else."""
+        try:
+            fields = json.loads(payload)
+            activity = Activity(fields["activity"])
+            step, position = (int(number) for number in fields["progress"])
+            seconds, allowed = float(fields["seconds"]), float(fields["allowed"])
+            place, stack, flight = str(fields["place"]), str(fields["stack"]), str(fields["flight"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return cls(rank, Activity.SILENT)
+        return cls(rank, activity, place, (step, position), seconds, allowed, stack, flight)
+
+    def __str__(self) -> str:
+        if self.activity is Activity.SILENT:
+            return f"rank {self.rank}: no answer; the process is stopped, or native code holds Python's lock"
+        return f"rank {self.rank}: {self.place}, {self.activity} for {self.seconds:.0f} s"
+
+
+def find_stalled(standings: Sequence[Standing]) -> Standing:
+    """The rank that the others wait for."""
+    order = list(Activity)
+    return min(standings, key=lambda s: (order.index(s.activity), s.progress, -s.seconds, s.rank))
+
+
+def report_of(standings: Sequence[Standing], timeout: float) -> Report:
+    """What all ranks show."""
+    stalled = find_stalled(standings)
+    details = ["the ranks stand at", *(f"  {standing}" for standing in standings)]
+    if stalled.stack:
+        details += [f"the Python stack of rank {stalled.rank}, innermost call last", stalled.stack.rstrip()]
+    details += [f"last collectives of rank {s.rank}: {s.flight}" for s in standings if s.flight]
+    _, _, where = str(stalled).partition(": ")
+    return Report(
+        stalled.rank, f"rank {stalled.rank} stalled, nothing moved for {timeout:g} s: {where}", "\n".join(details), True
+    )
+
+
+def activity_of(frame: FrameType | None, waits: Sequence[str], reduces: bool) -> Activity:
+    """What a thread does whose innermost frame this is.
+
+    `waits`: files, beside the executor's own, in which a rank waits for its peers. `reduces`: whether a backward pass may
+    wait for replicas.
+    """
+    found = Activity.BUSY
+    if frame is not None and reduces and frame.f_code.co_filename.startswith(_AUTOGRAD):
+        return Activity.REDUCING
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith((*_WAITS, *waits)):
+            return Activity.WAITING
+        if not file.startswith(_COLLECTIVES) and not file.endswith("contextlib.py"):
+            return found
+        found = Activity.COLLECTIVE
+        frame = frame.f_back
+    return found
+
+
+def stack_of(frame: FrameType | None) -> str:
+    """The innermost frames, as in a traceback."""
+    return "".join(traceback.format_stack(frame)[-_MAX_FRAMES:]) if frame is not None else ""
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """A thread's innermost frame."""
+    return sys._current_frames().get(thread)
+
+
+def last_collectives() -> str:
+    """The newest entries of torch's flight recorder; "" where it is off (TORCH_FR_BUFFER_SIZE) or missing."""
+    try:
+        # No public name. True: collectives too, not just communicators; False: also those that have completed.
+        from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+
+        entries = json.loads(_dump_fr_trace_json(True, False)).get("entries", [])
+        texts = [
+            f"{entry['profiling_name']} {entry['input_sizes']} in group {entry['process_group'][0]}, {entry['state']}"
+            for entry in entries[-_MAX_COLLECTIVES:]
+        ]
+    except (ImportError, RuntimeError, ValueError, KeyError, IndexError, TypeError):
+        return ""
+    return "; ".join(texts)

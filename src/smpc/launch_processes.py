@@ -1,0 +1,205 @@
+"""The processes of a job on this host: starts them, waits for them, ends them.
+
+    all run ----> one fails ----> the others end by themselves, told by the store ----> SIGTERM ----> SIGKILL
+                                  LINGER_SECONDS                                         grace
+
+A rank has failed when its worker has left a report, or its process has ended with another status than 0. Every rank leads a process group
+of its own, and what it has started ends with it. A signal to the launcher is passed on to the ranks, which then have the grace; a second
+one kills them.
+
+A launcher that is killed with SIGKILL can do nothing: the kernel ends its ranks then (see `smpc.launch_worker`), and a guard, a small
+process that waits for the end of a pipe from the launcher, ends their groups.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from smpc.launch_output import RankOutput
+from smpc.launch_report import RankFailure, read_report
+
+LINGER_SECONDS = 1.5
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_POLL_SECONDS = 0.03
+_GUARD = """
+import os, signal, sys
+groups = []
+for line in sys.stdin:
+    if line == "done\\n":
+        sys.exit()
+    groups.append(int(line))
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RankCommand:
+    """How to start one rank. `place` has the fields of log templates; `report` is the file that the worker reports into."""
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    place: Mapping[str, int]
+    report: Path
+
+
+@dataclass(slots=True)
+class _Rank:
+    command: RankCommand
+    process: subprocess.Popen[bytes]
+    failure: RankFailure | None = None
+    has_ended: bool = False
+
+
+class Processes:
+    """The ranks of this host. `inherit`: they have the launcher's own streams, `output` theirs otherwise."""
+
+    def __init__(self, output: RankOutput, *, inherit: bool, grace: float) -> None:
+        self._output, self._inherit, self._grace = output, inherit, grace
+        self._ranks: list[_Rank] = []
+        self._caught: list[int] = []
+        self._first_failure: float | None = None
+        self._terminated: float | None = None
+        self.signal: int | None = None  # the one that ended the job
+
+    def run(
+        self,
+        commands: Sequence[RankCommand],
+        is_over: Callable[[], bool],
+        on_failure: Callable[[RankFailure], None],
+    ) -> list[RankFailure]:
+        """Start all and wait until all have ended; what failed.
+
+        `is_over`: the job has failed elsewhere. `on_failure` gets the first failure.
+        """
+        with self._signals(), _guard() as watch:
+            try:
+                for command in commands:
+                    self._start(command)
+                    watch(self._ranks[-1].process.pid)
+                self._wait(is_over, on_failure)
+            finally:
+                self._kill()
+        return [rank.failure for rank in self._ranks if rank.failure is not None]
+
+    def _start(self, command: RankCommand) -> None:
+        stream = None if self._inherit else subprocess.PIPE
+        process = subprocess.Popen(
+            command.arguments,
+            env=dict(command.environment),
+            stdin=None if self._inherit else subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+        )
+        self._ranks.append(_Rank(command, process))
+        self._output.attach((process.stdout, process.stderr), command.place)
+
+    def _wait(self, is_over: Callable[[], bool], on_failure: Callable[[RankFailure], None]) -> None:
+        while not all(rank.has_ended for rank in self._ranks):
+            self._pass_signals_on()
+            for rank in self._ranks:
+                self._look(rank)
+            failed = [rank.failure for rank in self._ranks if rank.failure is not None]
+            now = time.monotonic()
+            if self._first_failure is None and (failed or is_over()):
+                self._first_failure = now
+                if failed and self.signal is None:
+                    on_failure(min(failed, key=lambda failure: failure.order))
+            if (
+                self._terminated is None
+                and self._first_failure is not None
+                and now > self._first_failure + LINGER_SECONDS
+            ):
+                self._terminate(signal.SIGTERM)
+            if self._terminated is not None and now > self._terminated + self._grace:
+                self._kill()
+            time.sleep(_POLL_SECONDS)
+
+    def _look(self, rank: _Rank) -> None:
+        """Take note of a rank's end, or of the report that comes before it."""
+        if rank.has_ended:
+            return
+        code = rank.process.poll()
+        if code is None and rank.failure is not None:
+            return
+        report = read_report(rank.command.report)
+        if code or report:
+            forced = self._terminated is not None
+            rank.failure = RankFailure(rank.command.place["rank"], code, time.time(), report, forced)
+        if code is not None:
+            rank.has_ended = True
+            _kill_group(rank.process.pid)
+
+    def _pass_signals_on(self) -> None:
+        while self._caught:
+            number = self._caught.pop(0)
+            if self.signal is not None:
+                self._kill()
+                continue
+            self.signal = number
+            self._terminate(number)
+
+    def _terminate(self, number: int) -> None:
+        self._terminated = time.monotonic()
+        for rank in self._ranks:
+            if not rank.has_ended:
+                rank.process.send_signal(number)
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            if not rank.has_ended:
+                _kill_group(rank.process.pid)
+                rank.process.wait()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        def note(number: int, frame: FrameType | None) -> None:
+            self._caught.append(number)
+
+        before = {number: signal.signal(number, note) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _kill_group(leader: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+@contextmanager
+def _guard() -> Iterator[Callable[[int], None]]:
+    """A process that kills the process groups it was told of when this process dies."""
+    guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _GUARD], stdin=subprocess.PIPE, text=True, start_new_session=True
+    )
+    stream = guard.stdin
+    assert stream is not None, "it was asked for"
+
+    def tell(line: object) -> None:
+        with suppress(BrokenPipeError):
+            stream.write(f"{line}\n")
+            stream.flush()
+
+    try:
+        yield tell
+    finally:
+        tell("done")
+        with suppress(BrokenPipeError):
+            stream.close()
+        guard.wait()

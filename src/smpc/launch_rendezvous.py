@@ -1,0 +1,156 @@
+"""The launcher's side of the store: hosts it, tells the ranks and the other hosts' launchers of failures, hears of theirs.
+
+Terms
+    node    what one launcher started; several on one host in tests. The launcher of node 0 hosts the store
+    beat    a number that every launcher of several nodes raises all the time; one that stands still is a launcher that is gone
+
+All of it happens on a thread of its own, because importing torch takes longer than the ranks need to start, and a connection to another
+host may not come about. The keys begin with `smpc_run/`; what is read from them is parsed as text, never unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_POLL_SECONDS = 0.25
+_CONNECT_TIMEOUT = timedelta(minutes=30)  # the ranks' own timeout for the start is shorter
+_SILENCE_SECONDS = 15.0
+_PREFIX = "smpc_run"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What ends a job, in a line and with more text; `rank` is -1 where no rank is at fault. `status`: what all launchers exit with."""
+
+    rank: int
+    headline: str
+    text: str
+    status: int
+
+
+class Rendezvous:
+    """`listener`: the socket to serve the store on, None on the other nodes. `num_ranks`: of this node; `world_size`: of all."""
+
+    def __init__(
+        self, listener: socket.socket | None, address: str, port: int, num_ranks: int, world_size: int
+    ) -> None:
+        self._listener = listener
+        self._address, self._port = address, port
+        self._num_ranks, self._world_size = num_ranks, world_size
+        self._own: Failure | None = None
+        self._remote: Failure | None = None
+        self._is_done = False
+        self._has_told = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="smpc rendezvous", daemon=True)
+        self._thread.start()
+
+    @property
+    def remote(self) -> Failure | None:
+        """What has failed first, if that was on another node."""
+        return self._remote
+
+    def tell(self, failure: Failure) -> None:
+        """Tell all ranks, and the other nodes. The first failure of a job counts."""
+        if self._own is None:
+            self._own = failure
+            self._wake.set()
+
+    def finish(self, patience: float) -> None:
+        """This node's ranks have ended. Waits, after a success, for those of the other nodes; not longer than that if one has failed."""
+        self._is_done = True
+        self._wake.set()
+        self._thread.join(None if self._own is None and self._remote is None else patience)
+
+    def _run(self) -> None:
+        try:
+            store = self._open()
+            self._serve(store)
+        except RuntimeError as error:  # all of torch's store errors
+            if not self._is_done:
+                self._remote = Failure(
+                    -1,
+                    f"lost the store at {self._address}:{self._port}, which the launcher of node 0 hosts",
+                    str(error).splitlines()[0] if str(error) else "",
+                    1,
+                )
+
+    def _open(self) -> Store:
+        from torch._C._distributed_c10d import TCPStore
+
+        from smpc.launch_store import serve
+
+        if self._listener is not None:
+            return serve(self._listener, _CONNECT_TIMEOUT)
+        return TCPStore(self._address, self._port, is_master=False, timeout=_CONNECT_TIMEOUT)
+
+    def _serve(self, store: Store) -> None:
+        number = store.add(f"{_PREFIX}/nodes", 1) - 1
+        beats: dict[int, tuple[int, float]] = {}
+        has_counted = False
+        while True:
+            is_done = self._is_done
+            if self._own is not None and not self._has_told:
+                self._has_told = True
+                self._publish(store, self._own)
+            if self._num_ranks < self._world_size:
+                self._listen_to_others(store, number, beats)
+            if is_done and not has_counted:
+                store.add(f"{_PREFIX}/ended", self._num_ranks)
+                has_counted = True
+            if is_done and self._may_leave(store):
+                return
+            self._wake.wait(_POLL_SECONDS)
+            self._wake.clear()
+
+    def _may_leave(self, store: Store) -> bool:
+        """Whether nobody needs this thread: only the host of the store waits for the others, to hear of a failure or of their end."""
+        if self._listener is None:
+            return True
+        ended = store.add(f"{_PREFIX}/ended", 0)
+        return ended >= self._world_size
+
+    def _publish(self, store: Store, failure: Failure) -> None:
+        from torch._C._distributed_c10d import PrefixStore
+
+        from smpc.executor.reports import Report, publish
+        from smpc.launch_store import STORE_PREFIX
+
+        publish(PrefixStore(f"{STORE_PREFIX}0", store), Report(failure.rank, failure.headline, failure.text))
+        own = json.dumps([failure.rank, failure.headline, failure.text, failure.status]).encode()
+        first = store.compare_set(f"{_PREFIX}/failure", "", own.decode())
+        if first != own:
+            self._remote = self._remote or _read(first)
+
+    def _listen_to_others(self, store: Store, number: int, beats: dict[int, tuple[int, float]]) -> None:
+        store.add(f"{_PREFIX}/beat/{number}", 1)
+        now = time.monotonic()
+        for other in range(store.add(f"{_PREFIX}/nodes", 0)):
+            beat = store.add(f"{_PREFIX}/beat/{other}", 0)
+            if other == number or beats.get(other, (-1, 0.0))[0] != beat:
+                beats[other] = (beat, now)
+            elif now - beats[other][1] > _SILENCE_SECONDS and not store.check([f"{_PREFIX}/left/{other}"]):
+                self._remote = self._remote or Failure(
+                    -1, f"the launcher of another node has not been heard of for {_SILENCE_SECONDS:.0f} s", "", 1
+                )
+        if self._is_done:
+            store.set(f"{_PREFIX}/left/{number}", "")
+        if self._own is None and self._remote is None and store.check([f"{_PREFIX}/failure"]):
+            self._remote = _read(store.get(f"{_PREFIX}/failure"))
+
+
+def _read(payload: bytes) -> Failure:
+    try:
+        rank, headline, text, status = json.loads(payload)
+        return Failure(int(rank), str(headline), str(text), int(status))
+    except (ValueError, TypeError):
+        return Failure(-1, f"the store of this job has something that no launcher wrote: {payload[:60]!r}", "", 1)

@@ -1,0 +1,73 @@
+"""Losses that are NaN or infinite: all ranks hear of them at the end of the step, and do the same.
+
+Terms
+    loss      a tensor of one element that was given to `model.backward` without a gradient
+    verdict   a number that is 0 where all losses are finite, and else says which one is not: 1 + 3 * (replica * microbatches +
+              microbatch) + kind. The greatest counts where replicas differ: gradients are averaged over replicas, so a NaN in one
+              is in all
+
+What happens then is the key `nan_policy`: `raise` NonFiniteLossError on all ranks, `skip` the step, or `ignore` it. The first two drop the
+gradients that have accumulated, so that the optimizer changes nothing; training can go on after either.
+
+Losses stay where they were computed until the step ends: one look at them, not one for every microbatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smpc.mesh import Axis
+from smpc.v1.state import Session
+
+_KINDS = ("nan", "inf", "-inf")
+
+
+class Losses:
+    """The losses of one step on the rank that computes them."""
+
+    def __init__(self) -> None:
+        self._values: list[Tensor] = []
+        self._microbatches: list[int] = []
+
+    def add(self, microbatch: int, losses: Sequence[Tensor]) -> None:
+        """Those of one microbatch."""
+        for loss in losses:
+            self._values.append(loss.detach().reshape(()).to(torch.float32))
+            self._microbatches.append(microbatch)
+
+    def verdict(self, session: Session) -> int:
+        """This replica's."""
+        if not self._values or session.config.nan_policy == "ignore":
+            return 0
+        for microbatch, value in zip(self._microbatches, torch.stack(self._values).tolist(), strict=True):
+            if not math.isfinite(value):
+                kind = 0 if math.isnan(value) else 1 if value > 0 else 2
+                replica = session.mesh.rdp_rank(session.rank)
+                return 1 + 3 * (replica * session.config.microbatches + microbatch) + kind
+        return 0
+
+
+def agree(verdict: int, session: Session) -> int:
+    """The verdict of all ranks whose gradients are averaged. Collective over those that run the same stage, in steps that train."""
+    if session.mesh.dp_size == 1 or session.config.nan_policy == "ignore":
+        return verdict
+    number = torch.tensor([verdict], dtype=torch.int64, device=session.message_device)
+    dist.all_reduce(number, dist.ReduceOp.MAX, group=session.groups[Axis.DP])
+    return int(number)
+
+
+def describe_verdict(verdict: int, step_name: str, session: Session) -> str:
+    """What the user reads of a verdict other than 0."""
+    place, kind = divmod(verdict - 1, 3)
+    replica, microbatch = divmod(place, session.config.microbatches)
+    where = f"microbatch {microbatch}" + (f" of replica {replica}" if session.mesh.rdp_size > 1 else "")
+    return (
+        f"step function {step_name}: expected a finite loss, found {_KINDS[kind]} in {where}; the gradients were dropped, so the "
+        "parameters stay as they are. Look for its cause (learning rate, data, precision); nan_policy: skip goes on without such "
+        "steps, nan_policy: ignore does not look"
+    )

@@ -1,0 +1,178 @@
+"""Random faults: every process is gone in time, the right rank is named, and nothing is left behind."""
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+import fault_script
+import forked_launch
+import pytest
+from fault_script import KILL, MICROBATCHES, NUM_STEPS, RAISE, SEGV, SLEEP, STALLS, WIRE, Fault
+
+from smpc.launch import Job
+
+LIMIT = 10.0
+STEP_TIMEOUT = 6.0
+SEED = int(os.environ.get("SMPC_FAULT_SEED", "0"))
+NUM_FAULTS = int(os.environ.get("SMPC_NUM_FAULTS", "200"))
+NUM_DRIVERS = int(os.environ.get("SMPC_FAULT_DRIVERS", "2"))  # at a time
+STATUS = {KILL: 137, SEGV: 139}
+
+
+def draw(generator):
+    world, degree = generator.choice([(2, 2), (2, 2), (4, 4), (4, 2)])
+    action = generator.choice([RAISE, RAISE, RAISE, KILL, KILL, SEGV, SLEEP, SLEEP, WIRE, *STALLS[1:]])
+    places = {
+        RAISE: ["forward", "backward", "loss", "optimizer", "data"],
+        KILL: ["forward", "backward", "loss", "optimizer", "data"],
+        SEGV: ["forward", "backward", "data"],
+        SLEEP: ["forward", "backward", "loss", "optimizer", "data"],
+    }.get(action, ["forward"])
+    place = generator.choice(places)
+    rank = generator.randrange(world)
+    if place == "loss":
+        rank = rank // degree * degree + degree - 1
+    if action == WIRE and rank % degree == degree - 1:
+        rank -= 1  # the last stage sends nothing on
+    first = 1 if action in STALLS else 0  # the first step compiles, and has the start's timeout
+    last = NUM_STEPS - 1 if place != "optimizer" else NUM_STEPS - 2  # after it a step, in which the others wait
+    step, microbatch = generator.randint(first, last), generator.randrange(MICROBATCHES)
+    timeout = STEP_TIMEOUT if action in STALLS else 100.0
+    return Fault(action, place, world, degree, rank, step, microbatch, timeout)
+
+
+def drive(faults, folder):
+    """Run faults one after another, in a process that has imported torch; one line of JSON for each."""
+    with open(folder / "results.jsonl", "w") as results:
+        for number, text in enumerate(faults):
+            fault = Fault.read(text)
+            case = folder / str(number)
+            temporary = case / "tmp"
+            temporary.mkdir(parents=True)
+            os.environ["TMPDIR"] = str(temporary)
+            tempfile.tempdir = None
+            moment = case / "moment"
+            armed = Fault(**{**json.loads(text), "moment": str(moment)})
+            job = Job(fault_script.__file__, (armed.to_json(),), fault.world)
+            status, shown, port, pids, ended = forked_launch.run(job, case)
+            found = {
+                "status": status,
+                "shown": shown,
+                "took": ended - float(moment.read_text()) if moment.exists() else None,
+                "logs": [(case / f"{rank}.log").read_text() for rank in range(fault.world)],
+                "left": leftovers(port, pids, temporary),
+            }
+            results.write(json.dumps(found) + "\n")
+            results.flush()
+            shutil.rmtree(case)
+
+
+def leftovers(port, pids, temporary):
+    found = [
+        str(path) for path in temporary.rglob("*") if "torchinductor" not in path.name
+    ]  # torch's cache of compiled code
+    for pid in pids:
+        found += [str(path) for path in Path("/dev/shm").glob(f"*{pid}*")] if Path("/dev/shm").exists() else []
+        try:
+            os.killpg(pid, 0)
+            found.append(f"process group {pid}")
+        except ProcessLookupError:
+            pass
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            found.append(f"port {port}")
+    return found
+
+
+def complaints(fault, found):
+    """What is not as it should be."""
+    wrong = []
+    shown, logs, rank = found["shown"], found["logs"], fault.rank
+    others = [log for other, log in enumerate(logs) if other != rank]
+    if found["took"] is None:
+        return [f"the fault did not happen: {shown}"]
+    limit = LIMIT + (fault.step_timeout if fault.action in STALLS else 0.0)
+    if found["took"] > limit:
+        wrong.append(f"took {found['took']:.1f} s")
+    if found["left"]:
+        wrong.append(f"left behind {found['left']}")
+    if found["status"] != STATUS.get(fault.action, 1):
+        wrong.append(f"status {found['status']}")
+    if fault.action in STATUS:
+        signal = "9 (SIGKILL)" if fault.action == KILL else "11 (SIGSEGV)"
+        expected = [f"smpc: error: rank {rank} was killed by signal {signal}"]
+    elif fault.action in STALLS:
+        expected = [f"smpc: error: rank {rank} stalled"]
+        wrong += [
+            f"rank {other} does not say who" for other, log in enumerate(others) if f"rank {rank} stalled" not in log
+        ]
+    else:
+        expected = [f"smpc: error: rank {rank} failed, which ended the other ranks"]
+        expected += ["ArithmeticError: bomb"] if fault.action == RAISE else ["TransportError: edge ", "module"]
+    if fault.in_step and fault.action in (RAISE, SLEEP):
+        expected += [f"microbatch {fault.microbatch}", "stage "]
+    if fault.action == SLEEP:
+        expected += ["time.sleep(1000)"]
+    wrong += [f"the launcher does not say {text!r}" for text in expected if text not in shown]
+    return wrong
+
+
+def run_campaign(faults, folder, num_drivers):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["smpc.v1", "forked_launch"])
+    drivers = []
+    for number in range(num_drivers):
+        own = folder / f"driver{number}"
+        own.mkdir()
+        arguments = ([fault.to_json() for fault in faults[number::num_drivers]], own)
+        drivers.append(context.Process(target=drive, args=arguments))
+        drivers[-1].start()
+    limit = time.monotonic() + 60.0 + 60.0 * len(faults) / num_drivers
+    for driver in drivers:
+        driver.join(max(0.0, limit - time.monotonic()))
+        if driver.is_alive():
+            driver.kill()
+            driver.join()
+    wrong, times = [], []
+    for number in range(num_drivers):
+        mine = faults[number::num_drivers]
+        lines = (folder / f"driver{number}" / "results.jsonl").read_text().splitlines()
+        for fault, line in zip(mine, lines, strict=False):
+            found = json.loads(line)
+            bad = complaints(fault, found)
+            times.append((found["took"] or 0.0) - (fault.step_timeout if fault.action in STALLS else 0.0))
+            if bad:
+                wrong.append("\n".join([str(fault), *bad, found["shown"], *found["logs"]]))
+        wrong += [f"never ran: {fault}" for fault in mine[len(lines) :]]
+    print(
+        f"seed {SEED}: {len(faults)} faults, {len(wrong)} wrong; slowest end {max(times, default=0.0):.1f} s after it was due"
+    )
+    return wrong
+
+
+def test_a_few_faults(tmp_path):
+    generator = random.Random(SEED)
+    kinds = {RAISE: "backward", KILL: "forward", SLEEP: "loss", WIRE: "forward"}
+    faults = []
+    for action, place in kinds.items():
+        faults.append(
+            next(
+                fault for fault in iter(lambda: draw(generator), None) if (fault.action, fault.place) == (action, place)
+            )
+        )
+    wrong = run_campaign(faults, tmp_path, 2)
+    assert not wrong, "\n\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6 * 3600)
+def test_campaign(tmp_path):
+    generator = random.Random(SEED)
+    wrong = run_campaign([draw(generator) for _ in range(NUM_FAULTS)], tmp_path, NUM_DRIVERS)
+    assert not wrong, f"{len(wrong)} of {NUM_FAULTS}, seed {SEED}:\n\n" + "\n\n".join(wrong)
