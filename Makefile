@@ -6,7 +6,7 @@ STAMP := $(VENV)/installed
 # One thread per process: reductions then have one order, and bitwise comparisons are fair.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all lint kernels bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -27,6 +27,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p smpc
 	$(BIN)/lint-imports
+
+# Compiles every kernel for every target, without a GPU: registers, spills, shared memory.
+kernels: $(STAMP)
+	$(BIN)/python -P -m smpc.kernels.compile_gate
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/pipeline.py

@@ -70,13 +70,18 @@ def is_statement(node: Node) -> bool:
     return node.kind is NodeKind.SET_ATTR or node.target in (targets.SETITEM, targets.SETATTR)
 
 
-def call_source(fqn: str, arguments: Structure, leaves: tuple[Any, ...], name_of: Namer) -> str:
-    """A call of a module with the arguments it was recorded with; `arguments` is the structure of (args, kwargs)."""
+def call_source(fqn: str, arguments: Structure, leaves: tuple[Any, ...], name_of: Namer, bare: bool = False) -> str:
+    """A call of a module with the arguments it was recorded with; `arguments` is the structure of (args, kwargs).
+
+    `bare`: by nn.Module's `__call__` in place of one that the class has.
+    """
     sources = iter([to_source(leaf, name_of) for leaf in leaves])
     args, kwargs = arguments.children
     parts = [_tree_source(child, sources) for child in args.children]
     for key, child in zip(kwargs.keys, kwargs.children, strict=True):
         parts.append(_keyword_argument(key, _tree_source(child, sources)))
+    if bare:
+        return f"torch.nn.Module.__call__({', '.join((attribute_source(fqn), *parts))})"
     return f"{attribute_source(fqn)}({', '.join(parts)})"
 
 

@@ -4,7 +4,10 @@ A stage calls the LARGEST INTACT modules and computes the rest node by node. A m
     - all its nodes that matter are run by the stage,
     - every tensor used inside comes from its arguments, or is a parameter, buffer or attribute that the module reads itself,
     - every tensor used outside is among those it returns,
-    - its arguments can be written down, and the tensors among them are at hand.
+    - its arguments can be written down, and the tensors among them are at hand,
+    - the checkpointed regions inside are those that its own Python asks for, and they use no buffers that change.
+
+What else is checkpointed becomes a function of its own, which `StageModule.checkpoint` runs and runs again.
 
 Nodes that neither reach the model's output nor have an effect are dead and not emitted.
 
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import builtins
 import keyword
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from smpc.codegen.printer import (
@@ -34,8 +37,9 @@ from smpc.codegen.printer import (
 )
 from smpc.codegen.program import Channel, StageCode
 from smpc.errors import CodegenError
+from smpc.partitioner.checkpoints import changing_buffers
 from smpc.partitioner.plan import INPUTS, Plan
-from smpc.tracer.ir import ModuleCall, Node, NodeKind, Trace
+from smpc.tracer.ir import ModuleCall, Node, NodeKind, Region, Trace
 from smpc.tracer.literals import Opaque, Ref, references
 
 _IN_SCOPE = ("F", "StageModule", "function", "importlib", "self", "torch")
@@ -123,12 +127,17 @@ class _Program:
 
 @dataclass(slots=True)
 class _Statement:
-    """One line of a stage: `text` needs the variables in `reads` and defines those in `defines`."""
+    """One line of a stage: `text` needs the variables in `reads` and defines those in `defines`.
+
+    A region's line calls the function of the name `function`, whose statements are `body`; it takes `reads` and returns `defines`.
+    """
 
     text: str
     reads: tuple[str, ...]
     defines: tuple[str, ...]
     context: str = ""
+    function: str = ""
+    body: tuple[_Statement, ...] = ()
 
 
 @dataclass(slots=True)
@@ -143,6 +152,7 @@ class _StageWriter:
     nodes: dict[str, None] = field(default_factory=dict)  # what the stage runs
     available: dict[str, None] = field(default_factory=dict)  # values at hand so far
     first_reads: dict[str, None] = field(default_factory=dict)  # reads of buffers that are rebound later
+    regions: tuple[Region, ...] = ()  # what is computed again, outer ones first
 
     def write(self) -> StageCode:
         trace, plan = self.program.trace, self.program.plan
@@ -154,6 +164,7 @@ class _StageWriter:
             outputs = trace.output_names
         self._select_nodes(stage.recomputed)
         self.available = dict.fromkeys(inputs)
+        self.regions = stage.checkpoints
         self._write_call(0)
         source = self._class_source(inputs, outputs)
         for name in (*stage.parameters, *stage.buffers):
@@ -173,26 +184,87 @@ class _StageWriter:
 
     def _write_call(self, index: int) -> None:
         """Writes what this stage runs of a call, from the inside: children that are intact whole, the rest node by node."""
-        trace = self.program.trace
-        position = trace.calls[index].first
-        for child in self.program.children.get(index, ()):
-            call = trace.calls[child]
+        call = self.program.trace.calls[index]
+        regions = [region for region in self.regions if region.call == index]
+        self._write_span(call.first, call.last, list(self.program.children.get(index, ())), regions)
+
+    def _write_span(self, first: int, last: int, children: list[int], regions: list[Region]) -> None:
+        """Writes some nodes of a call; `children` and `regions` are those in this span that no other call is around."""
+        calls, position = self.program.trace.calls, first
+        while children or regions:
+            if regions and (not children or regions[0].first <= calls[children[0]].first):
+                region = regions[0]
+                self._write_nodes(position, region.first)
+                count = sum(calls[child].last <= region.last for child in children)
+                inner = [other for other in regions[1:] if other.last <= region.last]
+                self._write_region(region, children[:count], inner)
+                children, regions, position = children[count:], regions[1 + len(inner) :], region.last
+                continue
+            index = children.pop(0)
+            call = calls[index]
             self._write_nodes(position, call.first)
-            if any(node.name in self.nodes for node in trace.nodes[call.first : call.last]):
-                if self._is_intact(call):
+            if any(node.name in self.nodes for node in self.program.trace.nodes[call.first : call.last]):
+                if self._is_intact(index):
                     self._emit_call(call)
                 else:
-                    self._write_call(child)
+                    self._write_call(index)
             position = call.last
-        self._write_nodes(position, trace.calls[index].last)
+        self._write_nodes(position, last)
+
+    def _write_region(self, region: Region, children: list[int], inner: list[Region]) -> None:
+        """Writes a region as a function and the statement that runs it."""
+        trace, program, before, statements = self.program.trace, self.program, dict(self.available), self.statements
+        self.statements = []
+        self._write_span(region.first, region.last, children, inner)
+        body, self.statements = tuple(self.statements), statements
+        made = [name for name in self.available if name not in before]
+        self.available = before
+        defined = dict.fromkeys(variable for statement in body for variable in statement.defines)
+        reads = dict.fromkeys(v for statement in body for v in statement.reads if v not in defined)
+        results = [name for name in made if self._is_used_outside(name, region.first, region.last)]
+        self.available.update(dict.fromkeys(results))
+        nodes = trace.nodes[region.first : region.last]
+        draws = any(node.random or node.kind is NodeKind.CALL_MODULE for node in nodes)
+        options = [] if region.preserve_rng_state and draws else ["preserve_rng_state=False"]
+        buffers = changing_buffers(trace, region)
+        options += [f"buffers={buffers!r}"] if buffers else []
+        function = program.new_variable(
+            f"checkpointed_{region.name.rpartition(' to ')[2].replace('.', '_') or 'region'}"
+        )
+        defines = tuple(program.variables[name] for name in results)
+        call = f"self.checkpoint({', '.join((function, *reads, *options))})"
+        text = f"{', '.join(defines)} = {call}" if defines else call
+        self.statements.append(_Statement(text, tuple(reads), defines, function=function, body=body))
 
     def _write_nodes(self, first: int, last: int) -> None:
         for node in self.program.trace.nodes[first:last]:
             if node.name in self.nodes:
                 self._emit_node(node)
 
-    def _is_intact(self, call: ModuleCall) -> bool:
+    def _does_its_checkpoints(self, index: int) -> bool:
+        """Whether the regions inside a call are made by calling it: all that were recorded, and no others."""
+        trace = self.program.trace
+        call = trace.calls[index]
+
+        def inside(region: Region) -> bool:
+            around = call.first <= region.first and region.last <= call.last
+            return around and not self._is_around(region.call, index)
+
+        active = [region for region in self.regions if inside(region)]
+        same = set(active) == {region for region in trace.regions if inside(region)}
+        return same and all(region.own and not changing_buffers(trace, region) for region in active)
+
+    def _is_around(self, outer: int, inner: int) -> bool:
+        """Whether a call is around another one."""
+        calls = self.program.trace.calls
+        index = calls[inner].parent
+        while index >= 0 and index != outer:
+            index = calls[index].parent
+        return index == outer
+
+    def _is_intact(self, index: int) -> bool:
         trace, program = self.program.trace, self.program
+        call = trace.calls[index]
         if not (call.fqn and is_plain(call.arguments)) or any(isinstance(x, Opaque) for x in call.argument_leaves):
             return False
         arguments = references(call.argument_leaves)
@@ -209,10 +281,9 @@ class _StageWriter:
                 outside = trace.position(name) not in span and trace.node(name).kind is not NodeKind.GET_ATTR
                 if outside and name not in arguments:
                     return False
-            used_outside = node.name in program.outputs or any(p not in span for p in program.users.get(node.name, ()))
-            if used_outside and node.name not in returned:
+            if self._is_used_outside(node.name, call.first, call.last) and node.name not in returned:
                 return False
-        return is_addressable(call.output)
+        return is_addressable(call.output) and self._does_its_checkpoints(index)
 
     def _at_hand(self, name: str) -> bool:
         return name in self.available or self.program.trace.node(name).kind is NodeKind.GET_ATTR
@@ -248,14 +319,14 @@ class _StageWriter:
 
     def _emit_call(self, call: ModuleCall) -> None:
         self.modules[call.fqn] = None
-        text = call_source(call.fqn, call.arguments, call.argument_leaves, self._name)
+        text = call_source(call.fqn, call.arguments, call.argument_leaves, self._name, bare=call.bare)
         reads = self._variables(references(call.argument_leaves))
         context = context_source(call.grad_enabled, call.autocast)
         found: dict[str, str] = {}  # node -> path in the output
         for leaf, path in zip(call.output_leaves, call.output.paths(), strict=True):
             if isinstance(leaf, Ref) and leaf.name not in self.available:
                 found.setdefault(leaf.name, path)
-        found = {name: path for name, path in found.items() if self._is_used_after(name, call)}
+        found = {name: path for name, path in found.items() if self._is_used_outside(name, call.first, call.last)}
         variables = self.program.variables
         if len(found) == 1:
             (name, path) = next(iter(found.items()))
@@ -269,9 +340,10 @@ class _StageWriter:
                 self.statements.append(_Statement(f"{variables[name]} = {whole}{path}", (whole,), (variables[name],)))
         self.available.update(dict.fromkeys(found))
 
-    def _is_used_after(self, name: str, call: ModuleCall) -> bool:
+    def _is_used_outside(self, name: str, first: int, last: int) -> bool:
+        """Whether a node outside of this span reads the value, or the model returns it."""
         users = self.program.users.get(name, ())
-        return name in self.program.outputs or any(not call.first <= position < call.last for position in users)
+        return name in self.program.outputs or any(not first <= position < last for position in users)
 
     def _variables(self, names: tuple[str, ...]) -> tuple[str, ...]:
         kinds = ((name, self.program.trace.node(name).kind) for name in names)
@@ -296,25 +368,33 @@ class _StageWriter:
             f'    """Stage {self.index} of {len(self.program.plan.stages)} of {self.program.trace.model_class}."""',
             "",
             f"    def forward({parameters}):",
-            *self._body([variables[name] for name in inputs], results),
+            *_function_body(self.statements, [variables[name] for name in inputs], results, " " * 8),
             f"        return ({', '.join(results)}{',' if len(results) == 1 else ''})",
         ]
         return "\n".join(lines) + "\n"
 
-    def _body(self, inputs: list[str], results: list[str]) -> Iterator[str]:
-        """The statements, each under its context, with every variable deleted after its last use."""
-        last_use = dict.fromkeys(inputs, -1)
-        for position, statement in enumerate(self.statements):
-            last_use.update(dict.fromkeys((*statement.reads, *statement.defines), position))
-        kept = dict.fromkeys(results)
-        context = ""
-        for position, statement in enumerate(self.statements):
-            if statement.context and statement.context != context:
-                yield f"        with {statement.context}:"
-            context = statement.context
-            indent = " " * (12 if context else 8)
-            yield indent + statement.text
-            names = dict.fromkeys((*statement.reads, *statement.defines))
-            dead = [name for name in names if last_use[name] == position and name not in kept]
-            if dead:
-                yield f"{indent}del {', '.join(dead)}"
+
+def _function_body(
+    statements: Sequence[_Statement], inputs: Sequence[str], results: Sequence[str], indent: str
+) -> Iterator[str]:
+    """The statements, each under its context, with every variable deleted after its last use."""
+    last_use = dict.fromkeys(inputs, -1)
+    for position, statement in enumerate(statements):
+        last_use.update(dict.fromkeys((*statement.reads, *statement.defines), position))
+    kept = dict.fromkeys(results)
+    context = ""
+    for position, statement in enumerate(statements):
+        if statement.context and statement.context != context:
+            yield f"{indent}with {statement.context}:"
+        context = statement.context
+        inner = indent + " " * (4 if context else 0)
+        if statement.function:
+            yield f"{inner}def {statement.function}({', '.join(statement.reads)}):"
+            yield from _function_body(statement.body, statement.reads, statement.defines, inner + " " * 4)
+            if statement.defines or not statement.body:
+                yield f"{inner}    return {', '.join(statement.defines)}"
+        yield inner + statement.text
+        names = dict.fromkeys((*statement.reads, *statement.defines))
+        dead = [name for name in names if last_use[name] == position and name not in kept]
+        if dead:
+            yield f"{inner}del {', '.join(dead)}"

@@ -13,13 +13,14 @@ from __future__ import annotations
 import hashlib
 import importlib
 import linecache
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from smpc.codegen.checkpoint import buffer_owners, run_checkpointed
 from smpc.codegen.program import StageCode
 from smpc.tracer.targets import function
 
@@ -59,6 +60,17 @@ class StageModule(Container):
         """Registers a buffer of the module `origin` in the container `owner`."""
         owner.register_buffer(name, origin._buffers[name], name not in origin._non_persistent_buffers_set)
         self._held_buffers.append((owner._buffers, name, origin._buffers))
+
+    def checkpoint(
+        self,
+        region: Callable[..., Any],
+        *values: Any,
+        preserve_rng_state: bool = True,
+        buffers: tuple[str, ...] = (),
+    ) -> Any:
+        """`region(*values)`, computed again for the backward pass; `buffers` names those that it uses and that change."""
+        owners = buffer_owners(self, buffers) if buffers else ()
+        return run_checkpointed(region, *values, preserve_rng_state=preserve_rng_state, buffers=owners)
 
     def refresh(self) -> None:
         """Takes over the tensors of buffers that the model, or another stage module over it, has rebound."""

@@ -4,7 +4,8 @@ What is proved, for programs from `lower` as well as for written or edited ones:
 
     complete    each rank runs exactly the instructions that the channels, the placement and the number of microbatches
                 ask for, each once: every F and B, both ends of every message, every REDUCE, and nothing else but
-                W: a backward may be split, which makes its B the part for the inputs
+                W: a backward may be split, which makes its B the part for the inputs; and OFFLOAD with RELOAD, in this
+                order between F and B
     order       on each rank, every value is produced before it is used, B comes after F and W after B, and the forwards
                 and the backwards of a stage go through the microbatches in ascending order, and so does what adds
                 to the gradients of its parameters: each W, and each B without one
@@ -74,7 +75,7 @@ def verify(
         problems.append(f"expected programs for {expectation.num_ranks} ranks, found {len(programs)}")
     if not problems:
         for rank, program in enumerate(programs):
-            needed = _expected(rank, expectation, split_backwards(program))
+            needed = _expected(rank, expectation, split_backwards(program), _offloaded(program))
             problems += [f"rank {rank}{text}" for text in _check_complete(program, needed)]
             problems += [f"rank {rank}{text}" for text in _check_order(program, needed)]
     peaks = _peaks(programs, expectation)
@@ -131,7 +132,7 @@ def _check_channels(expectation: Expectation) -> Iterator[str]:
 
 
 def _expected(
-    rank: int, expectation: Expectation, split: frozenset[tuple[int, int]]
+    rank: int, expectation: Expectation, split: frozenset[tuple[int, int]], away: frozenset[tuple[int, int]]
 ) -> dict[Instruction, tuple[Instruction, ...]]:
     """Every instruction that the rank must run, with those that must come before it."""
     needed: dict[Instruction, tuple[Instruction, ...]] = {}
@@ -143,7 +144,14 @@ def _expected(
             ahead, back = forward(stage, microbatch).instruction, backward(stage, microbatch).instruction
             needed[ahead] = tuple(instruction for instruction, _, user in obtained if user == ahead)
             if expectation.has_backward:
-                needed[back] = (ahead, *(instruction for instruction, _, user in obtained if user == back))
+                before = tuple(instruction for instruction, _, user in obtained if user == back)
+                if (stage, microbatch) in away:
+                    leave, load = (
+                        Instruction(op, stage=stage, microbatch=microbatch) for op in (Op.OFFLOAD, Op.RELOAD)
+                    )
+                    needed[leave], needed[load] = (ahead,), (leave,)
+                    before = (*before, load)
+                needed[back] = (ahead, *before)
                 if (stage, microbatch) in split:
                     needed[weight(stage, microbatch).instruction] = (back,)
     backwards = tuple(instruction for instruction in needed if instruction.op in (Op.BACKWARD, Op.WEIGHT))
@@ -151,6 +159,11 @@ def _expected(
         if rank in expectation.holders(parameter):
             needed[Instruction(Op.REDUCE, parameter=parameter)] = backwards
     return needed
+
+
+def _offloaded(program: Sequence[Instruction]) -> frozenset[tuple[int, int]]:
+    """The (stage, microbatch) whose activations leave or return in the program: they must do both."""
+    return frozenset((i.stage, i.microbatch) for i in program if i.op in (Op.OFFLOAD, Op.RELOAD))
 
 
 def _transfers(

@@ -1,6 +1,7 @@
 """Binds a program: turns every instruction into functions of no arguments whose operands are already looked up.
 
     F, B, W     one handler
+    OFFLOAD, RELOAD    one handler each, see `smpc.executor.offload`
     RECV ...    one handler that may wait; `Handler.inbox` says for whom
     REDUCE      a handler that sends to the other holders, one for each of them that waits for it, one that sums
 
@@ -23,11 +24,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smpc.codegen.actions import split_backwards
+from smpc.codegen.checkpoint import Checkpointing
 from smpc.codegen.program import Channel, Instruction, Op, RankProgram, StageCode
 from smpc.errors import StepError
 from smpc.executor.deferral import Deferral
 from smpc.executor.frame import Frame, Root
 from smpc.executor.inbox import Delivery, Inbox, Presence, mask_form
+from smpc.executor.offload import Mover, addresses
 from smpc.executor.reduce import Reduction
 from smpc.executor.transport import Transport, WireFormat
 from smpc.partitioner.plan import INPUTS
@@ -79,6 +82,7 @@ class Binder:
         hooks: StepHooks | None,
         device: torch.device,
         window: int,
+        labels: Mapping[str, str],
     ) -> None:
         self.step = Step()
         self._device = device
@@ -89,6 +93,7 @@ class Binder:
         self._parameters = parameters
         self._hooks = hooks
         self._window = window
+        self._labels = labels
         self.inboxes: dict[int, Inbox] = {}
         self.reductions: list[Reduction] = []
         self._sent_masks: dict[int, Presence] = {}
@@ -100,6 +105,8 @@ class Binder:
             for m in range(program.num_microbatches)
         }
         self._split = split_backwards(program.instructions)
+        self._moving = frozenset((i.stage, i.microbatch) for i in program.instructions if i.op is Op.OFFLOAD)
+        self._mover = Mover(device) if self._moving else None
         # By stage, the instruction that is the last to add to the gradients of its parameters.
         self._last = {i.stage: i for i in program.instructions if self._adds(i)}
         ends = [end for channel in program.channels for end in (channel.source, channel.destination)]
@@ -118,6 +125,8 @@ class Binder:
             Op.RECV_GRAD: lambda i: [self._receive_grad(i)],
             Op.MOVE: lambda i: [Handler(self._move(i), i)],
             Op.MOVE_GRAD: lambda i: [Handler(self._move_grad(i), i)],
+            Op.OFFLOAD: lambda i: [Handler(self._offload(i), i)],
+            Op.RELOAD: lambda i: [Handler(self._reload(i), i)],
             Op.REDUCE: self._reduce,
         }
         return [handler for i in self._program.instructions for handler in binders[i.op](i)]
@@ -166,16 +175,20 @@ class Binder:
         is_last = stage == self.last_stage
         num_inputs, num_outputs = len(frame.inputs), len(frame.outputs)
         has_backward = self._program.has_backward
+        moves = (stage, microbatch) in self._moving
 
         def run() -> None:
             arguments = frame.inputs
             frame.inputs = [None] * num_inputs
-            if is_split:
-                with Deferral(frame.pending):
+            with Checkpointing(frame.kept if moves else None):
+                if is_split:
+                    with Deferral(frame.pending):
+                        outputs = module(*arguments)
+                else:
                     outputs = module(*arguments)
-            else:
-                outputs = module(*arguments)
             assert len(outputs) == num_outputs, f"stage {stage} returned {len(outputs)} values, planned {num_outputs}"
+            if moves:
+                frame.stay = addresses((*outputs, *module.parameters(), *_model_inputs(step.inputs, microbatch)))
             for leaf in leaves:
                 frame.leaves[leaf] = arguments[leaf]
             for output in kept:
@@ -208,8 +221,12 @@ class Binder:
         leaves = self._leaves(self._codes[stage])
         num_inputs, num_outputs = len(frame.inputs), len(frame.outputs)
         hooks = self._hooks if self._last[stage] == instruction else None
+        mover = self._mover if (stage, instruction.microbatch) in self._moving else None
 
         def run() -> None:
+            if mover is not None:
+                mover.wait(frame.loaded)
+                frame.loaded = None
             roots = frame.roots
             frame.roots = []
             frame.edges = [None] * num_outputs
@@ -242,11 +259,31 @@ class Binder:
 
         return run
 
+    def _offload(self, instruction: Instruction) -> Callable[[], None]:
+        frame, mover = self.frames[instruction.stage, instruction.microbatch], self._mover
+        assert mover is not None
+
+        def run() -> None:
+            kept, frame.kept = frame.kept, []
+            frame.away = mover.leave(kept, frame.stay)
+
+        return run
+
+    def _reload(self, instruction: Instruction) -> Callable[[], None]:
+        frame, mover = self.frames[instruction.stage, instruction.microbatch], self._mover
+        assert mover is not None
+
+        def run() -> None:
+            frame.loaded = mover.load(frame.away)
+
+        return run
+
     # ---- values
 
     def _channel(self, instruction: Instruction) -> tuple[Channel, tuple[WireFormat, ...]]:
         channel = self._program.channels[instruction.edge]
-        forms = tuple(WireFormat.of(v, spec) for v, spec in zip(channel.values, channel.specs, strict=True))
+        named = [self._labels.get(value, value) for value in channel.values]
+        forms = tuple(WireFormat.of(name, spec) for name, spec in zip(named, channel.specs, strict=True))
         return channel, forms
 
     def _source(self, channel: Channel, microbatch: int) -> Callable[[], list[Tensor]]:
@@ -291,7 +328,7 @@ class Binder:
     def _send(self, instruction: Instruction) -> Callable[[], None]:
         channel, forms = self._channel(instruction)
         take = self._source(channel, instruction.microbatch)
-        transport, peer, where = self._transport, instruction.peer, f"edge {channel.index}"
+        transport, peer, where = self._transport, instruction.peer, _edge_text(channel)
         mark = self._marks.setdefault((channel.index, instruction.microbatch), [0])
         strict = self._program.has_backward and channel.source != INPUTS
 
@@ -318,9 +355,7 @@ class Binder:
         take = self._source(channel, instruction.microbatch)
         put = self._sink(channel, instruction.microbatch)
         where = (
-            f"model inputs of microbatch {instruction.microbatch}"
-            if channel.source == INPUTS
-            else f"edge {channel.index}"
+            f"model inputs of microbatch {instruction.microbatch}" if channel.source == INPUTS else _edge_text(channel)
         )
         strict = self._program.has_backward and channel.source != INPUTS
 
@@ -372,7 +407,7 @@ class Binder:
         is_first = channel.index not in self._sent_masks
         presence = self._sent_masks.setdefault(channel.index, Presence())
         mask = mask_form(forms)
-        where, device = f"gradients of edge {channel.index}", self._device
+        where, device = f"gradients of {_edge_text(channel)}", self._device
 
         def run() -> None:
             grads = take()
@@ -427,6 +462,10 @@ class Binder:
         return [*handlers, Handler(reduction.finish, instruction)]
 
 
+def _edge_text(channel: Channel) -> str:
+    return f"edge {channel.index} from stage {channel.source} to stage {channel.destination}"
+
+
 def _edge(value: Tensor, keep_tensor: bool) -> Tensor | GradientEdge | None:
     if not value.requires_grad:
         return None
@@ -461,6 +500,10 @@ def _inputs(inputs: Inputs | None, channel: Channel, microbatch: int) -> list[Te
     if missing:
         raise StepError(f"microbatch {microbatch} lacks the model inputs {missing}, found {sorted(inputs[microbatch])}")
     return [inputs[microbatch][value] for value in channel.values]
+
+
+def _model_inputs(inputs: Inputs | None, microbatch: int) -> Sequence[Tensor]:
+    return () if inputs is None else tuple(inputs[microbatch].values())
 
 
 def _late_gradient(edge: int, value: str, microbatch: int) -> None:

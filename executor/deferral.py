@@ -17,8 +17,8 @@ is recorded by autograd as it is, on detached arguments; its two halves are two 
     B    gx = grad(y', x', gy)     leaves (w, grad(y', w', gy)) for later
     W    w.grad += grad(y', w', gy)
 
-Inside activation checkpoints (and other saved-tensor hooks) nothing is deferred: what is computed again for B is gone
-afterwards. Where gradients are off, nothing is touched.
+Inside activation checkpoints (and other saved-tensor hooks) no call is deferred, since what is computed again for B is gone afterwards:
+B computes the gradients of the parameters, and they are kept for W. Where gradients are off, nothing is touched.
 
 Example:
 

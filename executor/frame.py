@@ -8,6 +8,10 @@
     roots      what B starts from: (edge, gradient), in the order in which the gradients arrived
     grads      gradients of the inputs that SEND_GRAD and MOVE_GRAD still have to take
     pending    what a split backward has left for W: see `smpc.executor.deferral`
+    kept       between F and OFFLOAD: what checkpointed regions keep and may be moved
+    stay       ... and the addresses of storages that must not be
+    away       between OFFLOAD and RELOAD: what has been moved, see `smpc.executor.offload`
+    loaded     on CUDA, between RELOAD and B: when it is back
 
 An input that the stage passes on is one tensor, both input and output: its edge is the leaf itself, so
 autograd adds the gradient that comes from further down first and the stage's own contributions after it, as
@@ -18,10 +22,12 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from smpc.executor.deferral import Pending
+from smpc.executor.offload import Away, restore_sizes
 
 Root: TypeAlias = tuple[Tensor | GradientEdge, Tensor | None]
 
@@ -29,7 +35,7 @@ Root: TypeAlias = tuple[Tensor | GradientEdge, Tensor | None]
 class Frame:
     """State of one (stage, microbatch); empty before and after its part of a step."""
 
-    __slots__ = ("edges", "grads", "inputs", "leaves", "outputs", "pending", "roots")
+    __slots__ = ("away", "edges", "grads", "inputs", "kept", "leaves", "loaded", "outputs", "pending", "roots", "stay")
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         self.inputs: list[Tensor | None] = [None] * num_inputs
@@ -39,6 +45,10 @@ class Frame:
         self.edges: list[Tensor | GradientEdge | None] = [None] * num_outputs
         self.roots: list[Root] = []
         self.pending = Pending()
+        self.kept: list[Tensor] = []
+        self.stay: frozenset[int] = frozenset()
+        self.away: list[Away] = []
+        self.loaded: torch.cuda.Event | None = None
 
     def clear(self) -> None:
         """Let go of everything."""
@@ -46,3 +56,5 @@ class Frame:
             slots[:] = [None] * len(slots)
         self.roots = []
         self.pending.clear()
+        self.kept, self.loaded = [], None
+        restore_sizes(self.away)

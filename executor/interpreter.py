@@ -25,7 +25,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from smpc.codegen.program import RankProgram
+from smpc.codegen.program import Op, RankProgram
 from smpc.executor.bind import Binder, Inputs, OnOutput, StepHooks
 from smpc.executor.transport import Transport
 
@@ -37,7 +37,7 @@ class Interpreter:
 
     `stages` maps the rank's stage indices to their modules, `parameters` canonical names to parameters (only
     the shared ones are looked up). Received tensors are put on `device`. `window` is how many messages of a
-    peer are received ahead.
+    peer are received ahead. `labels`: what error messages call a value, if not by its name.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Interpreter:
         parameters: Mapping[str, nn.Parameter] | None = None,
         hooks: StepHooks | None = None,
         window: int = DEFAULT_WINDOW,
+        labels: Mapping[str, str] | None = None,
     ) -> None:
         expected = [code.index for code in program.stages]
         assert sorted(stages) == sorted(expected), f"rank {program.rank} runs stages {expected}, got {sorted(stages)}"
@@ -60,7 +61,7 @@ class Interpreter:
         self._modules = dict(stages)
         self._transport = transport
         self._hooks = hooks
-        self._binder = Binder(program, stages, transport, parameters or {}, hooks, torch.device(device), window)
+        self._binder = Binder(program, stages, transport, parameters or {}, hooks, torch.device(device), window, labels or {})
         self._handlers = self._binder.bind()
         self._runs = [handler.run for handler in self._handlers]
         self._position = len(self._handlers)
@@ -70,11 +71,18 @@ class Interpreter:
         """Whether no instruction is left."""
         return self._position == len(self._handlers)
 
+    @property
+    def position(self) -> int:
+        """How many instructions of the step are behind it."""
+        return self._position
+
     def where(self) -> str:
         """The current instruction, for people: rank, text, position."""
         if self.finished:
             return f"pipeline rank {self.program.rank}, after the last instruction"
         instruction = self._handlers[self._position].instruction
+        towards = "from" if instruction.op in (Op.RECV, Op.RECV_GRAD) else "to"
+        text = str(instruction) if instruction.peer < 0 else str(instruction).replace(" r", f" {towards} r")
         operands = [
             f"{name} {number}"
             for name, number in (
@@ -87,7 +95,7 @@ class Interpreter:
         ]
         if instruction.parameter >= 0:
             operands.append(f"shared parameter {self.program.shared_parameters[instruction.parameter][0]!r}")
-        return f"pipeline rank {self.program.rank}, instruction '{instruction}' ({', '.join(operands)})"
+        return f"pipeline rank {self.program.rank}, instruction '{text}' ({', '.join(operands)})"
 
     def run(self, inputs: Inputs | None, on_output: OnOutput | None) -> None:
         """One step."""

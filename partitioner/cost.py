@@ -105,6 +105,13 @@ class NodeTimes:
     forward: FloatArray
     backward: FloatArray
 
+    def with_reruns(self, depths: Mapping[int, int]) -> NodeTimes:
+        """The same, with backwards for which the node's forward runs again so many times."""
+        backward = self.backward.copy()
+        for position, count in depths.items():
+            backward[position] += count * self.forward[position]
+        return NodeTimes(self.forward, backward)
+
     def total_femtoseconds(self) -> IntArray:
         """Forward plus backward in whole femtoseconds: sums of these do not depend on their order."""
         return np.rint((self.forward + self.backward) * _FEMTO).astype(np.int64)

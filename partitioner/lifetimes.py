@@ -6,6 +6,7 @@ Terms
     backward    by node: bytes of gradients of activations while the node's backward works, its own results and scratch
                 included. Gradients of parameters are not among them
     parameters  by node: bytes of gradients of parameters that its backward makes
+    before      by node: bytes of gradients of activations when its backward starts
 
 The backward pass visits the nodes in reverse. A node reads the gradient of its result, makes those of its inputs, and
 then lets go of the first. Like autograd, it makes none where it can hand its own on: sums, views of the same size and
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from smpc.partitioner.graph import Graph
+from smpc.partitioner.held import live_forward
 from smpc.partitioner.problem import IntArray
 from smpc.tracer.ir import Node, NodeKind
 
@@ -48,16 +50,25 @@ class Lifetimes:
     forward: IntArray
     backward: IntArray
     parameters: IntArray
+    before: IntArray
 
 
-def lifetimes(graph: Graph, positions: Sequence[int], roots: Iterable[int], arriving: Iterable[int] = ()) -> Lifetimes:
+def lifetimes(
+    graph: Graph,
+    positions: Sequence[int],
+    roots: Iterable[int],
+    arriving: Iterable[int] = (),
+    kept: frozenset[int] | None = None,
+) -> Lifetimes:
     """Lifetimes of a stage that runs the nodes at `positions`, in order of execution.
 
     The backward pass starts with gradients of the nodes at `roots`, and at `arriving`, which other stages send; the latter lie in
-    buffers that are not counted here.
+    buffers that are not counted here. `kept` are the storages that are held until then; None: what autograd saves.
     """
-    backward, parameters = _Backward(graph).run(positions, roots, arriving)
-    return Lifetimes(_forward(graph, positions), backward, parameters)
+    if kept is None:
+        kept = frozenset(storage for position in positions for storage in graph.trace.nodes[position].saved)
+    backward, parameters, before = _Backward(graph).run(positions, roots, arriving)
+    return Lifetimes(live_forward(graph, positions, kept), backward, parameters, before)
 
 
 def loss_roots(graph: Graph) -> tuple[int, ...]:
@@ -65,26 +76,6 @@ def loss_roots(graph: Graph) -> tuple[int, ...]:
     wanted = [i for i in graph.outputs if (spec := graph.trace.nodes[i].spec) is not None and spec.requires_grad]
     losses = [i for i in wanted if (spec := graph.trace.nodes[i].spec) is not None and spec.num_elements == 1]
     return tuple(losses or wanted)
-
-
-def _forward(graph: Graph, positions: Sequence[int]) -> IntArray:
-    nodes = graph.trace.nodes
-    index = {position: i for i, position in enumerate(positions)}
-    saved = {storage for i in positions for storage in nodes[i].saved}
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for i, position in enumerate(positions):
-        storage = nodes[position].storage
-        if storage < 0 or storage in saved:
-            continue
-        first.setdefault(storage, i)
-        readers = [index[reader] for reader in graph.consumers[position] if reader in index]
-        last[storage] = max((last.get(storage, i), i, *readers))
-    change = np.zeros(len(positions) + 1, dtype=np.int64)
-    for storage, start in first.items():
-        change[start] += graph.trace.storages[storage]
-        change[last[storage] + 1] -= graph.trace.storages[storage]
-    return np.cumsum(change)[:-1]
 
 
 class _Backward:
@@ -96,22 +87,24 @@ class _Backward:
         self.held: dict[int, list[list[int]]] = {}
         self.live = 0
 
-    def run(self, positions: Sequence[int], roots: Iterable[int], arriving: Iterable[int]) -> tuple[IntArray, IntArray]:
-        """Gradient bytes of activations and of parameters, by index."""
+    def run(
+        self, positions: Sequence[int], roots: Iterable[int], arriving: Iterable[int]
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """Gradient bytes of activations and of parameters, and of activations before, by index."""
         for position in dict.fromkeys((*roots, *arriving)):
             self.held[position] = [[0, 1]]
         for position in dict.fromkeys(roots):
             self.held[position] = [self.new(position)]
-        activations, parameters = np.zeros((2, len(positions)), dtype=np.int64)
+        activations, parameters, before = np.zeros((3, len(positions)), dtype=np.int64)
         seen: set[int] = set()
         for i in range(len(positions) - 1, -1, -1):
             own = self.held.pop(positions[i], None)
-            activations[i] = self.live
+            activations[i] = before[i] = self.live
             if own is not None and self.nodes[positions[i]].grad_enabled:
                 activations[i], parameters[i] = self.visit(positions[i], own, seen)
             for block in own or ():
                 self.release(block)
-        return activations, parameters
+        return activations, parameters, before
 
     def visit(self, position: int, own: list[list[int]], seen: set[int]) -> tuple[int, int]:
         """Makes the gradients of a node's inputs; the bytes at work meanwhile, and those of parameters."""

@@ -3,7 +3,8 @@
     static        parameters it reads (a shared one is held by each of its stages; tied names are one), their gradients
                   and optimizer state, buffers
     activations   of one microbatch, held from its forward to its backward: the union, by storage, of what autograd
-                  saves in the stage's nodes and of the values received that need a gradient; over gloo, of the values sent
+                  saves in the stage's nodes (of a region that is computed again: of what it reads, see
+                  `smpc.partitioner.held`) and of the values received that need a gradient; over gloo, of the values sent
                   that do as well, for those are let go when their gradients come back. On the last stage also of the
                   outputs that the user's loss reads, if the model does not compute one. State is not counted again. A
                   storage that another stage made counts with the bytes that are received of it
@@ -18,10 +19,13 @@
 The peak is the largest of, with k microbatches in flight of m, and n over the nodes of the stage (see
 `smpc.partitioner.lifetimes` for what lives while one of them works):
 
-    first backward   (k - 1) activations + activations up to n + what lives at n + gradients of parameters from n on
+    first backward   (k - 1) activations + activations up to n + what lives at n + gradients of parameters from n on;
+                     where n ends a region, also what its re-run takes, with the gradients that wait meanwhile
     later backward   (k' - 1) activations + activations up to n + what lives at n + all gradients of parameters + those that
                      n adds to them; k' is k, or k - 1 if the first backward comes after the last forward (k = m)
     forward          (k - 1) activations + activations up to n + what lives at n, and all gradients if k < m
+    last backward    over gloo, instead of k' - 1 activations: buffers for what those k - 1 microbatches received, and the
+                     gradients sent back for it, which stay until the end of the step
     optimizer        what its step makes and drops
 
 Storages are exact (recorded by the tracer), so activations are too; the allocator's rounding and the workspace of
@@ -37,10 +41,11 @@ import numpy as np
 
 from smpc.partitioner.cost import CostModel
 from smpc.partitioner.graph import Graph
-from smpc.partitioner.lifetimes import lifetimes, loss_roots
+from smpc.partitioner.held import Held, held
+from smpc.partitioner.lifetimes import Lifetimes, lifetimes, loss_roots
 from smpc.partitioner.plan import INPUTS, Edge
 from smpc.partitioner.problem import IntArray
-from smpc.tracer.ir import NodeKind, StateSpec, Trace
+from smpc.tracer.ir import NodeKind, Region, StateSpec, Trace
 
 RECEIVE_WINDOW = 4  # messages of a peer that the executor receives ahead
 
@@ -58,6 +63,7 @@ class StageMemory:
     communication_bytes: int
     transient_bytes: int
     peak_bytes: int
+    offloaded_bytes: int = 0  # of the activations, what is offloaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,8 @@ class StageUse:
     is_last: bool
     holds_inputs: bool  # it runs on the pipeline rank that the model's inputs are given to
     holders: Mapping[int, int]  # by parameter: stages that hold it, where several do
+    regions: tuple[Region, ...] = ()  # what it computes again, outer ones first
+    num_resident: int | None = None  # microbatches in flight whose regions' inputs are on the device; None: all of them
 
 
 def state_bytes(state: StateSpec, cost_model: CostModel) -> int:
@@ -96,7 +104,7 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
     gradient_bytes = sum(cost_model.gradient_bytes(spec) for spec in parameters)
     optimizer_bytes = sum(cost_model.optimizer_bytes(spec) for spec in parameters)
     buffer_bytes = sum(spec.spec.num_bytes for spec in held if not spec.is_parameter)
-    activations = _Activations.of(graph, cost_model, use, edges)
+    activations = _Activations.find(graph, cost_model, use, edges)
     communication = _communication_bytes(graph, cost_model, use, edges)
     if use.holds_inputs:
         communication += use.num_microbatches * activations.input_bytes
@@ -106,7 +114,7 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
     after_step = gradient_bytes + cost_model.optimizer_scratch(parameter_bytes, largest)
     peak = parameter_bytes + optimizer_bytes + buffer_bytes + max(during_step, after_step)
     known = parameter_bytes + gradient_bytes + optimizer_bytes + buffer_bytes + communication
-    known += use.num_in_flight * activations.total
+    known += activations.of(use.num_in_flight, use.num_resident)
     return StageMemory(
         sum(spec.spec.num_elements for spec in parameters),
         parameter_bytes,
@@ -117,6 +125,7 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
         communication,
         peak - known,
         peak,
+        activations.offloaded,
     )
 
 
@@ -125,12 +134,13 @@ class _Activations:
     """What one microbatch holds between its forward and its backward."""
 
     total: int
-    until: IntArray  # by node: what its backward and those of the nodes before it still need
+    held: Held  # by node
+    offloaded: int  # of `total`, what waits in the CPU's memory where activations are offloaded
     input_bytes: int  # of the model's inputs, whether they are saved or not
     saved_input_bytes: int
 
     @classmethod
-    def of(cls, graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequence[Edge]) -> _Activations:
+    def find(cls, graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequence[Edge]) -> _Activations:
         trace = graph.trace
         received: dict[int, int] = {}  # storage -> bytes received of it
         leaves: set[int] = set()
@@ -155,21 +165,26 @@ class _Activations:
             whole = storage in made or storage not in received
             return trace.storages[storage] if whole else received[storage]
 
-        until = np.zeros(len(use.positions), dtype=np.int64)
-        seen = ignored | leaves
-        for i, position in enumerate(use.positions):
-            fresh = [storage for storage in trace.nodes[position].saved if storage not in seen]
-            seen.update(fresh)
-            until[i] = sum(size(storage) for storage in fresh)
-        until = np.cumsum(until) + sum(size(storage) for storage in sorted(leaves - ignored))
-        saved = int(until[-1]) if len(until) else 0
-        rest = sum(size(storage) for storage in sorted(kept - seen))
+        received_bytes = sum(size(storage) for storage in sorted(leaves - ignored))
+        found = held(graph, use.positions, use.regions, size, frozenset(ignored | leaves), received_bytes)
+        saved = int(found.forward[-1]) if len(found.forward) else received_bytes
+        rest = sum(size(storage) for storage in sorted(kept - found.kept))
+        sent = {trace.node(name).storage for edge in edges if edge.source == use.index for name in edge.values}
+        if use.is_last:
+            sent.update(trace.node(name).storage for name in trace.output_names)
+        away = found.offloadable - kept - sent - inputs.keys() - ignored
         return cls(
             saved + rest,
-            until,
+            found,
+            sum(size(storage) for storage in sorted(away)) if use.num_resident is not None else 0,
             sum(trace.storages[storage] for storage in inputs),
-            sum(trace.storages[storage] for storage in sorted(inputs.keys() & seen - ignored)),
+            sum(trace.storages[storage] for storage in sorted(inputs.keys() & found.kept - ignored)),
         )
+
+    def of(self, num_in_flight: int, num_resident: int | None) -> int:
+        """Bytes of several microbatches in flight."""
+        away = 0 if num_resident is None else max(0, num_in_flight - num_resident)
+        return num_in_flight * self.total - away * self.offloaded
 
 
 def _peak(
@@ -184,23 +199,45 @@ def _peak(
     trace = graph.trace
     sent = [name for edge in edges if edge.source == use.index for name in edge.values if _needs_gradient(trace, name)]
     roots = loss_roots(graph) if use.is_last else ()
-    live = lifetimes(graph, use.positions, roots, [trace.position(name) for name in sent])
+    until = activations.held
+    live = lifetimes(graph, use.positions, roots, [trace.position(name) for name in sent], until.kept)
     num_in_flight, num_microbatches = use.num_in_flight, max(use.num_microbatches, use.num_in_flight)
     exists, added = _parameter_gradients(graph, cost_model, use)
-    others = (num_in_flight - 1) * activations.total
-    working = activations.until + live.backward
+    others = activations.of(num_in_flight, use.num_resident) - activations.total
+    working = working_bytes(until, live)
     is_full = num_microbatches > num_in_flight or cost_model.optimizer.main_grad
     found = [
-        others + int((activations.until + live.forward).max(initial=0)) + (gradient_bytes if is_full else 0),
+        others + int((until.forward + live.forward).max(initial=0)) + (gradient_bytes if is_full else 0),
         others + int((working + (gradient_bytes if cost_model.optimizer.main_grad else exists)).max(initial=0)),
-        num_in_flight * activations.total
+        activations.of(num_in_flight, use.num_resident)
         + sum(_bytes_of(trace, trace.nodes[i].name) for i in roots)
         + (gradient_bytes if is_full else 0),
     ]
     if num_microbatches > 1:
         behind = num_in_flight if num_microbatches > num_in_flight else num_in_flight - 1
-        found.append((behind - 1) * activations.total + int((working + added).max(initial=0)) + gradient_bytes)
+        others = activations.of(behind, use.num_resident) - activations.total
+        found.append(others + int((working + added).max(initial=0)) + gradient_bytes)
+    if num_microbatches > 1 and cost_model.holds_sent:
+        last = (num_in_flight - 1) * _given_back(graph, use, edges)
+        found.append(last + int((working + added).max(initial=0)) + gradient_bytes)
     return max(found)
+
+
+def working_bytes(held: Held, live: Lifetimes) -> IntArray:
+    """By node: activations of the microbatch and their gradients while its backward works, the re-run before it included."""
+    rerun = np.where(held.rerun > 0, held.rerun + live.before, 0)
+    found: IntArray = np.maximum(held.backward + live.backward, rerun)
+    return found
+
+
+def _given_back(graph: Graph, use: StageUse, edges: Sequence[Edge]) -> int:
+    """Bytes that a microbatch leaves behind until the end of the step: buffers for what it received, and gradients sent back."""
+    entering = [
+        edge for edge in edges if edge.destination == use.index and not (edge.source == INPUTS and use.holds_inputs)
+    ]
+    values = [name for edge in entering if edge.source != INPUTS for name in edge.values]
+    gradients = sum(_bytes_of(graph.trace, name) for name in values if _needs_gradient(graph.trace, name))
+    return sum(edge.num_bytes for edge in entering) + gradients
 
 
 def _parameter_gradients(graph: Graph, cost_model: CostModel, use: StageUse) -> tuple[IntArray, IntArray]:

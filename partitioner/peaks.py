@@ -3,7 +3,8 @@
 `PeakRows.row(start, stop, stage)` gives it for start..j, j = start + 1, ..., stop (exclusive ends): the formula of
 `smpc.partitioner.memory`, evaluated for many intervals at once, so that solvers can respect a limit. It is the
 prediction itself but for small things, always on the safe side: what lives while a node works is taken from a
-walk over the whole model, and gradients of parameters with several users count from the start.
+walk over the whole model, and gradients of parameters with several users count from the start. Regions that are computed again
+(`smpc.partitioner.checkpoints`) are taken as whole: an interval that ends inside one takes more than is said here.
 
 What a stage receives and sends depends on both ends of the interval. A value that crosses `start` is received if a node of
 the interval reads it, and a leaf of autograd from then on until a node that saves it; one that crosses `j` is sent if it
@@ -26,10 +27,11 @@ from smpc.partitioner.chain import Intervals
 from smpc.partitioner.coarsen import node_units, state_items
 from smpc.partitioner.cost import CostModel, NodeTimes
 from smpc.partitioner.graph import Graph
+from smpc.partitioner.held import held as find_held
 from smpc.partitioner.lifetimes import lifetimes, loss_roots
-from smpc.partitioner.memory import RECEIVE_WINDOW
+from smpc.partitioner.memory import RECEIVE_WINDOW, working_bytes
 from smpc.partitioner.problem import FloatArray, IntArray, Scale, SharedItem, Units
-from smpc.tracer.ir import NodeKind, StateSpec
+from smpc.tracer.ir import NodeKind, Region, StateSpec
 
 _BYTES = Scale(1.0, 1, 1)  # the cost of a stage is its memory
 
@@ -62,6 +64,7 @@ class PeakRows:
         recomputable: Sequence[int],
         in_flight: Sequence[int],
         num_microbatches: int,
+        regions: Sequence[Region] = (),
     ) -> None:
         self.num_units = graph.num_compute
         self.in_flight = tuple(in_flight)
@@ -78,9 +81,13 @@ class PeakRows:
         gradients = _gradients(graph, cost_model)
         self.gradients = np.concatenate(([0], np.cumsum(gradients)))
         roots = loss_roots(graph)
-        live = lifetimes(graph, graph.compute.tolist(), roots)
-        self.forward, self.backward = live.forward, live.backward
-        self.adding = live.backward + live.parameters
+        positions = graph.compute.tolist()
+        until = find_held(
+            graph, positions, regions, lambda storage: graph.trace.storages[storage], _state_storages(graph)
+        )
+        live = lifetimes(graph, positions, roots, kept=until.kept)
+        self.forward, self.backward = live.forward, working_bytes(until, live) - until.forward
+        self.adding = self.backward + live.parameters
         self.values = _values(graph, set(recomputable))
         specs = [spec for i in roots if (spec := graph.trace.nodes[i].spec) is not None]
         self.root_bytes = sum(spec.num_bytes for spec in specs)
@@ -104,7 +111,7 @@ class PeakRows:
     def row(self, start: int, stop: int, stage: int) -> IntArray:
         """Peak of start..j for each j: see the module docstring."""
         k, m = self.in_flight[stage], self.num_microbatches
-        crossing, leaf, unsaved, skipped, sent, kept = self._boundary(start, stop, stage)
+        crossing, leaf, unsaved, skipped, sent, kept, returned = self._boundary(start, stop, stage)
         static, held, scratch = (
             _whole(intervals.costs(start, stop, 1)) for intervals in (self.static, self.held, self.scratch)
         )
@@ -128,6 +135,8 @@ class PeakRows:
             behind = k if m > k else k - 1
             working = np.maximum.accumulate(until + self.adding[span]) - 2 * skipped
             peak = np.maximum(peak, static + (behind - 1) * total + working)
+            if self.holds_sent:
+                peak = np.maximum(peak, static + (k - 1) * returned + working)
         peak = peak + crossing + sent
         if start == 0:
             saved = _from(stop, self.input_savers, self.saved_inputs)
@@ -143,7 +152,7 @@ class PeakRows:
 
         By j: buffers for what is received; leaves of one microbatch that no node saves; by node: values that cross `start` and that no
         node saves up to this one; by j: values that cross both ends and are not used between; buffers for gradients of what is sent;
-        what is sent and kept though no node saves it.
+        what is sent and kept though no node saves it; what one microbatch received, with the gradients for it.
         """
         k, m, values = self.in_flight[stage], self.num_microbatches, self.values
         length, end = stop - start, self.num_units + 1
@@ -173,7 +182,12 @@ class PeakRows:
                 np.minimum(values.last[made], saver) - start,
                 values.gradient[made],
             )
-        return crossing, leaf, unsaved, skipped, sent, kept
+        returned = _from(length, read - start, values.num_bytes[received] + gradient)
+        return crossing, leaf, unsaved, skipped, sent, kept, returned
+
+
+def _state_storages(graph: Graph) -> frozenset[int]:
+    return frozenset(state.storage for state in graph.trace.state)
 
 
 def _whole(costs: FloatArray) -> IntArray:
@@ -232,7 +246,7 @@ def _saved_inputs(graph: Graph, storages: set[int]) -> tuple[IntArray, IntArray]
     """The first rank that saves each model input that is saved, and its bytes."""
     first: dict[int, int] = {}
     for rank, position in enumerate(graph.compute.tolist()):
-        for storage in graph.trace.nodes[position].saved:
+        for storage in graph.saved[position]:
             if storage in storages:
                 first.setdefault(storage, rank)
     sizes = [graph.trace.storages[storage] for storage in first]
@@ -260,7 +274,7 @@ def _values(graph: Graph, recomputable: set[int]) -> _Values:
     nodes, end = graph.trace.nodes, graph.num_compute
     savers: dict[int, list[int]] = {}
     for rank, position in enumerate(graph.compute.tolist()):
-        for storage in nodes[position].saved:
+        for storage in graph.saved[position]:
             savers.setdefault(storage, []).append(rank)
     outputs = set(graph.outputs)
     rows = []

@@ -23,6 +23,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from smpc.tracer.ir import Region
+
 INPUTS = -1
 PLAN_VERSION = 1
 
@@ -51,6 +53,10 @@ class Stage:
     buffer_bytes: int = 0
     communication_bytes: int = 0  # messages under way, received ahead or not yet given up
     transient_bytes: int = 0  # at the peak, beyond all of the above
+    checkpoints: tuple[Region, ...] = ()  # what it computes again for the backward pass, outer ones first
+    recompute_time: float = 0.0  # part of backward_time
+    device: str = ""  # that of its rank, where ranks have several kinds
+    offloaded_bytes_per_microbatch: int = 0  # of the activations, what waits for the backward in CPU memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +121,9 @@ class Plan:
     version: int = PLAN_VERSION
     device: str = ""  # the kind of device that times and sizes are predicted for
     optimizer: str = ""
+    notes: tuple[str, ...] = ()  # what was asked for and is not done
+    split_checkpoints: tuple[tuple[str, tuple[int, ...]], ...] = ()  # modules to checkpoint that lie on several stages
+    loading_horizon: int = 0  # activations are offloaded, and loaded back so many tasks ahead; 0: they stay
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -137,17 +146,24 @@ class Plan:
         plan = cls(
             **{
                 **data,
-                "stages": tuple(Stage(**_tuples(stage)) for stage in data["stages"]),
+                "stages": tuple(_stage(stage) for stage in data["stages"]),
                 "edges": tuple(Edge(**_tuples(edge)) for edge in data["edges"]),
                 "shared_parameters": tuple(SharedParameter(**_tuples(s)) for s in data["shared_parameters"]),
                 "objective": Objective(**data["objective"]),
                 "schedule": ScheduleSummary(**data["schedule"]),
+                "notes": tuple(data.get("notes", ())),
+                "split_checkpoints": tuple((name, tuple(on)) for name, on in data.get("split_checkpoints", ())),
                 "assignment": tuple((name, stage) for name, stage in data["assignment"]),
             }
         )
         if plan.fingerprint != expected:
             raise ValueError(f"plan.json was changed: its fingerprint is {plan.fingerprint}, it says {expected}")
         return plan
+
+
+def _stage(data: dict[str, Any]) -> Stage:
+    regions = tuple(Region(**region) for region in data.get("checkpoints", ()))
+    return Stage(**{**_tuples(data), "checkpoints": regions})
 
 
 def _tuples(data: dict[str, Any]) -> dict[str, Any]:

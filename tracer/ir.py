@@ -4,6 +4,7 @@ Terms
     node        one recorded torch call, input or attribute read; known by its unique `name`, listed in execution order
     Ref         an argument that is the value of another node
     call        one call of an nn.Module: a span of nodes, nested in the span of the module that called it
+    region      a span of nodes whose values the model asks to compute again for the backward pass (see `smpc.tracer.regions`)
     storage     memory behind one or more tensors; views share the storage of their base
     state       the model's parameters and buffers, known by fully qualified name (FQN)
 
@@ -142,6 +143,22 @@ class ModuleCall:
     output_leaves: tuple[Any, ...]
     grad_enabled: bool = True
     autocast: Autocast | None = None
+    bare: bool = False  # made by a `__call__` of the class's own that checkpoints: nn.Module's is to be called again
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A checkpointed span, `Trace.nodes[first:last]`: see `smpc.tracer.regions`."""
+
+    name: str  # FQN of the module, or of the one whose code asked for it; for messages
+    first: int
+    last: int
+    call: int  # index of the innermost call around it
+    preserve_rng_state: bool = True
+    sequence: int = -1  # shared by the layers of one sequential container
+    strategy: str = ""  # of the container
+    own: bool = False  # the model's Python does it by itself when the module around it is called
 
 
 @register
@@ -197,6 +214,7 @@ class Trace:
     state: tuple[StateSpec, ...]  # in order of model.named_parameters(), then named_buffers()
     storages: tuple[int, ...]  # bytes of each storage
     guards: tuple[Guard, ...] = ()  # what must hold of the inputs' values, in the order in which it was asked
+    regions: tuple[Region, ...] = ()  # in order of their begin, outer ones first
     _index: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

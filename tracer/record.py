@@ -33,6 +33,7 @@ from smpc.tracer.opaque import shape_rule
 from smpc.tracer.places import innermost_line
 from smpc.tracer.recorder import Answers, Recorder, UntraceableError
 
+_CUSTOM_OPS = "torch._library.autograd"  # where torch defines the autograd functions of custom ops
 _CHECK_INPUTS = "what to do: check that the model runs by itself on inputs of these shapes and dtypes"
 
 
@@ -136,30 +137,40 @@ def _python_calls(recorder: Recorder) -> Iterator[None]:
     """Routes every call of a module through the recorder, and stops at custom autograd functions.
 
     What happens inside such a function's forward can be recorded, but its own backward would be lost without a trace. Only
-    activation checkpointing is known to have the backward of what it runs.
+    activation checkpointing is known to have the backward of what it runs: it becomes a region. An op of `torch.library.custom_op`
+    has its backward with it wherever it is called: the call is recorded.
     """
     original, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+    without_reentrant = checkpoint._checkpoint_without_reentrant_generator
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return recorder.module_call(module, lambda: original(module, *args, **kwargs), args, kwargs)
 
     def guarded(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is checkpoint.CheckpointFunction and not recorder.muted:
-            run, _, *rest = args
+            run, preserve_rng_state, *rest = args
             grad_enabled = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(rest))
-            hide = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # nothing of what it runs is saved
-            with torch.set_grad_enabled(grad_enabled), hide:
+            with torch.set_grad_enabled(grad_enabled), recorder.region(preserve_rng_state, own=True):
                 return run(*rest)
-        if recorder.muted or cls.__module__ == checkpoint.__name__:
+        if recorder.muted or cls.__module__ in (checkpoint.__name__, _CUSTOM_OPS):
             return apply.__func__(cls, *args, **kwargs)
         raise recorder.error(f"custom autograd function {cls.__qualname__} has a backward of its own")
 
+    def around(run: Any, preserve_rng_state: bool = True, *args: Any, **kwargs: Any) -> Iterator[None]:
+        if recorder.muted:
+            yield from without_reentrant(run, preserve_rng_state, *args, **kwargs)
+            return
+        with recorder.region(preserve_rng_state, own=True):
+            yield
+
     nn.Module.__call__ = call  # type: ignore[method-assign]
+    checkpoint._checkpoint_without_reentrant_generator = around  # type: ignore[assignment]
     torch.autograd.Function.apply = classmethod(guarded)  # type: ignore[assignment]
     try:
         yield
     finally:
         nn.Module.__call__ = original  # type: ignore[method-assign]
+        checkpoint._checkpoint_without_reentrant_generator = without_reentrant
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import keyword
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,18 +23,19 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from smpc.errors import TraceError
 from smpc.tracer import targets
 from smpc.tracer.effects import running_statistics, same_memory, tensors_in, version_of
 from smpc.tracer.fakes import FakeState
 from smpc.tracer.guards import NoAnswerError, answer, shapes
-from smpc.tracer.ir import Autocast, Guard, ModuleCall, Node, NodeKind, TensorSpec, Trace
+from smpc.tracer.ir import Autocast, Guard, ModuleCall, Node, NodeKind, Region, TensorSpec, Trace
 from smpc.tracer.literals import Opaque, Ref, TraceDevice, is_constant, normalise
 from smpc.tracer.measure import Meter, touched_bytes
 from smpc.tracer.opaque import Same, probe, shape_rule
 from smpc.tracer.places import current_line, innermost_line
+from smpc.tracer.regions import checkpoint_mark
 from smpc.tracer.structure import Structure, flatten
 
 _UNTRACEABLE = (
@@ -68,6 +70,7 @@ class _OpenCall:
     __slots__ = (
         "arguments",
         "autocast",
+        "bare",
         "first",
         "fqn",
         "grad_enabled",
@@ -75,6 +78,7 @@ class _OpenCall:
         "leaves",
         "module",
         "parent",
+        "sequence",
     )
 
     def __init__(self, index: int, fqn: str, module: nn.Module, parent: int, first: int) -> None:
@@ -83,6 +87,8 @@ class _OpenCall:
         self.arguments = Structure()
         self.grad_enabled = True
         self.autocast: Autocast | None = None
+        self.bare = False
+        self.sequence = -1  # number of the sequence that its children are the layers of
 
 
 class Recorder(TorchFunctionMode):
@@ -105,6 +111,9 @@ class Recorder(TorchFunctionMode):
         self._samples: dict[str, torch.Tensor] = {}  # real inputs, by placeholder
         self.calls: list[ModuleCall | None] = []
         self.open: list[_OpenCall] = []
+        self.regions: list[Region | None] = []
+        self._open_regions: list[int] = []  # the innermost call around each of them
+        self._num_sequences = 0
         self.muted = 0
         self._node_of: dict[int, str] = {}  # id(tensor) -> node
         self._tensor_of: dict[str, torch.Tensor] = {}  # the inverse
@@ -177,6 +186,9 @@ class Recorder(TorchFunctionMode):
             specs,
             tuple(self._storage_bytes),
             tuple(self.guards),
+            tuple(
+                _named(region, calls) for region in self.regions if region is not None and region.first < region.last
+            ),
         )
 
     def _settled(self, node: Node) -> Node:
@@ -329,9 +341,28 @@ class Recorder(TorchFunctionMode):
         fqn = self.modules.get(id(module))
         if fqn is None or self.muted:
             return run()
+        mark, parent = checkpoint_mark(module), self.open[-1] if self.open else None
+        if parent is not None and parent.sequence >= 0:
+            asked = checkpoint_mark(parent.module)
+            assert asked is not None, parent.fqn
+            with self.region(asked.preserve_rng_state, parent.sequence, asked.strategy):
+                return self._call(fqn, module, run, args, kwargs)
+        if mark is not None and not mark.strategy:
+            with self.region(mark.preserve_rng_state):
+                return self._call(fqn, module, run, args, kwargs)
+        return self._call(fqn, module, run, args, kwargs)
+
+    def _call(
+        self, fqn: str, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         if fqn in self.leaf_modules:
             return self._leaf_call(fqn, module, run, args, dict(kwargs))
         opened = _OpenCall(len(self.calls), fqn, module, self.open[-1].index if self.open else -1, len(self.nodes))
+        overrides = next(cls for cls in type(module).__mro__ if "__call__" in vars(cls)) is not nn.Module
+        opened.bare = overrides and self._open_regions[-1:] == [opened.parent]
+        mark = checkpoint_mark(module)
+        if mark is not None and mark.strategy:
+            opened.sequence = self.new_sequence()
         with torch._C.DisableTorchFunction():
             leaves, opened.arguments = flatten((args, dict(kwargs)))
             opened.leaves = tuple(self._argument(leaf, None) for leaf in leaves)
@@ -359,7 +390,33 @@ class Recorder(TorchFunctionMode):
             tuple(self._argument(leaf, None) for leaf in leaves),
             opened.grad_enabled,
             opened.autocast,
+            opened.bare,
         )
+
+    # -- checkpointed regions ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def region(
+        self, preserve_rng_state: bool = True, sequence: int = -1, strategy: str = "", *, own: bool = False
+    ) -> Iterator[None]:
+        """What is recorded in this context is to be computed again for the backward pass, if there is one."""
+        if self.muted or not torch.is_grad_enabled():
+            yield
+            return
+        index, first = len(self.regions), len(self.nodes)
+        call = self.open[-1].index if self.open else 0
+        self.regions.append(None)
+        self._open_regions.append(call)
+        try:
+            yield
+        finally:
+            self._open_regions.pop()
+        self.regions[index] = Region("", first, len(self.nodes), call, preserve_rng_state, sequence, strategy, own)
+
+    def new_sequence(self) -> int:
+        """A number for the layers of one call of a sequential container."""
+        self._num_sequences += 1
+        return self._num_sequences - 1
 
     def _leaf_call(
         self, fqn: str, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -574,6 +631,22 @@ class Recorder(TorchFunctionMode):
         line = current_line() if line is None else line
         text = f"cannot trace {module}{', ' if line else ''}{line}: {what}; {way_out}"
         return UntraceableError(text, inner.module if inner else None)
+
+
+def current_recorder() -> Recorder | None:
+    """The recorder of the trace that is being made, if one is."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return next((mode for mode in modes if isinstance(mode, Recorder)), None)
+
+
+def _named(region: Region, calls: tuple[ModuleCall, ...]) -> Region:
+    """The region with the name of the module that it is a call of, or of the one whose code it is."""
+    inside = [
+        call for call in calls if call.parent == region.call and region.first <= call.first and call.last <= region.last
+    ]
+    inside = [call for call in inside if call.last > call.first]
+    name = inside[0].fqn if len(inside) == 1 else calls[region.call].fqn
+    return dataclasses.replace(region, name=name)
 
 
 def input_path(path: str) -> str:

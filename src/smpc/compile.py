@@ -12,6 +12,7 @@ on the meta device will do, and so will a model on the meta device: nothing is a
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,23 +23,25 @@ from torch import nn
 from smpc.codegen.actions import Schedule, of_program
 from smpc.codegen.emit import describe_channel, emit_rank
 from smpc.codegen.lower import lower
+from smpc.codegen.offload import insert_offloads, resident
 from smpc.codegen.program import Channel, Instruction, RankProgram, StageCode
 from smpc.codegen.schedule import evaluation
 from smpc.codegen.schedules.choice import Choice, choose
-from smpc.codegen.simulate import Costs, Link, Timeline, simulate, timeline_text
+from smpc.codegen.simulate import Costs, Link, Timeline, chain, simulate, timeline_text
 from smpc.codegen.split import plan_channels, split
 from smpc.codegen.verify import verify_programs
-from smpc.errors import ConfigError, SmpcError
+from smpc.errors import ConfigError, PartitionError, SmpcError
 from smpc.partitioner.cost import CostModel, NodeTimes
-from smpc.partitioner.device import Device, find_device
+from smpc.partitioner.device import Device, find_devices
 from smpc.partitioner.follow import follow
 from smpc.partitioner.limit import check_peaks, with_size_note
 from smpc.partitioner.manual import ManualPartition, assign_manually
-from smpc.partitioner.optimizer import find_optimizer
+from smpc.partitioner.mixed import on_devices, solve_mixed
+from smpc.partitioner.optimizer import Optimizer, find_optimizer
 from smpc.partitioner.plan import Plan, ScheduleSummary
 from smpc.partitioner.sizes import parse_bytes
 from smpc.partitioner.solve import plan_from_assignment, solve_partition
-from smpc.partitioner.timing import measure_times
+from smpc.partitioner.timing import measure_times, parameter_times
 from smpc.tracer.ir import Trace
 from smpc.tracer.record import record
 from smpc.tracer.recorder import input_path
@@ -56,17 +59,32 @@ class PipelineOptions:
     pipeline: str = "interleaved"
     memory_weight: float = 0.8
     active_microbatches: int | None = None
-    device: str | Device = "h100"
+    device: str | Device | Sequence[str | Device] = "h100"  # one for all ranks, or one for each
     optimizer: str = "adam"
     memory_limit: str | int | None = None
     schedule: str | None = None
     virtual_pipeline_degree: int | None = None
     manual: ManualPartition | None = None
+    data_parallel_degree: int = 1  # replicas, as far as memory depends on them
+    shard_optimizer_state: bool = False
+    skip_tracing: bool = False  # cut by parameter sizes and the order of modules alone
+    recompute: tuple[
+        str, ...
+    ] = ()  # modules to checkpoint beside those that the model asks for: name patterns as in a shell
+    offload_activations: bool = False
+    activation_loading_horizon: int = 4  # how many pipeline tasks ahead offloaded activations are loaded back
 
     def __post_init__(self) -> None:
         wrong = [
             f"{name}: expected at least 1, found {value}"
-            for name in ("pipeline_parallel_degree", "microbatches", "active_microbatches", "virtual_pipeline_degree")
+            for name in (
+                "pipeline_parallel_degree",
+                "microbatches",
+                "active_microbatches",
+                "virtual_pipeline_degree",
+                "data_parallel_degree",
+                "activation_loading_horizon",
+            )
             if (value := getattr(self, name)) is not None and value < 1
         ]
         if not 0.0 <= self.memory_weight <= 1.0:
@@ -75,13 +93,40 @@ class PipelineOptions:
             raise ConfigError("\n".join(wrong))
         _ = self.choice
         _ = self.limit_bytes
-        find_device(self.device)
+        _ = self.devices
         find_optimizer(self.optimizer)
 
     @property
     def cost_model(self) -> CostModel:
         """What nodes and messages cost on the device, and parameters with the optimizer."""
-        return CostModel.of(find_device(self.device), self.pipeline_parallel_degree, find_optimizer(self.optimizer))
+        optimizer = find_optimizer(self.optimizer).replicated(self.data_parallel_degree, self.shard_optimizer_state)
+        return self._cost_models(optimizer)[0]
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """That of each pipeline rank."""
+        return find_devices(self.device, self.pipeline_parallel_degree)
+
+    @property
+    def rank_cost_models(self) -> tuple[CostModel, ...]:
+        """Where ranks have devices of several kinds, what each costs; empty: all are alike."""
+        models = self._cost_models(self.cost_model.optimizer)
+        return () if all(device == self.devices[0] for device in self.devices) else models
+
+    def _cost_models(self, optimizer: Optimizer) -> tuple[CostModel, ...]:
+        """By rank; all with the slowest of their wires."""
+        number = self.pipeline_parallel_degree
+        models = [CostModel.of(device, number, optimizer) for device in self.devices]
+        bandwidth, latency = min(m.link_bandwidth for m in models), max(m.link_latency for m in models)
+        return tuple(dataclasses.replace(m, link_bandwidth=bandwidth, link_latency=latency) for m in models)
+
+    @property
+    def rank_limits(self) -> tuple[int, ...]:
+        """Most bytes on each rank: the memory limit, and what the device has where ranks have several kinds; empty: none."""
+        limit = self.limit_bytes
+        if self.rank_cost_models:
+            return tuple(min(limit or device.memory_bytes, device.memory_bytes) for device in self.devices)
+        return () if limit is None else (limit,) * self.pipeline_parallel_degree
 
     @property
     def limit_bytes(self) -> int | None:
@@ -147,7 +192,7 @@ def compile_model(
     pipeline: str = "interleaved",
     memory_weight: float = 0.8,
     active_microbatches: int | None = None,
-    device: str | Device = "h100",
+    device: str | Device | Sequence[str | Device] = "h100",
     optimizer: str = "adam",
     memory_limit: str | int | None = None,
     trace_execution_times: bool = False,
@@ -155,14 +200,28 @@ def compile_model(
     virtual_pipeline_degree: int | None = None,
     manual: ManualPartition | None = None,
     leaf_modules: Sequence[str] = (),
+    data_parallel_degree: int = 1,
+    shard_optimizer_state: bool = False,
+    skip_tracing: bool = False,
+    recompute: Sequence[str] = (),
+    offload_activations: bool = False,
+    activation_loading_horizon: int = 4,
     show_phase: Callable[[str], object] | None = None,
+    warn: bool = True,
 ) -> Compilation:
     """Compiles a model for a batch like `sample_inputs` (see the module docstring for its forms).
 
-    `leaf_modules` are names of modules to be called whole, with nothing recorded inside. `device` (see `smpc.partitioner.device`) and
-    `optimizer` (see `smpc.partitioner.optimizer`) are what times and memory are predicted for. `memory_limit` is the most that a rank
-    may hold at its predicted peak: "80GB", or a number of bytes. With `trace_execution_times`, times are
+    `leaf_modules` are names of modules to be called whole, with nothing recorded inside. `device` (see `smpc.partitioner.device`;
+    several: one for each rank) and `optimizer` (see `smpc.partitioner.optimizer`) are what times and memory are predicted for.
+    `memory_limit` is the most that a rank may hold at its predicted peak: "80GB", or a number of bytes. With
+    `trace_execution_times`, times are
     measured on the device that the model is on, not predicted. `show_phase` is called with the name of each phase as it starts.
+    With `warn`, what was asked for and is not done becomes a warning (see `plan_warnings`).
+    `data_parallel_degree` is the number of replicas of the pipeline, each with a batch like this: their gradients are summed in
+    buckets, which take memory; with `shard_optimizer_state` they split the optimizer state among them.
+    `recompute` are patterns of names of modules whose activations are computed again for the backward pass, such as
+    "model.layers.*", `offload_activations` moves what these keep to CPU memory and back: see docs/activation_checkpointing.md.
+    With `skip_tracing`, parameter sizes and the order of modules alone decide about the cut, not what is recorded of them.
     `schedule` and `virtual_pipeline_degree`: see docs/schedules.md. `manual` puts modules on ranks by name, see
     `smpc.partitioner.manual`.
 
@@ -181,6 +240,12 @@ def compile_model(
         schedule,
         virtual_pipeline_degree,
         manual,
+        data_parallel_degree,
+        shard_optimizer_state,
+        skip_tracing,
+        tuple(recompute),
+        offload_activations,
+        activation_loading_horizon,
     )
     args, kwargs = first_microbatch(as_inputs(sample_inputs), microbatches)
     show = show_phase or (lambda phase: None)
@@ -192,6 +257,8 @@ def compile_model(
         times = measure_times(trace, model, args, kwargs)
     show("Solving the partition")
     plan = make_plan(trace, options, times=times)
+    for text in plan_warnings(plan) if warn else ():
+        warnings.warn(text, stacklevel=2)
     show("Writing and checking the programs")
     return compile_plan(trace, plan)
 
@@ -202,11 +269,16 @@ def compile_trace(trace: Trace, options: PipelineOptions, like: Compilation | No
 
 
 def make_plan(
-    trace: Trace, options: PipelineOptions, like: Compilation | None = None, times: NodeTimes | None = None
+    trace: Trace,
+    options: PipelineOptions,
+    like: Compilation | None = None,
+    times: NodeTimes | None = None,
+    prove: bool = True,
 ) -> Plan:
     """The plan of a trace; its schedule is simulated with the predicted times of the stages.
 
     Every module stays on the stage that it has in `like`, if given; otherwise it goes where `options.manual` says, if that is given.
+    Without `prove` the best contiguous plan is taken, with no word on how good it is or how many stages would fit: much quicker.
     """
     choice, assignment = options.choice, None
     if like is not None:
@@ -217,6 +289,7 @@ def make_plan(
         assignment, placement = assign_manually(trace, marks, default, num_ranks=num_ranks)
         choice = dataclasses.replace(choice, placement=placement)
     num_stages = len(choice.placement)
+    on_device = _resident(choice, options.activation_loading_horizon) if options.offload_activations else None
     model = options.cost_model
     if times is not None:
         model = dataclasses.replace(model, device=f"{model.device}, times measured")
@@ -229,19 +302,32 @@ def make_plan(
         model.link_bandwidth,
         model.link_latency,
     )
+    if options.skip_tracing and assignment is None:
+        assignment = _by_parameters(trace, num_stages)
+    by_rank, limits = options.rank_cost_models, options.rank_limits
+    models = [by_rank[rank] for rank in choice.placement] if by_rank else []
     if assignment is None:
-        plan = solve_partition(
-            trace,
-            num_stages=num_stages,
-            memory_weight=options.memory_weight,
-            in_flight=choice.in_flight,
-            placement=choice.placement,
-            cost_model=model,
-            schedule=summary,
-            times=times,
-            memory_limit=options.limit_bytes,
-            in_flight_of=options.in_flight_of,
-        )
+
+        def solve(speeds: tuple[float, ...] = ()) -> Plan:
+            return solve_partition(
+                trace,
+                num_stages=num_stages,
+                memory_weight=options.memory_weight,
+                in_flight=choice.in_flight,
+                placement=choice.placement,
+                cost_model=model,
+                schedule=summary,
+                times=times,
+                memory_limit=options.limit_bytes,
+                in_flight_of=options.in_flight_of if prove and not models else None,
+                prove=prove,
+                recompute=options.recompute,
+                resident=on_device,
+                speeds=speeds,
+                limits=[limits[rank] for rank in choice.placement] if models else (),
+            )
+
+        plan = solve_mixed(trace, models, solve) if models else solve()
     else:
         plan = plan_from_assignment(
             trace,
@@ -253,15 +339,72 @@ def make_plan(
             cost_model=model,
             schedule=summary,
             times=times,
+            recompute=options.recompute,
+            resident=on_device,
         )
+        plan = on_devices(trace, plan, models) if models else plan
         if like is None:
-            check_peaks(plan, options.limit_bytes)
-    plan = dataclasses.replace(plan, pipeline_parallel_degree=options.pipeline_parallel_degree)
-    plan = with_size_note(plan, find_device(options.device))
+            check_peaks(plan, limits)
+            if options.manual is not None:
+                _check_not_split(plan)
+    plan = dataclasses.replace(
+        plan,
+        pipeline_parallel_degree=options.pipeline_parallel_degree,
+        loading_horizon=options.activation_loading_horizon if options.offload_activations else 0,
+    )
+    plan = with_size_note(plan, options.devices)
     channels = plan_channels(trace, plan)
     timeline = _simulate(plan, channels, _schedule(plan, channels))
     summary = dataclasses.replace(summary, bubble_fraction=timeline.bubble_fraction, step_time=timeline.makespan)
     return dataclasses.replace(plan, schedule=summary)
+
+
+def _by_parameters(trace: Trace, num_stages: int) -> dict[str, int]:
+    """Stages of about as many bytes of parameters, in the order of execution."""
+    plan = solve_partition(
+        trace,
+        num_stages=num_stages,
+        memory_weight=0.0,
+        in_flight=(1,) * num_stages,
+        times=parameter_times(trace),
+        prove=False,
+    )
+    return dict(plan.assignment)
+
+
+def _resident(choice: Choice, horizon: int) -> tuple[int, ...]:
+    """By stage, the most microbatches in flight whose activations are on the device."""
+    num_stages = len(choice.placement)
+    return resident(choice.build(chain(num_stages), Costs.uniform(num_stages)), num_stages, horizon)
+
+
+def _check_not_split(plan: Plan) -> None:
+    """PartitionError if a partition by hand cuts through a checkpointed module."""
+    wrong = [
+        f"{name or 'the model'} lies on stages {', '.join(map(str, stages))}" for name, stages in plan.split_checkpoints
+    ]
+    if wrong:
+        raise PartitionError(
+            f"expected every checkpointed module on one partition, found that {'; '.join(wrong)}; put all of it on one partition, or "
+            "checkpoint the modules inside it"
+        )
+
+
+def plan_warnings(plan: Plan) -> tuple[str, ...]:
+    """What was asked for and is not done, for people."""
+    split = [
+        f"{name or 'the model'} is not checkpointed: the partition puts it on stages {', '.join(map(str, stages))}"
+        for name, stages in plan.split_checkpoints
+    ]
+    idle = plan.loading_horizon and not any(stage.checkpoints for stage in plan.stages)
+    nothing = ["offload_activations has no effect: no module is checkpointed, and only what those keep is offloaded"]
+    return (*plan.notes, *split, *(nothing if idle else ()))
+
+
+def predict_timeline(trace: Trace, plan: Plan) -> Timeline:
+    """One training step of a plan, simulated as `make_plan` did."""
+    channels = plan_channels(trace, plan)
+    return _simulate(plan, channels, _schedule(plan, channels))
 
 
 def compile_plan(trace: Trace, plan: Plan) -> Compilation:
@@ -277,6 +420,9 @@ def compile_plan(trace: Trace, plan: Plan) -> Compilation:
     built = []
     for schedule, has_backward in ((training, True), (forward_only, False)):
         instructions = lower(schedule, channels, num_ranks=num_ranks, shared_parameters=shared)
+        if has_backward and plan.loading_horizon:
+            offloading = [stage.index for stage in plan.stages if stage.offloaded_bytes_per_microbatch]
+            instructions = insert_offloads(instructions, offloading, plan.loading_horizon)
         programs = _programs(plan, codes, channels, instructions, shared, has_backward)
         held = [stage.num_in_flight for stage in plan.stages] if has_backward else None
         verify_programs(programs, max_in_flight=held)

@@ -19,7 +19,7 @@ NotImplementedError); one that has no effect here, by nature, is accepted with a
 Nothing is read from the environment unless it is passed in.
 
 The keys, their defaults and their rules are those of the public configuration reference of SMP v1
-(smdistributed-modelparallel), but for `schedule` and `virtual_pipeline_degree`, which are additions.
+(smdistributed-modelparallel), but for `schedule`, `virtual_pipeline_degree`, the timeouts and `nan_policy`, which are additions.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ def _key(default: Any, meaning: str, **rules: Any) -> Any:
 
 _NO_HALF = "train in float32: leave it out"
 _NO_SHARDING = "every rank keeps whole parameters, gradients and optimizer state: leave it out"
-_NO_TENSOR_PARALLELISM = "use pipeline and data parallelism: leave it at 1"
-_TENSOR_PARALLEL_ONLY = "it concerns tensor parallelism alone, and tensor_parallel_degree is 1"
+_TRANSLATED = "distributed modules start from the weights of the originals wherever those can be translated"
 _ONE_PLAN = "a plan depends on the model and the configuration alone, so the same run gets the same partition again"
 
 
@@ -95,6 +94,24 @@ class Config:
         "Number of pieces of the model on each pipeline rank. 0: what the schedule needs, which is 2 for "
         "interleaved-1f1b and zb-v, what a file has, else 1",
         minimum=0,
+    )
+    start_timeout: float = _key(
+        1800.0,
+        "Seconds that processes wait for each other in smp.init, and that a step may take which compiles",
+        minimum=1.0,
+    )
+    step_timeout: float = _key(
+        1800.0,
+        "Seconds that a step may take, the wait for the other ranks included, before the rank that stalls is "
+        "named and all end",
+        minimum=1.0,
+    )
+    checkpoint_timeout: float = _key(1800.0, "Seconds that gathering, saving or loading of state may take", minimum=1.0)
+    nan_policy: str = _key(
+        "raise",
+        "What happens after a step in which a loss was NaN or infinite, on all ranks alike: `raise` an error, "
+        "`skip` the update of the parameters, or `ignore` it",
+        options=("raise", "skip", "ignore"),
     )
     optimize: str = _key(
         "memory",
@@ -145,25 +162,19 @@ class Config:
     offload_activations: bool = _key(
         False,
         "Whether activations of checkpointed modules wait for their backward pass in CPU memory",
-        unsupported="lower active_microbatches to save memory, and leave it out",
     )
     activation_loading_horizon: int = _key(
         4,
-        "How many pipeline tasks ahead an offloaded activation is loaded back",
+        "How many pipeline tasks ahead of its backward pass an offloaded activation is loaded back",
         minimum=1,
-        no_effect="it concerns offload_activations alone, which is off",
     )
     tensor_parallel_degree: int = _key(
         1,
         "Number of ranks that a tensor-parallel module is split over",
         minimum=1,
-        unsupported=_NO_TENSOR_PARALLELISM,
     )
     tensor_parallel_seed: int = _key(
-        0,
-        "Seed for the initialisation of tensor-parallel modules",
-        minimum=0,
-        no_effect=_TENSOR_PARALLEL_ONLY,
+        0, "Seed of the random numbers that tensor-parallel modules draw in training (dropout)", minimum=0
     )
     prescaled_batch: bool = _key(
         False,
@@ -204,8 +215,8 @@ class Config:
     )
     skip_tracing: bool = _key(
         False,
-        "Do not record the model before it is cut",
-        unsupported="recording allocates no parameters and programs are made from it: leave it false",
+        "Cut the model by parameter sizes and the order of its modules alone, and not by what is recorded of them (recording allocates no "
+        "parameters, and programs are made from it, so it is done all the same)",
     )
     delayed_parameter_initialization: bool = _key(
         False,
@@ -241,9 +252,7 @@ class Config:
         "Send values directly between the ranks that use them",
         no_effect="values always travel directly between the stages that use them",
     )
-    _match_weights: bool = _key(
-        False, "Give distributed modules the weights of the originals", no_effect=_TENSOR_PARALLEL_ONLY
-    )
+    _match_weights: bool = _key(False, "Give distributed modules the weights of the originals", no_effect=_TRANSLATED)
     _fp32_grad_accumulation: bool = _key(
         False, "Accumulate gradients of half-precision parameters in float32", unsupported=_NO_HALF
     )

@@ -6,8 +6,10 @@
     |   `-- ConfigUnsupportedError (NotImplementedError)    ... because this version cannot do it yet
     |-- UsageError (ValueError)             a function is called too early or with wrong arguments
     |-- StepError (ValueError)              the arguments or the body of a step function are wrong
+    |   `-- NonFiniteLossError              ... or its loss is NaN or infinite
     |-- TraceError                          the model cannot be recorded
     |-- PartitionError (ValueError)         no plan exists, or the plan asked for is impossible
+    |   `-- MemoryLimitError                ... because every plan that was found exceeds the memory limit
     |-- CodegenError                        a plan cannot be turned into programs
     |   `-- ScheduleError                   a schedule deadlocks, or reads a value before it exists
     |-- TransportError                      a message between ranks is missing, late or not as planned
@@ -45,12 +47,24 @@ class StepError(SmpcError, ValueError):
     """A step function got arguments, or did something, that a pipeline cannot run."""
 
 
+class NonFiniteLossError(StepError):
+    """The loss of a microbatch is NaN or infinite, on some rank; raised on all of them after the step, which changes nothing."""
+
+
 class TraceError(SmpcError):
     """A model cannot be recorded; names the source line, the module and a way out."""
 
 
 class PartitionError(SmpcError, ValueError):
     """No plan satisfies what was asked."""
+
+
+class MemoryLimitError(PartitionError):
+    """No plan within the memory limit. `least_bytes` is the smallest limit that would do."""
+
+    def __init__(self, text: str, least_bytes: int = 0) -> None:
+        super().__init__(text)
+        self.least_bytes = least_bytes
 
 
 class CodegenError(SmpcError):

@@ -58,6 +58,7 @@ class RankPrograms:
         program = compilation.programs[rank]
         self.stages = {code.index: build_stage(code, model, device) for code in program.stages}
         parameters = shared_parameters(model, program)
+        labels = _labels(compilation.trace)
         self._interpreters = {
             training: Interpreter(
                 programs[rank],
@@ -66,6 +67,7 @@ class RankPrograms:
                 device=device,
                 parameters=parameters,
                 hooks=hooks(self.stages) if training else None,
+                labels=labels,
             )
             for training, programs in ((True, compilation.programs), (False, compilation.evaluation_programs))
         }
@@ -127,6 +129,10 @@ class Runtime:
     def where(self) -> str:
         """The instruction that is running now, for people; "" between steps."""
         return "" if self._running is None else self._running.where()
+
+    def position(self) -> int:
+        """How many instructions of the running step are behind it; 0 between steps."""
+        return 0 if self._running is None else self._running.position
 
     def _hooks_for(self, stages: Mapping[int, StageModule]) -> StepHooks | None:
         if not self._programs:
@@ -239,6 +245,12 @@ def placeholders(
         values |= {name: values[name].clone() for name in programs.written_inputs}
         found.append({name: tensor.to(device, non_blocking=True) for name, tensor in values.items()})
     return found
+
+
+def _labels(trace: Trace) -> dict[str, str]:
+    """What error messages call a value: its name, and the innermost module that makes it."""
+    makers = {trace.nodes[i].name: call.fqn for call in trace.calls for i in range(call.first, call.last)}
+    return {name: f"{name} of module {fqn}" for name, fqn in makers.items() if fqn}
 
 
 def _written_inputs(trace: Trace) -> tuple[str, ...]:

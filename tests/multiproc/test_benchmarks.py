@@ -17,3 +17,13 @@ def test_runs(arguments):
     )
     assert done.returncode == 0, done.stderr
     assert "us per microbatch and stage" in done.stdout
+
+
+@pytest.mark.slow
+def test_trace_time_runs():
+    done = subprocess.run(
+        [sys.executable, "trace_time.py", "--only", "lstm", "--runs", "1"],
+        cwd=FOLDER, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "over 1 models that both record" in done.stdout

@@ -10,6 +10,7 @@ import itertools
 import weakref
 
 import parity
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -151,8 +152,8 @@ def measure(rank, compilation, model, batch, group):
 
 def worker(rank, folder, cases):
     found = []
-    groups = {2: dist.new_group([0, 1]), 4: dist.new_group([0, 1, 2, 3])}
-    for name, num_stages, pipeline, microbatches in cases:
+    groups = {count: dist.new_group(range(count)) for count in (2, 4) if count <= dist.get_world_size()}
+    for name, num_stages, pipeline, microbatches, recompute in cases:
         if rank >= num_stages:
             continue
         model, batch = build(name)
@@ -163,25 +164,48 @@ def worker(rank, folder, cases):
             microbatches=microbatches,
             pipeline=pipeline,
             device="cpu",
+            recompute=recompute,
         )
+        assert not compilation.plan.split_checkpoints
+        assert not recompute or compilation.plan.stages[rank].checkpoints
         measured = measure(rank, compilation, model, batch, groups[num_stages])
         stage = compilation.plan.stages[rank]
         found.append((f"{name} on {num_stages}, {pipeline}, rank {rank}", stage.peak_memory_bytes, measured))
     return found
 
 
-def test_predicted_peaks_come_true(tmp_path):
-    cases = [
-        (name, num_stages, pipeline, microbatches)
-        for name in ("gpt2", "llama", "t5", "unet")
-        for num_stages in (2, 4)
-        for pipeline, microbatches in (("simple", 4), ("interleaved", 6))
-    ]
-    found = [entry for results in run_workers(worker, 4, tmp_path, cases) for entry in results]
-    assert len(found) == 4 * 2 * (2 + 4)
+LAYERS = {
+    "gpt2": ("transformer.h.*",),
+    "llama": ("model.layers.*",),
+    "t5": ("*.block.*",),
+    "unet": ("down.*", "up.*"),
+}
+PIPELINES = (("simple", 4), ("interleaved", 6))
+
+
+def check(tmp_path, cases, num_processes):
+    found = [entry for results in run_workers(worker, num_processes, tmp_path, cases) for entry in results]
+    assert len(found) == sum(num_stages for _, num_stages, *_ in cases)
     wrong = [
         f"{what}: predicted {predicted / 1e6:.2f} MB, measured {measured / 1e6:.2f} MB ({predicted / measured - 1:+.1%})"
         for what, predicted, measured in found
         if abs(predicted / measured - 1) > 0.05
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_predicted_peaks_come_true(tmp_path):
+    models = itertools.product(("gpt2", "llama", "t5", "unet"), (2, 4), PIPELINES)
+    check(tmp_path, [(name, num_stages, *pipeline, ()) for name, num_stages, pipeline in models], 4)
+
+
+def test_predicted_peaks_come_true_with_checkpointing(tmp_path):
+    cases = [("gpt2", *PIPELINES[0]), ("t5", *PIPELINES[1]), ("unet", *PIPELINES[1])]
+    check(tmp_path, [(name, 2, *pipeline, LAYERS[name]) for name, *pipeline in cases], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("name", LAYERS)
+def test_predicted_peaks_come_true_with_checkpointing_all(tmp_path, name, num_stages):
+    check(tmp_path, [(name, num_stages, *pipeline, LAYERS[name]) for pipeline in PIPELINES], num_stages)

@@ -33,8 +33,6 @@ REFERENCE = [
     ("skip_tracing", bool, False),
 ]
 LATER = {
-    "tensor_parallel_degree": 2,
-    "offload_activations": True,
     "fp16": True,
     "bf16": True,
     "fp16_params": True,
@@ -45,7 +43,6 @@ LATER = {
     "sdp_max_live_parameters": 7,
     "sdp_hierarchical_allgather": False,
     "sdp_gradient_clipping": 0.5,
-    "skip_tracing": True,
     "delayed_parameter_initialization": True,
     "checkpoint_attentions": True,
     "_fp32_grad_accumulation": True,
@@ -54,8 +51,6 @@ LATER = {
 NO_EFFECT = {
     "contiguous": False,
     "deterministic_server": True,
-    "activation_loading_horizon": 2,
-    "tensor_parallel_seed": 3,
     "load_partition": True,
     "partition_file": "plan.pt",
     "ddp_port": 1234,
@@ -248,7 +243,13 @@ def test_every_key_that_is_neither_used_nor_refused_nor_warned_about_is_known():
         "active_microbatches",
         "schedule",
         "virtual_pipeline_degree",
+        "start_timeout",
+        "step_timeout",
+        "checkpoint_timeout",
+        "nan_policy",
         "prescaled_batch",
+        "tensor_parallel_degree",
+        "tensor_parallel_seed",
         "ddp_dist_backend",
     }
     assert set(LATER) == {name for name, key in KEYS.items() if key.unsupported}

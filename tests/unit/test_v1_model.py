@@ -198,8 +198,8 @@ def test_wrong_arguments(session):
         smp.DistributedModel("model")
     with pytest.raises(ConfigError, match="trace_device: expected 'cpu' or 'gpu', found 'tpu'"):
         smp.DistributedModel(module, trace_device="tpu")
-    with pytest.raises(NotImplementedError, match="trace_execution_times"):
-        smp.DistributedModel(module, trace_execution_times=True)
+    with pytest.raises(ConfigError, match="trace_execution_times: must be False if trace_device is 'cpu'"):
+        smp.DistributedModel(module, trace_execution_times=True, trace_device="cpu")
     with pytest.raises(ConfigError, match="backward_passes_per_step"):
         smp.DistributedModel(module, backward_passes_per_step=0)
     model = smp.DistributedModel(module)

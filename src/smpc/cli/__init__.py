@@ -1,4 +1,5 @@
-"""The command line: `smpc compile`, `smpc simulate`, `smpc diff`, `smpc run`, `smpc env`."""
+"""The command line: `smpc compile`, `smpc simulate`, `smpc diff`, `smpc run`,
+`smpc env`, `smpc checkpoint`."""
 
 from smpc.cli.app import main
 

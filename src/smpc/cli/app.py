@@ -1,7 +1,8 @@
 """The `smpc` command: its subcommands, and how errors look.
 
 Exit status: 0 when all went well; 2 when what the user gave is wrong (one line for each violation on stderr, each
-starting `smpc: error:`, no traceback); of `smpc diff`, 1 when the plans differ; of `smpc run`, otherwise, what
+starting `smpc: error:`, no traceback); of `smpc diff`, 1 when the plans differ; of `smpc checkpoint
+verify`, 1 when something is damaged; of `smpc run`, otherwise, what
 `smpc.launch` says. An error that is smpc's own fault shows its traceback. With SMPC_DEBUG=1 in the environment the
 user's errors show theirs as well.
 """
@@ -17,6 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
+from smpc.cli.checkpoint import checkpoint_app
 from smpc.cli.compile import compile_command
 from smpc.cli.diff import diff_command
 from smpc.cli.env import env_command
@@ -37,6 +39,7 @@ app.command("diff")(diff_command)
 # What follows the script belongs to it, also `--help`.
 app.command("run", context_settings={"allow_interspersed_args": False})(run_command)
 app.command("env")(env_command)
+app.add_typer(checkpoint_app, name="checkpoint")
 
 
 @app.callback(invoke_without_command=True)

@@ -74,6 +74,7 @@ class Tail:
         self._scale = scale
         self.called = False
         self.roots: Roots | None = None
+        self.losses: list[Tensor] = []
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The pipeline's output."""
@@ -90,6 +91,7 @@ class Tail:
         if self.roots is not None:
             raise _backward_twice(self._step_name)
         self.roots = make_roots(tensors, gradients, self._scale, self._step_name)
+        self.losses = losses_of(tensors, gradients)
 
 
 class Whole:
@@ -108,6 +110,7 @@ class Whole:
         self._more_roots = more_roots
         self.called = False
         self.did_backward = False
+        self.losses: list[Tensor] = []
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The module's own forward."""
@@ -123,6 +126,7 @@ class Whole:
         if self.did_backward:
             raise _backward_twice(self._step_name)
         self.did_backward = True
+        self.losses = losses_of(tensors, gradients)
         roots: Roots = make_roots(tensors, gradients, self._scale, self._step_name)
         if self._more_roots is not None:
             more = self._more_roots([tensor for tensor, _ in roots])
@@ -164,6 +168,13 @@ def make_roots(tensors: Tensors, gradients: Gradients, scale: int, step_name: st
         seed = torch.ones_like(root) if gradient is None else gradient
         found.append((root, seed / scale if scale != 1 else seed))
     return found
+
+
+def losses_of(tensors: Tensors, gradients: Gradients) -> list[Tensor]:
+    """The tensors that backward starts from by themselves, as losses do: without a gradient of the user's."""
+    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given = [gradients] * len(roots) if gradients is None or isinstance(gradients, Tensor) else list(gradients)
+    return [root for root, gradient in zip(roots, given, strict=True) if gradient is None]
 
 
 def _too_early(step_name: str) -> StepError:

@@ -206,13 +206,19 @@ def _start_world(backend: str, launch: Launch, config: Config) -> None:
     _meet(store, launch, start)
     # Of every wait in torch.distributed; smpc's own are limited by what they are for.
     timeout = max(config.start_timeout, config.step_timeout, config.checkpoint_timeout)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=datetime.timedelta(seconds=timeout),
-    )
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+    except RuntimeError as error:
+        raise TransportError(
+            f"smp.init: rank {launch.rank} met the others in the store at port {launch.master_port}, but they could not connect. "
+            f"A rank has ended, or a process that is not of this job has written to the store: {error}"
+        ) from error
 
 
 def _connect(launch: Launch, timeout: datetime.timedelta) -> Store:

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.hooks import RemovableHandle
 
 from smpc.errors import (
@@ -33,26 +32,30 @@ from smpc.errors import (
     ConfigError,
     ConfigTypeError,
     ConfigUnsupportedError,
+    NonFiniteLossError,
     PartitionError,
     StepError,
     TraceError,
     UsageError,
 )
 from smpc.executor import FailureMonitor, StageReplicas
+from smpc.executor.bind import StepHooks
 from smpc.mesh import Axis
 from smpc.v1.calls import Gradients, ModelCalls, Tensors
-from smpc.v1.connections import make_control, make_transport
+from smpc.v1.checkpointing import apply_marks
+from smpc.v1.connections import make_control, make_monitor, make_transport
 from smpc.v1.control import Control
 from smpc.v1.model_state import PARTIAL, IncompatibleKeys, ModelState
+from smpc.v1.nonfinite import describe_verdict
 from smpc.v1.partition import manual_partition, read_marks
 from smpc.v1.pipeline import Pipeline
 from smpc.v1.placement import Placement
 from smpc.v1.single import Single
 from smpc.v1.state import Session, state
 from smpc.v1.step_body import Arguments, StepBody
+from smpc.v1.tensor_parallel import Distribution
 
 Hook = Callable[["DistributedModel", Any], Any]
-_GATHER_TIMEOUT = datetime.timedelta(minutes=10)
 # All ranks of a pipeline raise these together, with nothing under way: the next step may go on.
 _AGREED = (StepError, TraceError, PartitionError, CodegenError, ConfigError)
 
@@ -60,9 +63,11 @@ _AGREED = (StepError, TraceError, PartitionError, CodegenError, ConfigError)
 class DistributedModel(nn.Module):
     """A module, distributed over pipeline ranks and replicas. One per process; construct it on every rank.
 
-    `trace_device`: "cpu" or "gpu"; recording needs no device, so both do the same. `trace_execution_times`: must be False, times are
-    predicted. `overlapping_allreduce`: reduce gradients over replicas during the last backward pass, rather than after it.
-    `backward_passes_per_step`: steps between two reductions. `average_grads_across_microbatches`: divide gradients by the number of
+    `trace_device`: "cpu" or "gpu"; recording needs no device, so it matters for `trace_execution_times` alone. `trace_execution_times`:
+    before the model is cut, one rank runs it on the first microbatch, on its own device, several times, and the plan is made with what it
+    measures rather than predicts; that device must hold a copy of the whole model, and `trace_device` must be "gpu" (a rank that
+    computes on a CPU measures there). `overlapping_allreduce`: reduce gradients over replicas during the last backward pass, rather
+    than after it. `backward_passes_per_step`: steps between two reductions. `average_grads_across_microbatches`: divide gradients by the number of
     microbatches. `trace_memory_usage`: memory is always known exactly, so True changes nothing. The other options are
     DistributedDataParallel's, for replicas.
 
@@ -85,8 +90,10 @@ class DistributedModel(nn.Module):
         _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step)
         super().__init__()
         session = state.session
+        self._measures = trace_execution_times
         _check_marks(module, session)
-        self.module = module
+        self._distribution = Distribution(module, session)
+        module = self.module = self._distribution.module
         self.training = module.training
         self._calls: ModelCalls | None = None
         self._post_partition_hooks: OrderedDict[int, Hook] = OrderedDict()  # RemovableHandle wants this class
@@ -112,8 +119,7 @@ class DistributedModel(nn.Module):
         else:
             self._place_now(average_grads_across_microbatches)
         if session.mesh.world_size > 1:
-            store = _get_default_store().clone()  # type: ignore[attr-defined]  # its own connection, for the watcher thread
-            self._monitor = FailureMonitor(store, session.rank)
+            self._monitor = make_monitor(session)
         state.model = self
         state.closers.append(self.close)
 
@@ -122,28 +128,36 @@ class DistributedModel(nn.Module):
         self._transport = make_transport(session)
         self._control = make_control(session)
         self._pipeline = Pipeline(
-            self.module, session, self._transport, self._control, self._make_replicas, self._enter, average
+            self.module,
+            session,
+            self._transport,
+            self._control,
+            self._make_replicas,
+            self._enter,
+            average,
+            self._allow_compilation,
+            self._measures,
         )
         self._placement = self._pipeline.placement
         self._state = ModelState(self.module, self._placement, self._control)
 
     def _place_now(self, average: bool) -> None:
         session = state.session
+        apply_marks(self.module, session.config)
         self._placement = Placement(self.module, 0, session.device)
         self._placement.apply()
         self._state = ModelState(self.module, self._placement, None)
         self._single = Single(self.module, session, self._make_replicas({0: self.module}), self._enter, average)
         self._is_spread = True
 
-    def _make_replicas(self, stages: Mapping[int, nn.Module]) -> StageReplicas | None:
-        """Data parallelism for the stages of this rank; None where there is one replica."""
+    def _make_replicas(self, stages: Mapping[int, nn.Module]) -> StepHooks | None:
+        """What averages the gradients of this rank's stages over replicas and tensor-parallel ranks; None where there are none."""
         session = state.session
-        if session.mesh.rdp_size == 1:
-            return None
-        self._replicas = StageReplicas(stages, session.groups[Axis.RDP], **self._replica_options)
-        if self._comm_hook is not None:
-            self._replicas.register_comm_hook(*self._comm_hook)
-        return self._replicas
+        if session.mesh.rdp_size > 1:
+            self._replicas = StageReplicas(stages, session.groups[Axis.RDP], **self._replica_options)
+            if self._comm_hook is not None:
+                self._replicas.register_comm_hook(*self._comm_hook)
+        return self._distribution.hooks(stages, self._replicas, self._replica_options["backward_passes_per_step"])
 
     # -- in a step -----------------------------------------------------------------------------------------------------
 
@@ -168,7 +182,9 @@ class DistributedModel(nn.Module):
             raise StepError(f"step function {body.name} was called inside another step; steps do not nest")
 
         def own() -> Arguments:
-            return body.bind(args, kwargs)
+            arguments = body.bind(args, kwargs)
+            self._distribution.check_batch(arguments, body.name)
+            return arguments
 
         result = self._run_pipeline(body, own) if self._pipeline is not None else self._run_single(body, own)
         optimizer = state.optimizer
@@ -182,18 +198,21 @@ class DistributedModel(nn.Module):
         if self.partitioned and not self._is_spread:
             self._placement.apply()  # after cpu()
             self._is_spread = True
-        try:
-            program, request = pipeline.begin(body, own, self._on_partition)
-        except _AGREED as error:
-            if self._monitor is not None and state.session.mesh.rdp_size > 1:
-                self._monitor.report(error)  # other replicas would wait for this one
-            raise
-        except BaseException as error:
+        with self._watch():
+            try:
+                program, request = pipeline.begin(body, own, self._on_partition)
+            except _AGREED as error:
+                if self._monitor is not None and state.session.mesh.rdp_size > 1:
+                    self._monitor.report(error)  # other replicas would wait for this one
+                raise
+            except BaseException as error:
+                with self._guard():
+                    raise error
             with self._guard():
-                raise error
-        with self._guard():
-            outcome = pipeline.run(body, own, program, request)
-        return outcome.result()
+                outcome = pipeline.run(body, own, program, request)
+        value = outcome.result()
+        self._judge(outcome.verdict, body)
+        return value
 
     def _run_single(self, body: StepBody, own: Callable[[], Arguments]) -> Any:
         single = self._single
@@ -203,8 +222,39 @@ class DistributedModel(nn.Module):
             self._is_spread = True
         if not self._ran_hooks:
             self._on_partition()
-        with self._guard():
-            return single.run(body, own())
+        with self._watch(), self._guard():
+            value, verdict = single.run(body, own())
+        self._judge(verdict, body)
+        return value
+
+    def _judge(self, verdict: int, body: StepBody) -> None:
+        """Do what `nan_policy` says where a loss is not finite; the verdict is the same on all ranks."""
+        if not verdict:
+            return
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        session = state.session
+        text = describe_verdict(verdict, body.name, session)
+        if session.config.nan_policy == "raise":
+            raise NonFiniteLossError(text)
+        if session.rank == 0:
+            warnings.warn(text, stacklevel=5)
+
+    def _watch(self) -> contextlib.AbstractContextManager[None]:
+        if self._monitor is None:
+            return contextlib.nullcontext()
+        timeout = None if self._ran_hooks else state.cfg.start_timeout
+        return self._monitor.watch(self._where, timeout=timeout, position=self._position)
+
+    def watch_checkpoint(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Limits how long an exchange of state may take, to `checkpoint_timeout`."""
+        if self._monitor is None:
+            return contextlib.nullcontext()
+        return self._monitor.watch(lambda: what, timeout=state.cfg.checkpoint_timeout)
+
+    def _allow_compilation(self) -> None:
+        if self._monitor is not None:
+            self._monitor.extend(state.cfg.start_timeout)
 
     def _guard(self) -> contextlib.AbstractContextManager[None]:
         if self._monitor is None:
@@ -213,6 +263,9 @@ class DistributedModel(nn.Module):
 
     def _where(self) -> str:
         return "a step" if self._pipeline is None else self._pipeline.where
+
+    def _position(self) -> int:
+        return 0 if self._pipeline is None else self._pipeline.position
 
     def _close_connections(self) -> None:
         if self._pipeline is not None:
@@ -301,35 +354,33 @@ class DistributedModel(nn.Module):
         """Modules that lie wholly on this rank. Raises UsageError before the partition."""
         return (module for _, module in self.local_named_modules())
 
-    # Without tensor parallelism nothing is distributed, and every parameter is reduced over the data-parallel group.
-
     def distributed_modules(self) -> Iterator[nn.Module]:
         """Tensor-parallel modules."""
-        return iter(())
+        return self._distribution.modules()
 
     def is_distributed_parameter(self, param: nn.Parameter) -> bool:
         """Whether tensor parallelism splits the parameter."""
-        return False
+        return self._distribution.is_sharded(param)
 
     def is_distributed_buffer(self, buf: Tensor) -> bool:
         """Whether tensor parallelism splits the buffer."""
-        return False
+        return self._distribution.is_sharded(buf)
 
     def is_scaled_batch_parameter(self, param: nn.Parameter) -> bool:
         """Whether the parameter works on the batch of the whole tensor-parallel group."""
-        return False
+        return self._distribution.is_scaled(param)
 
     def is_scaled_batch_buffer(self, buf: Tensor) -> bool:
         """Whether the buffer works on the batch of the whole tensor-parallel group."""
-        return False
+        return self._distribution.is_scaled(buf)
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters whose gradients are reduced over the data-parallel group."""
-        return self.local_named_parameters()
+        """Parameters whose gradients are averaged over the data-parallel group."""
+        return (pair for pair in self.local_named_parameters() if not self._distribution.is_scaled(pair[1]))
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters whose gradients are reduced over the reduced-data-parallel group."""
-        return iter(())
+        """Parameters whose gradients are averaged over the reduced-data-parallel group."""
+        return (pair for pair in self.local_named_parameters() if self._distribution.is_scaled(pair[1]))
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -342,11 +393,12 @@ class DistributedModel(nn.Module):
         """The state dict of the whole model, equal to the module's in one process.
 
         Call it on all ranks of a replica (`smp.dp_rank() == 0`, say): it gathers, tensor by tensor, to the CPU. `gather_to_rank0`: only
-        mp_rank 0 gets it, the others {}. Raises CheckpointError, naming the ranks that did not call it, after ten minutes.
+        mp_rank 0 gets it, the others {}. Raises CheckpointError, naming the ranks that did not call it, after `checkpoint_timeout`.
         """
         if self.meet("state_dict") is None:
             return self.module.state_dict()
-        return self._state.full(only_on_rank_0=gather_to_rank0)
+        with self.watch_checkpoint("state_dict"):
+            return self._state.full(only_on_rank_0=gather_to_rank0)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
@@ -364,7 +416,8 @@ class DistributedModel(nn.Module):
         def load() -> IncompatibleKeys:
             if same_partition_load:
                 return self._state.load_own_part(state_dict, strict=strict)
-            return self._state.load_parts(state_dict, strict=strict)
+            with self.watch_checkpoint("load_state_dict"):
+                return self._state.load_parts(state_dict, strict=strict)
 
         if self.partitioned:
             return load()
@@ -374,11 +427,11 @@ class DistributedModel(nn.Module):
     def meet(self, what: str) -> Control | None:
         """Wait for the ranks among which the model lies, before they exchange state; None if it is whole on each.
 
-        Raises CheckpointError, naming the ranks that do not come within ten minutes.
+        Raises CheckpointError, naming the ranks that do not come within `checkpoint_timeout`.
         """
         if self._pipeline is None or not self.partitioned:
             return None
-        self._control.meet(what, _GATHER_TIMEOUT)
+        self._control.meet(what, datetime.timedelta(seconds=state.cfg.checkpoint_timeout))
         return self._control
 
     def cpu(self) -> DistributedModel:
@@ -467,9 +520,10 @@ def _check_arguments(module: Any, trace_device: Any, trace_execution_times: Any,
         )
     if trace_device not in ("cpu", "gpu"):
         raise ConfigError(f"trace_device: expected 'cpu' or 'gpu', found {trace_device!r}")
-    if trace_execution_times:
-        raise ConfigUnsupportedError(
-            "trace_execution_times: execution times are predicted from FLOPs and bytes, and cannot be measured yet; leave it False"
+    if trace_execution_times and trace_device == "cpu":
+        raise ConfigError(
+            "trace_execution_times: must be False if trace_device is 'cpu': times are measured where the model will run, which is what "
+            "trace_device 'gpu' stands for"
         )
     if state.model is not None:
         raise UsageError("there is a DistributedModel in this process already, and there can be only one")

@@ -126,7 +126,8 @@ class DistributedOptimizer(Optimizer):
         own = self._named_state(local=True)
         part = {(name, key): value for name, items in own["state"].items() for key, value in items.items()}
         wanted = not gather_to_rank0 or control.rank == 0
-        merged = merge(part, survey(part, control, "the optimizer's state"), control, lambda key: wanted)
+        with model.watch_checkpoint("optimizer.state_dict"):
+            merged = merge(part, survey(part, control, "the optimizer's state"), control, lambda key: wanted)
         return {"state": _nested(merged, self._names()), "param_groups": own["param_groups"]} if wanted else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -154,8 +155,9 @@ class DistributedOptimizer(Optimizer):
         control = model.meet("optimizer.load_state_dict") if state_dict.get(PARTIAL, False) else None
         if control is not None:
             part = {(name, key): value for name, items in given.items() for key, value in items.items()}
-            items = survey(part, control, "the optimizer state to load")
-            given = _nested(merge(part, items, control, lambda key: key[0] in local), names)
+            with model.watch_checkpoint("optimizer.load_state_dict"):
+                items = survey(part, control, "the optimizer state to load")
+                given = _nested(merge(part, items, control, lambda key: key[0] in local), names)
         numbers = {name: i for i, name in enumerate(names)}
         groups, first = [], 0
         for own, group in zip(self.optimizer.param_groups, state_dict["param_groups"], strict=True):

@@ -26,20 +26,24 @@ results: all ranks of the pipeline raise them, nothing is left under way, and th
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from smpc.codegen.stage import StageModule
-from smpc.compile import Compilation, Inputs, PipelineOptions, compile_plan, make_plan
+from smpc.compile import Compilation, Inputs, PipelineOptions, compile_plan, make_plan, plan_warnings
 from smpc.errors import StepError, TraceError, UsageError
 from smpc.executor.bind import StepHooks
 from smpc.executor.transport import Transport
 from smpc.mesh import Axis
+from smpc.partitioner.cost import NodeTimes
 from smpc.partitioner.plan import Plan
+from smpc.partitioner.timing import measure_times
 from smpc.runtime import Roots, Runtime
 from smpc.tracer.guards import broken_guard
 from smpc.tracer.ir import Guard, Trace
@@ -52,6 +56,7 @@ from smpc.v1.comm import gather_objects
 from smpc.v1.control import Control
 from smpc.v1.failures import Description, describe, raise_everywhere, raise_first
 from smpc.v1.microbatch import map_tensors
+from smpc.v1.nonfinite import Losses, agree
 from smpc.v1.partition import manual_partition
 from smpc.v1.placement import Placement
 from smpc.v1.results import ResultForm, pack, read_results, unpack
@@ -61,6 +66,7 @@ from smpc.v1.step_body import Arguments, StepBody
 
 OwnArguments = Callable[[], Arguments]  # this rank's arguments of a step; binding them may fail
 Enter = Callable[[ModelCalls | None], None]  # sets what model(...) and model.backward(...) do
+_AT_END = 1 << 30
 _NEW = -1
 _FAILED = -2
 
@@ -86,9 +92,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step returns on every rank, or the StepError that all of them raise."""
+    """What a step returns on every rank, or the StepError that all of them raise. `verdict`: see `smpc.v1.nonfinite`."""
 
     value: Any
+    verdict: int = 0
     description: Description | None = None
     failure: Exception | None = None
 
@@ -100,7 +107,7 @@ class Outcome:
 
 
 class Pipeline:
-    """One rank's part of it. `hooks` makes the data-parallel hooks of this rank's stages."""
+    """One rank's part of it. `hooks` makes the data-parallel hooks of its stages; `on_compile` is called before a program is made."""
 
     def __init__(
         self,
@@ -111,8 +118,13 @@ class Pipeline:
         hooks: Callable[[Mapping[int, StageModule]], StepHooks | None],
         enter: Enter,
         average: bool,
+        on_compile: Callable[[], None],
+        measures: bool = False,
     ) -> None:
         config = session.config
+        self._measures = measures
+        self._times: NodeTimes | None = None  # measured before the first plan
+        self._on_compile = on_compile
         self._module, self._session, self._control, self._enter = module, session, control, enter
         self._average = average
         self._options = PipelineOptions(
@@ -123,6 +135,9 @@ class Pipeline:
             virtual_pipeline_degree=config.virtual_pipeline_degree or None,
             memory_weight=config.memory_weight,
             active_microbatches=config.active_microbatches,
+            offload_activations=config.offload_activations,
+            activation_loading_horizon=config.activation_loading_horizon,
+            skip_tracing=config.skip_tracing,
         )
         self.placement = Placement(module, control.rank, session.device)
         self.modes = ModeReader(module)
@@ -134,12 +149,18 @@ class Pipeline:
         self._memories: dict[int, Memory] = {}
         self.first: Compilation | None = None
         self._phase = "between steps"
+        self._is_done = False  # the instructions of this step
 
     @property
     def where(self) -> str:
         """What this rank is doing, for reports of a stall."""
         instruction = self._runtime.where()
         return f"{self._phase}: {instruction}" if instruction else self._phase
+
+    @property
+    def position(self) -> int:
+        """How far this rank has come in the step."""
+        return _AT_END if self._is_done else self._runtime.position()
 
     @property
     def plan(self) -> Plan:
@@ -164,6 +185,7 @@ class Pipeline:
         `on_partition` is called when the first program is there. Raises on all ranks what rank 0 finds wrong.
         """
         self._phase = f"the start of step function {body.name}"
+        self._is_done = False
         request: Request | None = None
         failure: Exception | None = None
         if self._control.rank == 0:
@@ -197,10 +219,10 @@ class Pipeline:
                 None if tail is None else tail.on_output,
                 training=trains,
             )
-        self._phase = f"the end of step function {body.name}"
+        self._phase, self._is_done = f"the end of step function {body.name}", True
         outcome = self._share(body, memory, program, tail)
         self._control.acknowledge(self._last)
-        return outcome
+        return dataclasses.replace(outcome, verdict=agree(outcome.verdict, self._session)) if trains else outcome
 
     def _request(self, body: StepBody, own: OwnArguments) -> Request:
         """Rank 0: run the step function up to the model, for every microbatch."""
@@ -210,13 +232,16 @@ class Pipeline:
         modes = self.modes.read()
         inputs: list[Inputs] = []
         signatures: list[Signature] = []
-        for microbatch in microbatches:
+        for index, microbatch in enumerate(microbatches):
             capture = Capture(body.name)
             self._enter(capture)
             try:
                 body.call(microbatch)
             except Captured:
                 pass
+            except Exception as error:
+                error.add_note(f"in pipeline rank 0, step function {body.name} before the model, microbatch {index}")
+                raise
             finally:
                 self._enter(None)
             if capture.inputs is None:
@@ -238,6 +263,7 @@ class Pipeline:
             is_alike = dataclasses.replace(known, answers=signature.answers) == signature
             if is_alike and all(self._broken(trace, microbatch) is None for microbatch in inputs):
                 return known
+        self._on_compile()
         trace = self._record(signature, inputs[0], None)
         for index, microbatch in enumerate(inputs):
             broken = self._broken(trace, microbatch)
@@ -304,10 +330,14 @@ class Pipeline:
             except StepError as error:
                 failure = error
         same = form is not None and form == memory.results
-        numbers = [_FAILED if failure is not None else int(same), int(tail is not None and tail.did_backward)]
-        status, did_backward = control.broadcast_numbers(numbers, last)
+        numbers = [
+            _FAILED if failure is not None else int(same),
+            int(tail is not None and tail.did_backward),
+            0 if tail is None else tail.losses.verdict(self._session),
+        ]
+        status, did_backward, verdict = control.broadcast_numbers(numbers, last)
         if status == _FAILED:
-            return Outcome(None, control.broadcast_object(describe(failure), last), failure)
+            return Outcome(None, verdict, control.broadcast_object(describe(failure), last), failure)
         if not status:
             memory.results = control.broadcast_object(form, last)
         memory.trains[program] = memory.trains.get(program, False) or bool(did_backward)
@@ -320,7 +350,7 @@ class Pipeline:
             payload = torch.empty(memory.results.num_bytes, dtype=torch.uint8, device=device)
             control.broadcast_bytes(payload, last)
             tensors = unpack(payload, memory.results.specs)
-        return Outcome(memory.results.build(tensors))
+        return Outcome(memory.results.build(tensors), verdict)
 
     def _check_modes(self, signature: Signature) -> None:
         found = self.modes.read()
@@ -335,17 +365,29 @@ class Pipeline:
     def _partition(self, request: Request | None, failure: Exception | None) -> None:
         """The first program of all, on all ranks of all replicas: that of replica 0."""
         session = self._session
-        mine = (describe(failure), None if request is None else request.signature)
-        found = gather_objects(mine, session.groups[Axis.WORLD], session.message_device, session.device)
-        raise_first([error for error, _ in found], failure)
         mesh = session.mesh
-        leader = next(r for r in range(mesh.world_size) if mesh.pp_rank(r) == 0 and mesh.rdp_rank(r) == 0)
+        leader = next(
+            r for r in range(mesh.world_size) if mesh.pp_rank(r) == 0 and mesh.rdp_rank(r) == mesh.tp_rank(r) == 0
+        )
+        times: tuple[list[float], list[float]] | None = None
+        if self._measures and request is not None and session.rank == leader:
+            try:
+                times = self._measure(request)
+            except Exception as error:
+                failure = error
+        mine = (describe(failure), None if request is None else request.signature, times)
+        found = gather_objects(mine, session.groups[Axis.WORLD], session.message_device, session.device)
+        raise_first([error for error, _, _ in found], failure)
+        times = found[leader][2]
+        if times is not None:  # one rank's for all, so that all replicas are cut alike
+            self._times = NodeTimes(np.asarray(times[0]), np.asarray(times[1]))
         self._add(found[leader][1])
 
     def _add(self, signature: Signature) -> int:
         """Compile and install a program; collective over the pipeline. Raises the same on all its ranks."""
         if self._signatures and self._session.mesh.rdp_size > 1:
             self.modes.check_none_unfrozen(self._signatures[0].modes, signature.modes)
+        self._on_compile()
         compilation = self._compile(signature)
         self.placement.add(compilation.plan)
         if self.first is None:
@@ -385,7 +427,9 @@ class Pipeline:
                 options = dataclasses.replace(
                     self._options, manual=manual_partition(self._module, self._session.config)
                 )
-                plan = make_plan(trace, options, like=self.first)
+                plan = make_plan(trace, options, like=self.first, times=None if self.first else self._times)
+                for text in plan_warnings(plan) if self.first is None else ():
+                    warnings.warn(text, stacklevel=2)
             except Exception as error:
                 failure = error
         description, text = self._control.broadcast_object(
@@ -394,6 +438,18 @@ class Pipeline:
         if description is not None:
             raise_everywhere(description, failure)
         return compile_plan(trace, plan or Plan.from_json(text))
+
+    def _measure(self, request: Request) -> tuple[list[float], list[float]]:
+        """Seconds of the forwards and backwards of the nodes, on this rank's device and the first microbatch."""
+        assert self._recorded is not None, "the first request is recorded"
+        state.tracing = True
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                args, kwargs = request.inputs[0]
+                times = measure_times(self._recorded[1], self._module, args, kwargs, device=self._session.device)
+        finally:
+            state.tracing = False
+        return times.forward.tolist(), times.backward.tolist()
 
     def _record(self, signature: Signature, inputs: Inputs, answers: Answers | None) -> Trace:
         """The trace of a signature, on real inputs or with the answers to what it asks of them."""
@@ -420,6 +476,7 @@ class _LastRank:
         self._microbatches: list[Arguments] | None = None
         self._values: dict[int, Any] = {}
         self.did_backward = False
+        self.losses = Losses()
         self.failure: StepError | None = None
 
     def on_output(self, microbatch: int, output: Any) -> Roots | None:
@@ -454,6 +511,7 @@ class _LastRank:
                 "keeping activations; use one step function for training and another for evaluation"
             )
         self.did_backward = True
+        self.losses.add(microbatch, tail.losses)
         return tail.roots
 
     def values(self) -> list[Any]:

@@ -1,0 +1,161 @@
+"""How checkpointed regions run: by torch's non-reentrant checkpoint, whoever asked for them.
+
+    run_checkpointed    what stage code calls for a region, and `smp.checkpoint` without a pipeline
+    Checkpointing       a context in which the checkpoints that a module's own Python asks torch for become such regions too
+
+Non-reentrant checkpoints leave the autograd graph as it is, so gradients are summed in the order of a run without checkpoints, bit for
+bit; with reentrant ones the gradient of a parameter that is used inside and outside comes in two parts. The re-run has the random state
+(CPU and device) and the autocast state of the first run, and the same checkpoints inside.
+
+Buffers that a region changes, such as BatchNorm's running statistics, are changed by the first run alone, unlike in plain
+PyTorch: the re-run gets copies with the values of before the first run, which are dropped. So checkpointing changes no value at all.
+
+    >>> y = run_checkpointed(lambda x: torch.relu(x) * 2, torch.ones(3, requires_grad=True))
+    >>> y.sum().backward()                          # computes relu again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+Owner = tuple[nn.Module, str]  # a module and the name of its buffer
+
+
+def run_checkpointed(
+    function: Callable[..., Any],
+    *args: Any,
+    preserve_rng_state: bool = True,
+    buffers: Sequence[Owner] = (),
+    keep_values: bool = True,
+) -> Any:
+    """`function(*args)`, of which only `args` are kept for the backward pass; `buffers` are those that the function may change.
+
+    With `keep_values` the second run finds the values that the buffers had before the first one; without, those of its own time, which
+    saves memory and does for buffers that are written only. Where gradients are off, it is just called.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args)
+    return checkpoint.checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=preserve_rng_state,
+        context_fn=lambda: _protecting(buffers, keep_values),
+    )
+
+
+def buffer_owners(module: nn.Module, names: Sequence[str]) -> list[Owner]:
+    """Where a module holds the buffers of these names, under every name that they have."""
+    wanted = {id(tensor) for name in names if (tensor := _find_buffer(module, name)) is not None}
+    return [
+        (owner, name)
+        for owner in module.modules()
+        for name, value in owner._buffers.items()
+        if value is not None and id(value) in wanted
+    ]
+
+
+def _find_buffer(module: nn.Module, path: str) -> Tensor | None:
+    owner, _, name = path.rpartition(".")
+    return module.get_submodule(owner)._buffers.get(name)
+
+
+def _protecting(buffers: Sequence[Owner], keep_values: bool) -> Contexts:
+    before = _copies(buffers) if keep_values else None
+    return nullcontext(), _in_place_of(buffers, before)
+
+
+def _copies(buffers: Sequence[Owner]) -> list[Tensor]:
+    """Copies of the buffers; two names of one buffer have one copy."""
+    memo: dict[int, Tensor] = {}
+    for owner, name in buffers:
+        value = owner._buffers[name]
+        assert value is not None, name
+        if id(value) not in memo:
+            memo[id(value)] = value.detach().clone()
+    return [memo[id(owner._buffers[name])] for owner, name in buffers]
+
+
+@contextmanager
+def _in_place_of(buffers: Sequence[Owner], values: Sequence[Tensor] | None) -> Iterator[None]:
+    """The buffers are tensors of these values (None: of their own), and afterwards again what they are now."""
+    now = [owner._buffers[name] for owner, name in buffers]
+    for (owner, name), value in zip(buffers, values or _copies(buffers), strict=True):
+        owner._buffers[name] = value
+    try:
+        yield
+    finally:
+        for (owner, name), held in zip(buffers, now, strict=True):
+            setattr(owner, name, held)  # the region may have rebound it, in the model too
+
+
+class Checkpointing:
+    """While it is entered, every checkpoint of torch's becomes a non-reentrant one; `inputs` are the tensors that they keep.
+
+    Checkpoints inside others are not counted: what they keep is dropped with the rest.
+    """
+
+    def __init__(self, inputs: list[Tensor] | None = None) -> None:
+        self.inputs = inputs
+        self._before: tuple[Any, Any] | None = None
+        self._depth = 0
+
+    def __enter__(self) -> Checkpointing:
+        self._before = checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator
+        checkpoint.CheckpointFunction = _NonReentrant  # type: ignore[misc, assignment]
+        checkpoint._checkpoint_without_reentrant_generator = self._around  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._before is not None
+        checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator = self._before  # type: ignore[misc]
+        self._before = None
+
+    def _around(
+        self,
+        function: Callable[..., Any],
+        preserve_rng_state: bool = True,
+        context_fn: Callable[[], Contexts] = checkpoint.noop_context_fn,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Iterator[None]:
+        assert self._before is not None
+
+        def contexts() -> Contexts:
+            forward, again = context_fn()
+            return forward, _both(Checkpointing(), again)
+
+        if self.inputs is not None and not self._depth:
+            self.inputs += [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        self._depth += 1
+        try:
+            yield from self._before[1](function, preserve_rng_state, contexts, *args, **kwargs)
+        finally:
+            self._depth -= 1
+
+
+@contextmanager
+def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+class _NonReentrant:
+    """Stands for torch's reentrant checkpoint. Like it, it makes no gradients if no argument wants one."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        wanted = any(isinstance(value, Tensor) and value.requires_grad for value in args)
+        if not (torch.is_grad_enabled() and wanted):
+            with torch.no_grad():
+                return function(*args)
+        return run_checkpointed(function, *args, preserve_rng_state=preserve_rng_state)

@@ -1,0 +1,97 @@
+"""Activation checkpointing: the parts of a model whose values are computed again for the backward pass.
+
+A region is a run of nodes. What it reads is kept from the forward to the backward pass; what is computed inside is dropped and
+computed again. Regions come from
+
+    torch.utils.checkpoint.checkpoint    called by the model's Python, or a library's, with `use_reentrant` either way
+    smp.checkpoint, checkpoint_sequential    the same, module by module
+    a mark on a module                   `mark_checkpoint`, which `smp.set_activation_checkpointing` sets
+    patterns of names                    `matching_regions`; the option `recompute`
+
+The regions of a sequential container's layers share a number and a strategy, which says how many consecutive layers of one stage
+become one region: "each" layer for itself, all that are "contiguous", or "group_3" at most.
+
+Example: `matching_regions(trace, ("model.layers.*",))` has a region for every layer that is called.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from smpc.errors import ConfigError
+from smpc.tracer.ir import NodeKind, Region, Trace
+
+_MARK = "_smpc_checkpoint"
+EACH = "each"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMark:
+    """What a module's mark says. `strategy` is for the layers of a sequential container, else ""."""
+
+    preserve_rng_state: bool = True
+    strategy: str = ""
+    pack_args_as_tuple: bool = False
+
+
+def mark_checkpoint(module: nn.Module, mark: CheckpointMark) -> None:
+    """Have every trace make a region of each call of the module, or of the layers of a sequential one."""
+    vars(module)[_MARK] = mark
+
+
+def checkpoint_mark(module: nn.Module) -> CheckpointMark | None:
+    """The module's mark."""
+    found: CheckpointMark | None = vars(module).get(_MARK)
+    return found
+
+
+def group_size(strategy: str) -> int:
+    """How many consecutive layers of one stage go into one region; 0: all. ConfigError for an unknown strategy."""
+    if strategy == EACH:
+        return 1
+    if strategy == "contiguous":
+        return 0
+    match = re.fullmatch(r"group_([1-9]\d*)", strategy) if isinstance(strategy, str) else None
+    if match is None:
+        raise ConfigError(
+            f"strategy: expected 'each', 'contiguous' or 'group_N' with N from 1 up, such as 'group_2', found {strategy!r}"
+        )
+    return int(match[1])
+
+
+def matching_regions(trace: Trace, patterns: Sequence[str]) -> tuple[Region, ...]:
+    """A region for each call of a module whose name matches one of the patterns (as in a shell, "*" takes dots too).
+
+    Of calls within each other the outermost counts; calls inside a region of the model's own are left out. The model itself has no
+    name, so nothing matches it. ConfigError for a pattern that matches no module.
+    """
+    found: list[Region] = []
+    unused = dict.fromkeys(patterns)
+    for name, first, last, call in _named_spans(trace):
+        matched = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
+        for pattern in matched:
+            unused.pop(pattern, None)
+        if matched and not any(region.first <= first and last <= region.last for region in (*trace.regions, *found)):
+            found.append(Region(name, first, last, call))
+    if unused:
+        names = list(dict.fromkeys(name for name, *_ in _named_spans(trace)))
+        shown = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+        raise ConfigError(
+            f"recompute: no module that the model calls matches {', '.join(map(repr, unused))}; its modules are {shown}"
+        )
+    return tuple(found)
+
+
+def _named_spans(trace: Trace) -> Iterator[tuple[str, int, int, int]]:
+    """Name, first and last + 1 node and parent of every module call, a module called whole included, outer ones first."""
+    for call in trace.calls[1:]:
+        if call.last > call.first:
+            yield call.fqn, call.first, call.last, call.parent
+    for position, node in enumerate(trace.nodes):
+        if node.kind is NodeKind.CALL_MODULE:
+            yield node.target, position, position + 1, node.call
