@@ -27,6 +27,7 @@ from torch import nn
 
 from smpc.codegen.program import Op, RankProgram
 from smpc.executor.bind import Binder, Inputs, OnOutput, StepHooks
+from smpc.executor.recorder import Recorder
 from smpc.executor.transport import Transport
 
 DEFAULT_WINDOW = 4
@@ -75,6 +76,14 @@ class Interpreter:
     def position(self) -> int:
         """How many instructions of the step are behind it."""
         return self._position
+
+    def record(self, recorder: Recorder | None) -> None:
+        """From the next step on, tell `recorder` when each instruction runs; None: nobody."""
+        handlers = self._handlers
+        if recorder is None:
+            self._runs = [handler.run for handler in handlers]
+        else:
+            self._runs = [recorder.timed(handler.instruction, handler.run) for handler in handlers]
 
     def where(self) -> str:
         """The current instruction, for people: rank, text, position."""

@@ -12,29 +12,42 @@
 
 A runtime holds the programs of several signatures of one model; all of them share its parameters. `microbatches` are (args, kwargs) of
 the model, one for each microbatch, on pipeline rank 0; the other ranks pass None.
+
+    runtime.observe()                               # on every rank: keep what the next steps take
+    ...                                             # steps
+    print(runtime.report(dist.group.WORLD))         # predicted against measured, see docs/observability.md
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from smpc.codegen.program import RankProgram
 from smpc.codegen.stage import StageModule, build_stage
 from smpc.compile import Compilation, Inputs
-from smpc.errors import StepError
+from smpc.errors import StepError, UsageError
 from smpc.executor.bind import StepHooks
 from smpc.executor.interpreter import Interpreter
 from smpc.executor.loopback import run_loopback
 from smpc.executor.transport import Transport, loopback_transports
+from smpc.observe import Observer, RankRecord, StepCallback, Watch
+from smpc.partitioner.plan import Plan
 from smpc.tracer.guards import broken_guard
 from smpc.tracer.ir import NodeKind, Trace
 from smpc.tracer.literals import Ref, TraceDevice
 from smpc.tracer.replay import input_values
+
+if TYPE_CHECKING:
+    from smpc.report.measured import Comparison
 
 Roots = Sequence[tuple[Tensor, Tensor | None]]
 OnOutput = Callable[[int, Any], Roots | None]
@@ -54,6 +67,8 @@ class RankPrograms:
     ) -> None:
         self.model = model
         self.trace = compilation.trace
+        self.plan = compilation.plan
+        self.batch = _batch(compilation.trace, compilation.plan)
         self.written_inputs = _written_inputs(compilation.trace)
         program = compilation.programs[rank]
         self.stages = {code.index: build_stage(code, model, device) for code in program.stages}
@@ -78,12 +93,22 @@ class RankPrograms:
             stage.refresh()
         return self._interpreters[training]
 
+    def held(self) -> Iterator[Tensor]:
+        """Parameters, their gradients, and buffers."""
+        for stage in self.stages.values():
+            yield from stage.buffers()
+            for parameter in stage.parameters():
+                yield parameter
+                if parameter.grad is not None:
+                    yield parameter.grad
+
 
 class Runtime:
     """One pipeline rank's programs over a transport.
 
     `hooks(stages)` gives the data-parallel hooks (`smpc.executor.StageReplicas`) for the stage modules of the first compilation;
-    later compilations have other modules over the same parameters, and keep the hooks.
+    later compilations have other modules over the same parameters, and keep the hooks. `observer` watches the steps; by default one
+    of the runtime's own.
     """
 
     def __init__(
@@ -94,9 +119,12 @@ class Runtime:
         transport: Transport,
         device: torch.device | str = "cpu",
         hooks: Callable[[Mapping[int, StageModule]], StepHooks | None] = lambda stages: None,
+        observer: Observer | None = None,
     ) -> None:
         self._model, self._rank, self._transport = model, rank, transport
         self.device = torch.device(device)
+        self._observer = observer or Observer(self.device, rank, pipeline_rank=rank)
+        self._observer.holders.append(self._held)
         self._make_hooks = hooks
         self._hooks: StepHooks | None = None
         self._programs: list[RankPrograms] = []
@@ -123,8 +151,46 @@ class Runtime:
         inputs = (
             None if microbatches is None else placeholders(programs, interpreter.program, microbatches, self.device)
         )
-        interpreter.run(inputs, restored(programs.trace, on_output, self.device))
+        output = restored(programs.trace, on_output, self.device)
+        if self._observer.is_idle:
+            self._observer.skip()
+            interpreter.run(inputs, output)
+        else:
+            tensors = [tensor for values in inputs or () for tensor in values.values()]
+            with self._observer.step(tensors) as watch, _watching(interpreter, watch, programs, training):
+                interpreter.run(inputs, _noting_loss(output, watch))
         self._running = None
+
+    def register_step_callback(self, callback: StepCallback) -> RemovableHandle:
+        """Call `callback(info)` after every step on this rank, with a `smpc.StepInfo`."""
+        return self._observer.register(callback)
+
+    def observe(self, num_steps: int = 20) -> None:
+        """Measure memory in the next step, and times in the `num_steps` after it, for `report`. Every rank calls it, between steps."""
+        self._observer.observe(num_steps)
+
+    @property
+    def record(self) -> RankRecord:
+        """What has been measured on this rank since `observe`."""
+        return self._observer.record
+
+    def report(self, group: dist.ProcessGroup | None = None) -> Comparison:
+        """Predicted against measured memory and time of the first program, of this rank; `print` it.
+
+        With a process group of the pipeline's ranks, of all of them: every rank calls it. Raises UsageError without `observe`.
+        """
+        from smpc.report.measured import compare
+
+        records: list[Any] = [self.record]
+        if group is not None:
+            records = [None] * group.size()
+            dist.all_gather_object(records, self.record, group=group)
+        _check_records(records)
+        return compare(self._programs[0].plan, records)
+
+    def _held(self) -> Iterator[Tensor]:
+        for programs in self._programs[:1]:  # later ones have the same parameters
+            yield from programs.held()
 
     def where(self) -> str:
         """The instruction that is running now, for people; "" between steps."""
@@ -151,6 +217,7 @@ class LoopbackRuntime:
         self._model, self._device = model, torch.device(device)
         self._programs: list[tuple[RankPrograms, ...]] = []
         self._models: list[nn.Module] = []
+        self._observers: list[Observer] = []  # by rank, once someone observes
 
     def install(self, compilation: Compilation) -> int:
         """Builds every rank's stages; returns the index to run the compilation by."""
@@ -180,9 +247,38 @@ class LoopbackRuntime:
         for model in copies:
             _follow_model(model, self._model)
         before = [dict(module._buffers) for module in self._model.modules()]
-        run_loopback(interpreters, inputs, restored(trace, on_output, self._device))
+        output = restored(trace, on_output, self._device)
+        with contextlib.ExitStack() as stack:
+            for rank, observer, interpreter in zip(ranks, self._observers, interpreters, strict=bool(self._observers)):
+                watch = stack.enter_context(observer.step())
+                stack.enter_context(_watching(interpreter, watch, rank, training))
+            run_loopback(interpreters, inputs, output)
         for model in copies:
             _return_rebound(model, self._model, before)
+
+    def observe(self, num_steps: int = 20) -> None:
+        """Measure the times of the `num_steps` steps after the next one, for `report`."""
+        num_ranks = len(self._require_programs()[0])
+        self._observers = [Observer(self._device, rank, pipeline_rank=rank) for rank in range(num_ranks)]
+        for observer in self._observers:
+            observer.observe(num_steps)
+
+    def report(self) -> Comparison:
+        """Predicted against measured times of the stages of the first program; `print` it.
+
+        Ranks that share a process take turns, so there is no step time and no peak of one rank to compare.
+        Raises UsageError without `observe`.
+        """
+        from smpc.report.measured import compare
+
+        records = [observer.record for observer in self._observers]
+        _check_records(records)
+        return compare(self._require_programs()[0][0].plan, records, is_parallel=False)
+
+    def _require_programs(self) -> list[tuple[RankPrograms, ...]]:
+        if not self._programs:
+            raise UsageError("the runtime has no program yet; install a compilation first")
+        return self._programs
 
     def _rank_model(self, compilation: Compilation, rank: int) -> nn.Module:
         """The model as this rank sees it: its own objects, except for parameters that belong to an earlier rank."""
@@ -196,6 +292,59 @@ class LoopbackRuntime:
             if name in foreign:
                 memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
         return copy.deepcopy(self._model, memo)
+
+
+@contextlib.contextmanager
+def _watching(interpreter: Interpreter, watch: Watch, programs: RankPrograms, training: bool) -> Iterator[None]:
+    """Notes the spans of one step, and what kind of step it is."""
+    watch.training = training
+    watch.samples, watch.tokens = programs.batch
+    if watch.recorder is None:
+        yield
+        return
+    watch.recorder.begin()
+    interpreter.record(watch.recorder)
+    try:
+        yield
+    finally:
+        interpreter.record(None)
+    watch.spans = watch.recorder.take()
+
+
+def _noting_loss(
+    on_output: Callable[[int, tuple[Tensor, ...]], Roots | None] | None, watch: Watch
+) -> Callable[[int, tuple[Tensor, ...]], Roots | None] | None:
+    """`on_output`, adding up the roots that backward starts from by themselves, as losses do."""
+    if on_output is None:
+        return None
+
+    def call(microbatch: int, outputs: tuple[Tensor, ...]) -> Roots | None:
+        roots = on_output(microbatch, outputs)
+        for root, gradient in roots or ():
+            if gradient is None:
+                watch.losses.append(root.detach())
+        return roots
+
+    return call
+
+
+def _batch(trace: Trace, plan: Plan) -> tuple[int | None, int | None]:
+    """Samples and tokens of a step: the first axis of the model's first input that has one; the elements of its first integer input
+    of two dimensions or more.
+    """
+    specs = [node.spec for node in trace.nodes if node.kind is NodeKind.PLACEHOLDER and node.spec is not None]
+    count = plan.schedule.num_microbatches
+    samples = [spec.shape[0] * count for spec in specs if spec.shape]
+    tokens = [math.prod(spec.shape) * count for spec in specs if len(spec.shape) > 1 and spec.dtype in ("int64", "int32")]
+    return next(iter(samples), None), next(iter(tokens), None)
+
+
+def _check_records(records: Sequence[RankRecord]) -> None:
+    if not records or not all(any(step.training for step in record.steps) for record in records):
+        raise UsageError(
+            "report: no training step has been measured; call observe() on every rank and run at least two training steps "
+            "(memory is measured in the first, times in those after it)"
+        )
 
 
 def _follow_model(copied: nn.Module, model: nn.Module) -> None:

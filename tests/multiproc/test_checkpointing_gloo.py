@@ -73,14 +73,14 @@ def test_no_bit_changes(tmp_path):
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear, self.runs = nn.Linear(4, 4), 0
+        self.linear, self.second, self.runs = nn.Linear(4, 4), nn.Linear(4, 4), 0
         self.linear.register_forward_hook(self._count)
 
     def _count(self, *_):
         self.runs += 1
 
     def forward(self, x):
-        return torch.tanh(self.linear(x))
+        return torch.tanh(self.second(self.linear(x)))
 
 
 class Model(nn.Module):
@@ -114,7 +114,7 @@ def script(rank, _, checkpoints, splits_a_layer):
     )
     torch.manual_seed(0)
     module = Model(checkpoints)
-    for layer in (*module.layers[2:], *([module.layers[1].linear] if splits_a_layer else [])):
+    for layer in (*module.layers[2:], *([module.layers[1].second] if splits_a_layer else [])):
         smp.set_partition(layer, 1)
     model = smp.DistributedModel(module)
     x = torch.randn(8, 4)
@@ -131,11 +131,14 @@ def script(rank, _, checkpoints, splits_a_layer):
 
 
 def test_a_script_with_a_partition_by_hand(tmp_path):
-    plain, found = (run_workers(script, 2, tmp_path, checkpoints, False) for checkpoints in (False, True))
+    folders = [tmp_path / name for name in ("plain", "checkpointed")]
+    for folder in folders:
+        folder.mkdir()
+    plain, found = (run_workers(script, 2, folder, i == 1, False) for i, folder in enumerate(folders))
     for rank, ((expected, expected_grads, before), (loss, grads, runs)) in enumerate(zip(plain, found, strict=True)):
         assert all(torch.equal(a, b) for a, b in zip(loss, expected, strict=True))
         assert grads.keys() == expected_grads.keys()
-        assert len(grads) == 4
+        assert len(grads) == 8
         assert all(torch.equal(grads[name], value) for name, value in expected_grads.items())
         own = slice(2 * rank, 2 * rank + 2)
         # The last layer of a group need not run to its end again: its hook comes after what autograd saves first.

@@ -233,6 +233,8 @@ def test_every_key_that_is_neither_used_nor_refused_nor_warned_about_is_known():
     assert quiet == {
         "pipeline_parallel_degree",
         "microbatches",
+        "offload_activations",
+        "activation_loading_horizon",
         "pipeline",
         "optimize",
         "placement_strategy",

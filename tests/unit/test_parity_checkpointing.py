@@ -163,6 +163,7 @@ def test_a_buffer_that_changes_outside_of_the_region_that_reads_it():
 
     torch.manual_seed(0)
     model, batch = Model(), ((torch.randn(8, 4),), {})
-    compilation = compile_model(model, batch, pipeline_parallel_degree=2, microbatches=4, recompute=("layers.*",))
-    assert sum(len(stage.checkpoints) for stage in compilation.plan.stages) == 3
+    options = {"microbatches": 4, "pipeline": "simple", "recompute": ("layers.*",)}
+    compilation = compile_model(model, batch, pipeline_parallel_degree=1, **options)
+    assert [len(stage.checkpoints) for stage in compilation.plan.stages] == [3]
     parity.assert_same(parity.run_eager(model, batch, 4), run(model, compilation, batch))

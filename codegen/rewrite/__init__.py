@@ -1,0 +1,1 @@
+"""Rewrites of traces: one folder or file each."""

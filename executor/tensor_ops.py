@@ -1,0 +1,92 @@
+"""What the code of tensor-parallel stages calls on plain tensors: the collectives, and three operations that communicate nothing.
+
+        function      takes         returns   backward
+        own_part      replicated    sharded   zeros around this rank's slice: the gradient is partial, and so must its users' be
+        to_partial    replicated    partial   identity: the gradient of a partial tensor is whole on every rank
+        embedding     sharded rows  partial   of its own rows alone
+
+See `smpc.executor.collectives` for the terms. What comes out of a call that cuts or joins is contiguous, so that code which views it runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from smpc.executor import collectives
+from smpc.executor.collectives import TensorGroup, all_reduce, all_to_all, replicate_in, split
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "embedding",
+    "gather_in",
+    "own_part",
+    "reduce_scatter",
+    "replicate_in",
+    "split",
+    "to_partial",
+]
+
+
+def all_gather(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
+    """`smpc.executor.collectives.all_gather`, contiguous."""
+    return collectives.all_gather(tensor, dim, group).contiguous()
+
+
+def gather_in(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
+    """`smpc.executor.collectives.gather_in`, contiguous."""
+    return collectives.gather_in(tensor, dim, group).contiguous()
+
+
+def reduce_scatter(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
+    """`smpc.executor.collectives.reduce_scatter`, contiguous."""
+    return collectives.reduce_scatter(tensor, dim, group).contiguous()
+
+
+def own_part(tensor: Tensor, dim: int, group: TensorGroup, blocks: tuple[int, ...] = ()) -> Tensor:
+    """This rank's slice along `dim`, or of each of the `blocks` along it, joined."""
+    if group.size == 1:
+        return tensor
+    if not blocks:
+        return tensor.chunk(group.size, dim)[group.rank].contiguous()
+    parts = tensor.split(list(blocks), dim)
+    return torch.cat([part.chunk(group.size, dim)[group.rank] for part in parts], dim)
+
+
+def to_partial(tensor: Tensor, group: TensorGroup) -> Tensor:
+    """A summand on each rank whose sum is the tensor: the tensor itself on the first, zeros on the others."""
+    if group.size == 1:
+        return tensor
+    found: Tensor = _ToPartial.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def embedding(ids: Tensor, rows: Tensor, padding_idx: int | None, group: TensorGroup) -> Tensor:
+    """Looks up the rows that this rank has of a table split by rows; the others are zeros.
+
+    The row of `padding_idx` (of the whole table) gets no gradient.
+    """
+    start = group.rank * rows.shape[0]
+    local = ids - start
+    elsewhere = (local < 0) | (local >= rows.shape[0])
+    own_padding = None
+    if padding_idx is not None:
+        padding = padding_idx % (rows.shape[0] * group.size) - start
+        own_padding = padding if 0 <= padding < rows.shape[0] else None
+    found = F.embedding(local.masked_fill(elsewhere, 0), rows, own_padding)
+    return found.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+class _ToPartial(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
+        return tensor.view_as(tensor) if group.rank == 0 else torch.zeros_like(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
