@@ -25,11 +25,16 @@ class KernelDefault:
 _UNMEASURED = "not measured on a GPU yet"
 
 DEFAULTS: tuple[KernelDefault, ...] = (
+    KernelDefault("adamw", False, "torch.optim.AdamW(fused=True)", _UNMEASURED),
     KernelDefault("bias_dropout_add", False, "add, dropout and add of torch", _UNMEASURED),
     KernelDefault("bias_gelu", False, "add and gelu of torch", _UNMEASURED),
     KernelDefault("cross_entropy", False, "torch.nn.functional.cross_entropy", _UNMEASURED),
+    KernelDefault("gradient_norm", False, "foreach functions of torch", _UNMEASURED),
+    KernelDefault("lamb", False, "foreach functions of torch", _UNMEASURED),
+    KernelDefault("flash_attention", False, "torch.nn.functional.scaled_dot_product_attention", _UNMEASURED),
     KernelDefault("layer_norm", False, "torch.nn.functional.layer_norm", _UNMEASURED),
     KernelDefault("linear_cross_entropy", False, "linear and cross_entropy of torch", _UNMEASURED),
+    KernelDefault("novograd", False, "foreach functions of torch", _UNMEASURED),
     KernelDefault("rms_norm", False, "torch.nn.functional.rms_norm", _UNMEASURED),
     KernelDefault("rotary", False, "multiply, rotate and add of torch", _UNMEASURED),
     KernelDefault("swiglu", False, "silu and multiply of torch", _UNMEASURED),

@@ -169,7 +169,7 @@ def _torch_adamw_(bucket: Bucket, rule: AdamWRule, lr: float | Tensor) -> None:
         bucket.grads,
         bucket.first,
         bucket.second,
-        bucket.maxima,
+        bucket.maxima if rule.amsgrad else [],
         steps,
         lr=lr,
         beta1=rule.beta1,

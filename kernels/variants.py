@@ -38,6 +38,7 @@ KERNEL_FILES: tuple[str, ...] = (
     "attention.variants_triton",
     "bias_dropout_add_triton",
     "norms_triton",
+    "optimizers_variants_triton",
     "rotary_triton",
     "scale_triton",
     "token_loss_triton",
