@@ -5,6 +5,7 @@
         to_partial    replicated    partial   identity: the gradient of a partial tensor is whole on every rank
         embedding     sharded rows  partial   of its own rows alone
 
+`draw_apart` runs what draws random numbers for slices: equal draws where data is equal, different ones where it is split.
 See `smpc.executor.collectives` for the terms. What comes out of a call that cuts or joins is contiguous, so that code which views it runs.
 """
 
@@ -18,11 +19,13 @@ from torch import Tensor
 
 from smpc.executor import collectives
 from smpc.executor.collectives import TensorGroup, all_reduce, all_to_all, replicate_in, split
+from smpc.tracer.targets import function
 
 __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "draw_apart",
     "embedding",
     "gather_in",
     "own_part",
@@ -54,7 +57,7 @@ def own_part(tensor: Tensor, dim: int, group: TensorGroup, blocks: tuple[int, ..
         return tensor
     if not blocks:
         return tensor.chunk(group.size, dim)[group.rank].contiguous()
-    parts = tensor.split(list(blocks), dim)
+    parts = torch.split(tensor, list(blocks), dim)
     return torch.cat([part.chunk(group.size, dim)[group.rank] for part in parts], dim)
 
 
@@ -80,6 +83,21 @@ def embedding(ids: Tensor, rows: Tensor, padding_idx: int | None, group: TensorG
         own_padding = padding if 0 <= padding < rows.shape[0] else None
     found = F.embedding(local.masked_fill(elsewhere, 0), rows, own_padding)
     return found.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+def draw_apart(name: str, group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
+    """Calls the torch function `name` (dropout, say) on slices: what it draws differs between the ranks.
+
+    They go on alike from there: one draw of the default CPU generator, in which they agree, seeds all that the call draws.
+    """
+    seed = int(torch.randint(2**62, ()).item()) + group.rank
+    cuda = next((arg.device for arg in args if isinstance(arg, Tensor) and arg.is_cuda), None)
+    with torch.random.fork_rng([] if cuda is None else [cuda]):
+        torch.default_generator.manual_seed(seed)
+        if cuda is not None:
+            with torch.cuda.device(cuda):
+                torch.cuda.manual_seed(seed)
+        return function(name)(*args, **kwargs)
 
 
 class _ToPartial(torch.autograd.Function):

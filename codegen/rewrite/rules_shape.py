@@ -174,7 +174,8 @@ def _order_of_index(index: Any, rank: int) -> list[int] | None:
     used = sum(item is not None and item is not Ellipsis for item in items)
     if Ellipsis not in items:
         items.append(Ellipsis)
-    order, dim = [], 0
+    order: list[int] = []
+    dim = 0
     for item in items:
         if item is Ellipsis:
             order += range(dim, dim + rank - used)

@@ -114,7 +114,9 @@ def conversion(source: Layout, target: Layout, spec: TensorSpec, degree: int) ->
             return None
         return (_without_gradient(Step("all_to_all", 1 / degree, 1 / degree), spec),)
     from_whole = source.kind in (Kind.REPLICATED, Kind.BROADCAST)
-    if source.blocks or (target.blocks and not (from_whole and (source.kind is Kind.BROADCAST or not spec.requires_grad))):
+    if source.blocks or (
+        target.blocks and not (from_whole and (source.kind is Kind.BROADCAST or not spec.requires_grad))
+    ):
         return None
     if not spec.requires_grad and source.kind is Kind.REPLICATED and target.kind is Kind.SHARDED:
         return (Step("own_part"),)

@@ -38,7 +38,7 @@ class Strategy:
 
 
 def short_name(target: str) -> str:
-    """"add" of "torch.Tensor.add" and of "torch.add"; "" of what is not torch's."""
+    """ "add" of "torch.Tensor.add" and of "torch.add"; "" of what is not torch's."""
     return target.rpartition(".")[2] if target.startswith("torch.") and not target.startswith("torch.ops.") else ""
 
 
@@ -54,9 +54,9 @@ class Facts:
         self.trace, self.degree = trace, degree
         self._parts: dict[str, list[TensorSpec]] = {}
         for node in trace.nodes:
-            if node.target == GETITEM and isinstance(node.args[0], Ref) and node.spec is not None:
-                if trace.node(node.args[0].name).spec is None:
-                    self._parts.setdefault(node.args[0].name, []).append(node.spec)
+            source = node.args[0] if node.target == GETITEM else None
+            if isinstance(source, Ref) and node.spec is not None and trace.node(source.name).spec is None:
+                self._parts.setdefault(source.name, []).append(node.spec)
         self.constants = self._find_constants()
         self._blocks = self._find_blocks()
 
