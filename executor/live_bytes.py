@@ -25,7 +25,7 @@ class LiveBytes(TorchDispatchMode):
     """`live` bytes now, and the most that there were."""
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._known: set[int] = set()
         for tensor in held:
@@ -44,7 +44,11 @@ class LiveBytes(TorchDispatchMode):
         self.live -= num_bytes
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):

@@ -55,7 +55,7 @@ class Recorder:
         self._noted.clear()
         self._events.clear()
         if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             torch.cuda.synchronize(self._device)
             event.record()
             event.synchronize()
@@ -88,7 +88,8 @@ class Recorder:
         note = self._events.append
 
         def timed() -> None:
-            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             first.record()
             run()
             last.record()

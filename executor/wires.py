@@ -2,9 +2,9 @@
 
     wire = measure_wire(transport, rank, num_ranks)     # collective over the pipeline, between steps
 
-Messages go to and fro between neighbours, pair after pair, through the transport that the steps use; half of a round trip is one message.
-Latency is that of the smallest, bandwidth follows from the difference to the largest; both are medians, over the pairs as well. The result, a
-`Wire` of a device description, makes the predicted messages those of this machine:
+Messages go to and fro between neighbours, pair after pair, through the transport that the steps use; half of a round trip is one
+message. Latency is that of the smallest, bandwidth follows from the difference to the largest; both are medians, over the pairs as
+well. The result, a `Wire` of a device description, makes the predicted messages those of this machine:
 
     dataclasses.replace(find_device("cpu"), inside_host=wire)
 """

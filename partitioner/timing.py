@@ -2,8 +2,10 @@
 
 The nodes are evaluated in order, as in `smpc.tracer.replay`, then their backwards in reverse, on a copy of the model, so nothing of the
 model changes. Every value is cut off from what made it, so that a node's backward is its own. This is done several times after a
-pass that does not count, and a time is the median. The backward of a node that writes into a value that needs a gradient is taken to
-last as long as its forward.
+pass that does not count, and a time is the median, stretched so that all together last as long as a pass. The backward of a node that
+writes into a value that needs a gradient is taken to last as long as its forward. A backward includes adding to the gradients of
+parameters, as all microbatches but a step's first do; what starting autograd costs, which a stage pays once and not for every node, is
+measured and taken off.
 
 `parameter_times` measures nothing: it gives every node the bytes of the parameters that it is the first to use, for plans that look at
 parameter sizes and the order of modules alone.
@@ -27,11 +29,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from smpc.errors import ConfigError
 from smpc.partitioner.cost import NodeTimes
 from smpc.partitioner.problem import FloatArray
+from smpc.tracer import targets
 from smpc.tracer.ir import Node, NodeKind, Trace
-from smpc.tracer.literals import map_references
-from smpc.tracer.replay import context, evaluate, input_values, read_attribute
+from smpc.tracer.replay import context, input_values, read_attribute, resolved
 
 _RUNS = 5
+_STARTS = 50
 
 
 def measure_times(
@@ -58,8 +61,18 @@ def measure_times(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         stopwatch = _Stopwatch(trace, copy.deepcopy(model).to(device), inputs, device)
         passes = [stopwatch.run() for _ in range(runs + 1)][1:]
-    forward, backward = (np.median([times[k] for times in passes], axis=0) for k in (0, 1))
+    forward, backward = (_typical(np.array([times[k] for times in passes])) for k in (0, 1))
     return NodeTimes(forward, backward)
+
+
+def _typical(passes: FloatArray) -> FloatArray:
+    """The medians of the nodes, as long in all as the median pass.
+
+    Where processes share cores, a node is rarely interrupted and a stage always: medians of nodes leave the interruptions out.
+    """
+    medians: FloatArray = np.median(passes, axis=0)
+    total = medians.sum()
+    return medians * max(1.0, float(np.median(passes.sum(axis=1)) / total)) if total else medians
 
 
 def parameter_times(trace: Trace) -> NodeTimes:
@@ -87,6 +100,8 @@ class _Stopwatch:
     def __init__(self, trace: Trace, model: nn.Module, inputs: Mapping[str, Tensor], device: torch.device) -> None:
         self.trace, self.model, self.inputs, self.device = trace, model, inputs, device
         self.values: dict[str, Any] = {}
+        self.sums: dict[int, Tensor] = {}  # gradients of parameters, by id
+        self.start = self.start_of_backward()
 
     def run(self) -> tuple[FloatArray, FloatArray]:
         """The times of one pass: all forwards, then all backwards."""
@@ -108,15 +123,15 @@ class _Stopwatch:
                 self.model.get_submodule(owner).register_buffer(name, self.values[node.inputs[0]])
         while pending:
             i, roots, wanted = pending.pop()
-            grads = [torch.ones_like(root) for root in roots]
-            backward[i], _ = self.once(functools.partial(torch.autograd.grad, roots, wanted, grads, allow_unused=True))
+            seconds, _ = self.once(functools.partial(self.backward, roots, wanted, [torch.ones_like(r) for r in roots]))
+            backward[i] = max(seconds - self.start, seconds / 10)
         return forward, backward
 
     def node(self, node: Node) -> tuple[float, list[Tensor], list[Tensor]]:
         """Seconds of the node's forward, and between what its backward leads; notes its value."""
         written = [self.values[name] for name in node.mutates]
         with torch.set_grad_enabled(not any(isinstance(v, Tensor) and v.requires_grad for v in written)):
-            seconds, value = self.once(lambda: self.evaluate(node))
+            seconds, value = self.once(self.bound(node))
         roots = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
         wanted = [leaf for leaf in self.reads(node) if leaf.requires_grad]
 
@@ -127,13 +142,34 @@ class _Stopwatch:
         self.values[node.name] = tree_map_only(Tensor, cut, value)
         return seconds, roots, wanted
 
-    def evaluate(self, node: Node) -> Any:
-        """What the node returns."""
-        if node.kind is NodeKind.CALL_FUNCTION:
-            return evaluate(node, self.values, self.device)
-        args, kwargs = map_references((node.args, dict(node.kwargs)), self.values.__getitem__)
-        with context(node.grad_enabled, node.autocast):
-            return self.model.get_submodule(node.target)(*args, **kwargs)
+    def bound(self, node: Node) -> Callable[[], Any]:
+        """The node's call with its arguments looked up, so that only the call itself is timed."""
+        args = [resolved(arg, self.values, self.device) for arg in node.args]
+        kwargs = {key: resolved(value, self.values, self.device) for key, value in node.kwargs}
+        is_module = node.kind is NodeKind.CALL_MODULE
+        function = self.model.get_submodule(node.target) if is_module else targets.function(node.target)
+
+        def call() -> Any:
+            with context(node.grad_enabled, node.autocast):
+                return function(*args, **kwargs)
+
+        return call
+
+    def backward(self, roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor]) -> None:
+        """One node's backward; gradients of parameters are added up."""
+        for leaf, found in zip(wanted, torch.autograd.grad(roots, wanted, gradients, allow_unused=True), strict=True):
+            total = self.sums.get(id(leaf))
+            if total is not None and found is not None:
+                total.add_(found)
+
+    def start_of_backward(self) -> float:
+        """Seconds of a backward that has nothing to do; makes room for the gradients."""
+        self.sums = {id(p): torch.zeros_like(p) for p in self.model.parameters() if p.requires_grad}
+        leaf = torch.ones(1, device=self.device, requires_grad=True)
+        with torch.enable_grad():
+            root = leaf.view(1)
+        body = functools.partial(torch.autograd.grad, [root], [leaf], [torch.ones_like(leaf)], retain_graph=True)
+        return float(np.median([self.once(body)[0] for _ in range(_STARTS)]))
 
     def reads(self, node: Node) -> Iterator[Tensor]:
         """The tensors that the node's gradient may flow to, each once."""

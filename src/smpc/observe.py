@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,9 +35,9 @@ from smpc.codegen.program import Instruction, Op
 from smpc.errors import ConfigError
 from smpc.executor.live_bytes import LiveBytes
 from smpc.executor.recorder import Recorder, Span
+from smpc.observation import Window
 
 BUSY = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
-FOLDER, STEPS = "SMPC_OBSERVE", "SMPC_OBSERVE_STEPS"  # environment variables that `smpc run` sets for its ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,59 +74,12 @@ StepCallback = Callable[[StepInfo], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """The steps from `first` to `last` - 1; by default those after two that warm up."""
-
-    first: int = 2
-    last: int = 102
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.first < self.last:
-            raise ConfigError(f"steps: expected FIRST:LAST with 0 <= FIRST < LAST, found {self.first}:{self.last}")
-
-    def __contains__(self, step: int) -> bool:
-        return self.first <= step < self.last
-
-    def __str__(self) -> str:
-        return f"{self.first}:{self.last}"
-
-    @classmethod
-    def parse(cls, text: str) -> Window:
-        """`5:8` is steps 5, 6 and 7. Raises ConfigError."""
-        first, colon, last = text.partition(":")
-        if not colon or not first.isdecimal() or not last.isdecimal():
-            raise ConfigError(f"steps: expected FIRST:LAST such as 5:8, which is steps 5, 6 and 7, found {text!r}")
-        return cls(int(first), int(last))
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """What `smpc run --report` and `--trace` ask of the ranks: their records of the window's steps, as files in a folder."""
-
-    folder: str
-    window: Window = Window()
-
-    @classmethod
-    def read(cls, environ: Mapping[str, str]) -> Observation | None:
-        """From the environment; None if nothing is asked for. Raises ConfigError."""
-        if not environ.get(FOLDER):
-            return None
-        try:
-            return cls(environ[FOLDER], Window.parse(environ[STEPS]) if STEPS in environ else Window())
-        except ConfigError as error:
-            raise ConfigError(f"{STEPS}: {error}") from None
-
-    def environment(self) -> dict[str, str]:
-        """The inverse of `read`."""
-        return {FOLDER: self.folder, STEPS: str(self.window)}
-
-
-@dataclass(frozen=True, slots=True)
 class StepRecord:
     """One step of one rank. Nanoseconds of `time.monotonic_ns` there."""
 
     step: int
     training: bool
+    program: int  # of the runtime; reports are about the first one, 0
     start: int
     end: int
     spans: tuple[Span, ...]
@@ -146,7 +100,7 @@ class RankRecord:
     def to_json(self) -> str:
         """One line of JSON; an instruction is its text."""
         steps = [
-            [s.step, s.training, s.start, s.end, [[str(span.instruction), span.start, span.end] for span in s.spans]]
+            [s.step, s.training, s.program, s.start, s.end, [[str(i.instruction), i.start, i.end] for i in s.spans]]
             for s in self.steps
         ]
         numbers = [self.rank, self.pipeline_rank, self.replica, self.num_steps, self.peak_bytes, self.offset]
@@ -159,9 +113,14 @@ class RankRecord:
         rank, pipeline_rank, replica, num_steps, peak_bytes, offset = data["numbers"]
         steps = tuple(
             StepRecord(
-                step, training, start, end, tuple(Span(Instruction.parse(i), first, last) for i, first, last in spans)
+                step,
+                training,
+                program,
+                start,
+                end,
+                tuple(Span(Instruction.parse(i), first, last) for i, first, last in spans),
             )
-            for step, training, start, end, spans in data["steps"]
+            for step, training, program, start, end, spans in data["steps"]
         )
         return cls(rank, pipeline_rank, replica, num_steps, steps, peak_bytes, offset)
 
@@ -170,8 +129,10 @@ class RankRecord:
 class Watch:
     """A step under way: whoever runs it notes here what it knows."""
 
-    recorder: Recorder | None
+    recorder: Recorder | None = None
+    is_wanted: bool = False  # whether anyone asks for what follows
     training: bool = False
+    program: int = 0
     samples: int | None = None
     tokens: int | None = None
     loss: float | None = None  # or, while it is being computed,
@@ -179,10 +140,20 @@ class Watch:
     spans: tuple[Span, ...] = ()
 
 
+def batch_of(specs: Iterable[tuple[Sequence[int], bool]], num_microbatches: int) -> tuple[int | None, int | None]:
+    """Samples and tokens of a step, from the (shape, is it of integers) of the inputs of one microbatch: the first axis of the first one
+    that has one, and the elements of the first one of integers with two dimensions or more.
+    """
+    found = [(shape, is_integer) for shape, is_integer in specs if shape]
+    samples = next((shape[0] * num_microbatches for shape, _ in found), None)
+    tokens = next((math.prod(s) * num_microbatches for s, is_integer in found if is_integer and len(s) > 1), None)
+    return samples, tokens
+
+
 class Observer:
     """Watches one rank. `held` gives tensors that count as this rank's memory when that is counted on a CPU: optimizer state, say.
 
-    `replicas` multiplies the samples and tokens of a step. `on_window_end` is called once, after the last step of the window.
+    `replicas` multiplies the samples and tokens of a step. `on_window_end` is called after the last step of the window.
     """
 
     def __init__(
@@ -196,11 +167,11 @@ class Observer:
         offset: int = 0,
         window: Window | None = None,
         held: Callable[[], Iterable[Tensor]] = tuple,
-        on_window_end: Callable[[], object] = lambda: None,
     ) -> None:
         self._device, self._rank, self._replicas = device, rank, replicas
         self._record = RankRecord(rank, pipeline_rank, replica, 0, (), offset=offset)
-        self._window, self._on_window_end = window, on_window_end
+        self._window = window
+        self.on_window_end: Callable[[], object] = lambda: None
         self.holders = [held]  # a runtime adds its own
         self._callbacks: OrderedDict[int, StepCallback] = OrderedDict()
         self._recorder = Recorder(device)
@@ -213,8 +184,9 @@ class Observer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody watches; steps are counted all the same."""
-        return self._window is None and not self._callbacks
+        """Whether nobody watches the coming step; steps are counted all the same."""
+        window = self._window
+        return not self._callbacks and (window is None or not window.first - 1 <= self._num_steps < window.last)
 
     @property
     def record(self) -> RankRecord:
@@ -235,11 +207,6 @@ class Observer:
         self._peak_bytes = None
         self._window = Window(self._num_steps + 1, self._num_steps + 1 + num_steps)
 
-    def skip(self) -> None:
-        """A step that nobody watches."""
-        if self._watch is None:
-            self._num_steps += 1
-
     @contextlib.contextmanager
     def step(self, inputs: Iterable[Tensor] = ()) -> Iterator[Watch]:
         """Watch a step. Inside another one it is the same step: who is outermost says when it begins and ends.
@@ -249,10 +216,19 @@ class Observer:
         if self._watch is not None:
             yield self._watch
             return
+        if self.is_idle:
+            self._watch = Watch()
+            self._counts, self._last_end = False, None
+            try:
+                yield self._watch
+            finally:
+                self._watch = None
+                self._num_steps += 1
+            return
         window = self._window
         keeps = window is not None and self._num_steps in window
         self._counts = counts = window is not None and self._num_steps == window.first - 1
-        watch = self._watch = Watch(self._recorder if keeps or self._callbacks else None)
+        watch = self._watch = Watch(self._recorder if keeps or self._callbacks else None, is_wanted=True)
         start = time.monotonic_ns()
         try:
             with self._memory(counts, inputs):
@@ -268,7 +244,7 @@ class Observer:
     def _finish(self, watch: Watch, start: int, end: int, *, keeps: bool) -> None:
         step = self._num_steps - 1
         if keeps:
-            self._steps.append(StepRecord(step, watch.training, start, end, watch.spans))
+            self._steps.append(StepRecord(step, watch.training, watch.program, start, end, watch.spans))
             if self._device.type == "cuda":
                 self._peak_bytes = torch.cuda.max_memory_allocated(self._device)
         info = self._info(watch, step, start, end) if self._callbacks else None
@@ -277,7 +253,7 @@ class Observer:
             for callback in list(self._callbacks.values()):
                 callback(info)
         if self._window is not None and self._num_steps == self._window.last:
-            self._on_window_end()
+            self.on_window_end()
 
     def _info(self, watch: Watch, step: int, start: int, end: int) -> StepInfo:
         seconds = (end - start) / 1e9

@@ -7,7 +7,7 @@ memory of each rank. Times are microseconds. The same plan gives the same bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from smpc.codegen.actions import Action, backward, forward
@@ -23,10 +23,18 @@ _PROCESS = 0
 
 def perfetto_json(plan: Plan, timeline: Timeline) -> str:
     """The content of timeline.json."""
-    events = [*_names(plan, timeline), *_slices(timeline), *_flows(plan, timeline), *_counters(plan, timeline)]
+    return trace_json(predicted_events(plan, timeline), {"plan": plan.fingerprint, "kind": "predicted"})
+
+
+def predicted_events(plan: Plan, timeline: Timeline) -> list[dict[str, Any]]:
+    """The events of the predicted step, under process 0."""
+    return [*_names(plan, timeline), *_slices(timeline), *_flows(plan, timeline), *_counters(plan, timeline)]
+
+
+def trace_json(events: Iterable[dict[str, Any]], other: Mapping[str, Any]) -> str:
+    """A file of events, one a line. `other` is what else there is to know."""
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
-    metadata = json.dumps({"plan": plan.fingerprint, "kind": "predicted"})
-    return f'{{"displayTimeUnit":"ms","otherData":{metadata},"traceEvents":[\n{lines}\n]}}\n'
+    return f'{{"displayTimeUnit":"ms","otherData":{json.dumps(other)},"traceEvents":[\n{lines}\n]}}\n'
 
 
 def _names(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:

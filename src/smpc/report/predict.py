@@ -34,8 +34,9 @@ def plan_timeline(plan: Plan) -> Timeline:
         tuple(stage.backward_time for stage in plan.stages),
         summary.link_latency,
         summary.link_bandwidth,
+        tuple(stage.weight_time for stage in plan.stages),
     )
-    return simulate(choice.build(links, costs), links, costs)
+    return simulate(choice.build(links, costs, [stage.num_in_flight for stage in plan.stages]), links, costs)
 
 
 def plan_links(plan: Plan) -> tuple[Link, ...]:

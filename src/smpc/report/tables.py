@@ -126,6 +126,17 @@ def _message_row(plan: Plan, stage: Stage) -> tuple[str, ...]:
     )
 
 
+def kernel_lines(plan: Plan) -> tuple[str, ...]:
+    """What ops of smpc.kernels replace, and why others do not: `rms_norm at 7 places, from model.layers.0.input_layernorm`."""
+    used = [use for use in plan.kernels if not use.reason]
+    unused = [use for use in plan.kernels if use.reason]
+    lines = [f"{use.op} at {count(use.count, 'place')}, from {use.first}" for use in used]
+    for use in unused:
+        where = f" at {count(use.count, 'place')}, from {use.first}" if use.count else ""
+        lines.append(f"{use.op} not used{where}: {use.reason}")
+    return tuple(lines)
+
+
 def summary(plan: Plan) -> tuple[tuple[str, str], ...]:
     """The objective, the schedule, shared parameters, the fingerprint."""
     objective, schedule = plan.objective, plan.schedule
@@ -146,6 +157,7 @@ def summary(plan: Plan) -> tuple[tuple[str, str], ...]:
             ("Shared", f"{printable(p.name)} on stages {', '.join(map(str, p.stages))}, gradients summed")
             for p in plan.shared_parameters
         ),
+        *(("Kernels" if i == 0 else "", printable(line)) for i, line in enumerate(kernel_lines(plan))),
         *((("Assumes", printable(f"{plan.device}, {plan.optimizer}")),) if plan.device else ()),
         ("Plan", plan.fingerprint[:16]),
     )

@@ -1,0 +1,120 @@
+"""Ready-made callbacks for `register_step_callback`: a line of progress, and TensorBoard.
+
+    model.register_step_callback(smpc.ProgressLine(num_steps=1000))
+    model.register_step_callback(smpc.TensorBoard("runs/first"))
+
+A callback is any function of a `smpc.StepInfo`. Both of these may be registered on every rank: each shows what it says it shows, once.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from smpc.errors import ConfigError
+from smpc.observe import StepInfo
+from smpc.report.format import format_bytes, format_number, format_time
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+_PLAIN_SECONDS = 10.0  # between two lines where the output is no terminal
+
+
+class ProgressLine:
+    """On rank 0, a line on stderr about the last step: on a terminal always the same one, elsewhere a new one now and then.
+
+    `num_steps` is how many steps there will be, if that is known. Steps that only evaluate are not shown.
+    """
+
+    def __init__(
+        self, num_steps: int | None = None, *, console: Console | None = None, seconds: float = _PLAIN_SECONDS
+    ) -> None:
+        self._num_steps = num_steps
+        self._console = console or Console(file=sys.stderr, markup=False, highlight=False, emoji=False)
+        self._seconds = seconds
+        self._shown_at = -float("inf")
+        self._live: Live | None = None
+
+    def __call__(self, info: StepInfo) -> None:
+        """Show a step."""
+        if info.rank != 0 or not info.training:
+            return
+        is_last = self._num_steps is not None and info.step + 1 >= self._num_steps
+        text = Text(self.text(info), no_wrap=True, overflow="ellipsis")
+        if not self._console.is_terminal:
+            if is_last or time.monotonic() - self._shown_at >= self._seconds:
+                self._shown_at = time.monotonic()
+                self._console.print(text, soft_wrap=True)
+            return
+        if self._live is None:
+            self._live = Live(text, console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(text, refresh=True)
+        if is_last:
+            self.close()
+
+    def text(self, info: StepInfo) -> str:
+        """`step 12/100  loss 3.1416  215 ms  149 samples/s  9.5 K tokens/s  idle 12.3%  1.2 GiB`."""
+        parts = [f"step {info.step}" + ("" if self._num_steps is None else f"/{self._num_steps}")]
+        parts += [] if info.loss is None else [f"loss {info.loss:.4f}"]
+        parts += [format_time(info.seconds)]
+        rates = ((info.samples_per_second, "samples/s"), (info.tokens_per_second, "tokens/s"))
+        parts += [f"{format_number(rate)} {what}" for rate, what in rates if rate is not None]
+        parts += [] if info.bubble is None else [f"idle {info.bubble:.1%}"]
+        parts += [] if info.peak_bytes is None else [format_bytes(info.peak_bytes)]
+        return "  ".join(parts)
+
+    def close(self) -> None:
+        """Leave the last line where it is."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+
+class TensorBoard:
+    """Scalars of every step for TensorBoard, in a folder for each rank: `FOLDER/rank0` and so on.
+
+    Of a training step: smpc/step_seconds, smpc/samples_per_second, smpc/tokens_per_second, smpc/bubble, smpc/loss, smpc/peak_bytes, as far
+    as the rank knows them; of others the same under smpc/evaluation. Raises ConfigError where tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                f"TensorBoard: the package tensorboard is not installed ({error}); pip install tensorboard"
+            ) from None
+        self._make = SummaryWriter
+        self._folder = Path(folder)
+        self._writer: SummaryWriter | None = None
+
+    def __call__(self, info: StepInfo) -> None:
+        """Write a step."""
+        if self._writer is None:
+            self._writer = self._make(str(self._folder / f"rank{info.rank}"))
+        group = "smpc" if info.training else "smpc/evaluation"
+        scalars = {
+            "step_seconds": info.seconds,
+            "samples_per_second": info.samples_per_second,
+            "tokens_per_second": info.tokens_per_second,
+            "bubble": info.bubble,
+            "loss": info.loss,
+            "peak_bytes": info.peak_bytes,
+        }
+        for name, value in scalars.items():
+            if value is not None:
+                self._writer.add_scalar(f"{group}/{name}", value, info.step)
+
+    def close(self) -> None:
+        """Write what is left; a script that ends does so too."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
