@@ -144,6 +144,15 @@ def test_legacy_files_are_read_without_running_them(tmp_path):
     assert not canary.exists()
 
 
+def test_files_without_an_ending_are_told_apart(tmp_path):
+    save_file({"a": torch.ones(1)}, tmp_path / "tensors")
+    torch.save({"a": torch.ones(1)}, tmp_path / "pickle")
+    torch.save({"a": torch.ones(1)}, tmp_path / "old", _use_new_zipfile_serialization=False)
+    for name in ("tensors", "pickle", "old"):
+        with open_source(tmp_path / name) as source:
+            assert [source.read(item).item() for item in source.items] == [1.0]
+
+
 def test_what_is_none_of_these(tmp_path):
     (tmp_path / "x").mkdir()
     save_file({"a": torch.ones(1)}, tmp_path / "one.safetensors")

@@ -9,7 +9,7 @@ from smpc.checkpoint.distributed import write_distributed
 from smpc.checkpoint.export import save_full, write_file_of, write_folder
 from smpc.checkpoint.files import read_file, write_file
 from smpc.checkpoint.folders import Root
-from smpc.checkpoint.load import Loaded, load
+from smpc.checkpoint.load import Loaded, check, load
 from smpc.checkpoint.reader import Checkpoint, verify
 from smpc.checkpoint.rng import capture_rng, restore_rng
 from smpc.checkpoint.save import save
@@ -27,6 +27,7 @@ __all__ = [
     "Shard",
     "StoreChannel",
     "capture_rng",
+    "check",
     "load",
     "open_source",
     "read_file",

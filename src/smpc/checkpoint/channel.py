@@ -92,10 +92,15 @@ class StoreChannel:
     ) -> None:
         self._store = PrefixStore(prefix, store)
         self._timeout, self._turn = timeout, 0
+        self._broken = False
         self.rank, self.size = rank, size
 
     def exchange(self, message: str) -> list[str]:
         """See Channel."""
+        if self._broken:  # what a rank that came late has left would be taken for an answer
+            raise CheckpointError(
+                f"rank {self.rank}: the ranks lost each other in an earlier checkpoint; start the processes again"
+            )
         turn, self._turn = self._turn, self._turn + 1
         found: list[str] = []
         try:
@@ -106,6 +111,7 @@ class StoreChannel:
             if turn:  # every rank has come here, so every rank has read the turn before
                 self._store.delete_key(f"{turn - 1}/{self.rank}")
         except (RuntimeError, ValueError) as error:
+            self._broken = True
             raise CheckpointError(
                 f"rank {self.rank}: rank {len(found)} ended, or did not come within {self._timeout.total_seconds():g} s: "
                 f"{str(error).strip().splitlines()[0]}"

@@ -21,7 +21,7 @@ from smpc.checkpoint.folders import Root
 from smpc.checkpoint.manifest import NAME
 from smpc.checkpoint.save import save
 from smpc.checkpoint.sources import CheckpointSource, LegacySource, SafetensorsSource, Source
-from smpc.checkpoint.tensorfile import Advance
+from smpc.checkpoint.tensorfile import Advance, is_tensorfile
 from smpc.errors import CheckpointError
 
 
@@ -29,7 +29,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     """Whatever lies there, to be read tensor by tensor. Raises CheckpointError if it is missing or nothing that can be read."""
     found = os.path.abspath(os.fspath(path))
     if os.path.isfile(found):
-        return SafetensorsSource(found) if found.endswith(".safetensors") else LegacySource(found)
+        return SafetensorsSource(found) if is_tensorfile(found) else LegacySource(found)
     if not os.path.isdir(found):
         raise CheckpointError(f"{found}: no such file or folder")
     if os.path.lexists(os.path.join(found, NAME)):

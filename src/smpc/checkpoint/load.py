@@ -54,9 +54,7 @@ def load(
     """
     opened: list[Checkpoint] = []
     try:
-        answers = together(channel, lambda: _compare(folder, wanted, opened, cast))
-        loaded = _union(opened[0], answers, kinds)
-        _refuse(loaded, answers, opened[0].folder, strict)
+        answers, loaded = _agree(folder, wanted, channel, opened, strict, cast, kinds)
         keys = [(kind, name) for answer in answers for kind, name in answer["wanted"]]
         together(channel, lambda: _verify(opened[0], list(dict.fromkeys(keys)), channel, advance))
         together(channel, lambda: _fill(opened[0], wanted, loaded, advance))
@@ -64,6 +62,39 @@ def load(
     finally:
         for checkpoint in opened:
             checkpoint.close()
+
+
+def check(
+    folder: str | os.PathLike[str],
+    wanted: Sequence[Shard],
+    channel: Channel,
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    kinds: Collection[str] | None = None,
+) -> Loaded:
+    """Compare names, shapes and dtypes as `load` does, and fill nothing. Collective."""
+    opened: list[Checkpoint] = []
+    try:
+        return _agree(folder, wanted, channel, opened, strict, cast, kinds)[1]
+    finally:
+        for checkpoint in opened:
+            checkpoint.close()
+
+
+def _agree(
+    folder: str | os.PathLike[str],
+    wanted: Sequence[Shard],
+    channel: Channel,
+    opened: list[Checkpoint],
+    strict: bool,
+    cast: bool,
+    kinds: Collection[str] | None,
+) -> tuple[list[Any], Loaded]:
+    answers = together(channel, lambda: _compare(folder, wanted, opened, cast))
+    loaded = _union(opened[0], answers, kinds)
+    _refuse(loaded, answers, opened[0].folder, strict)
+    return answers, loaded
 
 
 def _compare(folder: str | os.PathLike[str], wanted: Sequence[Shard], opened: list[Checkpoint], cast: bool) -> Any:

@@ -75,6 +75,7 @@ def write_tensors(
                         f"shape {list(values.shape)}"
                     )
                 sums = _write_blocks(stream, values, block_size, advance)
+                del values  # before the next one is fetched
                 pieces[index] = Piece(os.path.basename(path), begin, shard.offsets, shard.shape, sums)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
@@ -93,6 +94,17 @@ def open_regular(path: str) -> int:
         os.close(descriptor)
         raise CheckpointError(f"cannot read {path}: not a regular file")
     return descriptor
+
+
+def is_tensorfile(path: str) -> bool:
+    """Whether a file is a safetensors file by its name, or without one by its first bytes: the header is a JSON object."""
+    if path.endswith(".safetensors"):
+        return True
+    try:
+        with open(path, "rb") as file:  # a link too: files of torch.save may be one
+            return file.read(9)[8:] == b"{"
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
 
 
 def read_header(descriptor: int, where: str) -> Header:

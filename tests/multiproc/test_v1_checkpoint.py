@@ -1,0 +1,172 @@
+"""save_checkpoint and resume_from_checkpoint: on any topology, before and after the first step, full and partial."""
+
+import itertools
+import multiprocessing
+import multiprocessing.forkserver
+
+import pytest
+import torch
+from checkpoint_jobs import TOPOLOGIES, Job, resume, same, size
+from executor_harness import run_workers
+
+import smpc.v1 as smp
+from smpc.checkpoint import Checkpoint, Root
+from smpc.errors import CheckpointError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["smpc.v1"])
+    multiprocessing.forkserver.ensure_running()
+
+
+def name_of(topology):
+    return "x".join(map(str, topology))
+
+
+def train_and_save(rank, folder, topology, path):
+    """Two steps, a checkpoint, one more step: the truth for all who resume."""
+    job = Job(topology)
+    job.steps(0, 1)
+    job.save(path, name_of(topology), user_content={"step": 2, "ema": torch.ones(3)})
+    state = job.state()
+    loss = job.step(2)
+    smp.shutdown()
+    return state, loss
+
+
+def resume_each(rank, folder, topology, path, sources, plans):
+    """Resume from the checkpoint of each source: the first before the first step of this job, the others later."""
+    job = Job(topology, seed=2)
+    results = []
+    for source in sources:
+        content, texts = resume(path, tag=name_of(source))
+        assert content["step"] == 2
+        assert torch.equal(content["ema"], torch.ones(3))
+        reseeded = any("random state does not fit" in text for text in texts)
+        assert reseeded == (rank == 0 and source != topology), texts
+        loss = None
+        if not job.model.partitioned:
+            loss = job.step(2)
+            resume(path, tag=name_of(source))
+        state = job.state()
+        loss = job.step(2) if loss is None else loss
+        results.append((state, loss, job.model.plan_json))
+    smp.shutdown()
+    return results
+
+
+def check_pairs(tmp_path, pairs):
+    path = tmp_path / "run"
+    truth = {}
+    for topology in sorted({source for source, _ in pairs}):
+        folder = tmp_path / f"save{name_of(topology)}"
+        folder.mkdir()
+        truth[topology] = run_workers(train_and_save, size(topology), folder, topology, path)[0]
+        state = truth[topology][0]
+        with Checkpoint.open(Root(path).find(f"{name_of(topology)}_partial")) as checkpoint:  # whole, read without us
+            for (kind, name), _ in checkpoint.entries.items():
+                if kind in ("model", "optimizer"):
+                    assert torch.equal(checkpoint.read(kind, name), state[kind][name]), (topology, kind, name)
+    for target in sorted({target for _, target in pairs}):
+        folder = tmp_path / f"load{name_of(target)}"
+        folder.mkdir()
+        sources = [source for source, other in pairs if other == target]
+        found = run_workers(resume_each, size(target), folder, target, path, sources, None)
+        for results in found:
+            for source, (state, loss, plan) in zip(sources, results, strict=True):
+                assert same(state, truth[source][0]) == [], (source, target)
+                if source == target:
+                    assert torch.equal(loss, truth[source][1])
+                    with Checkpoint.open(Root(path).find(f"{name_of(source)}_partial")) as checkpoint:
+                        assert plan == checkpoint.plan
+                else:
+                    assert loss.item() == pytest.approx(truth[source][1].item(), rel=1e-5), (source, target)
+
+
+def test_what_one_topology_saves_another_resumes(tmp_path):
+    check_pairs(tmp_path, [((2, 1, 1), (1, 2, 1)), ((1, 2, 1), (2, 1, 1)), ((2, 1, 1), (2, 1, 1))])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_what_any_topology_saves_every_other_resumes(tmp_path):
+    check_pairs(tmp_path, list(itertools.product(TOPOLOGIES, TOPOLOGIES)))
+
+
+def half(rank, folder, topology, path, parts):
+    """Train in parts of steps, each of which but the last is saved; resumed where there is something."""
+    job = Job(topology, dropout=0.2)
+    first = parts[0]
+    if first[0]:
+        resume(path)
+    losses = []
+    for part in parts:
+        losses += job.steps(*part)
+        job.save(path, f"step{part[-1]}")
+    state = job.state()
+    smp.shutdown()
+    return state, losses
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [(2, 1, 1), *(pytest.param(each, marks=pytest.mark.slow) for each in TOPOLOGIES if each != (2, 1, 1))],
+)
+def test_with_dropout_four_steps_are_two_and_two_bitwise(tmp_path, topology):
+    found = []
+    for name, jobs in (("whole", [[(0, 1), (2, 3)]]), ("halves", [[(0, 1)], [(2, 3)]])):
+        losses = []
+        for index, parts in enumerate(jobs):
+            folder = tmp_path / f"{name}{index}"
+            folder.mkdir()
+            results = run_workers(half, size(topology), folder, topology, tmp_path / name, parts)
+            losses += results[0][1]
+        found.append((losses, [state for state, _ in results]))
+    (whole_losses, whole), (half_losses, halves) = found
+    assert torch.equal(torch.stack(whole_losses), torch.stack(half_losses))
+    assert [same(a, b) for a, b in zip(whole, halves, strict=True)] == [[]] * len(whole)
+
+
+def state_dicts(rank, folder, topology):
+    """Local and gathered state dicts of a model that is cut both ways, through smp.save and smp.load."""
+    job, path = Job(topology), str(folder / "model.pt")
+    job.step(0)
+    state = job.state()
+    gathered = job.model.state_dict(gather_to_rank0=True), job.optimizer.state_dict(gather_to_rank0=True)
+    assert [bool(found) for found in gathered] == [smp.mp_rank() == 0] * 2
+    full = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}
+    smp.save({"model": job.model.local_state_dict(), "optimizer": job.optimizer.local_state_dict()}, path, v3=True)
+    if rank == 0:
+        smp.save(full, path, partial=False)
+    smp.barrier()
+    own = f"{smp.pp_rank()}_{smp.tp_rank()}_{smp.rdp_rank()}"
+    swapped = f"{path}_{smp.pp_size() - 1 - smp.pp_rank()}_{smp.tp_rank()}_0"  # of another stage
+    results = []
+    for file, options in [
+        (f"{path}_{own}", {}),
+        (f"{path}_{own}", {"same_partition_load": True}),
+        (swapped, {}),
+        (path, {}),
+    ]:
+        job.step(1)
+        job.model.cpu()
+        loaded = smp.load(file, partial=False)
+        job.model.load_state_dict(loaded["model"], **options)
+        job.optimizer.load_state_dict(loaded["optimizer"])
+        results.append(same(job.state(), state))
+    broken = dict(smp.load(path, partial=False)["model"])
+    broken["before.0.weight"] = broken["before.0.weight"][:, 1:]
+    with pytest.raises(CheckpointError, match=r"shape of before.0.weight: expected \[24, 16\], found \[24, 15\]"):
+        job.model.load_state_dict(broken)
+    smp.shutdown()
+    return results, state["model"]
+
+
+@pytest.mark.parametrize("topology", [(1, 2, 1), pytest.param((2, 2, 1), marks=pytest.mark.slow)])
+def test_state_dicts_gather_and_scatter_slices_and_stages(tmp_path, topology):
+    found = run_workers(state_dicts, size(topology), tmp_path, topology)
+    assert [results for results, _ in found] == [[[]] * 4] * size(topology)
+    (tmp_path / "alone").mkdir()
+    alone = run_workers(state_dicts, 1, tmp_path / "alone", (1, 1, 1))[0][1]
+    assert {k: v.shape for k, v in found[0][1].items()} == {k: v.shape for k, v in alone.items()}
