@@ -47,7 +47,7 @@ class Job:
     """A script, its arguments, and how many ranks run it on this host.
 
     `is_module`: `script` is the name of a module, as for `python -m`. `grace`: seconds that a rank has to end itself after a
-    signal, before it is killed.
+    signal, before it is killed. `variables` are added to the environment of the ranks.
     """
 
     script: str
@@ -57,6 +57,7 @@ class Job:
     nodes: NodeOptions = field(default_factory=NodeOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
     grace: float = 3.0
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def check(self, environ: Mapping[str, str]) -> Place:
         """This host's place in the job. Raises ConfigError for a job that cannot start, all violations together."""
@@ -93,7 +94,7 @@ def launch(job: Job) -> int:
 
         def tell(failure: RankFailure) -> None:
             text = str(failure.report.get("py_callstack", ""))
-            rendezvous.tell(Failure(failure.at_fault, headline(failure), text, failure.status))
+            rendezvous.tell(Failure(failure.at_fault, headline(failure), text, failure.status, failure.order))
 
         failures = processes.run(commands, lambda: rendezvous.remote is not None, tell)
         if processes.signal is not None and place.world_size > job.num_ranks:
@@ -108,8 +109,7 @@ def _verdict(job: Job, place: Place, signal: int | None, failures: list[RankFail
     if signal is not None:
         return 128 + signal
     failures = sorted(failures, key=lambda failure: failure.order)
-    # A failure of a rank elsewhere was the first one in the store. What the launcher itself noticed may be a consequence.
-    if remote is not None and (remote.rank >= 0 or all(failure.order[0] > 0 for failure in failures)):
+    if remote is not None and (not failures or remote.order < failures[0].order):
         print(f"smpc: error: on another node, {remote.headline}", file=sys.stderr)
         if remote.text:
             print(remote.text.rstrip(), file=sys.stderr)
@@ -123,6 +123,7 @@ def _verdict(job: Job, place: Place, signal: int | None, failures: list[RankFail
 def _commands(job: Job, place: Place, port: int, folder: Path) -> list[RankCommand]:
     environment = _environment(job.num_ranks, place)
     environment |= {
+        **job.variables,
         "MASTER_ADDR": LOOPBACK if is_loopback(place.master_addr) else place.master_addr,
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(place.world_size),

@@ -2,6 +2,8 @@
 
 Terms
     node    what one launcher started; several on one host in tests. The launcher of node 0 hosts the store
+    order   failures sort by it: causes before consequences, then by time. Hosts' clocks need not agree to better than a second, for
+            a death that left no report comes before the reports of the ranks that noticed it
     beat    a number that every launcher of several nodes raises all the time; one that stands still is a launcher that is gone
 
 All of it happens on a thread of its own, because importing torch takes longer than the ranks need to start, and a connection to another
@@ -25,6 +27,7 @@ _POLL_SECONDS = 0.25
 _CONNECT_TIMEOUT = timedelta(minutes=30)  # the ranks' own timeout for the start is shorter
 _SILENCE_SECONDS = 15.0
 _PREFIX = "smpc_run"
+_NO_RANK_AT_FAULT = 1.0  # comes after the failures of ranks, before their consequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class Failure:
     headline: str
     text: str
     status: int
+    order: tuple[float, float, int] = (_NO_RANK_AT_FAULT, 0.0, -1)
 
 
 class Rendezvous:
@@ -48,6 +52,7 @@ class Rendezvous:
         self._num_ranks, self._world_size = num_ranks, world_size
         self._own: Failure | None = None
         self._remote: Failure | None = None
+        self._heard: list[int] = []  # nodes whose failure is known
         self._is_done = False
         self._has_told = False
         self._wake = threading.Event()
@@ -56,11 +61,11 @@ class Rendezvous:
 
     @property
     def remote(self) -> Failure | None:
-        """What has failed first, if that was on another node."""
+        """What has failed first of what the other nodes have told."""
         return self._remote
 
     def tell(self, failure: Failure) -> None:
-        """Tell all ranks, and the other nodes. The first failure of a job counts."""
+        """Tell all ranks, and the other nodes; only the first call counts."""
         if self._own is None:
             self._own = failure
             self._wake.set()
@@ -101,7 +106,7 @@ class Rendezvous:
             is_done = self._is_done
             if self._own is not None and not self._has_told:
                 self._has_told = True
-                self._publish(store, self._own)
+                self._publish(store, self._own, number)
             if self._num_ranks < self._world_size:
                 self._listen_to_others(store, number, beats)
             if is_done and not has_counted:
@@ -113,44 +118,52 @@ class Rendezvous:
             self._wake.clear()
 
     def _may_leave(self, store: Store) -> bool:
-        """Whether nobody needs this thread: only the host of the store waits for the others, to hear of a failure or of their end."""
-        if self._listener is None:
+        """Whether nobody needs this thread: who has failed waits for what the others say, the host of the store until they have left."""
+        all_ended = store.add(f"{_PREFIX}/ended", 0) >= self._world_size
+        if self._listener is not None:
+            return store.add(f"{_PREFIX}/left", 0) >= self._world_size - self._num_ranks
+        if self._own is None or all_ended:
+            store.add(f"{_PREFIX}/left", self._num_ranks)
             return True
-        ended = store.add(f"{_PREFIX}/ended", 0)
-        return ended >= self._world_size
+        return False
 
-    def _publish(self, store: Store, failure: Failure) -> None:
+    def _publish(self, store: Store, failure: Failure, number: int) -> None:
         from torch._C._distributed_c10d import PrefixStore
 
         from smpc.executor.reports import Report, publish
         from smpc.launch_store import STORE_PREFIX
 
         publish(PrefixStore(f"{STORE_PREFIX}0", store), Report(failure.rank, failure.headline, failure.text))
-        own = json.dumps([failure.rank, failure.headline, failure.text, failure.status]).encode()
-        first = store.compare_set(f"{_PREFIX}/failure", "", own.decode())
-        if first != own:
-            self._remote = self._remote or _read(first)
+        fields = [failure.rank, failure.headline, failure.text, failure.status, failure.order]
+        store.set(f"{_PREFIX}/failure/{number}", json.dumps(fields))
 
     def _listen_to_others(self, store: Store, number: int, beats: dict[int, tuple[int, float]]) -> None:
         store.add(f"{_PREFIX}/beat/{number}", 1)
         now = time.monotonic()
         for other in range(store.add(f"{_PREFIX}/nodes", 0)):
+            if other != number and other not in self._heard and store.check([f"{_PREFIX}/failure/{other}"]):
+                self._heard.append(other)
+                self._take(_read(store.get(f"{_PREFIX}/failure/{other}")))
             beat = store.add(f"{_PREFIX}/beat/{other}", 0)
             if other == number or beats.get(other, (-1, 0.0))[0] != beat:
                 beats[other] = (beat, now)
             elif now - beats[other][1] > _SILENCE_SECONDS and not store.check([f"{_PREFIX}/left/{other}"]):
-                self._remote = self._remote or Failure(
-                    -1, f"the launcher of another node has not been heard of for {_SILENCE_SECONDS:.0f} s", "", 1
+                self._take(
+                    Failure(
+                        -1, f"the launcher of another node has not been heard of for {_SILENCE_SECONDS:.0f} s", "", 1
+                    )
                 )
         if self._is_done:
             store.set(f"{_PREFIX}/left/{number}", "")
-        if self._own is None and self._remote is None and store.check([f"{_PREFIX}/failure"]):
-            self._remote = _read(store.get(f"{_PREFIX}/failure"))
+
+    def _take(self, failure: Failure) -> None:
+        if self._remote is None or failure.order < self._remote.order:
+            self._remote = failure
 
 
 def _read(payload: bytes) -> Failure:
     try:
-        rank, headline, text, status = json.loads(payload)
-        return Failure(int(rank), str(headline), str(text), int(status))
+        rank, headline, text, status, (kind, when, last) = json.loads(payload)
+        return Failure(int(rank), str(headline), str(text), int(status), (float(kind), float(when), int(last)))
     except (ValueError, TypeError):
         return Failure(-1, f"the store of this job has something that no launcher wrote: {payload[:60]!r}", "", 1)
