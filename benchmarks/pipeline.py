@@ -1,9 +1,20 @@
-"""A 2-rank GPT-2 pipeline on gloo: smpc against torch.distributed.pipelining, step by step in the same processes.
+"""Pipelines on gloo: smpc against torch.distributed.pipelining, step by step in the same processes.
 
-    make bench          or: python benchmarks/pipeline.py [--steps 30]
+    make bench          or: python benchmarks/pipeline.py [--steps 30] [--schedules 1f1b zb-v ...] [--sizes balanced ...]
 
-Both run 1F1B over the same stage modules, the same microbatches and the same loss, one thread a process. Steps alternate, so
-that whatever else the machine does hits both; the ratio is that of the medians (below 1 is faster than torch).
+Two ranks, one thread a process. Both run the same schedule over the same stage modules (equal stages: four blocks of GPT-2 a rank,
+with the embeddings in front of the first and the head behind the last), the same microbatches and the same loss. Steps
+alternate, so that whatever else the machine does hits both; the ratio is that of the medians (below 1 is faster than torch).
+
+    schedule            torch's class               pieces per rank
+    gpipe               ScheduleGPipe               1
+    1f1b                Schedule1F1B                1
+    interleaved-1f1b    ScheduleInterleaved1F1B     2
+    zb-v                ScheduleZBVZeroBubble       2
+
+The measured bubble is that of further steps of ours in which every instruction is timed: 1 - (time in F, B and W on all ranks) /
+(ranks x time from the first to the last of them), the median. The simulated one is that of the same schedule with the medians
+of those times and messages that take none. What a busy machine does to a process counts as its computing.
 Then the interpreter's own cost: see interpreter.py.
 """
 
@@ -16,6 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,30 +35,50 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 from transformers import GPT2Config, GPT2Model
 
-from smpc.compile import Compilation, PipelineOptions, compile_trace
+from smpc.codegen.actions import of_program
+from smpc.codegen.program import Op
+from smpc.codegen.schedules.choice import choose
+from smpc.codegen.simulate import Costs, chain, simulate
+from smpc.compile import Compilation, compile_plan
 from smpc.executor.transport import GlooTransport
-from smpc.partitioner.manual import ManualPartition
+from smpc.observe import RankRecord
+from smpc.partitioner.plan import ScheduleSummary
+from smpc.partitioner.solve import plan_from_assignment
 from smpc.runtime import Runtime
-from smpc.tracer import record
+from smpc.tracer import NodeKind, record
 
-WIDTH, LAYERS, LENGTH, VOCABULARY = 256, 8, 64, 256
+RANKS, WIDTH, LENGTH, VOCABULARY, BLOCKS = 2, 256, 64, 256, 2
 SIZES = {"launch-bound": (8, 8), "balanced": (32, 8), "compute-bound": (64, 4)}  # batch size, microbatches
+THEIRS = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "zb-v": ScheduleZBVZeroBubble,
+}
+WARM_UP = 3
+Step = Callable[[], list[float]]
 
 
-class Half(nn.Module):
-    """Half of the blocks, with the embeddings in front or the head behind."""
+class Piece(nn.Module):
+    """Some blocks, with the embeddings in front of the first ones and the head behind the last ones."""
 
-    def __init__(self, gpt: GPT2Model, is_first: bool) -> None:
+    def __init__(self, gpt: GPT2Model, index: int, num_pieces: int) -> None:
         super().__init__()
-        middle = len(gpt.h) // 2
-        self.is_first = is_first
-        self.blocks = nn.ModuleList(gpt.h[:middle] if is_first else gpt.h[middle:])
-        if is_first:
+        self.is_first, self.is_last = index == 0, index == num_pieces - 1
+        share = len(gpt.h) // num_pieces
+        self.blocks = nn.ModuleList(gpt.h[index * share : (index + 1) * share])
+        if self.is_first:
             self.tokens, self.positions = gpt.wte, gpt.wpe
-        else:
+        if self.is_last:
             self.norm, self.head = gpt.ln_f, nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -54,74 +86,61 @@ class Half(nn.Module):
             x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             x = block(x)
-        return x if self.is_first else self.head(self.norm(x))
+        return self.head(self.norm(x)) if self.is_last else x
 
 
 class Whole(nn.Module):
-    """Both halves."""
+    """All pieces, one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_pieces: int) -> None:
         super().__init__()
         config = GPT2Config(
-            n_embd=WIDTH, n_layer=LAYERS, n_head=4, vocab_size=VOCABULARY, n_positions=LENGTH, bos_token_id=0, eos_token_id=0,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+            n_embd=WIDTH, n_layer=2 * RANKS * BLOCKS, n_head=4, vocab_size=VOCABULARY, n_positions=LENGTH,
+            bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
         )  # fmt: skip
         gpt = GPT2Model(config)
-        self.first, self.second = Half(gpt, True), Half(gpt, False)
+        self.pieces = nn.ModuleList(Piece(gpt, index, num_pieces) for index in range(num_pieces))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
+        for piece in self.pieces:
+            x = piece(x)
+        return x
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def compile_halves(model: Whole, ids: torch.Tensor, microbatches: int) -> Compilation:
+def compile_pieces(model: Whole, ids: torch.Tensor, microbatches: int, name: str) -> Compilation:
     """Our programs for the very stages that torch runs."""
-    halves = ManualPartition((("first", 0), ("second", 1)), 0)
-    options = PipelineOptions(2, microbatches, manual=halves)
-    return compile_trace(record(model, (ids[: len(ids) // microbatches],)), options)
+    choice = choose(RANKS, microbatches, schedule=name)
+    trace = record(model, (ids[: len(ids) // microbatches],))
+    assignment, piece = {}, 0
+    for node in trace.nodes:
+        call = trace.calls[node.call]
+        while call.parent >= 0 and not call.fqn.startswith("pieces."):
+            call = trace.calls[call.parent]
+        piece = int(call.fqn.split(".")[1]) if call.fqn.startswith("pieces.") else piece
+        if node.kind in (NodeKind.CALL_FUNCTION, NodeKind.CALL_MODULE):
+            assignment[node.name] = piece
+    plan = plan_from_assignment(
+        trace,
+        assignment,
+        num_stages=len(choice.placement),
+        in_flight=choice.in_flight,
+        placement=choice.placement,
+        schedule=ScheduleSummary(choice.name, microbatches, choice.active_microbatches, 0.0, 0.0),
+    )
+    return compile_plan(trace, plan)
 
 
-def worker(rank: int, folder: str, steps: int) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    for name, (batch_size, microbatches) in SIZES.items():
-        torch.manual_seed(0)
-        model = Whole()
-        ids = torch.randint(0, VOCABULARY, (batch_size, LENGTH))
-        ours = our_step(copy.deepcopy(model), ids, microbatches, rank)
-        theirs = torchs_step(copy.deepcopy(model), ids, microbatches, rank)
-        times: dict[str, list[float]] = {"ours": [], "torch": []}
-        losses = {}
-        for step in range(steps + 3):
-            for label, run in (("ours", ours), ("torch", theirs)):
-                dist.barrier()
-                start = time.perf_counter()
-                losses[label] = run()
-                dist.barrier()
-                if step >= 3:
-                    times[label].append(time.perf_counter() - start)
-        if rank == 1:
-            assert losses["ours"] == losses["torch"], losses
-        if rank == 0:
-            medians = {label: statistics.median(values) for label, values in times.items()}
-            print(
-                f"{name:14} batch {batch_size:3}, {microbatches} microbatches: smpc {1e3 * medians['ours']:7.1f} ms, "
-                f"torch {1e3 * medians['torch']:7.1f} ms, ratio {medians['ours'] / medians['torch']:.3f}",
-                flush=True,
-            )
-    dist.destroy_process_group()
-
-
-def our_step(model: Whole, ids: torch.Tensor, microbatches: int, rank: int):  # noqa: ANN201
-    runtime = Runtime(model, rank=rank, transport=GlooTransport(dist.group.WORLD))
-    program = runtime.install(compile_halves(model, ids, microbatches))
-    parts = [((part,), {}) for part in ids.chunk(microbatches)]
-    targets = ids.chunk(microbatches)
+def our_step(
+    model: Whole, compilation: Compilation, ids: torch.Tensor, microbatches: int, rank: int
+) -> tuple[Step, Runtime]:
+    runtime = Runtime(model, rank=rank, transport=GlooTransport(dist.new_group()))
+    program = runtime.install(compilation)
+    parts, targets = [((part,), {}) for part in ids.chunk(microbatches)], ids.chunk(microbatches)
+    has_loss = compilation.plan.stages[-1].rank == rank
 
     def step() -> list[float]:
         model.zero_grad(set_to_none=True)
@@ -132,35 +151,108 @@ def our_step(model: Whole, ids: torch.Tensor, microbatches: int, rank: int):  # 
             losses.append(loss.item())
             return [(loss / microbatches, None)]
 
-        runtime.run(program, parts if rank == 0 else None, on_output if rank == 1 else None, training=True)
+        runtime.run(program, parts if rank == 0 else None, on_output if has_loss else None, training=True)
         return losses
 
-    return step
+    return step, runtime
 
 
-def torchs_step(model: Whole, ids: torch.Tensor, microbatches: int, rank: int):  # noqa: ANN201
-    half = model.first if rank == 0 else model.second
-    stage = PipelineStage(half, rank, 2, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, microbatches, loss_fn=loss_of)
+def torchs_step(model: Whole, placement: tuple[int, ...], name: str, ids: torch.Tensor, num: int, rank: int) -> Step:
+    own = [index for index, holder in enumerate(placement) if holder == rank]
+    stages = [PipelineStage(model.pieces[i], i, len(placement), torch.device("cpu")) for i in own]
+    is_single = len(placement) == RANKS
+    schedule = THEIRS[name](stages[0] if is_single else stages, num, loss_fn=loss_of)
 
     def step() -> list[float]:
         model.zero_grad(set_to_none=True)
         losses: list[torch.Tensor] = []
-        if rank == 0:
-            schedule.step(ids)
-        else:
-            schedule.step(target=ids, losses=losses)
+        has_loss = placement[-1] == rank
+        args = (ids,) if rank == placement[0] else ()
+        schedule.step(*args, **({"target": ids, "losses": losses} if has_loss else {}))
         return [loss.item() for loss in losses]
 
     return step
 
 
+def bubbles(compilation: Compilation, records: list[RankRecord]) -> tuple[float, float]:
+    """Shares of time that ranks are idle: measured, simulated."""
+    ops = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
+    measured: list[float] = []
+    seconds: dict[tuple[Op, int], list[float]] = {}
+    for steps in zip(*(one.steps for one in records), strict=True):
+        spans = [span for step in steps for span in step.spans if span.instruction.op in ops]
+        for span in spans:
+            key = span.instruction.op, span.instruction.stage
+            seconds.setdefault(key, []).append((span.end - span.start) / 1e9)
+        makespan = max(span.end for span in spans) - min(span.start for span in spans)
+        measured.append(1.0 - sum(span.end - span.start for span in spans) / (len(records) * makespan))
+    count = range(len(compilation.plan.stages))
+    f, b, w = ([statistics.median(seconds.get((op, stage), [0.0])) for stage in count] for op in ops)
+    costs = Costs(tuple(f), tuple(x + y for x, y in zip(b, w, strict=True)), weight=tuple(w))
+    schedule = tuple(of_program(program.instructions) for program in compilation.programs)
+    return statistics.median(measured), simulate(schedule, chain(len(count)), costs).bubble_fraction
+
+
+def worker(rank: int, folder: str, steps: int, schedules: list[str], sizes: list[str]) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
+    if rank == 0:
+        print(
+            f"{'size':14} {'schedule':17} {'smpc':>9} {'torch':>9} {'ratio':>6} {'bubble':>7} {'simulated':>9}",
+            flush=True,
+        )
+    for size in sizes:
+        for name in schedules:
+            compare(rank, size, name, steps)
+    dist.destroy_process_group()
+
+
+def compare(rank: int, size: str, name: str, steps: int) -> None:
+    """A row of the table."""
+    batch_size, num = SIZES[size]
+    placement = choose(RANKS, num, schedule=name).placement
+    torch.manual_seed(0)
+    model = Whole(len(placement))
+    ids = torch.randint(0, VOCABULARY, (batch_size, LENGTH))
+    compilation = compile_pieces(model, ids, num, name)
+    ours, runtime = our_step(copy.deepcopy(model), compilation, ids, num, rank)
+    runs = {"ours": ours, "torch": torchs_step(copy.deepcopy(model), placement, name, ids, num, rank)}
+    times: dict[str, list[float]] = {"ours": [], "torch": []}
+    losses = {}
+    for step in range(steps + WARM_UP):
+        for label, run in runs.items():
+            dist.barrier()
+            start = time.perf_counter()
+            losses[label] = run()
+            dist.barrier()
+            if step >= WARM_UP:
+                times[label].append(time.perf_counter() - start)
+    assert losses["ours"] == losses["torch"], losses
+    runtime.observe(steps)
+    for _ in range(steps + 1):  # the first one is not timed
+        dist.barrier()
+        ours()
+    records: list[RankRecord] = [runtime.record] * RANKS
+    dist.all_gather_object(records, runtime.record)
+    if rank == 0:
+        measured, simulated = bubbles(compilation, records)
+        medians = {label: statistics.median(values) for label, values in times.items()}
+        print(
+            f"{size:14} {name:17} {1e3 * medians['ours']:6.1f} ms {1e3 * medians['torch']:6.1f} ms "
+            f"{medians['ours'] / medians['torch']:6.3f} {100 * measured:6.1f}% {100 * simulated:8.1f}%",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--schedules", nargs="+", choices=list(THEIRS), default=list(THEIRS))
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (folder, args.steps), nprocs=2)
+        mp.spawn(worker, (folder, args.steps, args.schedules, args.sizes), nprocs=RANKS)
     sys.path.insert(0, str(Path(__file__).parent))
     import interpreter
 

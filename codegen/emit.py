@@ -5,6 +5,7 @@ The stage classes in the file are, to the letter, the code that the executor run
 
 from __future__ import annotations
 
+from smpc.codegen.printer import TENSOR_OPS, uses_tensor_ops
 from smpc.codegen.program import Channel, RankProgram
 
 _HEADER = '''"""Rank {rank} of {num_ranks}: {schedule} schedule, {num_microbatches} microbatches.
@@ -21,7 +22,7 @@ import importlib
 import torch
 import torch.nn.functional as F
 
-from smpc.codegen.stage import StageModule
+{tensor_ops}from smpc.codegen.stage import StageModule
 from smpc.tracer.targets import function
 
 '''
@@ -31,7 +32,10 @@ def emit_rank(program: RankProgram) -> str:
     """The file's text; the same program gives the same bytes."""
     indices = [stage.index for stage in program.stages]
     channels = [c for c in program.channels if c.source in indices or c.destination in indices]
+    package, _, tensor_ops = TENSOR_OPS.rpartition(".")
+    parallel = any(uses_tensor_ops(stage.source) for stage in program.stages)
     header = _HEADER.format(
+        tensor_ops=f"from {package} import {tensor_ops}\n" if parallel else "",
         rank=program.rank,
         num_ranks=program.num_ranks,
         schedule=program.schedule,

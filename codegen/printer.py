@@ -6,7 +6,8 @@
     Node builtins.getattr(x, "T")                    x.T
     attribute transformer.h.0.ln_1.weight            self.transformer.h[0].ln_1.weight
 
-Names in scope of the printed code: `torch`, `F` (torch.nn.functional), `importlib`, `function` (of `smpc.tracer.targets`), `self`.
+Names in scope of the printed code: `torch`, `F` (torch.nn.functional), `importlib`, `function` (of `smpc.tracer.targets`), `tensor_ops`
+(of `smpc.executor`), `self`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from smpc.tracer.structure import LEAF, Structure
 
 Namer = Callable[[str], str]
 
+TENSOR_OPS = "smpc.executor.tensor_ops"  # what tensor-parallel stages call
+
 # `a.add(b)` is what Python calls for `a + b`; reversed operators have their operands swapped.
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "matmul": "@", "pow": "**", "eq": "==", "ne": "!=", "lt": "<",
@@ -32,6 +35,11 @@ _INFIX = {
 }  # fmt: skip
 _REVERSED = {"__rsub__": "-", "__rpow__": "**", "__rdiv__": "/", "__rfloordiv__": "//", "__rmatmul__": "@"}
 _PREFIX = {"__neg__": "-", "__invert__": "~"}
+
+
+def uses_tensor_ops(source: str) -> bool:
+    """Whether printed code calls what tensor-parallel stages call."""
+    return "tensor_ops." in source
 
 
 def attribute_source(path: str) -> str:
@@ -119,6 +127,8 @@ def _function_source(node: Node, name_of: Namer) -> str:
 def _callee(target: str) -> str:
     if target.startswith("torch.nn.functional."):
         return "F." + target.rpartition(".")[2]
+    if target.startswith(f"{TENSOR_OPS}."):
+        return "tensor_ops." + target.rpartition(".")[2]
     return target if _is_attribute_of_torch(target) else f"function({target!r})"
 
 

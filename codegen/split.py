@@ -42,7 +42,7 @@ from smpc.partitioner.plan import INPUTS, Plan
 from smpc.tracer.ir import ModuleCall, Node, NodeKind, Region, Trace
 from smpc.tracer.literals import Opaque, Ref, references
 
-_IN_SCOPE = ("F", "StageModule", "function", "importlib", "self", "torch")
+_IN_SCOPE = ("F", "StageModule", "function", "importlib", "self", "tensor_ops", "torch")
 _COMPUTES = (NodeKind.CALL_FUNCTION, NodeKind.CALL_MODULE, NodeKind.SET_ATTR)
 
 
@@ -265,7 +265,7 @@ class _StageWriter:
     def _is_intact(self, index: int) -> bool:
         trace, program = self.program.trace, self.program
         call = trace.calls[index]
-        if not (call.fqn and is_plain(call.arguments)) or any(isinstance(x, Opaque) for x in call.argument_leaves):
+        if not (call.whole and call.fqn and is_plain(call.arguments)) or any(isinstance(x, Opaque) for x in call.argument_leaves):
             return False
         arguments = references(call.argument_leaves)
         if not all(self._at_hand(name) for name in arguments):

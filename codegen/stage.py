@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import linecache
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from smpc.codegen.checkpoint import buffer_owners, run_checkpointed
+from smpc.codegen.printer import TENSOR_OPS, uses_tensor_ops
 from smpc.codegen.program import StageCode
 from smpc.tracer.targets import function
 
@@ -83,10 +85,14 @@ def build_stage(code: StageCode, model: nn.Module, device: torch.device | str = 
     namespace: dict[str, Any] = {
         "F": F, "StageModule": StageModule, "function": function, "importlib": importlib, "torch": torch,
     }  # fmt: skip
+    if uses_tensor_ops(code.source):
+        namespace["tensor_ops"] = importlib.import_module(TENSOR_OPS)
     filename = f"<smpc stage {code.index} {hashlib.sha256(code.source.encode()).hexdigest()[:12]}>"
-    linecache.cache[filename] = (len(code.source), None, code.source.splitlines(keepends=True), filename)
+    lines = code.source.splitlines(keepends=True)
+    linecache.cache[filename] = (len(code.source), None, lines, filename)
     exec(compile(code.source, filename, "exec"), namespace)
     stage: StageModule = namespace[code.class_name](model, torch.device(device))
+    weakref.finalize(stage, _forget_source, filename, lines).atexit = False
     inside = tuple(f"{path}." for path in code.modules)
     held = [path for path in code.attributes if not path.startswith(inside)]
     # In the model's order, so that of several names for one parameter its first comes first here too.
@@ -100,6 +106,13 @@ def build_stage(code: StageCode, model: nn.Module, device: torch.device | str = 
         else:
             _hold(stage, model, path)
     return stage
+
+
+def _forget_source(filename: str, lines: list[str]) -> None:
+    """Drop what tracebacks show of a stage that is gone, unless a later stage has the same source."""
+    entry: Any = linecache.cache.get(filename)
+    if entry is not None and entry[-2] is lines:
+        del linecache.cache[filename]
 
 
 def _owner(path: str) -> str:

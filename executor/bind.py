@@ -51,6 +51,9 @@ class StepHooks(Protocol):
     def end_of_step(self) -> None:
         """After the last instruction of a training step."""
 
+    def did_not_train(self) -> None:
+        """After that, once it is known that nothing was differentiated."""
+
 
 @dataclass(slots=True)
 class Step:
@@ -109,6 +112,7 @@ class Binder:
         self._mover = Mover(device) if self._moving else None
         # By stage, the instruction that is the last to add to the gradients of its parameters.
         self._last = {i.stage: i for i in program.instructions if self._adds(i)}
+        self._reduced = _reductions(program.instructions, self._last) if hooks is not None else {}
         ends = [end for channel in program.channels for end in (channel.source, channel.destination)]
         self.last_stage = max([*ends, *self._codes], default=0)
         self.states = tuple(stage for stage in self._codes if self._unrooted(stage))
@@ -220,7 +224,8 @@ class Binder:
         frame = self.frames[stage, instruction.microbatch]
         leaves = self._leaves(self._codes[stage])
         num_inputs, num_outputs = len(frame.inputs), len(frame.outputs)
-        hooks = self._hooks if self._last[stage] == instruction else None
+        reduced = self._reduced.get(instruction, ())
+        hooks = self._hooks if reduced else None
         mover = self._mover if (stage, instruction.microbatch) in self._moving else None
 
         def run() -> None:
@@ -236,6 +241,8 @@ class Binder:
                     roots.append(extra)
             if roots:
                 torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])  # type: ignore[arg-type]
+            if hooks is not None:
+                _reduce_alone(hooks, reduced[1:])
             for position in leaves:
                 leaf = frame.leaves[position]
                 if leaf is not None and frame.grads[position] is None:
@@ -247,15 +254,13 @@ class Binder:
     def _weight(self, instruction: Instruction) -> Callable[[], None]:
         stage = instruction.stage
         pending = self.frames[stage, instruction.microbatch].pending
-        hooks = self._hooks if self._last[stage] == instruction else None
-        if hooks is None:
+        reduced, hooks = self._reduced.get(instruction, ()), self._hooks
+        if hooks is None or not reduced:
             return pending.run
 
         def run() -> None:
             pending.run()
-            extra = hooks.before_last_backward(stage, [])
-            if extra is not None:  # nothing else is reached from it: all parameters are reduced with what they have
-                torch.autograd.backward([extra[0]], [extra[1]])
+            _reduce_alone(hooks, reduced)
 
         return run
 
@@ -460,6 +465,32 @@ class Binder:
             inbox = self._inbox(peer)
             handlers.append(Handler(reduction.bind_peer(peer, inbox), instruction, inbox))
         return [*handlers, Handler(reduction.finish, instruction)]
+
+
+def _reductions(
+    instructions: Sequence[Instruction], last: Mapping[int, Instruction]
+) -> dict[Instruction, tuple[int, ...]]:
+    """With which instructions the gradients of which stages are averaged over replicas.
+
+    Always in falling order of stages, whatever that of the program: other replicas may run another program in this step, or none. So a
+    stage whose last backward comes before that of a later stage waits for that one: `B s3 m7 ... B s4 m7` averages 4, then 3.
+    """
+    position = {instruction: i for i, instruction in enumerate(instructions)}
+    found: dict[Instruction, tuple[int, ...]] = {}
+    point: Instruction | None = None
+    for stage in sorted(last, reverse=True):
+        if point is None or position[last[stage]] > position[point]:
+            point = last[stage]
+        found[point] = (*found.get(point, ()), stage)
+    return found
+
+
+def _reduce_alone(hooks: StepHooks, stages: Sequence[int]) -> None:
+    """Average the gradients of stages whose backwards are done: nothing but the hooks' own root is differentiated."""
+    for stage in stages:
+        extra = hooks.before_last_backward(stage, [])
+        if extra is not None:
+            torch.autograd.backward([extra[0]], [extra[1]])
 
 
 def _edge_text(channel: Channel) -> str:

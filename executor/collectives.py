@@ -52,6 +52,10 @@ class TensorGroup:
         """The group behind a torch.distributed group that this process belongs to."""
         return cls(process_group, process_group.rank(), process_group.size())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorGroup:
+        """A copy of a module that knows its group is in the same one."""
+        return self
+
     def share(self, size: int) -> int:
         """This rank's part of `size` elements. An uneven rest goes to the first ranks."""
         return self.shares(size)[self.rank]

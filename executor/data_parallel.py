@@ -11,6 +11,8 @@ then reduced with what it has. A parameter that no replica used keeps the gradie
 With `overlapping=False` the anchor alone is differentiated at the end of the step: everything is reduced at
 once, there.
 
+Uneven inputs. A replica without data can `shadow` the others: it takes part in their reductions with gradients of zero.
+
 Example: `Interpreter(program, stages, transport, hooks=StageReplicas(stages, group))`, with `group` the ranks
 that have the same stages.
 """
@@ -39,7 +41,7 @@ class StageReplicas:
     """Averages gradients over `group`; the hooks of an interpreter.
 
     Construction broadcasts the parameters and buffers of the group's rank 0. A parameter that several of
-    these stages share is reduced with the first of them, whose backward comes last. `broadcast_buffers`: rank
+    these stages share is reduced with the first of them, which is the last to be reduced. `broadcast_buffers`: rank
     0's buffers replace the others' at the start of every training step. `backward_passes_per_step`: gradients
     accumulate locally over that many steps before they are averaged. The other options are DDP's.
     """
@@ -60,13 +62,16 @@ class StageReplicas:
         self._overlapping = overlapping
         self._passes = backward_passes_per_step
         self._num_steps = 0
+        self._source = 0  # whose buffers count
+        self._count: dist.Work | None = None
+        self._stages = [stages[index] for index in sorted(stages)]
         self._buffers_of = [stages[index] for index in sorted(stages)] if broadcast_buffers else []
         self._replicas: dict[int, DistributedDataParallel] = {}
         self._anchors: dict[int, nn.Parameter] = {}
         owned: set[int] = set()
         for index in sorted(stages):
             stage = stages[index]
-            broadcast_from_first([*stage.parameters(), *stage.buffers()], group)
+            broadcast([*stage.parameters(), *stage.buffers()], group)
             trainable = [p for p in stage.parameters() if p.requires_grad and id(p) not in owned]
             if trainable:
                 replica = _Replica(stage, trainable[0])
@@ -91,7 +96,45 @@ class StageReplicas:
         """Count the step, broadcast buffers."""
         self._num_steps += 1
         for stage in self._buffers_of:
-            broadcast_from_first(stage.buffers(), self._group)
+            broadcast(stage.buffers(), self._group, self._source)
+
+    def did_not_train(self) -> None:
+        """The step that has ended did no backward: it does not count among `backward_passes_per_step`."""
+        self._num_steps -= 1
+
+    def join(self, source: int, count: dist.Work | None) -> None:
+        """Until `synchronize`: the buffers of replica `source` count, and gradients are divided by the sum that `count` computes.
+
+        That one is an all-reduce under way, of 1 from each replica that trains; None: they are divided by the number of all.
+        """
+        self._source, self._count = source, count
+        if count is not None:
+            for replica in self._replicas.values():
+                replica.reducer._set_forward_pass_work_handle(count, False)
+
+    def shadow(self) -> None:
+        """Take part in the reductions of a step that others run. Gradients that were here are lost, as others' are once they are used."""
+        if not self._averages:
+            return
+        for stage in sorted(self._replicas, reverse=True):
+            parameters = [p for p in self._replicas[stage].parameters() if p.requires_grad]
+            for parameter in parameters:
+                parameter.grad = None
+            root, grad = self._arm(stage, [])
+            torch.autograd.backward([root], [grad])
+            for parameter in parameters:
+                parameter.grad = None
+
+    def synchronize(self, source: int) -> None:
+        """Give all replicas the parameters of one of them, its buffers if they are shared, and go on as before `join`."""
+        for stage in self._stages:
+            broadcast(stage.parameters(), self._group, source)
+        for stage in self._buffers_of:
+            broadcast(stage.buffers(), self._group, source)
+        if self._count is not None:
+            for replica in self._replicas.values():
+                replica.reducer._set_forward_pass_work_handle(self._count, True)
+        self._source, self._count = 0, None
 
     @property
     def _averages(self) -> bool:
@@ -124,8 +167,8 @@ def _ignore(replica: _Replica, owned: set[int]) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(replica, names)  # type: ignore[no-untyped-call]
 
 
-def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Replace tensors by those of the group's rank 0: one broadcast for each dtype and device."""
+def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Replace tensors by those of the group's rank `source`: one broadcast for each dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -133,7 +176,7 @@ def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) ->
     with torch.no_grad():
         for same in kinds.values():
             flat = torch.cat([tensor.reshape(-1) for tensor in same])
-            dist.broadcast(flat, group=group, group_src=0)
-            if group.rank() != 0:
+            dist.broadcast(flat, group=group, group_src=source)
+            if group.rank() != source:
                 for tensor, part in zip(same, torch.split(flat, [t.numel() for t in same]), strict=True):
                     tensor.copy_(part.view(tensor.shape))

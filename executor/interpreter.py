@@ -62,7 +62,9 @@ class Interpreter:
         self._modules = dict(stages)
         self._transport = transport
         self._hooks = hooks
-        self._binder = Binder(program, stages, transport, parameters or {}, hooks, torch.device(device), window, labels or {})
+        self._binder = Binder(
+            program, stages, transport, parameters or {}, hooks, torch.device(device), window, labels or {}
+        )
         self._handlers = self._binder.bind()
         self._runs = [handler.run for handler in self._handlers]
         self._position = len(self._handlers)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from smpc.errors import StepError
 from smpc.executor.bind import StepHooks
 from smpc.executor.collectives import TensorGroup, sum_over
-from smpc.executor.data_parallel import broadcast_from_first
+from smpc.executor.data_parallel import broadcast
 
 
 class TensorReplicas:
@@ -46,7 +46,7 @@ class TensorReplicas:
         self._passes, self._num_steps = backward_passes_per_step, 0
         self._scaled_already: dict[int, Tensor] = {}
         assert group.process_group is not None, "one rank alone has nothing to average"
-        broadcast_from_first(whole, group.process_group)
+        broadcast(whole, group.process_group)
 
     def start_of_step(self) -> None:
         """Count the step. Gradients that earlier steps left are scaled already, and are kept aside."""
@@ -55,6 +55,14 @@ class TensorReplicas:
         self._num_steps += 1
         if self._inner is not None:
             self._inner.start_of_step()
+
+    def did_not_train(self) -> None:
+        """The step that has ended did no backward: it does not count, and what it may have scaled is not scaled again."""
+        if self._own_samples and self._num_steps % self._passes == 0:
+            self._scaled_already = {id(p): p.grad.clone() for p in self._scaled if p.grad is not None}
+        self._num_steps -= 1
+        if self._inner is not None:
+            self._inner.did_not_train()
 
     def before_last_backward(self, stage: int, roots: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
         """What the replicas' hooks add."""

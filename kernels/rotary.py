@@ -13,7 +13,7 @@ rotation by the opposite angle: only `cos` and `sin` are kept for it.
     q = rotary(q, cos, sin)                      q [batch, heads, seq, head size], cos and sin [seq, R/2] or [batch, seq, R/2]
     q = rotary(q, cos, sin, seq_dim=1)           q [batch, seq, heads, head size]
 
-Hugging Face's tables hold every column twice: give `cos[..., : cos.shape[-1] // 2]`.
+Hugging Face's tables hold every column twice: `rotary(q, cos, sin, doubled=True)`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,22 @@ from smpc.errors import UsageError
 from smpc.kernels.elements import accumulation_dtype, kernels_compute, require_floating
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, seq_dim: int = -2) -> Tensor:
+def rotary(
+    x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, seq_dim: int = -2, doubled: bool = False
+) -> Tensor:
     """`x` with its first 2 * cos.shape[-1] features rotated; the layout of `x` in memory is kept.
 
-    x: four dimensions, features last, positions in `seq_dim`. cos, sin: [seq, pairs], or [batch, seq, pairs] with x's
-    first dimension the batch. Raises UsageError (a ValueError) for shapes, dtypes or devices that do not fit, and for tables that
-    want a gradient, which they do not get.
+    x: four dimensions, features last, positions in `seq_dim`. cos, sin: [seq, pairs], or [batch or 1, seq, pairs] with x's
+    first dimension the batch. With `doubled` they hold a column for each feature, as Hugging Face's do: those of a pair are
+    equal. Raises UsageError (a ValueError) for shapes, dtypes or devices that do not fit, and for tables that want a
+    gradient, which they do not get.
     """
     require_floating("rotary", x=x, cos=cos, sin=sin)
+    if doubled:
+        columns = slice(None, None, 2) if interleaved else slice(None, cos.shape[-1] // 2 if cos.dim() else None)
+        cos, sin = cos[..., columns], sin[..., columns]
+    if cos.dim() == 3 and cos.shape[0] == 1 and sin.shape[0] == 1:
+        cos, sin = cos[0], sin[0]
     faults = []
     positions = seq_dim + 4 if seq_dim < 0 else seq_dim
     if x.dim() != 4 or positions not in (0, 1, 2):

@@ -42,6 +42,11 @@ def follow(trace: Trace, planned: Trace, plan: Plan) -> dict[str, int]:
     return stages
 
 
+def fits(plan: Plan, trace: Trace) -> bool:
+    """Whether a plan that was made for another trace gives every operation of this one a stage."""
+    return [node.name for node in trace.nodes if node.kind not in _NO_STAGE] == [name for name, _ in plan.assignment]
+
+
 def _by_module(trace: Trace, planned: Trace, plan: Plan, nodes: list[Node]) -> dict[str, int]:
     """Stages of the nodes inside modules, or reading parameters, that have one."""
     of_call = _stages_of_calls(planned, plan)

@@ -63,6 +63,7 @@ def on_devices(trace: Trace, plan: Plan, models: Sequence[CostModel]) -> Plan:
                 device=model.device,
                 forward_time=stage.forward_time * forward,
                 recompute_time=again,
+                weight_time=stage.weight_time * backward,
                 backward_time=(stage.backward_time - stage.recompute_time) * backward + again,
             )
         )

@@ -57,6 +57,7 @@ class Stage:
     recompute_time: float = 0.0  # part of backward_time
     device: str = ""  # that of its rank, where ranks have several kinds
     offloaded_bytes_per_microbatch: int = 0  # of the activations, what waits for the backward in CPU memory
+    weight_time: float = 0.0  # part of backward_time: the parameters' gradients that a split backward computes later
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,16 @@ class SharedParameter:
     stages: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class KernelUse:
+    """What became of an op of `smpc.kernels`, asked for or on by default: `reason` says why it was not used, "" that it was."""
+
+    op: str
+    count: int  # places; 0: none in the model
+    first: str  # the first of them: a module, or a source line
+    reason: str = ""
+
+
 @dataclass(frozen=True)
 class Plan:
     """A partition of a traced model into pipeline stages."""
@@ -124,15 +135,21 @@ class Plan:
     notes: tuple[str, ...] = ()  # what was asked for and is not done
     split_checkpoints: tuple[tuple[str, tuple[int, ...]], ...] = ()  # modules to checkpoint that lie on several stages
     loading_horizon: int = 0  # activations are offloaded, and loaded back so many tasks ahead; 0: they stay
+    kernels: tuple[KernelUse, ...] = ()  # what was replaced by ops of smpc.kernels, and what was not
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of everything but itself."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self._content(), sort_keys=True).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: the content of plan.json."""
-        return {**asdict(self), "fingerprint": self.fingerprint}
+        return {**self._content(), "fingerprint": self.fingerprint}
+
+    def _content(self) -> dict[str, Any]:
+        """The fields as plain data; `kernels` only where there is something to say."""
+        data = asdict(self)
+        return data if self.kernels else {key: value for key, value in data.items() if key != "kernels"}
 
     def to_json(self) -> str:
         """Indented JSON, one trailing newline; the same plan gives the same bytes."""
@@ -152,6 +169,7 @@ class Plan:
                 "objective": Objective(**data["objective"]),
                 "schedule": ScheduleSummary(**data["schedule"]),
                 "notes": tuple(data.get("notes", ())),
+                "kernels": tuple(KernelUse(**use) for use in data.get("kernels", ())),
                 "split_checkpoints": tuple((name, tuple(on)) for name, on in data.get("split_checkpoints", ())),
                 "assignment": tuple((name, stage) for name, stage in data["assignment"]),
             }

@@ -29,6 +29,7 @@ import numpy as np
 
 from smpc.errors import PartitionError
 from smpc.partitioner.analysis import Analysis, analyse, keep_regions_whole
+from smpc.partitioner.backward_parts import weight_time
 from smpc.partitioner.bound import lower_bound
 from smpc.partitioner.chain import ChainSolution, solve_chain
 from smpc.partitioner.checkpoints import active_regions, depths
@@ -334,4 +335,5 @@ def _stage(
         checkpoints=use.regions,
         recompute_time=recompute_time,
         offloaded_bytes_per_microbatch=memory.offloaded_bytes,
+        weight_time=weight_time(trace, positions, times.backward, use.regions),
     )

@@ -144,6 +144,7 @@ class ModuleCall:
     grad_enabled: bool = True
     autocast: Autocast | None = None
     bare: bool = False  # made by a `__call__` of the class's own that checkpoints: nn.Module's is to be called again
+    whole: bool = True  # may be called again; not where a rewrite has changed what is inside
 
 
 @register

@@ -15,6 +15,7 @@ statistics without telling autograd, is the one operation that has to be known b
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -38,6 +39,7 @@ _CHECK_INPUTS = "what to do: check that the model runs by itself on inputs of th
 
 
 _LEAF_MARK = "_smpc_leaf"
+_MAX_CACHED_FAKES = 4096  # FakeTensorMode remembers operations on shapes, for the whole process and without a bound
 
 
 def mark_leaf(module: nn.Module) -> nn.Module:
@@ -108,6 +110,8 @@ def _record_once(
     answers: Answers | None,
 ) -> Trace:
     """One attempt, with these modules called whole."""
+    if len(FakeTensorMode.cache) > _MAX_CACHED_FAKES:
+        FakeTensorMode.cache_clear()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state = make_fakes(model, mode, device)
     with ExitStack() as stack:
@@ -117,7 +121,7 @@ def _record_once(
         recorder = Recorder(state, names, leaves, device, answers)
         fake_args, fake_kwargs = recorder.bind_inputs(args, kwargs)
         stack.enter_context(recorder.meter)
-        stack.enter_context(saved_tensors_hooks(recorder.note_saved, lambda tensor: tensor))
+        stack.enter_context(_saved_tensors(recorder))
         stack.enter_context(_python_calls(recorder))
         stack.enter_context(_quiet())
         stack.enter_context(recorder)
@@ -130,6 +134,29 @@ def _record_once(
             raise recorder.error(what, line=innermost_line(error), way_out=_CHECK_INPUTS) from error
         with torch._C.DisableTorchFunction():
             return recorder.finish(model, output)
+
+
+@contextmanager
+def _saved_tensors(recorder: Recorder) -> Iterator[None]:
+    """Tells the recorder what autograd saves.
+
+    The autograd graph keeps the hooks and what they return, out of the garbage collector's sight. Were the tensors among these, or the
+    recorder, which has them all, then each would hold its own node of the graph, and the whole recording would stay for ever.
+    """
+    kept: list[torch.Tensor] = []
+    note = weakref.WeakMethod(recorder.note_saved)
+
+    def pack(tensor: torch.Tensor) -> int:
+        noted = note()
+        assert noted is not None, "the recording is under way"
+        kept.append(noted(tensor))
+        return len(kept) - 1
+
+    with saved_tensors_hooks(pack, kept.__getitem__):
+        try:
+            yield
+        finally:
+            kept.clear()
 
 
 @contextmanager

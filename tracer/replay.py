@@ -66,7 +66,7 @@ def replay(trace: Trace, model: nn.Module, args: Sequence[Any] = (), kwargs: Map
     for node in trace.nodes:
         if node.kind is not NodeKind.GET_ATTR:
             values[node.name] = _evaluate(node, values, inputs, model, device)
-    return trace.output.unflatten(_real(leaf, values, device) for leaf in trace.output_leaves)
+    return trace.output.unflatten(resolved(leaf, values, device) for leaf in trace.output_leaves)
 
 
 def verify(trace: Trace, model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
@@ -120,7 +120,7 @@ def _evaluate(
 ) -> Any:
     if node.kind is NodeKind.PLACEHOLDER:
         return inputs[node.name]
-    args = [_real(arg, values, device) for arg in node.args]
+    args = [resolved(arg, values, device) for arg in node.args]
     if node.kind is NodeKind.SET_ATTR:
         owner, _, name = node.target.rpartition(".")
         module = model.get_submodule(owner)
@@ -130,7 +130,7 @@ def _evaluate(
             module.register_buffer(name, args[0])
         return None
     if node.kind is NodeKind.CALL_MODULE:
-        kwargs = {key: _real(value, values, device) for key, value in node.kwargs}
+        kwargs = {key: resolved(value, values, device) for key, value in node.kwargs}
         with context(node.grad_enabled, node.autocast):
             return model.get_submodule(node.target)(*args, **kwargs)
     return evaluate(node, values, device)
@@ -138,8 +138,8 @@ def _evaluate(
 
 def evaluate(node: Node, values: Mapping[str, Any], device: torch.device) -> Any:
     """What a call_function node returns, given the values of the nodes before it."""
-    args = [_real(arg, values, device) for arg in node.args]
-    kwargs = {key: _real(value, values, device) for key, value in node.kwargs}
+    args = [resolved(arg, values, device) for arg in node.args]
+    kwargs = {key: resolved(value, values, device) for key, value in node.kwargs}
     with context(node.grad_enabled, node.autocast):
         return targets.function(node.target)(*args, **kwargs)
 
@@ -166,7 +166,8 @@ def context(grad_enabled: bool, autocast: Autocast | None) -> Iterator[None]:
             yield
 
 
-def _real(tree: Any, values: Mapping[str, Any], device: torch.device) -> Any:
+def resolved(tree: Any, values: Mapping[str, Any], device: torch.device) -> Any:
+    """An argument with values in place of names."""
     tree = map_references(tree, lambda name: values[name])
     return _place(tree, device)
 

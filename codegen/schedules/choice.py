@@ -67,42 +67,58 @@ class Choice:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """By stage, the most microbatches in flight."""
+        """By stage, the most microbatches in flight; for `list`, that of balanced stages: `build` may have others."""
         num_stages = len(self.placement)
         if self.name in SCHEDULES:
             return in_flight(self.name, num_stages, self.num_microbatches, self.active_microbatches)
         return peaks(self._typical if self.name == "list" else self._named(self.name), num_stages)
 
-    def build(self, links: Sequence[Link], costs: Costs) -> Schedule:
-        """The schedule. Links and costs matter to `list` alone, which holds no more in flight than `in_flight` says.
+    def build(self, links: Sequence[Link], costs: Costs, in_flight: Sequence[int] | None = None) -> Schedule:
+        """The schedule. Links and costs matter to `list` alone.
 
+        A rank of `list` holds no more (stage, microbatch) than balanced stages need, but may share them among its stages
+        in another way. With `in_flight`, and if that is not within it, it shares them as `Choice.in_flight` says.
         ScheduleError if the placement is not the schedule's.
         """
         if self.name != "list":
             return self._named(self.name)
-        start = self._typical
+        start, num_stages = self._typical, len(self.placement)
+        found = search(
+            self.placement, self.num_microbatches, links, costs, starts=(start,), slots=self._slots or rank_peaks(start)
+        )
+        if in_flight is None or all(a <= b for a, b in zip(peaks(found, num_stages), in_flight, strict=True)):
+            return found
         return search(
             self.placement,
             self.num_microbatches,
             links,
             costs,
             starts=(start,),
-            in_flight=peaks(start, len(self.placement)),
+            in_flight=peaks(start, num_stages),
             slots=rank_peaks(start),
         )
 
     @property
-    def _typical(self) -> Schedule:
-        """What `list` starts from, before times are known: the named schedule of the placement, or what a search for
-        balanced stages finds that holds no more than p microbatches of a whole rank; odd numbers of pieces are for slow
-        messages, so for these one takes a tenth of a rank's forward."""
+    def _slots(self) -> tuple[int, ...]:
+        """What the ranks of `list` may hold where no named schedule says it: p microbatches of a whole rank."""
         num_stages, num_ranks = len(self.placement), self._num_ranks
         num_pieces = num_stages // num_ranks
         if num_pieces < 3 or self.placement != passes(num_ranks, num_pieces):
+            return ()
+        return (num_ranks * num_pieces,) * num_ranks
+
+    @property
+    def _typical(self) -> Schedule:
+        """What `list` starts from, before times are known: the named schedule of the placement, or what a search for
+        balanced stages finds; odd numbers of pieces are for slow messages, so for these one takes a tenth of a rank's
+        forward."""
+        slots = self._slots
+        if not slots:
             return self._start
+        num_stages = len(self.placement)
+        num_pieces = num_stages // self._num_ranks
         latency = 0.1 * num_pieces if num_pieces % 2 else 0.0
         costs = Costs((1.0,) * num_stages, (2.0,) * num_stages, latency)
-        slots = (num_ranks * num_pieces,) * num_ranks
         return search(self.placement, self.num_microbatches, chain(num_stages), costs, slots=slots, moves=0)
 
     @property

@@ -11,7 +11,7 @@ Simulated annealing: a move that makes things worse is kept with a probability t
 schedule that was seen is the result, so it is never worse than the one given. The random numbers come from a fixed seed.
 
 Example: ZB-V on 8 ranks with 16 microbatches and messages that take a tenth of a forward idles 12.4% of the time; after
-8000 moves 11.6%.
+the 1302 moves that `_WORK` leaves for a schedule of that length, 11.9%.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Key = tuple[Op, int, int]
 _SEED = 1
 _LENGTHS = (1, 1, 1, 2, 3, 4, 6, 8, 12, 20)
 _SHARE_OF_ENDS = 0.02
-_WORK = 8_000_000  # actions that all moves together may simulate
+_WORK = 1_000_000  # actions that all moves together may simulate
 _TOLERANCE = 1e-9
 
 

@@ -15,8 +15,9 @@ than begin a W:
                         that the first stages cannot fill the rank with what they begin
     by a given order    that of a start, but each W some places later, or after its B where it has none
 
-Every policy is run; the best of all these and of the given starts is polished (`smpc.codegen.schedules.polish`). So the
-result is never worse than a start. The same problem has the same result, and is searched once.
+Every policy is run, until it falls behind the best one; the best of all these and of the given starts is polished
+(`smpc.codegen.schedules.polish`). So the result is never worse than a start. The same problem has the same result, in any
+unit of time, and is searched once.
 
 Deadlock. A rank keeps slots for the oldest microbatch that is not through on it: an F of another one is not begun if the
 remaining Fs of the oldest would then not find a slot each. So the oldest microbatch of all can always go on.
@@ -32,7 +33,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from smpc.codegen.actions import Action, Schedule
 from smpc.codegen.program import Op
@@ -43,8 +44,10 @@ from smpc.partitioner.plan import INPUTS
 MOVES = 8000  # of the polish, at most
 _MEMORY = 64  # searches whose results are kept
 _WORK = 30_000  # actions that the policies of the remaining way may simulate, all together
+_TICKS = 2**24  # of the longest forward or backward
 _LAST = 1e12  # above every other rank
 _SOON = 1e-9  # what starts within this share of a forward starts now
+_NEAR = 0.01  # a policy is given up when its step takes so much longer than the best: `simulate` finds little less
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,29 @@ def search(
         (num_microbatches,) * len(placement) if in_flight is None else tuple(in_flight),
         unlimited if slots is None else tuple(slots),
     )
-    return _search(problem, tuple(starts), moves)
+    found = _search(_in_ticks(problem), tuple(starts), moves)
+    return min(filter(problem.allows, (found, *starts)), key=problem.makespan)
+
+
+def _in_ticks(problem: Problem) -> Problem:
+    """The problem with whole numbers as times, so that sums are exact: what is done does not depend on the unit of time, nor
+    on which of two equal times is rounded up."""
+    costs = problem.costs
+    unit = max(*costs.forward, *costs.backward) / _TICKS or 1.0
+
+    def ticks(seconds: Sequence[float]) -> tuple[float, ...]:
+        return tuple(float(round(x / unit)) for x in seconds)
+
+    def message(num_bytes: int) -> int:
+        return round(num_bytes / costs.bandwidth / unit)
+
+    links = tuple(
+        replace(link, num_bytes=message(link.num_bytes), gradient_bytes=message(link.gradient_bytes))
+        for link in problem.links
+    )
+    weight = ticks([costs.of(Action(Op.WEIGHT, stage, 0)) for stage in range(len(problem.placement))])
+    exact = Costs(ticks(costs.forward), ticks(costs.backward), ticks([costs.latency])[0], 1.0, weight)
+    return replace(problem, links=links, costs=exact)
 
 
 @functools.lru_cache(maxsize=_MEMORY)
@@ -125,11 +150,25 @@ def _search(problem: Problem, starts: tuple[Schedule, ...], moves: int) -> Sched
     actions = 3 * len(problem.placement) * problem.num_microbatches
     policies += itertools.islice(_by_remaining_way(problem), _WORK // actions)
     for policy in policies:
-        schedule = _Run(problem, policy).run()
+        shortest = min((seconds for seconds, _ in found), default=math.inf)
+        schedule = _Run(problem, policy).run(shortest * (1.0 + _NEAR))
         if schedule is not None:
             found.append((problem.makespan(schedule), schedule))
     best = min(found, key=lambda entry: entry[0])[1]
     return polish(problem, best, moves) if moves else best
+
+
+def with_late_weights(
+    schedule: Schedule, placement: Sequence[int], links: Sequence[Link], costs: Costs, lag: int, slots: Sequence[int]
+) -> Schedule:
+    """A schedule whose ranks take their F and B in the given order, as far as these are there, and each W `lag` places
+    later than given, or when there is nothing else to do or no slot; ScheduleError as `search`."""
+    num_microbatches = 1 + max(action.microbatch for actions in schedule for action in actions)
+    in_flight = (num_microbatches,) * len(placement)
+    problem = Problem(tuple(placement), num_microbatches, tuple(links), costs, in_flight, tuple(slots))
+    found = _Run(problem, Policy(order=_order(schedule, lag))).run()
+    assert found is not None, "without a limit and reserved slots every run ends"
+    return found
 
 
 def _by_remaining_way(problem: Problem) -> Iterator[Policy]:
@@ -137,7 +176,7 @@ def _by_remaining_way(problem: Problem) -> Iterator[Policy]:
     ways = _ways(problem)
     unit = sum(problem.costs.forward) / len(problem.slots)  # a forward of all stages of a rank
     limits = [_shares(problem, ways, extra) for extra in (1, problem.num_microbatches)]
-    grid = itertools.product((0.8, 1.2), (1.0, 0.0), (0.2, 0.6), limits, (False, True))
+    grid = itertools.product((0.8, 1.2), (0.5, 0.0, 1.0), (0.2, 0.6), limits, (False, True))
     for pace, bias, patience, limit, late_weight_first in grid:
         yield Policy(
             patience,
@@ -226,12 +265,14 @@ class _Run:
         self.next = {(op, s): 0 for op in ops for s in stages}
         self.soon = _SOON * max(costs.forward)
         self.free = [0.0] * num_ranks
+        self.left = [m * sum(self.seconds[op, s] for op in ops for s in own) for own in self.stages_of]
         self.held = [0] * num_ranks
         self.orders: list[list[Action]] = [[] for _ in range(num_ranks)]
         self.wake = [(0.0, rank) for rank in range(num_ranks)]
 
-    def run(self) -> Schedule | None:
-        """The orders of the ranks; None if a rank had no slot for the oldest microbatch, so that all wait."""
+    def run(self, limit: float = math.inf) -> Schedule | None:
+        """The orders of the ranks; None if the step takes longer than `limit`, or if a rank had no slot for the oldest
+        microbatch, so that all wait."""
         while self.wake:
             now, rank = heapq.heappop(self.wake)
             while self.wake and self.wake[0] == (now, rank):
@@ -240,6 +281,8 @@ class _Run:
                 key = self.choose(rank, now)
                 if key is not None:
                     self.commit(rank, key, now)
+                    if self.free[rank] + self.left[rank] > limit:
+                        return None
         total = 3 * len(self.problem.placement) * self.problem.num_microbatches
         if sum(map(len, self.orders)) < total:
             assert self.policy.reserve, "a rank had no slot for the oldest microbatch"
@@ -287,6 +330,7 @@ class _Run:
         """Run an action and tell those that wait for it."""
         op, stage, microbatch = key
         end = now + self.seconds[op, stage]
+        self.left[rank] -= self.seconds[op, stage]
         self.orders[rank].append(Action(op, stage, microbatch))
         self.next[op, stage] += 1
         self.free[rank] = end

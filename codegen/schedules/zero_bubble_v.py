@@ -16,7 +16,7 @@ Example: p = 2, m = 3, F = I = W (`table`):
 from __future__ import annotations
 
 from smpc.codegen.actions import Action, Schedule, backward, forward, weight
-from smpc.codegen.schedules.search import search
+from smpc.codegen.schedules.search import with_late_weights
 from smpc.codegen.simulate import Costs, chain
 
 
@@ -34,19 +34,20 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     4. F0 B0 W0 F1 B1 W1 in turn, as long as there are forwards
     5. r times B0 B1, p - r times B0 W0, then what is left of W1 and of W0
 
-    With F = I = W on balanced pieces and m = p or m >= 2 p - 1, a step takes m (F + I + W) + (p - 1) F / 2, F, I, W being
-    those of a whole rank: nothing beyond the ramp-in of the last rank. In flight on every rank: at most min(2 m, 2 p)
-    pieces, as much as min(m, p) microbatches of a whole rank.
+    With F = I = W on balanced pieces and m >= p, a step takes m (F + I + W) + (p - 1) F / 2, F, I, W being those of a whole
+    rank: nothing beyond the ramp-in of the last rank. In flight on every rank: at most min(2 m, 2 p) pieces, as much as
+    min(m, p) microbatches of a whole rank.
 
-    With m < 2 p - 1 the rule above is that of 2 p - 1 microbatches without those that do not exist, unless a search
-    (`smpc.codegen.schedules.search`) finds a shorter step; it is the shortest for m = p and most others, and never more
-    than p F / 2 longer.
+    With m < 2 p - 1 the rule is that of 2 p - 1 microbatches without those that do not exist. From 2 m < 3 p - 1 on, that
+    leaves gaps in which a W is not yet due, so a rank runs its F and B in the order of the rule, each as soon as it is
+    there, and a W when it is 2 (p - 1) places overdue, or when nothing else is there.
     """
     rule = tuple(_rank(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
-    if num_microbatches >= 2 * num_ranks - 1:
+    if 2 * num_microbatches >= 3 * num_ranks - 1:
         return rule
-    costs, links, slots = Costs.uniform(2 * num_ranks), chain(2 * num_ranks), (2 * num_ranks,) * num_ranks
-    return search(v_placement(num_ranks), num_microbatches, links, costs, starts=(rule,), slots=slots, moves=0)
+    num_stages, slots = 2 * num_ranks, (2 * num_ranks,) * num_ranks
+    lag = 2 * (num_ranks - 1)
+    return with_late_weights(rule, v_placement(num_ranks), chain(num_stages), Costs.uniform(num_stages), lag, slots)
 
 
 def _rank(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:

@@ -112,6 +112,7 @@ class GlooTransport:
             while sent:
                 self._finish(sent.popleft(), peer)
             self._released[peer] = 0
+        self._pool.end_step()
 
     def _finish(self, work: dist.Work, peer: int) -> None:
         try:

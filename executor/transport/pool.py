@@ -5,6 +5,9 @@ takes twice as long as filling an old one. A buffer is used again when nothing e
 autograd (which may keep a received activation, or a view of a received gradient), not the user (who may keep
 a model output that is a received value). CUDA has a caching allocator of its own, so there the pool only
 allocates.
+
+Inputs of ever new shapes bring ever new formats: the buffers of one that has not been asked for in so many steps
+are given back.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from smpc.executor.transport.layout import WireFormat
 _MAX_BUFFERS = 64  # of one format
 _TRIES = 4  # buffers are taken and given back in nearly the same order, so a free one is near the head
 _SMALL = 64 * 1024  # bytes; below, allocating is faster than looking
+_IDLE_STEPS = 64
 
 
 class BufferPool:
@@ -27,6 +31,8 @@ class BufferPool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._storages: dict[tuple[object, ...], deque[torch.UntypedStorage]] = {}
+        self._last_step: dict[tuple[object, ...], int] = {}
+        self._step = 0
 
     def take(self, form: WireFormat) -> Tensor:
         """A tensor in the planned layout that shares memory with no other living tensor."""
@@ -36,6 +42,7 @@ class BufferPool:
         storages = self._storages.get(key)
         if storages is None:
             storages = self._storages[key] = deque()
+        self._last_step[key] = self._step
         for _ in range(min(_TRIES, len(storages))):
             storage = storages[0]
             storages.rotate(-1)
@@ -45,6 +52,13 @@ class BufferPool:
         if buffer.nbytes >= _SMALL and len(storages) < _MAX_BUFFERS:
             storages.append(buffer.untyped_storage())
         return buffer
+
+    def end_step(self) -> None:
+        """Give the buffers of formats back that have been idle for long."""
+        self._step += 1
+        idle = [key for key, step in self._last_step.items() if self._step - step > _IDLE_STEPS]
+        for key in idle:
+            del self._storages[key], self._last_step[key]
 
 
 def _num_references(storage: torch.UntypedStorage) -> int:

@@ -46,7 +46,7 @@ QUERY_BLOCKS: Table = {
     (90, 32): (Blocks(128, 64, 8, 2),),
     (90, 64): (Blocks(128, 64, 8, 3),),
     (90, 128): (Blocks(128, 64, 8, 2),),
-    (90, 256): (Blocks(64, 32, 8, 2),),
+    (90, 256): (Blocks(64, 16, 8, 2),),
 }
 
 KEY_VALUE_BLOCKS: Table = {

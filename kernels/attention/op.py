@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from smpc.kernels.attention.check import check_attention
 from smpc.kernels.attention.reference import reference_backward, reference_forward
@@ -142,6 +143,16 @@ def _backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, 
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+@register_flop_formula(torch.ops.smpc.flash_attention)
+def _flops(q: torch.Size, k: torch.Size, *rest: Any, **_: Any) -> int:
+    return 2 * 2 * q[0] * q[1] * q[2] * k[2] * q[3]
+
+
+@register_flop_formula(torch.ops.smpc.flash_attention_backward)
+def _backward_flops(grad: torch.Size, grad_lse: torch.Size, q: torch.Size, k: torch.Size, *rest: Any, **_: Any) -> int:
+    return 5 * 2 * q[0] * q[1] * q[2] * k[2] * q[3]  # scores again, dp, dq, dk, dv
 
 
 def _by_formula(q: Tensor) -> bool:

@@ -14,7 +14,9 @@ from typing import Any
 from torch import nn
 
 from smpc.auto import Search, search
+from smpc.callbacks import ProgressLine, TensorBoard
 from smpc.compile import Compilation, PipelineOptions, compile_model
+from smpc.observe import StepInfo
 from smpc.partitioner.device import Device
 from smpc.partitioner.plan import Plan
 from smpc.runtime import LoopbackRuntime, Runtime
@@ -78,8 +80,11 @@ __all__ = [
     "LoopbackRuntime",
     "PipelineOptions",
     "Plan",
+    "ProgressLine",
     "Runtime",
     "Search",
+    "StepInfo",
+    "TensorBoard",
     "compile_model",
     "mark_leaf",
     "partition",

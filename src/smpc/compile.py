@@ -20,11 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from smpc.codegen.actions import Schedule, of_program
+from smpc.codegen.actions import Schedule, of_program, peaks
 from smpc.codegen.emit import describe_channel, emit_rank
 from smpc.codegen.lower import lower
 from smpc.codegen.offload import insert_offloads, resident
 from smpc.codegen.program import Channel, Instruction, RankProgram, StageCode
+from smpc.codegen.rewrite.kernels import Rewritten, rewrite_kernels, select_rewrites
+from smpc.codegen.rewrite.plan import choose_by_plan, find_plan
+from smpc.codegen.rewrite.tensor_parallel import ShardedTrace, rewrite, with_collectives
 from smpc.codegen.schedule import evaluation
 from smpc.codegen.schedules.choice import Choice, choose
 from smpc.codegen.simulate import Costs, Link, Timeline, chain, simulate, timeline_text
@@ -33,12 +36,12 @@ from smpc.codegen.verify import verify_programs
 from smpc.errors import ConfigError, PartitionError, SmpcError
 from smpc.partitioner.cost import CostModel, NodeTimes
 from smpc.partitioner.device import Device, find_devices
-from smpc.partitioner.follow import follow
+from smpc.partitioner.follow import fits, follow
 from smpc.partitioner.limit import check_peaks, with_size_note
 from smpc.partitioner.manual import ManualPartition, assign_manually
 from smpc.partitioner.mixed import on_devices, solve_mixed
 from smpc.partitioner.optimizer import Optimizer, find_optimizer
-from smpc.partitioner.plan import Plan, ScheduleSummary
+from smpc.partitioner.plan import KernelUse, Plan, ScheduleSummary
 from smpc.partitioner.sizes import parse_bytes
 from smpc.partitioner.solve import plan_from_assignment, solve_partition
 from smpc.partitioner.timing import measure_times, parameter_times
@@ -73,6 +76,7 @@ class PipelineOptions:
     ] = ()  # modules to checkpoint beside those that the model asks for: name patterns as in a shell
     offload_activations: bool = False
     activation_loading_horizon: int = 4  # how many pipeline tasks ahead offloaded activations are loaded back
+    kernels: str | tuple[str, ...] = "auto"  # ops of smpc.kernels to use: "auto", "off" or names
 
     def __post_init__(self) -> None:
         wrong = [
@@ -95,6 +99,7 @@ class PipelineOptions:
         _ = self.limit_bytes
         _ = self.devices
         find_optimizer(self.optimizer)
+        select_rewrites(self.kernels, on_gpu=True)
 
     @property
     def cost_model(self) -> CostModel:
@@ -163,6 +168,7 @@ class Compilation:
     channels: tuple[Channel, ...]
     programs: tuple[RankProgram, ...]
     evaluation_programs: tuple[RankProgram, ...]
+    sharded: ShardedTrace | None = None  # with tensor_parallel_degree: `trace` before kernels, layouts and collectives
 
     def rank_source(self, rank: int) -> str:
         """The program of a pipeline rank as readable Python."""
@@ -206,6 +212,9 @@ def compile_model(
     recompute: Sequence[str] = (),
     offload_activations: bool = False,
     activation_loading_horizon: int = 4,
+    kernels: str | Sequence[str] = "auto",
+    tensor_parallel_degree: int = 1,
+    tensor_parallel_plan: str | Mapping[str, str] = "auto",
     show_phase: Callable[[str], object] | None = None,
     warn: bool = True,
 ) -> Compilation:
@@ -221,6 +230,9 @@ def compile_model(
     buckets, which take memory; with `shard_optimizer_state` they split the optimizer state among them.
     `recompute` are patterns of names of modules whose activations are computed again for the backward pass, such as
     "model.layers.*", `offload_activations` moves what these keep to CPU memory and back: see docs/activation_checkpointing.md.
+    `kernels` says which ops of smpc.kernels replace what the model computes: "auto", "off" or names, see docs/kernels.md.
+    `tensor_parallel_degree` ranks share every operation of a stage as `tensor_parallel_plan` says ("auto", "huggingface", "off" or styles
+    by name pattern, see docs/tensor_parallel_compiler.md): plan and programs are those of one of them.
     With `skip_tracing`, parameter sizes and the order of modules alone decide about the cut, not what is recorded of them.
     `schedule` and `virtual_pipeline_degree`: see docs/schedules.md. `manual` puts modules on ranks by name, see
     `smpc.partitioner.manual`.
@@ -246,26 +258,65 @@ def compile_model(
         tuple(recompute),
         offload_activations,
         activation_loading_horizon,
+        kernels if isinstance(kernels, str) else tuple(kernels),
     )
     args, kwargs = first_microbatch(as_inputs(sample_inputs), microbatches)
     show = show_phase or (lambda phase: None)
     show("Tracing the model")
-    trace = record(model, args, kwargs, leaf_modules=leaf_modules)
-    times = None
+    trace, sharded = record(model, args, kwargs, leaf_modules=leaf_modules), None
+    if tensor_parallel_degree != 1 or tensor_parallel_plan not in ("auto", "off"):
+        _check_tensor_parallel(tensor_parallel_degree, trace_execution_times)
+        show("Choosing tensor-parallel layouts")
+        styles = find_plan(model, tensor_parallel_plan)
+        sharded = rewrite(trace, choose_by_plan(trace, tensor_parallel_degree, styles))
+        trace = sharded.trace
+    rewritten = with_kernels(trace, options)
+    trace, times = rewritten.trace, None
+    if sharded is not None:
+        wire = options.devices[0].wire(tensor_parallel_degree)
+        times = with_collectives(trace, sharded, options.cost_model, wire.bandwidth, wire.latency)
     if trace_execution_times:
         show("Measuring the model")
         times = measure_times(trace, model, args, kwargs)
     show("Solving the partition")
-    plan = make_plan(trace, options, times=times)
+    plan = make_plan(trace, options, times=times, kernels=rewritten.uses, measured=trace_execution_times)
     for text in plan_warnings(plan) if warn else ():
         warnings.warn(text, stacklevel=2)
     show("Writing and checking the programs")
-    return compile_plan(trace, plan)
+    return dataclasses.replace(compile_plan(trace, plan), sharded=sharded)
+
+
+def _check_tensor_parallel(degree: int, trace_execution_times: bool) -> None:
+    if degree == 1:
+        raise ConfigError(
+            "tensor_parallel_plan: has no effect with tensor_parallel_degree 1; leave it out, or set the degree"
+        )
+    wrong = [f"tensor_parallel_degree: expected at least 1, found {degree}"] if degree < 1 else []
+    if trace_execution_times:
+        wrong.append(
+            "trace_execution_times: not with tensor_parallel_degree, the model at hand is whole; leave one of them out"
+        )
+    if wrong:
+        raise ConfigError("\n".join(wrong))
 
 
 def compile_trace(trace: Trace, options: PipelineOptions, like: Compilation | None = None) -> Compilation:
     """Compiles a trace of one microbatch. With `like`, every module stays on the stage that it has there."""
-    return compile_plan(trace, make_plan(trace, options, like))
+    rewritten = with_kernels(trace, options)
+    return compile_plan(rewritten.trace, make_plan(rewritten.trace, options, like, kernels=rewritten.uses))
+
+
+def with_kernels(trace: Trace, options: PipelineOptions, on_gpu: bool | None = None) -> Rewritten:
+    """The trace with the ops that `options.kernels` asks for, as far as the model computes what they do.
+
+    `on_gpu`: whether the target is one; by default what the devices say that times are predicted for.
+    """
+    if on_gpu is None:
+        on_gpu = all(device.transport != "gloo" for device in options.devices)
+    found = rewrite_kernels(trace, select_rewrites(options.kernels, on_gpu=on_gpu))
+    if options.kernels != "auto":
+        return found
+    return dataclasses.replace(found, uses=tuple(use for use in found.uses if not use.reason))
 
 
 def make_plan(
@@ -274,10 +325,15 @@ def make_plan(
     like: Compilation | None = None,
     times: NodeTimes | None = None,
     prove: bool = True,
+    kernels: tuple[KernelUse, ...] = (),
+    saved: Plan | None = None,
+    measured: bool = True,
 ) -> Plan:
     """The plan of a trace; its schedule is simulated with the predicted times of the stages.
 
-    Every module stays on the stage that it has in `like`, if given; otherwise it goes where `options.manual` says, if that is given.
+    Every module stays on the stage that it has in `like`, if given; otherwise it goes where `options.manual` says, if that is given, or
+    where it was in the plan `saved` by an earlier job, if that is one of the same operations on as many stages.
+    `kernels` is what `with_kernels` did to the trace, for the record. `times` replace the predicted ones; `measured`: on a device.
     Without `prove` the best contiguous plan is taken, with no word on how good it is or how many stages would fit: much quicker.
     """
     choice, assignment = options.choice, None
@@ -288,10 +344,12 @@ def make_plan(
         marks, default, num_ranks = dict(options.manual.marks), options.manual.default, options.pipeline_parallel_degree
         assignment, placement = assign_manually(trace, marks, default, num_ranks=num_ranks)
         choice = dataclasses.replace(choice, placement=placement)
+    elif saved is not None and fits(saved, trace) and tuple(s.rank for s in saved.stages) == choice.placement:
+        assignment = dict(saved.assignment)
     num_stages = len(choice.placement)
     on_device = _resident(choice, options.activation_loading_horizon) if options.offload_activations else None
     model = options.cost_model
-    if times is not None:
+    if times is not None and measured:
         model = dataclasses.replace(model, device=f"{model.device}, times measured")
     summary = ScheduleSummary(
         choice.name,
@@ -306,6 +364,22 @@ def make_plan(
         assignment = _by_parameters(trace, num_stages)
     by_rank, limits = options.rank_cost_models, options.rank_limits
     models = [by_rank[rank] for rank in choice.placement] if by_rank else []
+
+    def assigned(stages: Mapping[str, int], in_flight: Sequence[int]) -> Plan:
+        return plan_from_assignment(
+            trace,
+            stages,
+            num_stages=num_stages,
+            memory_weight=options.memory_weight,
+            in_flight=in_flight,
+            placement=choice.placement,
+            cost_model=model,
+            schedule=summary,
+            times=times,
+            recompute=options.recompute,
+            resident=on_device,
+        )
+
     if assignment is None:
 
         def solve(speeds: tuple[float, ...] = ()) -> Plan:
@@ -329,19 +403,7 @@ def make_plan(
 
         plan = solve_mixed(trace, models, solve) if models else solve()
     else:
-        plan = plan_from_assignment(
-            trace,
-            assignment,
-            num_stages=num_stages,
-            memory_weight=options.memory_weight,
-            in_flight=choice.in_flight,
-            placement=choice.placement,
-            cost_model=model,
-            schedule=summary,
-            times=times,
-            recompute=options.recompute,
-            resident=on_device,
-        )
+        plan = assigned(assignment, choice.in_flight)
         plan = on_devices(trace, plan, models) if models else plan
         if like is None:
             check_peaks(plan, limits)
@@ -351,12 +413,50 @@ def make_plan(
         plan,
         pipeline_parallel_degree=options.pipeline_parallel_degree,
         loading_horizon=options.activation_loading_horizon if options.offload_activations else 0,
+        kernels=kernels,
     )
+    if choice.name == "list":
+        plan = _with_found_peaks(trace, plan, choice, limits, assigned)
     plan = with_size_note(plan, options.devices)
     channels = plan_channels(trace, plan)
     timeline = _simulate(plan, channels, _schedule(plan, channels))
     summary = dataclasses.replace(summary, bubble_fraction=timeline.bubble_fraction, step_time=timeline.makespan)
     return dataclasses.replace(plan, schedule=summary)
+
+
+def _with_found_peaks(
+    trace: Trace,
+    plan: Plan,
+    choice: Choice,
+    limits: Sequence[int],
+    assigned: Callable[[Mapping[str, int], Sequence[int]], Plan],
+) -> Plan:
+    """The plan with as many microbatches in flight by stage as the search finds best for the times of its stages, and the
+    memory for them; as it is, if that breaks a limit. The cut was made before there were times, for balanced stages."""
+    schedule = choice.build([Link.of(channel) for channel in plan_channels(trace, plan)], _costs(plan))
+    in_flight = peaks(schedule, len(plan.stages))
+    if in_flight == tuple(stage.num_in_flight for stage in plan.stages):
+        return plan
+    again = assigned(dict(plan.assignment), in_flight)
+    found = dataclasses.replace(
+        plan,
+        stages=tuple(
+            dataclasses.replace(
+                stage,
+                num_in_flight=other.num_in_flight,
+                peak_memory_bytes=other.peak_memory_bytes,
+                communication_bytes=other.communication_bytes,
+                transient_bytes=other.transient_bytes,
+                offloaded_bytes_per_microbatch=other.offloaded_bytes_per_microbatch,
+            )
+            for stage, other in zip(plan.stages, again.stages, strict=True)
+        ),
+    )
+    try:
+        check_peaks(found, limits)
+    except PartitionError:
+        return plan
+    return found
 
 
 def _by_parameters(trace: Trace, num_stages: int) -> dict[str, int]:
@@ -398,7 +498,15 @@ def plan_warnings(plan: Plan) -> tuple[str, ...]:
     ]
     idle = plan.loading_horizon and not any(stage.checkpoints for stage in plan.stages)
     nothing = ["offload_activations has no effect: no module is checkpointed, and only what those keep is offloaded"]
-    return (*plan.notes, *split, *(nothing if idle else ()))
+    unused = [
+        f"kernels: {use.op} is not used"
+        + (f" at {use.first or 'the model'}" if use.count else "")
+        + (f" and {use.count - 1} more" if use.count > 1 else "")
+        + f": {use.reason}"
+        for use in plan.kernels
+        if use.reason
+    ]
+    return (*plan.notes, *split, *(nothing if idle else ()), *unused)
 
 
 def predict_timeline(trace: Trace, plan: Plan) -> Timeline:
@@ -427,7 +535,7 @@ def compile_plan(trace: Trace, plan: Plan) -> Compilation:
         held = [stage.num_in_flight for stage in plan.stages] if has_backward else None
         verify_programs(programs, max_in_flight=held)
         built.append(programs)
-    return Compilation(trace, plan, channels, *built)
+    return Compilation(trace, plan, channels, built[0], built[1])
 
 
 def _programs(
@@ -460,7 +568,8 @@ def _schedule(plan: Plan, channels: tuple[Channel, ...]) -> Schedule:
     """The schedule of a training step."""
     summary, placement = plan.schedule, tuple(stage.rank for stage in plan.stages)
     choice = Choice(summary.name, placement, summary.num_microbatches, summary.active_microbatches)
-    return choice.build([Link.of(channel) for channel in channels], _costs(plan))
+    in_flight = [stage.num_in_flight for stage in plan.stages]
+    return choice.build([Link.of(channel) for channel in channels], _costs(plan), in_flight)
 
 
 def _simulate(plan: Plan, channels: tuple[Channel, ...], schedule: Schedule) -> Timeline:
@@ -474,6 +583,7 @@ def _costs(plan: Plan) -> Costs:
         tuple(stage.backward_time for stage in plan.stages),
         plan.schedule.link_latency,
         plan.schedule.link_bandwidth,
+        tuple(stage.weight_time for stage in plan.stages),
     )
 
 

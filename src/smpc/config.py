@@ -19,7 +19,8 @@ NotImplementedError); one that has no effect here, by nature, is accepted with a
 Nothing is read from the environment unless it is passed in.
 
 The keys, their defaults and their rules are those of the public configuration reference of SMP v1
-(smdistributed-modelparallel), but for `schedule`, `virtual_pipeline_degree`, the timeouts and `nan_policy`, which are additions.
+(smdistributed-modelparallel), but for `schedule`, `virtual_pipeline_degree`, the timeouts,
+`program_cache_size`, `kernels` and `nan_policy`, which are additions.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError
+from smpc.kernels.setting import AUTO, faults_of
 
 ENVIRONMENT_VARIABLE = "SM_HP_MP_PARAMETERS"
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "list")
@@ -107,6 +109,12 @@ class Config:
         minimum=1.0,
     )
     checkpoint_timeout: float = _key(1800.0, "Seconds that gathering, saving or loading of state may take", minimum=1.0)
+    program_cache_size: int = _key(
+        32,
+        "Most programs that are kept for inputs of different shapes; beyond it, the one that has not run for the longest "
+        "time is compiled again when it is needed",
+        minimum=2,
+    )
     nan_policy: str = _key(
         "raise",
         "What happens after a step in which a loss was NaN or infinite, on all ranks alike: `raise` an error, "
@@ -167,6 +175,11 @@ class Config:
         4,
         "How many pipeline tasks ahead of its backward pass an offloaded activation is loaded back",
         minimum=1,
+    )
+    kernels: str = _key(
+        "auto",
+        "Which fused operations of docs/kernels.md replace what the model computes: `auto` for those known to be quicker "
+        "on the device, `off`, or names separated by commas",
     )
     tensor_parallel_degree: int = _key(
         1,
@@ -397,6 +410,7 @@ class _Report:
     def _check_dependencies(self, sound: Mapping[str, Any]) -> None:
         """Check the rules between keys, as far as the keys involved are valid themselves."""
         degree = sound.get("pipeline_parallel_degree")
+        self.errors.extend(f"{fault}{self._where('kernels')}" for fault in faults_of(sound.get("kernels", AUTO)))
         schedule = sound.get("schedule", "")
         if schedule not in ("", *SCHEDULES) and not schedule.endswith(".csv"):
             expected = f"{', '.join(SCHEDULES)} or a .csv file"

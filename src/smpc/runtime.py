@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from smpc.codegen.program import RankProgram
+from smpc.codegen.rewrite.tensor_parallel import GROUP
 from smpc.codegen.stage import StageModule, build_stage
 from smpc.compile import Compilation, Inputs
 from smpc.errors import StepError, UsageError
@@ -39,7 +39,8 @@ from smpc.executor.bind import StepHooks
 from smpc.executor.interpreter import Interpreter
 from smpc.executor.loopback import run_loopback
 from smpc.executor.transport import Transport, loopback_transports
-from smpc.observe import Observer, RankRecord, StepCallback, Watch
+from smpc.observation import Window
+from smpc.observe import Observer, RankRecord, StepCallback, Watch, batch_of
 from smpc.partitioner.plan import Plan
 from smpc.tracer.guards import broken_guard
 from smpc.tracer.ir import NodeKind, Trace
@@ -65,6 +66,11 @@ class RankPrograms:
         device: torch.device,
         hooks: Callable[[Mapping[int, StageModule]], StepHooks | None],
     ) -> None:
+        if compilation.sharded is not None and GROUP not in vars(model):
+            raise UsageError(
+                "expected a model whose parameters are slices, as the compilation is tensor parallel, found a whole one; call "
+                "smpc.tensor_parallel.place(model, compilation.sharded, group) first"
+            )
         self.model = model
         self.trace = compilation.trace
         self.plan = compilation.plan
@@ -125,6 +131,7 @@ class Runtime:
         self.device = torch.device(device)
         self._observer = observer or Observer(self.device, rank, pipeline_rank=rank)
         self._observer.holders.append(self._held)
+        self._optimizer: torch.optim.Optimizer | None = None  # what `observe` was given
         self._make_hooks = hooks
         self._hooks: StepHooks | None = None
         self._programs: list[RankPrograms] = []
@@ -135,12 +142,18 @@ class Runtime:
         """This rank's stage modules, by stage index; parameters have their names in the whole model."""
         return self._programs[0].stages
 
-    def install(self, compilation: Compilation) -> int:
-        """Builds the stages of a compilation over the model's own parameters; returns the index to run it by."""
-        self._programs.append(
-            RankPrograms(self._model, compilation, self._rank, self._transport, self.device, self._hooks_for)
-        )
-        return len(self._programs) - 1
+    def install(self, compilation: Compilation, program: int | None = None) -> int:
+        """Builds the stages of a compilation over the model's own parameters; returns the index to run it by.
+
+        `program`: that index, either the next one or that of a program that this one replaces; the first one cannot be replaced.
+        """
+        new = RankPrograms(self._model, compilation, self._rank, self._transport, self.device, self._hooks_for)
+        if program is None or program == len(self._programs):
+            self._programs.append(new)
+            return len(self._programs) - 1
+        assert 0 < program < len(self._programs), "the first program's stages are those of the replicas"
+        self._programs[program] = new
+        return program
 
     def run(
         self, program: int, microbatches: Sequence[Inputs] | None, on_output: OnOutput | None, *, training: bool
@@ -152,21 +165,25 @@ class Runtime:
             None if microbatches is None else placeholders(programs, interpreter.program, microbatches, self.device)
         )
         output = restored(programs.trace, on_output, self.device)
-        if self._observer.is_idle:
-            self._observer.skip()
-            interpreter.run(inputs, output)
-        else:
-            tensors = [tensor for values in inputs or () for tensor in values.values()]
-            with self._observer.step(tensors) as watch, _watching(interpreter, watch, programs, training):
-                interpreter.run(inputs, _noting_loss(output, watch))
+        with self._observer.step(_tensors(inputs)) as watch:
+            if watch.is_wanted:
+                watch.program = program
+                with _watching(interpreter, watch, programs, training):
+                    interpreter.run(inputs, _noting_loss(output, watch))
+            else:
+                interpreter.run(inputs, output)
         self._running = None
 
     def register_step_callback(self, callback: StepCallback) -> RemovableHandle:
         """Call `callback(info)` after every step on this rank, with a `smpc.StepInfo`."""
         return self._observer.register(callback)
 
-    def observe(self, num_steps: int = 20) -> None:
-        """Measure memory in the next step, and times in the `num_steps` after it, for `report`. Every rank calls it, between steps."""
+    def observe(self, num_steps: int = 20, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Measure memory in the next step, and times in the `num_steps` after it, for `report`. Every rank calls it, between steps.
+
+        What the optimizer holds counts as memory; on a CPU it is known only if it is given, after a step of its own.
+        """
+        self._optimizer = optimizer
         self._observer.observe(num_steps)
 
     @property
@@ -191,6 +208,13 @@ class Runtime:
     def _held(self) -> Iterator[Tensor]:
         for programs in self._programs[:1]:  # later ones have the same parameters
             yield from programs.held()
+        for own in () if self._optimizer is None else self._optimizer.state.values():
+            yield from (value for value in own.values() if isinstance(value, Tensor))
+
+    def did_not_train(self) -> None:
+        """The training step that has just ended did no backward, as is known now."""
+        if self._hooks is not None:
+            self._hooks.did_not_train()
 
     def where(self) -> str:
         """The instruction that is running now, for people; "" between steps."""
@@ -249,19 +273,18 @@ class LoopbackRuntime:
         before = [dict(module._buffers) for module in self._model.modules()]
         output = restored(trace, on_output, self._device)
         with contextlib.ExitStack() as stack:
-            for rank, observer, interpreter in zip(ranks, self._observers, interpreters, strict=bool(self._observers)):
+            for rank, observer in enumerate(self._observers):
                 watch = stack.enter_context(observer.step())
-                stack.enter_context(_watching(interpreter, watch, rank, training))
+                watch.program = program
+                stack.enter_context(_watching(interpreters[rank], watch, ranks[rank], training))
             run_loopback(interpreters, inputs, output)
         for model in copies:
             _return_rebound(model, self._model, before)
 
     def observe(self, num_steps: int = 20) -> None:
-        """Measure the times of the `num_steps` steps after the next one, for `report`."""
-        num_ranks = len(self._require_programs()[0])
-        self._observers = [Observer(self._device, rank, pipeline_rank=rank) for rank in range(num_ranks)]
-        for observer in self._observers:
-            observer.observe(num_steps)
+        """Measure the times of the next `num_steps` steps, for `report`."""
+        num_ranks, window = len(self._require_programs()[0]), Window(0, num_steps)
+        self._observers = [Observer(self._device, rank, pipeline_rank=rank, window=window) for rank in range(num_ranks)]
 
     def report(self) -> Comparison:
         """Predicted against measured times of the stages of the first program; `print` it.
@@ -328,22 +351,23 @@ def _noting_loss(
     return call
 
 
+def _tensors(inputs: Sequence[Mapping[str, Tensor]] | None) -> Iterator[Tensor]:
+    for values in inputs or ():
+        yield from values.values()
+
+
 def _batch(trace: Trace, plan: Plan) -> tuple[int | None, int | None]:
-    """Samples and tokens of a step: the first axis of the model's first input that has one; the elements of its first integer input
-    of two dimensions or more.
-    """
+    """Samples and tokens of a step."""
     specs = [node.spec for node in trace.nodes if node.kind is NodeKind.PLACEHOLDER and node.spec is not None]
-    count = plan.schedule.num_microbatches
-    samples = [spec.shape[0] * count for spec in specs if spec.shape]
-    tokens = [math.prod(spec.shape) * count for spec in specs if len(spec.shape) > 1 and spec.dtype in ("int64", "int32")]
-    return next(iter(samples), None), next(iter(tokens), None)
+    integers = ("int64", "int32")
+    return batch_of([(spec.shape, spec.dtype in integers) for spec in specs], plan.schedule.num_microbatches)
 
 
 def _check_records(records: Sequence[RankRecord]) -> None:
     if not records or not all(any(step.training for step in record.steps) for record in records):
         raise UsageError(
-            "report: no training step has been measured; call observe() on every rank and run at least two training steps "
-            "(memory is measured in the first, times in those after it)"
+            "report: no training step has been measured; call observe() on every rank, then run training steps (with several "
+            "processes memory is measured in the first one, times in those after it)"
         )
 
 

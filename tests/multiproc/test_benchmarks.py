@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
+PIPELINE = ["pipeline.py", "--steps", "1", "--sizes", "launch-bound", "--schedules", "1f1b", "zb-v"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [["pipeline.py", "--steps", "1"], ["interpreter.py"]], ids=lambda a: a[0])
+@pytest.mark.parametrize("arguments", [PIPELINE, ["interpreter.py"]], ids=lambda a: a[0])
 def test_runs(arguments):
     done = subprocess.run(
         [sys.executable, *arguments], cwd=FOLDER, capture_output=True, text=True, timeout=200, check=False

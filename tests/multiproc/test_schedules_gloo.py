@@ -1,5 +1,6 @@
 """Schedules on real gloo processes, through `smpc.Runtime` and through `smpc.v1`: bitwise equal to one process."""
 
+import itertools
 import multiprocessing
 import multiprocessing.forkserver
 
@@ -58,20 +59,20 @@ def eager(name):
     return losses, {name: p.grad for name, p in model.named_parameters()}
 
 
+SAMPLE = {("gpt2", 2, "interleaved-1f1b"), ("unet", 2, "zb-v"), ("t5", 2, "zb-h1")}
+
+
 @pytest.mark.parametrize(
-    ("name", "num_ranks", "options"),
+    ("name", "num_ranks", "schedule"),
     [
-        ("gpt2", 2, {"virtual_pipeline_degree": 2}),
-        ("unet", 2, {"schedule": "zb-v"}),
-        ("t5", 2, {"schedule": "zb-h1"}),
-        ("gpt2", 4, {"schedule": "zb-h1"}),
-        ("gpt2", 4, {"schedule": "zb-v"}),
-        ("t5", 4, {"virtual_pipeline_degree": 2}),
+        pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.slow)
+        for case in itertools.product(
+            ("gpt2", "t5", "unet", "tied"), (2, 4), ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
+        )
     ],
-    ids=str,
 )
-def test_two_steps_equal_eager(tmp_path, name, num_ranks, options):
-    results = run_workers(train, num_ranks, tmp_path, name, num_ranks, options)
+def test_two_steps_equal_eager(tmp_path, name, num_ranks, schedule):
+    results = run_workers(train, num_ranks, tmp_path, name, num_ranks, {"schedule": schedule})
     losses, gradients = eager(name)
     assert torch.equal(torch.stack(next(found for found, *_ in results if found)), torch.stack(losses))
     seen = set()

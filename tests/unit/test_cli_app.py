@@ -197,6 +197,15 @@ def test_settings_without_effect_are_named(smpc, factories, tmp_path):
     assert "smpc: warning: static_mode: True has no effect here" in err
 
 
+def test_tensor_parallel_layouts_are_shown_and_written(smpc, factories, tmp_path):
+    status, out, _ = smpc("compile", f"{factories}:build", "-p", "2", "-t", "2", "--out", str(tmp_path / "out"))
+    assert status == 0
+    text = (tmp_path / "out" / "tensor_parallel.txt").read_text()
+    assert text.startswith("tensor parallel: 2 ranks, ")
+    assert out.endswith(text)
+    assert "from smpc.executor import tensor_ops" in (tmp_path / "out" / "rank_0.py").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -206,7 +215,10 @@ def test_settings_without_effect_are_named(smpc, factories, tmp_path):
         (["{factories}:build", "-p", "2", "-m", "3"], ["batch size 8 (axis 0) is not divisible by microbatches = 3"]),
         (["{factories}:build", "-p", "2", "-m", "9"], ["is not divisible by microbatches = 9"]),
         (["{factories}:build", "-p", "90"], ["expected at most as many stages as modules, found 90 stages"]),
-        (["{factories}:build", "-p", "2", "-t", "2"], ["-t/--tensor-parallel-degree: 2 is not implemented yet"]),
+        (["{factories}:build", "-p", "2", "-t", "0"], ["tensor_parallel_degree: expected at least 1, found 0"]),
+        (["{factories}:build", "-p", "2", "-t", "2", "--tensor-parallel-plan", "x"], ["tensor_parallel_plan: expected"]),
+        (["{factories}:build", "-p", "2", "--tensor-parallel-plan", "x.json"], ["--tensor-parallel-plan 'x.json'"]),
+        (["{factories}:build", "-p", "2", "--tensor-parallel-plan", "huggingface"], ["tensor_parallel_plan: has no effect"]),
         (
             ["{factories}:build", "-p", "2", "--pipeline", "x", "-m", "0"],
             ["microbatches: expected at", "pipeline: exp"],

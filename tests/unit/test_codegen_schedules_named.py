@@ -1,4 +1,4 @@
-"""Virtual stages and zero bubble: tables, the published formulas, and what holds for every schedule."""
+"""Virtual stages and zero bubble: tables, and what holds for every schedule; test_codegen_schedules_formulas.py has the formulas."""
 
 import itertools
 import textwrap
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smpc.codegen.actions import backward, forward, peaks, rank_peaks, split_backwards, weight
+from smpc.codegen.actions import backward, forward, peaks, split_backwards, weight
 from smpc.codegen.schedule import table
 from smpc.codegen.schedules.virtual import interleaved_1f1b, loop_placement
 from smpc.codegen.schedules.zero_bubble import zb_h1, zb_h2
@@ -49,24 +49,6 @@ def test_tables(case):
     assert table(BUILD[name][1](p, m)).splitlines() == textwrap.dedent(TABLES[case]).splitlines()
 
 
-def cases(last=8):
-    """p in 2..16, m in p..8p: all ends, and some between."""
-    for p in range(2, 17):
-        for m in sorted({p, p + 1, 2 * p - 2, 2 * p - 1, 2 * p, 3 * p, last * p}):
-            yield p, m
-
-
-@pytest.mark.parametrize("p", range(2, 17))
-@pytest.mark.parametrize("v", [2, 3, 4])
-def test_bubble_and_memory_of_interleaved_1f1b(p, v):
-    for m in (p, 2 * p, 3 * p, 8 * p) if p < 9 else (p, 8 * p):
-        schedule = interleaved_1f1b(p, v, m)
-        found = simulate(schedule, chain(p * v), Costs.uniform(p * v))
-        assert found.bubble_fraction == pytest.approx((p - 1) / (v * m + p - 1))
-        # p + (p - 1) / v shares of a rank, in pieces
-        assert rank_peaks(schedule) == tuple(min(v * m, v * p + p - 1 - 2 * r) for r in range(p))
-
-
 @pytest.mark.parametrize("p", [2, 3, 5, 8])
 @pytest.mark.parametrize("v", [2, 3])
 def test_interleaved_1f1b_takes_no_longer_than_the_next_multiple(p, v):
@@ -76,34 +58,13 @@ def test_interleaved_1f1b_takes_no_longer_than_the_next_multiple(p, v):
         assert found.makespan <= padded.makespan == 3 * (v * full + p - 1)
 
 
-@pytest.mark.parametrize("p", range(2, 17))
-def test_zero_bubble_formulas(p):
-    for q, m in cases():
-        if q != p or (p > 9 and m == 8 * p):
-            continue
-        h1, h2 = (simulate(schedule, chain(p), Costs.uniform(p)) for schedule in (zb_h1(p, m), zb_h2(p, m)))
-        # F = I = W = 1: m (F + I + W) + (p - 1)(F + I - W), and m (F + I + W) + (p - 1) F
-        assert h1.makespan == h2.makespan == 3 * m + p - 1
-        assert h1.bubble_fraction == pytest.approx((p - 1) / (3 * m + p - 1))
-        assert rank_peaks(zb_h1(p, m)) == (min(m, p),) * p
-        assert rank_peaks(zb_h2(p, m)) == (min(m, 2 * p - 1),) * p
-        if m >= 2 * p - 1:
-            for rank in range(p):  # no pause between the first and the last action of a rank
-                own = [event for event in h2.events if event.rank == rank]
-                assert (own[0].start, own[-1].end) == (rank, rank + 3 * m)
-
-
-@pytest.mark.parametrize("p", range(2, 17))
-def test_zb_v_formulas(p):
-    for m in sorted({p, 2 * p - 1, 2 * p, 3 * p, 8 * p if p < 9 else 4 * p}):
-        schedule = zb_v(p, m)
-        found = simulate(schedule, chain(2 * p), Costs.uniform(2 * p, 0.5, 1.0))
-        assert found.makespan == 3 * m + (p - 1) / 2
-        assert max(rank_peaks(schedule)) <= 2 * min(m, p)
-    between = zb_v(p, p + p // 2)
-    makespan = simulate(between, chain(2 * p), Costs.uniform(2 * p, 0.5, 1.0)).makespan
-    assert makespan <= 3 * (p + p // 2) + (p - 1) / 2 + p / 2
-    assert max(rank_peaks(between)) <= 2 * p
+@pytest.mark.parametrize("p", [2, 5, 8])
+def test_zb_h2_has_no_pause_between_the_first_and_the_last_action_of_a_rank(p):
+    for m in (2 * p - 1, 3 * p):
+        found = simulate(zb_h2(p, m), chain(p), Costs.uniform(p))
+        for rank in range(p):
+            own = [event for event in found.events if event.rank == rank]
+            assert (own[0].start, own[-1].end) == (rank, rank + 3 * m)
 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 8])

@@ -44,6 +44,19 @@ class Tied(nn.Module):
         return torch.einsum("bld,vd->blv", x, self.embed.weight) * y + torch.cat([self.scale, self.scale[:4]])
 
 
+class Products(nn.Module):
+    """Parameters in products of every kind, on either side."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 6, 5))
+        self.bias = nn.Parameter(torch.randn(5))
+
+    def forward(self, x):
+        y = torch.bmm(x, self.right) @ torch.eye(5) + torch.matmul(x, self.right)
+        return torch.addmm(self.bias, self.left.mm(y[0]), torch.eye(5), beta=0.5, alpha=2.0) + self.left @ y
+
+
 class Frozen(nn.Module):
     """A parameter without gradient, one that is not used, and statistics of no gradient."""
 
@@ -61,6 +74,10 @@ class Frozen(nn.Module):
 
 def images():
     return torch.randn(3, 4, 8, 8, requires_grad=True)
+
+
+def tokens():
+    return torch.randint(0, 9, (2, 4))
 
 
 def rows(width):
@@ -81,7 +98,26 @@ CASES = {
         lambda: torch.randn(3, 4, 8, 8).to(memory_format=torch.channels_last).requires_grad_(),
     ),
     "conv3d": (lambda: nn.Conv3d(2, 3, 2), lambda: torch.randn(1, 2, 4, 4, 4, requires_grad=True)),
+    "conv2d without bias": (lambda: nn.Conv2d(4, 6, 3, bias=False, dilation=2, padding="same"), images),
+    "conv2d of an image without a batch": (
+        lambda: nn.Conv2d(4, 6, 3),
+        lambda: torch.randn(4, 8, 8, requires_grad=True),
+    ),
+    "transposed conv1d": (
+        lambda: nn.ConvTranspose1d(4, 6, 3, groups=2, stride=2, output_padding=1),
+        lambda: torch.randn(2, 4, 9, requires_grad=True),
+    ),
     "transposed conv2d": (lambda: nn.ConvTranspose2d(4, 3, 3, stride=2), images),
+    "transposed conv3d": (
+        lambda: nn.ConvTranspose3d(2, 3, 2, bias=False),
+        lambda: torch.randn(1, 2, 4, 4, 4, requires_grad=True),
+    ),
+    "embedding": (lambda: nn.Embedding(9, 5), tokens),
+    "embedding, padded": (lambda: nn.Embedding(9, 5, padding_idx=-9), tokens),
+    "embedding, scaled by frequency": (lambda: nn.Embedding(9, 5, scale_grad_by_freq=True), tokens),
+    "embedding, sparse": (lambda: nn.Embedding(9, 5, sparse=True), tokens),
+    "embedding, of a bounded norm": (lambda: nn.Embedding(9, 5, max_norm=0.5), tokens),
+    "matrix product of batches": (Products, rows(6)),
     "convolutions, in place": (
         lambda: nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.Conv2d(6, 2, 1)),
         images,
@@ -134,7 +170,12 @@ def test_both_halves_equal_the_whole(name):
     (inputs_whole, whole_grads), (inputs_halves, halves_grads) = found[whole], found[halves]
     for a, b in zip([*inputs_whole, *whole_grads.values()], [*inputs_halves, *halves_grads.values()], strict=True):
         assert (a is None) == (b is None)
-        assert a is None or (torch.equal(a, b) and a.stride() == b.stride())
+        if a is not None and a.is_sparse:
+            assert b.is_sparse
+            assert torch.equal(a._indices(), b._indices())
+            assert torch.equal(a._values(), b._values())
+        else:
+            assert a is None or (torch.equal(a, b) and a.stride() == b.stride())
 
 
 def test_deferred_work_is_not_done_in_the_first_half():

@@ -253,7 +253,7 @@ def test_gradient_missing_later_is_zero_and_appearing_later_is_an_error():
     assert_same(grads(*pipeline), grads(*reference))
     with pytest.raises(StepError, match="edge 1: value 'side' has a gradient in microbatch 2") as caught:
         run_loopback(ranks, microbatches(), lambda m, o: [(o[1 if m == 2 else 0].sum(), None)])
-    assert "instruction 'SEND_GRAD e1 m2 r0'" in caught.value.__notes__[0]
+    assert "instruction 'SEND_GRAD e1 m2 to r0'" in caught.value.__notes__[0]
     run_loopback(ranks, microbatches(), lambda m, o: [(o[0].sum(), None)])  # the next step is not disturbed
 
 
@@ -418,8 +418,8 @@ def test_deadlock_names_everybody():
     crossed = (SIMPLE[0].replace("SEND e1 m0 r1", "RECV_GRAD e1 m0 r1", 1), SIMPLE[1])
     with pytest.raises(ScheduleError) as caught:
         run_loopback(two_stages(crossed, Stage(layer, 1), Stage(layer, 2)), microbatches(), None)
-    assert "pipeline rank 0, instruction 'RECV_GRAD e1 m0 r1'" in str(caught.value)
-    assert "pipeline rank 1, instruction 'RECV e1 m0 r0'" in str(caught.value)
+    assert "pipeline rank 0, instruction 'RECV_GRAD e1 m0 from r1'" in str(caught.value)
+    assert "pipeline rank 1, instruction 'RECV e1 m0 from r0'" in str(caught.value)
 
 
 @pytest.mark.parametrize(("texts", "expected"), [(SIMPLE, [5, 5, 5, 5]), (ONE_F_ONE_B, [3, 2, 3, 2])])

@@ -29,3 +29,14 @@ def test_a_buffer_in_use_is_not_handed_out():
     assert address not in taken
     assert held[0].data_ptr() not in taken
     assert product.item() >= 0
+
+
+def test_buffers_that_are_idle_for_many_steps_are_given_back():
+    """Every step has a format of its own beside one that all use: as with sequences of ever new lengths."""
+    pool = BufferPool(torch.device("cpu"))
+    address = pool.take(BIG).data_ptr()
+    for step in range(200):
+        assert pool.take(BIG).data_ptr() == address
+        pool.take(WireFormat.of("v", TensorSpec((256 + step, 512), "float32", (512, 1))))
+        pool.end_step()
+        assert len(pool._storages) == len(pool._last_step) <= 66

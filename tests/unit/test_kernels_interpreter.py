@@ -20,9 +20,10 @@ def run_folder(marks: str, timeout: float) -> None:
     assert " passed" in child.stdout
 
 
+@pytest.mark.timeout(900)
 def test_kernels_in_the_interpreter():
     pytest.importorskip("triton")
-    run_folder("not slow", timeout=280)
+    run_folder("not slow", timeout=880)
 
 
 @pytest.mark.slow

@@ -1,12 +1,16 @@
 """Every schedule on models of every kind, cut and run in one process: the bits of the single-process microbatched run."""
 
 import dataclasses
+import itertools
+from pathlib import Path
 
 import parity
 import pytest
 import torch
 import zoo
 
+from smpc.codegen.actions import weight
+from smpc.codegen.program import Op
 from smpc.codegen.schedules.choice import Choice, choose
 from smpc.codegen.schedules.csv_file import to_csv
 from smpc.codegen.simulate import Costs, chain
@@ -44,8 +48,17 @@ def check(model, batch, compilation):
     parity.assert_same(parity.run_eager(model, batch, microbatches), got, shared)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "unet", "tied"])
-@pytest.mark.parametrize("settings", SETTINGS)
+MODELS = ("gpt2", "t5", "unet", "tied")
+SAMPLE = {("t5", "two pieces"), ("unet", "zb-h1"), ("gpt2", "zb-v"), ("tied", "list, two pieces")}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.slow)
+        for case in itertools.product(MODELS, SETTINGS)
+    ],
+)
 def test_two_ranks(name, settings):
     model, batch = zoo.build(name)
     for microbatches in (2, 8):
@@ -56,17 +69,36 @@ def test_two_ranks(name, settings):
         check(model, batch, compilation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", ["zb-h1", "zb-h2", "zb-v", "two pieces"])
 def test_more_ranks_than_microbatches(settings):
     model, batch = zoo.build("t5")
     check(model, batch, compile_model(model, batch, pipeline_parallel_degree=3, microbatches=2, **SETTINGS[settings]))
 
 
-@pytest.mark.parametrize("schedule", ["simple", "interleaved", "list"])
-@pytest.mark.parametrize("name", ["gpt2", "unet"])
-def test_any_placement(name, schedule):
+def split_in_pairs(schedule):
+    """Every backward of a schedule in its two parts, one after the other."""
+    return tuple(
+        tuple(part for a in actions for part in ((a, weight(a.stage, a.microbatch)) if a.op is Op.BACKWARD else (a,)))
+        for actions in schedule
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        pytest.param(*case, marks=() if case in {("gpt2", "split"), ("unet", "interleaved")} else pytest.mark.slow)
+        for case in itertools.product(MODELS, ["simple", "interleaved", "list", "split"])
+    ],
+)
+def test_any_placement(name, schedule, tmp_path):
+    """The schedules that run on every placement; and a split backward, from a file."""
     model, batch = zoo.build(name)
     trace = record(model, *first_microbatch(batch, 4))
+    if schedule == "split":
+        schedule = str(tmp_path / "split.csv")
+        whole = Choice("interleaved", (1, 2, 1, 0), 4, 5).build(chain(4), Costs.uniform(4))
+        Path(schedule).write_text(to_csv(split_in_pairs(whole)))
     choice = Choice(schedule, (1, 2, 1, 0), 4, 5)
     summary = ScheduleSummary(schedule, 4, 5, 0.0, 0.0)
     plan = solve_partition(

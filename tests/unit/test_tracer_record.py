@@ -1,6 +1,7 @@
 """The recorder: what it writes down, what it refuses, and that a replay equals the model."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from smpc.errors import TraceError
 from smpc.tracer import NodeKind, Trace, flatten, mark_leaf, record, register_shape_rule, replay, to_fx, verify
+from smpc.tracer.recorder import Recorder
 
 
 @pytest.mark.parametrize("name", zoo.MODELS)
@@ -380,3 +383,11 @@ def test_random_programs_replay_bitwise(steps):
     trace = record(model, (x,))
     got = replay(trace, model, (x,))
     assert all(torch.equal(a, b) for a, b in zip(flatten(expected)[0], flatten(got)[0], strict=True))
+
+
+def test_a_recording_leaves_nothing_behind():
+    """What autograd saves of an operation's own result (tanh's) ties the graph into a knot that the collector does not see."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    record(model, (torch.randn(2, 4),))
+    gc.collect()
+    assert not [found for found in gc.get_objects() if type(found) in (Recorder, FakeTensor)]

@@ -1,7 +1,7 @@
 """A trace as patterns read it: operations by what they do, operands in order, users, casts looked through.
 
-Many spellings are one operation: `x * y`, `torch.mul(x, y)` and `y.__rmul__(x)` are "mul". Names follow torch: add, sub, mul, div, neg, pow,
-mean, rsqrt, sqrt, tanh, silu, gelu, sigmoid, cat, getitem, linear, ... ; "cast" changes the floating point type alone
+Many spellings are one operation: `x * y`, `torch.mul(x, y)` and `y.__rmul__(x)` are "mul". Names follow torch: add, sub, mul, div,
+neg, pow, mean, rsqrt, sqrt, tanh, silu, gelu, sigmoid, cat, getitem, linear, ... ; "cast" changes the floating point type alone
 (`.float()`, `.to(torch.bfloat16)`, `.type_as(y)`); what none of this names keeps its qualified name.
 
     graph.op("mul_3")                       "mul"
@@ -21,9 +21,9 @@ from smpc.tracer.literals import Ref, references
 
 _OWNERS = ("torch", "torch.Tensor", "torch.nn.functional", "torch.special", "torch._C._nn", "_operator", "torch._VF")
 _SAME = {
-    "__radd__": "add", "__rmul__": "mul", "multiply": "mul", "divide": "div", "true_divide": "div", "__truediv__": "div", "__rdiv__": "rdiv",
-    "__rtruediv__": "rdiv", "subtract": "sub", "__rsub__": "rsub", "__neg__": "neg", "negative": "neg", "__pow__": "pow",
-    "concat": "cat", "concatenate": "cat", "__and__": "and", "bitwise_and": "and", "logical_and": "and",
+    "__radd__": "add", "__rmul__": "mul", "multiply": "mul", "divide": "div", "true_divide": "div", "__truediv__": "div",
+    "__rdiv__": "rdiv", "__rtruediv__": "rdiv", "subtract": "sub", "__rsub__": "rsub", "__neg__": "neg", "negative": "neg",
+    "__pow__": "pow", "concat": "cat", "concatenate": "cat", "__and__": "and", "bitwise_and": "and", "logical_and": "and",
 }  # fmt: skip
 _CASTS = ("to", "type", "type_as", "float", "double", "half", "bfloat16")
 OUTPUT = "<output>"  # a user of what the model returns
@@ -63,8 +63,8 @@ class Graph:
         return () if spec is None else spec.shape
 
     def op(self, name: str) -> str:
-        """What a node does: see the module docstring."""
-        return self._ops[name]
+        """What a node does: see the module docstring; "" for OUTPUT and GUARD."""
+        return self._ops.get(name, "")
 
     def users(self, name: str) -> tuple[str, ...]:
         """Who reads a node: names of nodes, OUTPUT, GUARD."""
@@ -135,6 +135,20 @@ class Graph:
             name = self.trace.node(name).inputs[0]
         return name
 
+    def reader(self, name: str) -> str | None:
+        """The sole user of a value, casts of it looked through."""
+        user = self.sole_user(name)
+        while user is not None and self.is_cast(user):
+            user = self.sole_user(user)
+        return user
+
+    def cast_back(self, name: str, dtype: str) -> str:
+        """The value after the casts that alone read it, as far as they lead to this type."""
+        user = self.sole_user(name)
+        while self.spec(name).dtype != dtype and user is not None and self.is_cast(user):
+            name, user = user, self.sole_user(user)
+        return name
+
     def between(self, result: str, inputs: tuple[str, ...]) -> tuple[str, ...]:
         """The nodes that compute `result` from `inputs`, in execution order; attribute reads and model inputs are never among them."""
         found: dict[str, None] = {}
@@ -180,4 +194,6 @@ def _is_cast(node: Node) -> bool:
     if node.spec is None or not node.spec.torch_dtype.is_floating_point:
         return False
     given = [*node.args[1:], *(value for key, value in node.kwargs if key not in ("device", "non_blocking"))]
-    return all(isinstance(value, (torch.dtype, Ref, str)) for value in given if value is not None and value is not False)
+    return all(
+        isinstance(value, (torch.dtype, Ref, str)) for value in given if value is not None and value is not False
+    )

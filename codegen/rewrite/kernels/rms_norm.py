@@ -2,14 +2,14 @@
 
     x * rsqrt(mean(x ** 2, -1) + eps) * (weight + offset)
 
-as Llama, T5, Qwen (offset 0) and Gemma (offset 1) write it, with 1 / sqrt or a power of -0.5 in place of rsqrt, squares as products, casts to
-fp32 and back anywhere, and with or without a weight. `eps` and `offset` are the numbers that stand there.
+as Llama, T5, Qwen (offset 0) and Gemma (offset 1) write it, with 1 / sqrt or a power of -0.5 in place of rsqrt, squares as products,
+casts to fp32 and back anywhere, and with or without a weight. `eps` and `offset` are the numbers that stand there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from smpc.codegen.rewrite.kernels.graph import Graph
 from smpc.codegen.rewrite.kernels.replacement import Call, Refusal, Replacement, Rewrite
@@ -47,7 +47,9 @@ REWRITE = Rewrite(_OP, find)
 
 def _root(graph: Graph, name: str) -> _Root | None:
     """Reads backwards from the root to the input."""
-    inner = graph.power(name, -0.5) or graph.power(name, 0.5) if graph.op(name) == "pow" else graph.tensor(name, 0, "input")
+    inner = (
+        graph.power(name, -0.5) or graph.power(name, 0.5) if graph.op(name) == "pow" else graph.tensor(name, 0, "input")
+    )
     divides = graph.op(name) == "sqrt" or graph.power(name, 0.5) is not None
     if inner is None or graph.op(inner) != "add":
         return None
@@ -74,16 +76,13 @@ def _written_out(graph: Graph, root: _Root) -> Replacement | None:
     if scaled is None:
         return None
     result, weight, offset = scaled, None, 0.0
-    after = _past_casts(graph, scaled)
+    after = graph.reader(scaled)
     if after is not None and graph.op(after) == "mul":
         factor = next((name for name in graph.tensors(after) or () if graph.uncast(name) != graph.uncast(scaled)), None)
         read = None if factor is None else _weight(graph, factor, graph.shape(root.x)[-1:])
         if read is not None:
             (weight, offset), result = read, after
-    dtype = graph.spec(root.x).dtype
-    following = graph.sole_user(result)
-    while graph.spec(result).dtype != dtype and following is not None and graph.is_cast(following):
-        result, following = following, graph.sole_user(following)
+    result = graph.cast_back(result, graph.spec(root.x).dtype)
     inputs = (root.x,) if weight is None else (root.x, weight)
     options = (("eps", root.eps), *((("offset", offset),) if offset else ()))
     call = Call(_TARGET, (Ref(root.x), graph.shape(root.x)[-1:], None if weight is None else Ref(weight)), options)
@@ -91,28 +90,19 @@ def _written_out(graph: Graph, root: _Root) -> Replacement | None:
 
 
 def _scaled(graph: Graph, root: _Root) -> str | None:
-    """x times the root: the product may be with 1 / root, or with the root cast."""
+    """x times 1 / root, or x over the root."""
     for user in graph.users(root.name):
-        if user not in graph.node_names:
+        operation, pair = graph.op(user), graph.tensors(user) if graph.op(user) in ("mul", "div") else None
+        if operation == "cast":
+            return _scaled(graph, replace(root, name=user))
+        if root.divides and (operation == "reciprocal" or (operation == "div" and graph.operands(user)[0] in (1, 1.0))):
+            return _scaled(graph, replace(root, name=user, divides=False))
+        if pair is None or (operation == "div") != root.divides:
             continue
-        if graph.is_cast(user) or (not root.divides and graph.op(user) == "mul") or graph.op(user) == "div":
-            pair = graph.tensors(user)
-            if graph.is_cast(user) or (root.divides and graph.op(user) in ("rdiv", "reciprocal")):
-                return _scaled(graph, _Root(user, root.x, root.eps, root.divides and graph.is_cast(user)))
-            if pair is None:
-                continue
-            x = pair[0] if graph.op(user) == "div" else graph.other(user, root.name)
-            if x is not None and graph.uncast(x) == root.x and (graph.op(user) == "div") == root.divides:
-                return user
+        x = pair[0] if root.divides else graph.other(user, root.name)
+        if x is not None and graph.uncast(x) == root.x:
+            return user
     return None
-
-
-def _past_casts(graph: Graph, name: str) -> str | None:
-    """The sole user of a value, casts of it looked through."""
-    user = graph.sole_user(name)
-    while user is not None and graph.is_cast(user):
-        user = graph.sole_user(user)
-    return user
 
 
 def _weight(graph: Graph, factor: str, columns: tuple[int, ...]) -> tuple[str, float] | None:

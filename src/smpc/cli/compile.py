@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from smpc.auto import Search
     from smpc.compile import Compilation
 
-_OURS = re.compile(r"rank_\d+\.py|search\.json|smp_config\.json")
+_OURS = re.compile(r"rank_\d+\.py|search\.json|tensor_parallel\.txt|smp_config\.json")
 
 
 def compile_command(
@@ -41,8 +41,11 @@ def compile_command(
         int | None, typer.Option("-p", "--pipeline-parallel-degree", metavar="P", help="Ranks to split the model over.")
     ] = None,
     tensor_parallel_degree: Annotated[
-        int | None, typer.Option("-t", "--tensor-parallel-degree", metavar="T", help="Only 1 for now.")
+        int | None, typer.Option("-t", "--tensor-parallel-degree", metavar="T", help="Ranks that share every operation of a stage.")
     ] = None,
+    tensor_parallel_plan: Annotated[
+        str, typer.Option(metavar="NAME|FILE.json", help="auto, huggingface (the model's own), or styles by name pattern.")
+    ] = "auto",
     microbatches: Annotated[
         int | None, typer.Option("-m", "--microbatches", metavar="M", help="Microbatches that the batch is split into.")
     ] = None,
@@ -102,6 +105,13 @@ def compile_command(
     activation_loading_horizon: Annotated[
         int | None, typer.Option(metavar="N", help="Load it back so many pipeline tasks ahead of the backward pass.")
     ] = None,
+    kernels: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|off|NAMES",
+            help="Fused operations to replace what the model computes by, such as rms_norm,swiglu; auto: those known to be quicker.",
+        ),
+    ] = None,
     auto: Annotated[
         bool,
         typer.Option(
@@ -141,6 +151,7 @@ def compile_command(
         "skip_tracing": skip_tracing or None,
         "offload_activations": offload_activations or None,
         "activation_loading_horizon": activation_loading_horizon,
+        "kernels": kernels,
     }
     planner: dict[str, Any] = {
         "device": device or "h100",
@@ -149,6 +160,8 @@ def compile_command(
         "shard_optimizer_state": shard_optimizer_state,
     }
     measured: dict[str, Any] = {
+        "tensor_parallel_degree": 1 if tensor_parallel_degree is None else tensor_parallel_degree,
+        "tensor_parallel_plan": _tensor_parallel_plan(tensor_parallel_plan),
         "data_parallel_degree": data_parallel_degree,
         "trace_execution_times": trace_execution_times,
         "recompute": tuple(recompute or ()),
@@ -160,7 +173,7 @@ def compile_command(
         _check_auto(auto, world_size, {**flags, "config": config, **measured})
         settings = None
     else:
-        settings = _settings(config, flags, tensor_parallel_degree)
+        settings = _settings(config, flags)
     specs = parse_inputs(inputs or [])
     folder = None if out is None else _writable_folder(out)
     if plot is not None:
@@ -185,6 +198,10 @@ def compile_command(
             print_search(found)
             print()
         print_report(compilation.plan, compilation.timeline())
+        if compilation.sharded is not None:
+            from smpc.codegen.rewrite.tensor_parallel import describe
+
+            print(f"\n{describe(compilation.sharded)}")
 
 
 @contextlib.contextmanager
@@ -226,6 +243,7 @@ def _compile(target: str, specs: tuple[InputSpec, ...], settings: Config, planne
             skip_tracing=settings.skip_tracing,
             offload_activations=settings.offload_activations,
             activation_loading_horizon=settings.activation_loading_horizon,
+            kernels=settings.kernels,
             manual=manual_partition(model, settings),
             show_phase=show,
             warn=False,
@@ -261,19 +279,29 @@ def _check_auto(auto: bool, world_size: int | None, chosen: dict[str, Any]) -> N
         )
     if world_size is None:
         raise ConfigError("--auto: --world-size is required, the number of ranks in all; try --world-size 8")
-    given = [name for name, value in chosen.items() if value and (name, value) != ("data_parallel_degree", 1)]
+    defaults = {"data_parallel_degree": 1, "tensor_parallel_degree": 1, "tensor_parallel_plan": "auto"}
+    given = [name for name, value in chosen.items() if value and value != defaults.get(name)]
     if given:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(f"--auto: chooses these itself or does without: {options}; leave them out")
 
 
-def _settings(path: str | None, flags: dict[str, Any], tensor_parallel_degree: int | None) -> Config:
+def _tensor_parallel_plan(plan: str) -> str | dict[str, str]:
+    """The plan of that name, or what the file says."""
+    if not plan.endswith(".json"):
+        return plan
+    try:
+        styles = json.loads(Path(plan).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tensor-parallel-plan {plan!r}: cannot be read: {error}") from error
+    if not isinstance(styles, dict) or not all(isinstance(style, str) for style in styles.values()):
+        raise ConfigError(f'--tensor-parallel-plan {plan!r}: expected {{"name pattern": "style", ...}}, found {styles!r}')
+    return styles
+
+
+def _settings(path: str | None, flags: dict[str, Any]) -> Config:
     """The settings of the file, if any, overridden by the options that are not None; warnings go to stderr, a line each."""
     flags = {name: value for name, value in flags.items() if value is not None}
-    if tensor_parallel_degree not in (None, 1):
-        raise ConfigError(
-            f"-t/--tensor-parallel-degree: {tensor_parallel_degree} is not implemented yet; leave it at 1"
-        )
     if path is None and "pipeline_parallel_degree" not in flags:
         raise ConfigError(
             "-p/--pipeline-parallel-degree: required, the number of ranks to split the model over; try -p 2"
@@ -299,6 +327,7 @@ def _writable_folder(out: str) -> Path:
 
 def _write(compilation: Compilation, folder: Path, found: Search | None) -> None:
     """The plan, its report, a program for every rank, and the search; what is left of an earlier, larger plan is removed."""
+    from smpc.codegen.rewrite.tensor_parallel import describe
     from smpc.report.page import render_page
     from smpc.report.perfetto import perfetto_json
 
@@ -308,6 +337,8 @@ def _write(compilation: Compilation, folder: Path, found: Search | None) -> None
     files["timeline.json"] = perfetto_json(compilation.plan, timeline)
     files["report.html"] = render_page(compilation.trace, compilation.plan, timeline)
     files["plan.json"] = compilation.plan.to_json()
+    if compilation.sharded is not None:
+        files["tensor_parallel.txt"] = describe(compilation.sharded) + "\n"
     if found is not None:
         files["search.json"] = found.to_json()
         files["smp_config.json"] = json.dumps(found.config(), indent=2) + "\n"

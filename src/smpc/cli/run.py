@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from typing import Annotated
 
 import typer
 
+from smpc.cli.observe import ObserveOptions, observed
 from smpc.launch import Job, launch
 from smpc.launch_nodes import NodeOptions
 from smpc.launch_output import OutputOptions
 
 _NODES = "Several nodes"
 _LOGS = "Output"
+_OBSERVE = "Observation"
 
 
 def run_command(
@@ -57,6 +61,41 @@ def run_command(
         bool,
         typer.Option("--prefix/--no-prefix", rich_help_panel=_LOGS, help="Begin lines with the rank that wrote them."),
     ] = True,
+    report: Annotated[
+        bool,
+        typer.Option(
+            "--report",
+            rich_help_panel=_OBSERVE,
+            help="Print predicted against measured memory and time when the job has ended.",
+        ),
+    ] = False,
+    report_to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=_OBSERVE,
+            show_default=False,
+            help="Write that report to a file; as JSON if its name ends with .json.",
+        ),
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            rich_help_panel=_OBSERVE,
+            show_default=False,
+            help="Write a trace of every rank's instructions for https://ui.perfetto.dev, with the predicted step.",
+        ),
+    ] = None,
+    trace_steps: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIRST:LAST",
+            rich_help_panel=_OBSERVE,
+            show_default=False,
+            help="The steps that --trace and --report look at, from 0; 5:8 is 5, 6 and 7. 2:5 by default, 2:102 without --trace.",
+        ),
+    ] = None,
     num_nodes: Annotated[
         int | None,
         typer.Option(
@@ -127,4 +166,9 @@ def run_command(
     """
     nodes = NodeOptions(num_nodes, node_rank, world_size, base_rank, master_addr, master_port)
     output = OutputOptions(stdout, stderr, console, prefix)
-    raise typer.Exit(launch(Job(script, tuple(arguments or ()), num_ranks, module, nodes, output, grace)))
+    job = Job(script, tuple(arguments or ()), num_ranks, module, nodes, output, grace)
+    options = ObserveOptions(report, report_to, trace, trace_steps)
+    is_first_node = options.is_wanted and job.check(os.environ).node_rank == 0
+    with observed(options, is_first_node=is_first_node) as variables:
+        status = launch(dataclasses.replace(job, variables=variables))
+    raise typer.Exit(status)

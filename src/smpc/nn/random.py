@@ -23,7 +23,8 @@ class RandomStreams:
     """Two streams for each device, started from `seed`: one that all ranks share, one of this rank alone."""
 
     def __init__(self, seed: int | None = None, rank: int = 0) -> None:
-        self._seeds = None if seed is None else {"replicated": seed, "split": seed + 2718 + rank}
+        self._rank = rank
+        self._seeds = None if seed is None else _seeds(seed, rank)
         self._states: dict[tuple[str, str], Tensor] = {}
 
     def replicated(self, device: torch.device) -> AbstractContextManager[None]:
@@ -33,6 +34,11 @@ class RandomStreams:
     def split(self, device: torch.device) -> AbstractContextManager[None]:
         """Draws inside differ between the ranks of the group."""
         return self._fork("split", device)
+
+    def reseed(self, seed: int) -> None:
+        """Starts both streams anew from another seed, where there are any."""
+        if self._seeds is not None:
+            self._seeds, self._states = _seeds(seed, self._rank), {}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Where the streams that have been drawn from stand, by `stream/device`."""
@@ -59,6 +65,10 @@ class RandomStreams:
         finally:
             self._states[key] = generator.get_state()
             generator.set_state(outside)
+
+
+def _seeds(seed: int, rank: int) -> dict[str, int]:
+    return {"replicated": seed, "split": seed + 2718 + rank}
 
 
 def _split_key(key: str) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """The SMP v1 programming interface: `import smpc.v1 as smp`."""
 
 from smpc.nn.distribute import set_tensor_parallelism, tensor_parallelism
-from smpc.v1 import nn, patches
+from smpc.v1 import nn, optimizers, patches
 from smpc.v1.checkpointing import checkpoint, checkpoint_sequential, set_activation_checkpointing
 from smpc.v1.comm import (
     DP_GROUP,
@@ -56,6 +56,7 @@ from smpc.v1.ranks import (
     tp_rank,
     tp_size,
 )
+from smpc.v1.saving import resume_from_checkpoint, save_checkpoint
 from smpc.v1.serialization import load, save
 from smpc.v1.state import state
 from smpc.v1.step import step
@@ -103,6 +104,7 @@ __all__ = [
     "mp_rank",
     "mp_size",
     "nn",
+    "optimizers",
     "partition",
     "patches",
     "pp_barrier",
@@ -113,7 +115,9 @@ __all__ = [
     "rdp_rank",
     "rdp_size",
     "recv_from",
+    "resume_from_checkpoint",
     "save",
+    "save_checkpoint",
     "send",
     "set_activation_checkpointing",
     "set_partition",

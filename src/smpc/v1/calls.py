@@ -126,8 +126,8 @@ class Whole:
         if self.did_backward:
             raise _backward_twice(self._step_name)
         self.did_backward = True
-        self.losses = losses_of(tensors, gradients)
         roots: Roots = make_roots(tensors, gradients, self._scale, self._step_name)
+        self.losses = losses_of(tensors, gradients)
         if self._more_roots is not None:
             more = self._more_roots([tensor for tensor, _ in roots])
             if more is not None:

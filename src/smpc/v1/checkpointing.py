@@ -115,6 +115,12 @@ def apply_marks(model: nn.Module, config: Config) -> None:
             "offload_activations has no effect: there is no pipeline (pipeline_parallel_degree is 1), and it is counted in its tasks",
             stacklevel=3,
         )
+    if config.kernels not in ("auto", "off"):
+        warnings.warn(
+            "kernels has no effect: there is no pipeline (pipeline_parallel_degree is 1), so the model runs as it is; use the modules "
+            "of smpc.nn",
+            stacklevel=3,
+        )
     for module in model.modules():
         mark = checkpoint_mark(module)
         forward = module.forward

@@ -17,7 +17,7 @@ from smpc.executor import FailureMonitor
 from smpc.executor.transport import GlooTransport, NcclTransport, Transport
 from smpc.launch_store import STORE_PREFIX
 from smpc.mesh import Axis
-from smpc.v1 import control
+from smpc.v1 import control, join
 from smpc.v1.control import Control
 from smpc.v1.failures import tell_launcher
 from smpc.v1.state import Session
@@ -34,7 +34,7 @@ def make_monitor(session: Session) -> FailureMonitor:
         session.rank,
         session.mesh.world_size,
         step_timeout=config.step_timeout,
-        waits=(control.__file__,),
+        waits=(control.__file__, join.__file__),
         reduces=session.mesh.dp_size > 1,
         on_end=tell_launcher,
     )
@@ -56,6 +56,13 @@ def make_control(session: Session) -> Control:
     return Control(_own_group(session), session.device, session.message_device)
 
 
+def make_state_control(session: Session, pipeline: Control | None) -> Control | None:
+    """Messages among the ranks on which one model lies, stages and slices of it; None if one rank has all. Collective over all ranks."""
+    if session.mesh.tp_size == 1:
+        return pipeline
+    return Control(_own_group(session, Axis.MP), session.device, session.message_device)
+
+
 def make_transport(session: Session) -> Transport:
     """The transport of this rank's pipeline. Collective over all ranks."""
     if session.device.type == "cpu":
@@ -70,7 +77,7 @@ def make_transport(session: Session) -> Transport:
     return NcclTransport(pipeline.index(session.rank), groups, session.device)
 
 
-def _own_group(session: Session) -> dist.ProcessGroup:
-    made = [(members, dist.new_group(list(members), timeout=_PATIENCE)) for members in session.mesh.groups(Axis.PP)]
+def _own_group(session: Session, axis: Axis = Axis.PP) -> dist.ProcessGroup:
+    made = [(members, dist.new_group(list(members), timeout=_PATIENCE)) for members in session.mesh.groups(axis)]
     group: dist.ProcessGroup = next(group for members, group in made if session.rank in members)
     return group

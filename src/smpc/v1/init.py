@@ -32,11 +32,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from smpc.config import Config
 from smpc.errors import ConfigError, TransportError
+from smpc.executor.clocks import clock_offset
 from smpc.executor.collectives import TensorGroup
 from smpc.launch_store import LOOPBACK, is_loopback, listen, serve
 from smpc.mesh import Axis, Mesh
 from smpc.nn.parallel import TensorParallel, set_parallel
 from smpc.nn.random import RandomStreams
+from smpc.observation import Observation, Window
 from smpc.v1.comm import gather_objects
 from smpc.v1.state import Session, state
 
@@ -131,10 +133,20 @@ def shutdown() -> None:
 
     Every rank should call it, after its last communication. Does nothing if there is no session. `smp.init` may be
     called again afterwards, with any configuration.
+
+    Waits for a checkpoint that is saved in the background, and raises CheckpointError, once all is closed, if it failed.
     """
     if not state.initialized:
         return
     session = state.session
+    try:
+        if state.checkpointer is not None:
+            state.checkpointer.close()
+    finally:
+        _end(session)
+
+
+def _end(session: Session) -> None:
     for close in state.closers:
         close()
     state.clear()
@@ -262,8 +274,12 @@ def _make_session(
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is initialised by now"
     message_device = torch.device("cpu") if "gloo" in backend else device
-    configs = gather_objects(config, world, message_device, device)
-    _check_same(configs, [f"rank {rank}" for rank in range(len(configs))])
+    observation = Observation.read(os.environ)
+    window = None if observation is None else observation.window
+    found = gather_objects((config, window), world, message_device, device)
+    _check_same([config for config, _ in found], [f"rank {rank}" for rank in range(len(found))])
+    _check_windows([window for _, window in found])
+    offset = 0 if launch.single_host or window is None else clock_offset(world, message_device)
     groups = _make_groups(mesh, launch.rank, world)
     return Session(
         config=config,
@@ -276,6 +292,8 @@ def _make_session(
         groups=groups,
         parallel=_tensor_parallel(config, mesh, groups),
         owns_world=owns_world,
+        observation=observation,
+        clock_offset=offset,
     )
 
 
@@ -302,6 +320,16 @@ def _make_groups(mesh: Mesh, rank: int, world: dist.ProcessGroup) -> dict[Axis, 
             made[partition] = next(group for members, group in zip(partition, new, strict=True) if rank in members)
         groups[axis] = made[partition]
     return groups
+
+
+def _check_windows(windows: list[Window | None]) -> None:
+    """Raise ConfigError unless all ranks are observed, or none is, in the same steps."""
+    if len(set(windows)) > 1:
+        odd = next(i for i, window in enumerate(windows) if window != windows[0])
+        raise ConfigError(
+            f"smpc run --report, --trace and --trace-steps: expected the same on all nodes, found steps {windows[0]} on rank 0, "
+            f"{windows[odd]} on rank {odd}"
+        )
 
 
 def _check_same(configs: list[Config], owners: list[str]) -> None:

@@ -22,12 +22,14 @@ import datetime
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from smpc.errors import (
+    CheckpointError,
     CodegenError,
     ConfigError,
     ConfigTypeError,
@@ -41,19 +43,28 @@ from smpc.errors import (
 from smpc.executor import FailureMonitor, StageReplicas
 from smpc.executor.bind import StepHooks
 from smpc.mesh import Axis
+from smpc.observe import StepCallback, Watch
+from smpc.partitioner.plan import Plan
 from smpc.v1.calls import Gradients, ModelCalls, Tensors
 from smpc.v1.checkpointing import apply_marks
-from smpc.v1.connections import make_control, make_monitor, make_transport
+from smpc.v1.comm import gather_objects
+from smpc.v1.connections import make_control, make_monitor, make_state_control, make_transport
 from smpc.v1.control import Control
+from smpc.v1.join import EarlyTerminationError, Join
 from smpc.v1.model_state import PARTIAL, IncompatibleKeys, ModelState
 from smpc.v1.nonfinite import describe_verdict
 from smpc.v1.partition import manual_partition, read_marks
 from smpc.v1.pipeline import Pipeline
 from smpc.v1.placement import Placement
 from smpc.v1.single import Single
+from smpc.v1.slices import Slices
 from smpc.v1.state import Session, state
 from smpc.v1.step_body import Arguments, StepBody
 from smpc.v1.tensor_parallel import Distribution
+from smpc.v1.watching import make_observer
+
+if TYPE_CHECKING:
+    from smpc.report.measured import Comparison
 
 Hook = Callable[["DistributedModel", Any], Any]
 # All ranks of a pipeline raise these together, with nothing under way: the next step may go on.
@@ -67,8 +78,8 @@ class DistributedModel(nn.Module):
     before the model is cut, one rank runs it on the first microbatch, on its own device, several times, and the plan is made with what it
     measures rather than predicts; that device must hold a copy of the whole model, and `trace_device` must be "gpu" (a rank that
     computes on a CPU measures there). `overlapping_allreduce`: reduce gradients over replicas during the last backward pass, rather
-    than after it. `backward_passes_per_step`: steps between two reductions. `average_grads_across_microbatches`: divide gradients by the number of
-    microbatches. `trace_memory_usage`: memory is always known exactly, so True changes nothing. The other options are
+    than after it. `backward_passes_per_step`: steps between two reductions. `average_grads_across_microbatches`: divide gradients by the
+    number of microbatches. `trace_memory_usage`: memory is always known exactly, so True changes nothing. The other options are
     DistributedDataParallel's, for replicas.
 
     `model(...)` and `model.backward(...)` can be called in a step function only.
@@ -94,6 +105,7 @@ class DistributedModel(nn.Module):
         _check_marks(module, session)
         self._distribution = Distribution(module, session)
         module = self.module = self._distribution.module
+        self.slices = Slices(module)  # what tensor-parallel ranks hold parts of
         self.training = module.training
         self._calls: ModelCalls | None = None
         self._post_partition_hooks: OrderedDict[int, Hook] = OrderedDict()  # RemovableHandle wants this class
@@ -101,9 +113,11 @@ class DistributedModel(nn.Module):
         self._deferred: list[Callable[[], object]] = []
         self._replicas: StageReplicas | None = None
         self._comm_hook: tuple[object, Callable[[Any, Any], Any]] | None = None
+        self._join: Join | None = None
         self._is_spread = False  # whether this rank's part is where it computes
         self._ran_hooks = False
         self._monitor: FailureMonitor | None = None
+        self._observer, end_of_watch = make_observer(session, self._held, self._plan)
 
         self._replica_options: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
@@ -121,7 +135,7 @@ class DistributedModel(nn.Module):
         if session.mesh.world_size > 1:
             self._monitor = make_monitor(session)
         state.model = self
-        state.closers.append(self.close)
+        state.closers += [end_of_watch, self.close]
 
     def _cut_later(self, average: bool) -> None:
         session = state.session
@@ -137,16 +151,19 @@ class DistributedModel(nn.Module):
             average,
             self._allow_compilation,
             self._measures,
+            self._observer,
         )
         self._placement = self._pipeline.placement
-        self._state = ModelState(self.module, self._placement, self._control)
+        self._state_control = make_state_control(session, self._control)
+        self._state = ModelState(self.module, self._placement, self.slices, self._state_control)
 
     def _place_now(self, average: bool) -> None:
         session = state.session
         apply_marks(self.module, session.config)
         self._placement = Placement(self.module, 0, session.device)
         self._placement.apply()
-        self._state = ModelState(self.module, self._placement, None)
+        self._state_control = make_state_control(session, None)
+        self._state = ModelState(self.module, self._placement, self.slices, self._state_control)
         self._single = Single(self.module, session, self._make_replicas({0: self.module}), self._enter, average)
         self._is_spread = True
 
@@ -186,19 +203,35 @@ class DistributedModel(nn.Module):
             self._distribution.check_batch(arguments, body.name)
             return arguments
 
-        result = self._run_pipeline(body, own) if self._pipeline is not None else self._run_single(body, own)
+        self._check_saving()
+        run = self._run_single if self._pipeline is None else self._run_pipeline
+        with self._observer.step(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)) as watch:
+            result = run(body, own, watch)
         optimizer = state.optimizer
         for hook in list(self._post_step_hooks.values()):
             hook(self, optimizer)
         return result
 
-    def _run_pipeline(self, body: StepBody, own: Callable[[], Arguments]) -> Any:
+    def _check_saving(self) -> None:
+        """Raise what a save in the background has failed with; ranks that do not know it yet are told."""
+        if state.checkpointer is None:
+            return
+        try:
+            state.checkpointer.check()
+        except CheckpointError as error:
+            if self._monitor is not None:
+                self._monitor.report(error)
+            raise
+
+    def _run_pipeline(self, body: StepBody, own: Callable[[], Arguments], watch: Watch) -> Any:
         pipeline = self._pipeline
         assert pipeline is not None, "there is one"
         if self.partitioned and not self._is_spread:
             self._placement.apply()  # after cpu()
             self._is_spread = True
         with self._watch():
+            if self._join is not None and not self.partitioned:
+                self._guarded_join(self._join, self._join.begin_partition)
             try:
                 program, request = pipeline.begin(body, own, self._on_partition)
             except _AGREED as error:
@@ -208,13 +241,16 @@ class DistributedModel(nn.Module):
             except BaseException as error:
                 with self._guard():
                     raise error
+            if self._join is not None and pipeline.may_train(body, program):
+                self._guarded_join(self._join, self._join.begin_step)
             with self._guard():
                 outcome = pipeline.run(body, own, program, request)
+        watch.loss = outcome.loss
         value = outcome.result()
         self._judge(outcome.verdict, body)
         return value
 
-    def _run_single(self, body: StepBody, own: Callable[[], Arguments]) -> Any:
+    def _run_single(self, body: StepBody, own: Callable[[], Arguments], watch: Watch) -> Any:
         single = self._single
         assert single is not None, "there is no pipeline"
         if not self._is_spread:
@@ -222,8 +258,10 @@ class DistributedModel(nn.Module):
             self._is_spread = True
         if not self._ran_hooks:
             self._on_partition()
+        if self._join is not None and single.may_train(body):
+            self._guarded_join(self._join, self._join.begin_step)
         with self._watch(), self._guard():
-            value, verdict = single.run(body, own())
+            value, verdict = single.run(body, own(), watch)
         self._judge(verdict, body)
         return value
 
@@ -271,6 +309,8 @@ class DistributedModel(nn.Module):
         if self._pipeline is not None:
             self._transport.close()
             self._control.close()
+        if self._state_control is not None:
+            self._state_control.close()
 
     def _enter(self, calls: ModelCalls | None) -> None:
         self._calls = calls
@@ -330,6 +370,10 @@ class DistributedModel(nn.Module):
     def local_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of this rank. Raises UsageError before the partition."""
         return (parameter for _, parameter in self.local_named_parameters())
+
+    def is_first_holder(self, param: nn.Parameter) -> bool:
+        """Whether this rank is the first of the pipeline ranks that hold the parameter; True for what is not the model's."""
+        return self._placement.is_first(param)
 
     def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Buffers of this rank. Raises UsageError before the partition."""
@@ -392,7 +436,7 @@ class DistributedModel(nn.Module):
     def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:  # type: ignore[override]
         """The state dict of the whole model, equal to the module's in one process.
 
-        Call it on all ranks of a replica (`smp.dp_rank() == 0`, say): it gathers, tensor by tensor, to the CPU. `gather_to_rank0`: only
+        Call it on all ranks of a replica (`smp.rdp_rank() == 0`, say): it gathers, tensor by tensor, to the CPU. `gather_to_rank0`: only
         mp_rank 0 gets it, the others {}. Raises CheckpointError, naming the ranks that did not call it, after `checkpoint_timeout`.
         """
         if self.meet("state_dict") is None:
@@ -410,7 +454,7 @@ class DistributedModel(nn.Module):
         Raises CheckpointError, listing every key that is missing, unexpected, or of another shape or dtype; nothing is loaded then.
         """
         partial = bool(state_dict.get(PARTIAL, False))
-        if not partial or self._pipeline is None:
+        if not partial or self._state_control is None:
             return self._state.load(state_dict, strict=strict)
 
         def load() -> IncompatibleKeys:
@@ -424,25 +468,54 @@ class DistributedModel(nn.Module):
         self._deferred.append(load)
         return None
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each parameter on the ranks that hold it, by its name in the module."""
+        return {name: tuple(self._placement.shape(name)) for name, _ in self.module.named_parameters()}
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_state(self) -> ModelState:
+        """What of the module a checkpoint holds."""
+        return self._state
+
+    @property
+    def plan_json(self) -> str | None:
+        """The plan that the model was cut by; None without a pipeline, and before the first step."""
+        return self._pipeline.plan.to_json() if self._pipeline is not None and self.partitioned else None
+
+    def use_plan(self, text: str) -> None:
+        """Cut the model as an earlier job did, if the first step finds the same operations. Raises an error if `text` is no plan."""
+        if self._pipeline is not None and not self.partitioned:
+            self._pipeline.saved_plan = Plan.from_json(text)
+
+    def when_partitioned(self, load: Callable[[], object]) -> None:
+        """Call `load` now, or in the first step as soon as the model is partitioned."""
+        if self.partitioned:
+            load()
+        else:
+            self._deferred.append(load)
+
     def meet(self, what: str) -> Control | None:
         """Wait for the ranks among which the model lies, before they exchange state; None if it is whole on each.
 
         Raises CheckpointError, naming the ranks that do not come within `checkpoint_timeout`.
         """
-        if self._pipeline is None or not self.partitioned:
+        if self._state_control is None or not (self.partitioned or state.session.mesh.tp_size > 1):
             return None
-        self._control.meet(what, datetime.timedelta(seconds=state.cfg.checkpoint_timeout))
-        return self._control
+        self._state_control.meet(what, datetime.timedelta(seconds=state.cfg.checkpoint_timeout))
+        return self._state_control
 
     def cpu(self) -> DistributedModel:
-        """Gather the whole model on every rank of the replica, on the CPU. Collective, like `state_dict`.
+        """Gather all stages on every rank of the replica, on the CPU; slices stay slices. Collective, like `state_dict`.
 
         The next step puts every rank's part back to where it computes.
         """
-        if self.meet("cpu") is None:
+        self.meet("cpu")
+        if self._pipeline is None or not self.partitioned:
             super().cpu()
         else:
-            self._placement.restore(self._state.parameters_and_buffers())
+            self._placement.restore(self._state.all_stages(self._control))
         self._is_spread = False
         return self
 
@@ -465,6 +538,55 @@ class DistributedModel(nn.Module):
         self._post_step_hooks[handle.id] = hook
         return handle
 
+    def register_step_callback(self, callback: StepCallback) -> RemovableHandle:
+        """Call `callback(info)` on this rank after every step, with a `smpc.StepInfo`. Ranks may have different callbacks."""
+        return self._observer.register(callback)
+
+    def observe(self, num_steps: int = 20) -> None:
+        """Measure memory in the next step, and times in the `num_steps` after it, for `report`. Call it on every rank.
+
+        What `smpc run --report` or `--trace` asked for is dropped.
+        """
+        self._observer.observe(num_steps)
+
+    def report(self) -> Comparison:
+        """Predicted against measured memory and time of every rank, stage and step; `print` it. Call it on every rank.
+
+        Raises UsageError before the partition, without a pipeline, and where no step has been observed.
+        """
+        from smpc.report.measured import compare
+
+        session, plan = state.session, self._plan()
+        if plan is None:
+            raise UsageError(
+                "report: nothing is predicted of a model that is not cut; pipeline_parallel_degree is 1, or no step has run"
+            )
+        records = gather_objects(
+            self._observer.record, session.groups[Axis.WORLD], session.message_device, session.device
+        )
+        if not any(step.training for record in records for step in record.steps):
+            raise UsageError(
+                "report: no training step has been measured; call model.observe() on every rank, then train"
+            )
+        return compare(plan, records)
+
+    def optimizer_step(self) -> contextlib.AbstractContextManager[None]:
+        """Around the optimizer's step; DistributedOptimizer calls it."""
+        return self._observer.optimizer_step()
+
+    def _plan(self) -> Plan | None:
+        return None if self._pipeline is None or self._pipeline.first is None else self._pipeline.plan
+
+    def _held(self) -> Iterator[Tensor]:
+        """Optimizer state and, without a pipeline, what the model has; a pipeline's runtime counts its own."""
+        if self._pipeline is None:
+            parameters = list(self.module.parameters())
+            yield from (*parameters, *self.module.buffers())
+            yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
+        if state.optimizer is not None:
+            for own in state.optimizer.state.values():
+                yield from (value for value in own.values() if isinstance(value, Tensor))
+
     def register_comm_hook(self, state: object, callable: Callable[[Any, Any], Any]) -> None:
         """Replace the averaging of gradients over replicas: see DistributedDataParallel.register_comm_hook.
 
@@ -478,16 +600,78 @@ class DistributedModel(nn.Module):
             self._replicas.register_comm_hook(state, callable)
 
     @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
-        """Train with uneven inputs over replicas. Raises ConfigError without `ddp`."""
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Train with uneven inputs over replicas; on every rank, with the same arguments. See DistributedDataParallel.join.
+
+        A replica that leaves the body waits until all have, and takes part in their steps. Then all have the parameters, buffers and
+        optimizer state of the last one. `divide_by_initial_world_size`: gradients are divided by the number of all replicas, else by that
+        of those which still have data. `throw_on_early_termination`: raise StepError on all ranks when the first one has none left.
+        Raises ConfigError without `ddp`, ConfigUnsupportedError for tensor parallelism with several `backward_passes_per_step`.
+        """
         if not state.cfg.ddp:
             raise ConfigError("join: there are no data-parallel replicas; set ddp: true, and start several replicas")
-        if state.session.mesh.rdp_size > 1:
+        if self._join is not None:
+            raise UsageError("join: there is one already around this one; use one at a time")
+        if state.session.mesh.rdp_size == 1 or not enable:
+            yield
+            return
+        assert self._monitor is not None, "there are several ranks"
+        if state.session.mesh.tp_size > 1 and self._replica_options["backward_passes_per_step"] > 1:
             raise ConfigUnsupportedError(
-                "join: replicas with different numbers of steps are not supported; give every replica as many batches "
-                "(torch.utils.data.DistributedSampler does)"
+                "join: with tensor_parallel_degree above 1, backward_passes_per_step must be 1, found "
+                f"{self._replica_options['backward_passes_per_step']}"
             )
-        yield
+        join = Join(
+            state.session,
+            lambda: self._replicas,
+            self._partition_without_data,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            throw_on_early_termination=throw_on_early_termination,
+        )
+        self._guarded_join(join, join.enter)
+        self._set_join(join)
+        try:
+            yield
+            while self._guarded_join(join, join.shadow):
+                pass
+            self._guarded_join(join, lambda: join.finish(state.optimizer))
+        except NonFiniteLossError:
+            if not join.has_shadowed:
+                self._guarded_join(join, join.leave)
+            raise
+        except EarlyTerminationError:
+            raise
+        except Exception as error:
+            self._monitor.report(error, "join")  # the other replicas would wait for this one
+            raise
+        finally:
+            self._set_join(None)
+
+    def _set_join(self, join: Join | None) -> None:
+        self._join = join
+        if self._single is not None:
+            self._single.join = join
+        if self._pipeline is not None:
+            self._pipeline.join = join
+
+    def _guarded_join(self, join: Join, act: Callable[[], bool | None]) -> bool | None:
+        """Do something that waits for the other replicas; raise what all of them have agreed to raise."""
+        assert self._monitor is not None, "there are several ranks"
+        timeout = None if self._ran_hooks else state.cfg.start_timeout
+        with self._monitor.watch(lambda: "join, waiting for the other replicas", timeout=timeout), self._guard():
+            result = act()
+        if join.error is not None:
+            raise join.error
+        return result
+
+    def _partition_without_data(self) -> None:
+        assert self._pipeline is not None, "there is a pipeline"
+        self._pipeline.partition_without_data(self._on_partition)
 
     def _require_partition(self, what: str) -> None:
         if not self.partitioned:

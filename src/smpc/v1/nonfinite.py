@@ -15,6 +15,7 @@ Losses stay where they were computed until the step ends: one look at them, not 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +34,7 @@ class Losses:
     def __init__(self) -> None:
         self._values: list[Tensor] = []
         self._microbatches: list[int] = []
+        self.mean: float | None = None  # over the microbatches, once there is a verdict
 
     def add(self, microbatch: int, losses: Sequence[Tensor]) -> None:
         """Those of one microbatch."""
@@ -44,12 +46,24 @@ class Losses:
         """This replica's."""
         if not self._values or session.config.nan_policy == "ignore":
             return 0
-        for microbatch, value in zip(self._microbatches, torch.stack(self._values).tolist(), strict=True):
+        values = torch.stack(self._values).tolist()
+        self.mean = sum(values) / len(set(self._microbatches))
+        for microbatch, value in zip(self._microbatches, values, strict=True):
             if not math.isfinite(value):
                 kind = 0 if math.isnan(value) else 1 if value > 0 else 2
                 replica = session.mesh.rdp_rank(session.rank)
                 return 1 + 3 * (replica * session.config.microbatches + microbatch) + kind
         return 0
+
+    def bits(self) -> int:
+        """The mean as a whole number that `loss_from_bits` reads; after `verdict`."""
+        return int.from_bytes(struct.pack("<d", math.nan if self.mean is None else self.mean), "little", signed=True)
+
+
+def loss_from_bits(bits: int) -> float | None:
+    """The mean loss that another rank has sent; None if there is none, or it is not a number."""
+    (mean,) = struct.unpack("<d", bits.to_bytes(8, "little", signed=True))
+    return None if math.isnan(mean) else float(mean)
 
 
 def agree(verdict: int, session: Session) -> int:

@@ -17,22 +17,29 @@ Source: public SMP v1 API ("smdistributed.modelparallel.torch.DistributedOptimiz
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from smpc.checkpoint import Shard
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError
-from smpc.v1.merge import merge, survey
+from smpc.nn import parallel
+from smpc.v1.control import Control
+from smpc.v1.merge import fill, merge, stream, survey
 from smpc.v1.model import DistributedModel
 from smpc.v1.model_state import PARTIAL
+from smpc.v1.slices import Slices, place
 from smpc.v1.state import state
 
+KIND, SEPARATOR = "optimizer", "::"  # of the tensors in a checkpoint
 _LOSS_SCALE_ARGUMENTS = (
     "init_scale",
     "scale_factor",
@@ -84,7 +91,8 @@ class DistributedOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's parameters."""
-        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        with state.model.optimizer_step() if state.model is not None else contextlib.nullcontext():
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
@@ -127,7 +135,8 @@ class DistributedOptimizer(Optimizer):
         part = {(name, key): value for name, items in own["state"].items() for key, value in items.items()}
         wanted = not gather_to_rank0 or control.rank == 0
         with model.watch_checkpoint("optimizer.state_dict"):
-            merged = merge(part, survey(part, control, "the optimizer's state"), control, lambda key: wanted)
+            items = survey(part, control, "the optimizer's state", self._slicer(model))
+            merged = merge(part, items, control, lambda key: wanted)
         return {"state": _nested(merged, self._names()), "param_groups": own["param_groups"]} if wanted else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -153,18 +162,125 @@ class DistributedOptimizer(Optimizer):
         given = self._by_name(state_dict, names)
         local = self._local_names(model)
         control = model.meet("optimizer.load_state_dict") if state_dict.get(PARTIAL, False) else None
-        if control is not None:
-            part = {(name, key): value for name, items in given.items() for key, value in items.items()}
-            with model.watch_checkpoint("optimizer.load_state_dict"):
-                items = survey(part, control, "the optimizer state to load")
-                given = _nested(merge(part, items, control, lambda key: key[0] in local), names)
-        numbers = {name: i for i, name in enumerate(names)}
+        shapes = self._shapes()
+        own = (
+            {name: _own_slices(model.slices, name, shapes[name], given[name]) for name in given if name in local}
+            if control is None
+            else self._from_parts(model, given, local, control)
+        )
+        self.install(own, state_dict["param_groups"])
+
+    def _from_parts(
+        self, model: DistributedModel, given: Mapping[str, Any], local: Collection[str], control: Control
+    ) -> dict[str, dict[str, Any]]:
+        """This rank's state, out of the parts of all ranks, whatever partition they come from."""
+        part = {(name, key): value for name, items in given.items() for key, value in items.items()}
+        own: dict[tuple[str, str], Any] = {}
+        shapes = self._shapes()
+        with model.watch_checkpoint("optimizer.load_state_dict"):
+            items = survey(part, control, "the optimizer state to load", self._slicer(model))
+            for key, piece, value in stream(part, items, control):
+                if key[0] not in local:
+                    continue
+                if piece is None:
+                    own[key] = value
+                    continue
+                whole, shape = items[key].shape, shapes[key[0]]
+                shard = model.slices.get(key[0]) if whole == model.slices.whole_shape(key[0], shape) else None
+                if key not in own:
+                    own[key] = value.new_empty(whole if shard is None else shape)
+                fill(own[key], shard, piece, value)
+        return _nested(own, self._names())
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------------
+
+    def shards(self) -> tuple[list[Shard], dict[str, Any]]:
+        """What a checkpoint holds of this rank's state: tensors, called `parameter::key`, and plain values by parameter and key."""
+        slices, shapes = _model().slices, self._shapes()
+        found: list[Shard] = []
+        plain: dict[str, Any] = {}
+        for name, items in self._named_state(local=True)["state"].items():
+            for key, value in items.items():
+                if isinstance(value, Tensor):
+                    slice_ = slices.of_state(name, key, value, shapes[name])
+                    found.append(place(KIND, f"{name}{SEPARATOR}{key}", value, slice_))
+                else:
+                    plain.setdefault(name, {})[key] = value
+        return found, plain
+
+    def targets(self, entries: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> list[Shard]:
+        """New tensors for this rank's part of saved tensors, of which `entries` has shape and dtype by name."""
+        model = _model()
+        local, slices, shapes = self._local_names(model), model.slices, self._shapes()
+        devices = {name: p.device for name, p in zip(self._names(), self._parameters(), strict=True)}
+        found = []
+        for entry, (shape, dtype) in entries.items():
+            name = entry.rpartition(SEPARATOR)[0]
+            if name not in local:
+                continue
+            slice_ = slices.get(name) if shape == slices.whole_shape(name, shapes[name]) else None
+            device = devices[name] if shape else torch.device("cpu")  # counts of steps; torch moves what must not stay
+            own = torch.empty(shape if slice_ is None else shapes[name], dtype=dtype, device=device)
+            found.append(place(KIND, entry, own, slice_))
+        return found
+
+    def param_groups_by_name(self) -> list[dict[str, Any]]:
+        """The options of the groups, with the names of parameters in place of their numbers."""
+        groups: list[dict[str, Any]] = self._named_state(local=True)["param_groups"]
+        return groups
+
+    def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raises CheckpointError unless saved groups have the parameters of this optimizer's."""
+        found = [list(group["params"]) for group in param_groups]
+        expected = [group["params"] for group in self.param_groups_by_name()]
+        if found != expected:
+            raise CheckpointError(
+                f"optimizer: expected groups of {[len(names) for names in expected]} parameters, found groups of "
+                f"{[len(names) for names in found]}, or other parameters or another order; construct the optimizer as it was saved"
+            )
+
+    def install_saved(
+        self, filled: Sequence[Shard], plain: Sequence[Mapping[str, Any]], param_groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Load what `targets` made, filled, and the plain values that the ranks of the job that saved had."""
+        local = self._local_names(_model())
+        found: dict[str, dict[str, Any]] = {}
+        for shard in filled:
+            name, _, key = shard.name.rpartition(SEPARATOR)
+            found.setdefault(name, {})[key] = shard.tensor
+        for items in plain:
+            for name in items:
+                if name in local:
+                    found.setdefault(name, {}).update(items[name])
+        self.install(found, param_groups)
+
+    def install(self, found: Mapping[str, Mapping[str, Any]], param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Load the state of this rank's parameters, by name, and the options of all groups."""
+        numbers = {name: i for i, name in enumerate(self._names())}
         groups, first = [], 0
-        for own, group in zip(self.optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for own, group in zip(self.optimizer.param_groups, param_groups, strict=True):
             groups.append({**group, "params": list(range(first, first + len(own["params"])))})
             first += len(own["params"])
-        found = {numbers[name]: items for name, items in given.items() if name in local}
-        self.optimizer.load_state_dict({"state": found, "param_groups": groups})
+        state = {numbers[name]: dict(items) for name, items in found.items()}
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _slicer(self, model: DistributedModel) -> Callable[[tuple[str, str], Tensor], parallel.Shard | None]:
+        """Says which slice of a whole a tensor of the state is, by its shape: it may come from another job."""
+        shapes = self._shapes()
+
+        def slice_of(key: tuple[str, str], value: Tensor) -> parallel.Shard | None:
+            name, entry = key
+            shape = shapes.get(name, ())
+            if tuple(value.shape) == model.slices.whole_shape(name, shape):
+                return None
+            return model.slices.of_state(name, entry, value, shape)
+
+        return slice_of
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each parameter on the ranks that hold it."""
+        known = _model().shapes()
+        return {n: known.get(n, tuple(p.shape)) for n, p in zip(self._names(), self._parameters(), strict=True)}
 
     def _by_name(self, state_dict: Mapping[str, Any], names: list[str]) -> dict[str, dict[str, Any]]:
         """The per-parameter part of a state by name. Raises CheckpointError if it belongs to other parameters."""
@@ -191,8 +307,10 @@ class DistributedOptimizer(Optimizer):
     def _names(self) -> list[str]:
         """Names of the optimizer's parameters, in their order."""
         known = {id(parameter): name for name, parameter in _model().named_parameters()}
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        return [known.get(id(parameter), f"#{i}") for i, parameter in enumerate(parameters)]
+        return [known.get(id(parameter), f"#{i}") for i, parameter in enumerate(self._parameters())]
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _local_names(self, model: DistributedModel) -> frozenset[str]:
         foreign = {name for name, _ in model.named_parameters()}
@@ -211,6 +329,17 @@ class DistributedOptimizer(Optimizer):
             "state": {names[number]: items for number, items in inner["state"].items() if names[number] in kept},
             "param_groups": groups,
         }
+
+
+def _own_slices(slices: Slices, name: str, shape: tuple[int, ...], items: Mapping[str, Any]) -> dict[str, Any]:
+    """Of whole values of a parameter's state, this rank's slices."""
+    whole = slices.whole_shape(name, shape)
+    return {
+        key: slices.own_part(name, value, shape).clone()
+        if isinstance(value, Tensor) and whole != shape and tuple(value.shape) == whole
+        else value
+        for key, value in items.items()
+    }
 
 
 def _nested(flat: Mapping[Any, Any], order: list[str]) -> dict[str, dict[str, Any]]:

@@ -26,6 +26,7 @@ results: all ranks of the pipeline raise them, nothing is left under way, and th
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -36,13 +37,16 @@ import torch
 from torch import Tensor
 
 from smpc.codegen.stage import StageModule
-from smpc.compile import Compilation, Inputs, PipelineOptions, compile_plan, make_plan, plan_warnings
+from smpc.compile import Compilation, Inputs, PipelineOptions, compile_plan, make_plan, plan_warnings, with_kernels
 from smpc.errors import StepError, TraceError, UsageError
 from smpc.executor.bind import StepHooks
 from smpc.executor.transport import Transport
+from smpc.executor.wires import measure_wire
 from smpc.mesh import Axis
+from smpc.observe import Observer
 from smpc.partitioner.cost import NodeTimes
-from smpc.partitioner.plan import Plan
+from smpc.partitioner.device import DEVICES, find_device
+from smpc.partitioner.plan import KernelUse, Plan
 from smpc.partitioner.timing import measure_times
 from smpc.runtime import Roots, Runtime
 from smpc.tracer.guards import broken_guard
@@ -55,10 +59,12 @@ from smpc.v1.calls import Capture, Captured, ModelCalls, Tail
 from smpc.v1.comm import gather_objects
 from smpc.v1.control import Control
 from smpc.v1.failures import Description, describe, raise_everywhere, raise_first
+from smpc.v1.join import Join
 from smpc.v1.microbatch import map_tensors
-from smpc.v1.nonfinite import Losses, agree
+from smpc.v1.nonfinite import Losses, agree, loss_from_bits
 from smpc.v1.partition import manual_partition
 from smpc.v1.placement import Placement
+from smpc.v1.programs import ProgramTable
 from smpc.v1.results import ResultForm, pack, read_results, unpack
 from smpc.v1.signature import ModeReader, Signature, check_equal, read_signature
 from smpc.v1.state import Session, state
@@ -98,6 +104,8 @@ class Outcome:
     verdict: int = 0
     description: Description | None = None
     failure: Exception | None = None
+    loss: float | None = None  # mean over the microbatches, where it is known
+    did_backward: bool = False
 
     def result(self) -> Any:
         """The value; raises the error."""
@@ -120,9 +128,10 @@ class Pipeline:
         average: bool,
         on_compile: Callable[[], None],
         measures: bool = False,
+        observer: Observer | None = None,
     ) -> None:
         config = session.config
-        self._measures = measures
+        self._measures, self._transport = measures, transport
         self._times: NodeTimes | None = None  # measured before the first plan
         self._on_compile = on_compile
         self._module, self._session, self._control, self._enter = module, session, control, enter
@@ -135,19 +144,23 @@ class Pipeline:
             virtual_pipeline_degree=config.virtual_pipeline_degree or None,
             memory_weight=config.memory_weight,
             active_microbatches=config.active_microbatches,
+            device=_device_name(session.device),
             offload_activations=config.offload_activations,
             activation_loading_horizon=config.activation_loading_horizon,
             skip_tracing=config.skip_tracing,
+            kernels=config.kernels,
         )
+        self._kernels: tuple[KernelUse, ...] = ()  # what became of the ops in the last recording
         self.placement = Placement(module, control.rank, session.device)
         self.modes = ModeReader(module)
-        self._runtime = Runtime(module, rank=control.rank, transport=transport, device=session.device, hooks=hooks)
-        self._programs: dict[Signature, int] = {}
-        self._signatures: list[Signature] = []
-        self._traces: list[Trace] = []  # by program
+        device, rank = session.device, control.rank
+        self._runtime = Runtime(module, rank=rank, transport=transport, device=device, hooks=hooks, observer=observer)
+        self.programs = ProgramTable(config.program_cache_size)
         self._recorded: tuple[Signature, Trace] | None = None  # rank 0's last recording on real inputs
         self._memories: dict[int, Memory] = {}
+        self.join: Join | None = None
         self.first: Compilation | None = None
+        self.saved_plan: Plan | None = None  # that of the checkpoint to resume from
         self._phase = "between steps"
         self._is_done = False  # the instructions of this step
 
@@ -201,8 +214,8 @@ class Pipeline:
     def run(self, body: StepBody, own: OwnArguments, program: int, request: Request | None) -> Outcome:
         """Run the step that `begin` has prepared."""
         memory = self._memories.setdefault(body.number, Memory())
-        signature = self._signatures[program]
-        trains = signature.grad_enabled and memory.trains.get(program, True)
+        signature = self.programs.signature(program)
+        trains = self.may_train(body, program)
         tail = _LastRank(self, body, memory, trains) if self.is_last else None
         self._phase = f"step function {body.name}, program {program}"
         form = memory.arguments
@@ -222,7 +235,23 @@ class Pipeline:
         self._phase, self._is_done = f"the end of step function {body.name}", True
         outcome = self._share(body, memory, program, tail)
         self._control.acknowledge(self._last)
-        return dataclasses.replace(outcome, verdict=agree(outcome.verdict, self._session)) if trains else outcome
+        if not trains:
+            return outcome
+        if self.join is not None:
+            self.join.end_step(did_backward=outcome.did_backward)
+        if not outcome.did_backward:
+            self._runtime.did_not_train()
+        return dataclasses.replace(outcome, verdict=agree(outcome.verdict, self._session))
+
+    def may_train(self, body: StepBody, program: int) -> bool:
+        """Whether this step of the function runs the training program; replicas then exchange buffers and gradients in it."""
+        known = self._memories.setdefault(body.number, Memory()).trains
+        return self.programs.signature(program).grad_enabled and known.get(program, True)
+
+    def partition_without_data(self, on_partition: Callable[[], None]) -> None:
+        """Take part in the first program of all, for a replica that has no batch."""
+        self._partition(None, None)
+        on_partition()
 
     def _request(self, body: StepBody, own: OwnArguments) -> Request:
         """Rank 0: run the step function up to the model, for every microbatch."""
@@ -259,7 +288,7 @@ class Pipeline:
 
         A program whose guards hold on all microbatches is taken; otherwise the model is recorded on the first of them.
         """
-        for known, trace in zip(self._signatures, self._traces, strict=True):
+        for known, trace in self.programs:
             is_alike = dataclasses.replace(known, answers=signature.answers) == signature
             if is_alike and all(self._broken(trace, microbatch) is None for microbatch in inputs):
                 return known
@@ -286,7 +315,8 @@ class Pipeline:
         numbers = [_FAILED, body.number, 0]
         if request is not None:
             same = memory.arguments == request.form
-            numbers = [self._programs.get(request.signature, _NEW), body.number, int(same)]
+            found = self.programs.find(request.signature)
+            numbers = [_NEW if found is None else found, body.number, int(same)]
         program, number, same_form = control.broadcast_numbers(numbers, 0)
         if number != body.number:
             raise UsageError(
@@ -300,6 +330,7 @@ class Pipeline:
         if program == _NEW:
             signature = control.broadcast_object(None if request is None else request.signature, 0)
             program = self._add(signature)
+        self.programs.use(program)
         if not same_form:
             memory.arguments = control.broadcast_object(None if request is None else request.form, 0)
         return program
@@ -334,10 +365,12 @@ class Pipeline:
             _FAILED if failure is not None else int(same),
             int(tail is not None and tail.did_backward),
             0 if tail is None else tail.losses.verdict(self._session),
+            0 if tail is None else tail.losses.bits(),
         ]
-        status, did_backward, verdict = control.broadcast_numbers(numbers, last)
+        status, did_backward, verdict, bits = control.broadcast_numbers(numbers, last)
         if status == _FAILED:
-            return Outcome(None, verdict, control.broadcast_object(describe(failure), last), failure)
+            description = control.broadcast_object(describe(failure), last)
+            return Outcome(None, verdict, description, failure, did_backward=bool(did_backward))
         if not status:
             memory.results = control.broadcast_object(form, last)
         memory.trains[program] = memory.trains.get(program, False) or bool(did_backward)
@@ -350,7 +383,8 @@ class Pipeline:
             payload = torch.empty(memory.results.num_bytes, dtype=torch.uint8, device=device)
             control.broadcast_bytes(payload, last)
             tensors = unpack(payload, memory.results.specs)
-        return Outcome(memory.results.build(tensors), verdict)
+        value = memory.results.build(tensors)
+        return Outcome(value, verdict, loss=loss_from_bits(bits), did_backward=bool(did_backward))
 
     def _check_modes(self, signature: Signature) -> None:
         found = self.modes.read()
@@ -363,12 +397,12 @@ class Pipeline:
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def _partition(self, request: Request | None, failure: Exception | None) -> None:
-        """The first program of all, on all ranks of all replicas: that of replica 0."""
+        """The first program of all, on all ranks of all replicas: that of replica 0, or of the first one that has data."""
         session = self._session
         mesh = session.mesh
-        leader = next(
-            r for r in range(mesh.world_size) if mesh.pp_rank(r) == 0 and mesh.rdp_rank(r) == mesh.tp_rank(r) == 0
-        )
+        leaders = [r for r in range(mesh.world_size) if mesh.pp_rank(r) == mesh.tp_rank(r) == 0]
+        leaders.sort(key=mesh.rdp_rank)
+        leader = leaders[0]
         times: tuple[list[float], list[float]] | None = None
         if self._measures and request is not None and session.rank == leader:
             try:
@@ -378,25 +412,28 @@ class Pipeline:
         mine = (describe(failure), None if request is None else request.signature, times)
         found = gather_objects(mine, session.groups[Axis.WORLD], session.message_device, session.device)
         raise_first([error for error, _, _ in found], failure)
+        leader = next(r for r in leaders if found[r][1] is not None)
         times = found[leader][2]
         if times is not None:  # one rank's for all, so that all replicas are cut alike
             self._times = NodeTimes(np.asarray(times[0]), np.asarray(times[1]))
+            self._measure_wire(leader)
         self._add(found[leader][1])
 
     def _add(self, signature: Signature) -> int:
         """Compile and install a program; collective over the pipeline. Raises the same on all its ranks."""
-        if self._signatures and self._session.mesh.rdp_size > 1:
-            self.modes.check_none_unfrozen(self._signatures[0].modes, signature.modes)
+        if len(self.programs) and self._session.mesh.rdp_size > 1:
+            self.modes.check_none_unfrozen(self.programs.signature(0).modes, signature.modes)
         self._on_compile()
         compilation = self._compile(signature)
         self.placement.add(compilation.plan)
         if self.first is None:
             self.placement.apply()
             self.first = compilation
-        program = self._runtime.install(compilation)
-        self._programs[signature] = program
-        self._signatures.append(signature)
-        self._traces.append(compilation.trace)
+        program = self.programs.next_number()
+        for memory in self._memories.values():
+            memory.trains.pop(program, None)  # what was known of the program that gives way
+        self._runtime.install(compilation, program)
+        self.programs.put(program, signature, compilation.trace)
         return program
 
     def _compile(self, signature: Signature) -> Compilation:
@@ -427,7 +464,10 @@ class Pipeline:
                 options = dataclasses.replace(
                     self._options, manual=manual_partition(self._module, self._session.config)
                 )
-                plan = make_plan(trace, options, like=self.first, times=None if self.first else self._times)
+                times = None if self.first else self._times
+                plan = make_plan(
+                    trace, options, like=self.first, times=times, kernels=self._kernels, saved=self.saved_plan
+                )
                 for text in plan_warnings(plan) if self.first is None else ():
                     warnings.warn(text, stacklevel=2)
             except Exception as error:
@@ -451,6 +491,14 @@ class Pipeline:
             state.tracing = False
         return times.forward.tolist(), times.backward.tolist()
 
+    def _measure_wire(self, leader: int) -> None:
+        """Plan with messages as they are here: those of the leader's pipeline, for all. Collective over all ranks."""
+        session, control = self._session, self._control
+        mine = measure_wire(self._transport, control.rank, control.size, session.device)
+        wire = gather_objects(mine, session.groups[Axis.WORLD], session.message_device, session.device)[leader]
+        device = dataclasses.replace(find_device(_device_name(session.device)), inside_host=wire, between_hosts=wire)
+        self._options = dataclasses.replace(self._options, device=device)
+
     def _record(self, signature: Signature, inputs: Inputs, answers: Answers | None) -> Trace:
         """The trace of a signature, on real inputs or with the answers to what it asks of them."""
         state.tracing = True
@@ -460,9 +508,20 @@ class Pipeline:
                 torch.set_grad_enabled(signature.grad_enabled),
                 self.placement.skeleton(),
             ):
-                return record(self._module, *inputs, device=self._session.device, answers=answers)
+                trace = record(self._module, *inputs, device=self._session.device, answers=answers)
         finally:
             state.tracing = False
+        rewritten = with_kernels(trace, self._options, on_gpu=self._session.device.type == "cuda")
+        self._kernels = rewritten.uses
+        return rewritten.trace
+
+
+def _device_name(device: torch.device) -> str:
+    """What times and memory are predicted for: see `smpc.partitioner.device`."""
+    if device.type != "cuda":
+        return "cpu"
+    words = re.split(r"[^a-z0-9]+", torch.cuda.get_device_name(device).lower())
+    return next((name for name in DEVICES if name in words), "h100")
 
 
 class _LastRank:

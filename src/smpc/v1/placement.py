@@ -30,6 +30,7 @@ class Placement:
         self._rank = rank
         self._device = device
         self._parameters = dict(model.named_parameters())
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._holders: dict[str, tuple[int, ...]] = {}
         self._skeleton = {name: _meta(tensor) for name, tensor in self._state().items()}
 
@@ -49,6 +50,10 @@ class Placement:
     def is_local(self, name: str) -> bool:
         """Whether this rank holds a parameter or buffer."""
         return self._rank in self._holders.get(name, (self._rank,))
+
+    def is_first(self, parameter: Tensor) -> bool:
+        """Whether this rank is the first that holds a parameter; also where it is unknown, or every rank keeps it."""
+        return self._holders.get(self._names.get(id(parameter), ""), (self._rank,))[0] == self._rank
 
     def shape(self, name: str) -> torch.Size:
         """The original shape."""

@@ -10,10 +10,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from smpc.errors import StepError
 from smpc.executor.bind import StepHooks
+from smpc.observe import Watch, batch_of
 from smpc.v1.calls import ModelCalls, Whole
+from smpc.v1.join import Join
 from smpc.v1.nonfinite import Losses, agree
 from smpc.v1.results import read_results
 from smpc.v1.signature import ModeReader
@@ -37,18 +40,19 @@ class Single:
         self._modes = ModeReader(module)
         self._first_modes = self._modes.read()
         self._evaluations: set[int] = set()  # step functions that were never followed by a backward
+        self.join: Join | None = None
 
-    def run(self, body: StepBody, arguments: Arguments) -> tuple[object, int]:
+    def run(self, body: StepBody, arguments: Arguments, watch: Watch) -> tuple[object, int]:
         """One step; what it returns, and the verdict on its losses. Raises StepError for a batch that does not divide."""
         microbatches = body.split(arguments, self._session.config.microbatches, self._session.device)
-        replicas = self._replicas if self._may_train(body) else None
+        replicas = self._replicas if self.may_train(body) else None
         if replicas is not None:
             self._modes.check_none_unfrozen(self._first_modes, self._modes.read())
             replicas.start_of_step()
         values, backwards, losses = [], [], Losses()
         for index, microbatch in enumerate(microbatches):
             is_last = index == len(microbatches) - 1
-            whole = Whole(body.name, self._module, self._scale, _more_roots(replicas) if is_last else None)
+            whole = Whole(body.name, self._module, self._scale, self._more_roots(replicas) if is_last else None)
             self._enter(whole)
             try:
                 values.append(body.call(microbatch))
@@ -65,9 +69,13 @@ class Single:
         verdict = losses.verdict(self._session)
         if any(backwards):
             verdict = agree(verdict, self._session)
+        if watch.is_wanted:
+            watch.loss, watch.training = losses.mean, any(backwards)
+            watch.samples, watch.tokens = batch_of(_specs(microbatches[0]), len(microbatches))
         return form.build([tensor.detach() for tensor in tensors] if body.detach_outputs else tensors), verdict
 
-    def _may_train(self, body: StepBody) -> bool:
+    def may_train(self, body: StepBody) -> bool:
+        """Whether a step of the function may do a backward; replicas then exchange buffers before it."""
         return torch.is_grad_enabled() and body.number not in self._evaluations
 
     def _finish(self, body: StepBody, backwards: list[bool], replicas: StepHooks | None) -> None:
@@ -77,13 +85,28 @@ class Single:
                 f"{len(backwards)}, so gradients were not averaged over the replicas; call it in every microbatch of every step "
                 "of the function, or in none"
             )
-        if any(backwards) and replicas is not None:
-            replicas.end_of_step()
+        if replicas is not None:
+            if any(backwards):
+                replicas.end_of_step()
+            else:
+                if self.join is not None:
+                    self.join.end_step(did_backward=False)
+                replicas.did_not_train()
         if not any(backwards):
             self._evaluations.add(body.number)
 
+    def _more_roots(self, replicas: StepHooks | None) -> Callable[[list[Tensor]], tuple[Tensor, Tensor] | None] | None:
+        if replicas is None:
+            return None
 
-def _more_roots(replicas: StepHooks | None) -> Callable[[list[Tensor]], tuple[Tensor, Tensor] | None] | None:
-    if replicas is None:
-        return None
-    return lambda roots: replicas.before_last_backward(0, roots)
+        def before_last(roots: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+            if self.join is not None:
+                self.join.end_step(did_backward=True)
+            return replicas.before_last_backward(0, roots)
+
+        return before_last
+
+
+def _specs(arguments: Arguments) -> list[tuple[tuple[int, ...], bool]]:
+    tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    return [(tuple(tensor.shape), tensor.dtype in (torch.int64, torch.int32)) for tensor in tensors]

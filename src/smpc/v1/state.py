@@ -24,6 +24,7 @@ from smpc.errors import UsageError
 from smpc.mesh import Axis, Mesh
 from smpc.nn.parallel import TensorParallel
 from smpc.nn.registry import Registry
+from smpc.observation import Observation
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,15 @@ class Session:
     groups: Mapping[Axis, dist.ProcessGroup]
     parallel: TensorParallel  # how tensor-parallel modules are split
     owns_world: bool  # whether smp.init started torch.distributed, so that smp.shutdown ends it
+    observation: Observation | None = None  # what the launcher asks for
+    clock_offset: int = 0  # nanoseconds to add to this process's clock for that of rank 0
 
 
 class State:
     """The one mutable object of `smpc.v1`."""
 
     def __init__(self) -> None:
+        self.session_number = 0  # of the sessions of this process; it sets apart what they leave in the job's store
         self.registry = Registry()  # classes may be registered before smp.init, and stay so after smp.shutdown
         self.clear()
 
@@ -55,11 +59,13 @@ class State:
         self.tracing = False  # whether a model is being recorded
         self.model: Any = None  # the one smp.DistributedModel of the script
         self.optimizer: Any = None  # the smp.DistributedOptimizer of the script
+        self.checkpointer: Any = None  # how the ranks save and load together, once they have
         self.closers: list[Callable[[], None]] = []  # what smp.shutdown calls first
 
     def start(self, session: Session) -> None:
         """Enter a session; `smp.init` calls it."""
         self._session = session
+        self.session_number += 1
 
     @property
     def initialized(self) -> bool:

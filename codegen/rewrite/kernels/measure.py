@@ -1,0 +1,177 @@
+"""The nodes of a replacement, with everything that a recorded node has: spec, storages, FLOPs, bytes, what autograd saves.
+
+The calls run on fake tensors under the tracer's own meter, so the planner's numbers for them mean what they mean for recorded
+ones. The last node takes the name and the storage of the result that it replaces, and must lie in memory as that did,
+since views of it follow: `.contiguous()` is called where that makes it so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from smpc.codegen.rewrite.kernels.replacement import Call, Replacement
+from smpc.tracer import targets
+from smpc.tracer.effects import same_memory
+from smpc.tracer.ir import Node, NodeKind, TensorSpec, Trace
+from smpc.tracer.literals import Ref, map_references, references
+from smpc.tracer.measure import Meter, touched_bytes
+
+
+class Measurer:
+    """Makes nodes for a trace; `storages` is the trace's list with what they add."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self.storages = list(trace.storages)
+        self._mode = FakeTensorMode()
+        self._names = {node.name: None for node in trace.nodes}
+        self._state = frozenset(state.storage for state in trace.state)
+        self._new: list[int] = []  # bytes of the storages that the last run made
+        self._alive: list[Any] = []  # so that no two storages of one run have one address
+
+    def nodes(self, replacement: Replacement) -> tuple[Node, ...] | str:
+        """The nodes that take the place of `replacement.replaced`, or why none can."""
+        old = self._trace.node(replacement.result)
+        assert old.spec is not None, old.name
+        made = self._run(replacement.calls, old)
+        spec = made[-1].spec
+        if spec is None or (spec.shape, spec.dtype, spec.requires_grad) != (
+            old.spec.shape, old.spec.dtype, old.spec.requires_grad,
+        ):  # fmt: skip
+            return f"the op gives {spec}, expected {old.spec}"
+        if not _lies_like(spec, old.spec):
+            last = len(replacement.calls) - 1
+            made = self._run((*replacement.calls, Call("torch.Tensor.contiguous", (Ref(f"#{last}"),))), old)
+            assert made[-1].spec is not None, old.name
+            if not _lies_like(made[-1].spec, old.spec):
+                return f"the op's result lies otherwise in memory: strides {spec.stride}, expected {old.spec.stride}"
+        return self._named(made, old)
+
+    def _run(self, calls: tuple[Call, ...], old: Node) -> list[Node]:
+        """Nodes called "#0", "#1", ..., with storages of their own numbered from -2 down."""
+        values: dict[str, Any] = {}
+        owners: dict[int, int] = {}  # a fake's storage -> the storage in the trace, or a new one
+        new: list[int] = []
+        made: list[Node] = []
+        with torch.device("cpu"), self._mode, torch.inference_mode(False), torch.set_grad_enabled(old.grad_enabled):
+            for name in dict.fromkeys(name for call in calls for name in references((call.args, dict(call.kwargs)))):
+                if not name.startswith("#"):
+                    values[name] = self._fake(self._trace.node(name))
+                    owners[_storage(values[name])] = self._trace.node(name).storage
+            for index, call in enumerate(calls):
+                out, node = self._call(f"#{index}", call, values, owners, new, old)
+                values[node.name] = out
+                made.append(node)
+        self._new, self._alive = new, []
+        return made
+
+    def _call(
+        self, name: str, call: Call, values: Mapping[str, Any], owners: dict[int, int], new: list[int], old: Node
+    ) -> tuple[Any, Node]:
+        meter, saved = Meter(), list[int]()
+
+        def owner(tensor: torch.Tensor) -> int:
+            key = _storage(tensor)
+            if key not in owners:
+                new.append(tensor.untyped_storage().nbytes())
+                owners[key] = -1 - len(new)
+            return owners[key]
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            self._alive.append(tensor)
+            saved.append(owner(tensor))
+            return tensor
+
+        args = map_references(call.args, lambda ref: values[ref])
+        kwargs = {key: map_references(value, lambda ref: values[ref]) for key, value in call.kwargs}
+        function = targets.function(call.target)
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            out = function(*args, **kwargs)
+        with (
+            torch.no_grad(),
+            meter,
+        ):  # some ops do the work of their backward pass ahead; the planner adds that by itself
+            function(*args, **kwargs)
+        assert isinstance(out, FakeTensor), call.target
+        inputs = [values[ref] for ref in references((call.args, dict(call.kwargs)))]
+        is_view = any(same_memory(out, tensor) for tensor in inputs)
+        moved = 0 if is_view else sum(touched_bytes(tensor) for tensor in (*inputs, out))
+        node = Node(
+            name,
+            NodeKind.CALL_FUNCTION,
+            call.target,
+            call.args,
+            call.kwargs,
+            TensorSpec.of(out),
+            owner(out),
+            old.call,
+            meter.flops,
+            moved,
+            tuple(dict.fromkeys(storage for storage in saved if storage not in self._state)),
+            random=meter.random,
+            grad_enabled=old.grad_enabled,
+            source=old.source,
+        )
+        return out, node
+
+    def _fake(self, node: Node) -> torch.Tensor:
+        assert node.spec is not None, node.name
+        spec = node.spec
+        fake = torch.empty_strided(spec.shape, spec.stride, dtype=spec.torch_dtype)
+        return fake.requires_grad_(spec.requires_grad)
+
+    def _named(self, made: list[Node], old: Node) -> tuple[Node, ...]:
+        """The nodes with names and storages of the trace."""
+        names = {node.name: self._unique(node) for node in made[:-1]} | {made[-1].name: old.name}
+        storages: dict[int, int] = {made[-1].storage: old.storage} if made[-1].storage < -1 else {}
+
+        def storage(number: int) -> int:
+            if number >= -1:
+                return number
+            if number not in storages:
+                self.storages.append(self._new[-2 - number])
+                storages[number] = len(self.storages) - 1
+            return storages[number]
+
+        def renamed(tree: Any) -> Any:
+            return map_references(tree, lambda name: Ref(names.get(name, name)))
+
+        return tuple(
+            dataclasses.replace(
+                node,
+                name=names[node.name],
+                args=renamed(node.args),
+                kwargs=tuple((key, renamed(value)) for key, value in node.kwargs),
+                storage=storage(node.storage),
+                saved=tuple(storage(number) for number in node.saved),
+            )
+            for node in made
+        )
+
+    def _unique(self, node: Node) -> str:
+        base = node.target.rpartition(".")[2].strip("_")
+        base = base if base.isidentifier() and base != "and" else f"_{base}"
+        name, count = base, 0
+        while name in self._names:
+            count += 1
+            name = f"{base}_{count}"
+        self._names[name] = None
+        return name
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _lies_like(spec: TensorSpec, other: TensorSpec) -> bool:
+    """Whether two tensors of one shape have the same strides, wherever that matters."""
+    return (
+        all(a == b or size <= 1 for size, a, b in zip(spec.shape, spec.stride, other.stride, strict=True))
+        or spec.num_elements == 0
+    )

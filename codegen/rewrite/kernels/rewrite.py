@@ -1,0 +1,134 @@
+"""Replaces what a model computes by ops of `smpc.kernels`, trace to trace.
+
+    rewritten = rewrite_kernels(trace, select_rewrites("rms_norm,swiglu", on_gpu=True))
+    rewritten.trace       the same trace, with some nodes replaced; the very same if none is
+    rewritten.uses        what was replaced, and what was not and why
+
+Each rewrite (`select.REWRITES`) proposes replacements by how nodes are connected, never by the name of a module. A proposal is made when
+
+    - nothing else reads what it replaces inside, and nothing writes in place meanwhile
+    - all of it runs under one grad mode, without autocast of its own, and within the same checkpointed regions
+    - both sides compute the same on random numbers, with the same gradients (`check`)
+    - the result has the spec of what it replaces, and its layout (`measure`)
+
+and otherwise refused, with the reason. The new nodes carry measured FLOPs, bytes and saved storages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from smpc.codegen.rewrite.kernels.check import Checker
+from smpc.codegen.rewrite.kernels.graph import GUARD, OUTPUT, Graph
+from smpc.codegen.rewrite.kernels.measure import Measurer
+from smpc.codegen.rewrite.kernels.replacement import Refusal, Replacement, Rewrite
+from smpc.codegen.rewrite.kernels.splice import splice
+from smpc.partitioner.plan import KernelUse
+from smpc.tracer.ir import Node, NodeKind, Trace
+
+# One draws otherwise by design; attention without dropout draws nothing, but torch marks it.
+_RANDOM = ("bias_dropout_add", "flash_attention")
+_NOTHING = "nothing in the model computes it"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A trace, and what became of it."""
+
+    trace: Trace
+    uses: tuple[KernelUse, ...]
+
+
+def rewrite_kernels(trace: Trace, rewrites: Sequence[Rewrite]) -> Rewritten:
+    """The trace with what the rewrites find replaced."""
+    if not rewrites:
+        return Rewritten(trace, ())
+    graph = Graph(trace)
+    checker, measurer = Checker(graph), Measurer(trace)
+    chosen: list[tuple[Replacement, tuple[Node, ...]]] = []
+    claimed: dict[str, None] = {}
+    places: dict[tuple[str, str], list[str]] = {}  # (op, reason) -> nodes
+    for rewrite in rewrites:
+        found = False
+        for proposal in rewrite.find(graph):
+            if isinstance(proposal, Replacement) and any(name in claimed for name in proposal.replaced):
+                continue
+            found = True
+            reason = _objection(graph, proposal, checker)
+            nodes = "" if reason or isinstance(proposal, Refusal) else measurer.nodes(proposal)
+            if isinstance(nodes, tuple) and isinstance(proposal, Replacement):
+                chosen.append((proposal, nodes))
+                claimed.update(dict.fromkeys(proposal.replaced))
+            else:
+                reason = reason or str(nodes)
+            node = proposal.result if isinstance(proposal, Replacement) else proposal.node
+            places.setdefault((rewrite.op, reason), []).append(node)
+            _log.info("%s at %s: %s", rewrite.op, _place(trace, node), reason or "replaced")
+        if not found:
+            places[rewrite.op, _NOTHING] = []
+    uses = tuple(
+        KernelUse(op, len(nodes), _place(trace, nodes[0]) if nodes else "", reason)
+        for (op, reason), nodes in places.items()
+    )
+    if not chosen:
+        return Rewritten(trace, uses)
+    return Rewritten(splice(trace, chosen, measurer.storages), uses)
+
+
+def _place(trace: Trace, name: str) -> str:
+    """The module whose code a node is, or its source line where that is the model itself."""
+    node = trace.node(name)
+    return trace.calls[node.call].fqn or node.source or name
+
+
+def _objection(graph: Graph, proposal: Replacement | Refusal, checker: Checker) -> str:
+    """Why a proposal cannot be; "" if it can."""
+    if isinstance(proposal, Refusal):
+        return proposal.reason
+    return _shared(graph, proposal) or _context(graph, proposal) or checker.objection(proposal)
+
+
+def _shared(graph: Graph, proposal: Replacement) -> str:
+    """Who else reads, or writes, what is to be replaced."""
+    inside = dict.fromkeys(proposal.replaced)
+    for name in proposal.replaced[:-1]:
+        for user in graph.users(name):
+            if user not in inside:
+                reader = {OUTPUT: "the model returns", GUARD: "the model's Python asks for"}.get(
+                    user, "something else reads"
+                )
+                return f"{reader} a value inside it ({graph.op(name)})"
+    trace = graph.trace
+    known = (*proposal.given, *proposal.replaced)  # the check takes their values for what these calls give
+    read = [*known, *(name for inner in known for name in graph.node(inner).inputs)]
+    storages = {graph.node(name).storage for name in read} - {-1}
+    first, last = min(map(trace.position, known)), trace.position(proposal.result)
+    for node in trace.nodes[first : last + 1]:
+        if any(graph.node(name).storage in storages for name in node.mutates):
+            return "something writes in place to what it reads"
+    return ""
+
+
+def _context(graph: Graph, proposal: Replacement) -> str:
+    """What about the surroundings of the nodes rules the op out."""
+    trace = graph.trace
+    nodes = [graph.node(name) for name in proposal.replaced]
+    if any(node.kind is NodeKind.CALL_MODULE for node in nodes):
+        return "part of it is a module that is called whole"
+    made = dict.fromkeys(proposal.replaced)
+    read = (name for node in nodes for name in node.inputs if name not in made)
+    if nodes[-1].spec is None or any(graph.node(name).spec is None for name in read):
+        return "it reads or gives what is no single tensor"
+    if any(node.random for node in nodes) and proposal.op not in _RANDOM:
+        return "it draws random numbers"
+    if any(node.autocast is not None for node in nodes):
+        return "it runs under autocast, which ops take no part in"
+    if len(dict.fromkeys(node.grad_enabled for node in nodes)) > 1:
+        return "part of it runs without gradients"
+    around = [
+        tuple(region.first <= trace.position(node.name) < region.last for region in trace.regions) for node in nodes
+    ]
+    return "" if len(dict.fromkeys(around)) == 1 else "part of it is checkpointed and part is not"

@@ -1,0 +1,254 @@
+"""`model.join()`: replicas that run out of data take part in the collectives of those that have not.
+
+    with model.join():
+        for ids in own_batches:                       # not as many on all replicas
+            train_step(model, ids)
+            optimizer.step()
+
+Terms
+    over        a replica that has left its loop
+    phase       what a rank is about to do: begin a step, end it, ... ; before anything that replicas do together, the ranks that hold the
+                same stage exchange phases
+    source      the last one of the replicas that are not over: its buffers count
+    shadowing   what a rank does whose replica is over: it does the others' part of each phase, with gradients of zero, until all are over
+
+    phase          ranks that train                     ranks that are over
+    --------------------------------------------------------------------------------------------------------------
+    PARTITION      record, cut and compile              compile the same program, for inputs that they never saw
+    STEP           buffers; with a pipeline, gradients  the same
+    TRAINED        gradients, unless a pipeline had     the same, the verdict on losses
+                   them reduced; the verdict
+    UNTRAINED      nothing: the step did no backward    nothing
+    LEFT           raise NonFiniteLossError out of join raise it too
+
+In the end all have the parameters, buffers and optimizer state of the last replica that was over. As in DistributedDataParallel.join,
+gradients are divided by the number of all replicas, or of those that are not over; what a replica has accumulated when it is over and has
+not been averaged (`backward_passes_per_step`) is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from smpc.errors import NonFiniteLossError, SmpcError, StepError
+from smpc.executor import StageReplicas
+from smpc.mesh import Axis
+from smpc.v1.nonfinite import agree, describe_verdict
+from smpc.v1.state import Session
+
+
+class Phase(IntEnum):
+    """What a rank is about to do."""
+
+    OVER = 0
+    ENTER = 1  # and the numbers above it, one for every choice of options
+    PARTITION = 20
+    STEP = 21
+    TRAINED = 22
+    UNTRAINED = 23
+    LEFT = 24
+
+
+class EarlyTerminationError(StepError):
+    """All ranks raise it together, with nothing under way."""
+
+
+class Join:
+    """One rank's part in one `with model.join()`. `replicas`: its averaging of gradients, None before the partition.
+
+    `partition` takes part in the first program of all. Methods are collective over the ranks that hold the same stage.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        replicas: Callable[[], StageReplicas | None],
+        partition: Callable[[], None],
+        *,
+        divide_by_initial_world_size: bool,
+        throw_on_early_termination: bool,
+    ) -> None:
+        self._session, self._replicas, self._partition = session, replicas, partition
+        self._divides_by_all, self._throws = divide_by_initial_world_size, throw_on_early_termination
+        members = session.mesh.group(Axis.DP, session.rank)
+        self._position = members.index(session.rank)
+        self._replica_of = [session.mesh.rdp_rank(member) for member in members]
+        self.has_shadowed = False
+        self.error: SmpcError | None = None  # what all ranks raise, with nothing under way
+        self._verdict = 0
+
+    def enter(self) -> None:
+        """First of all. May leave an `error`."""
+        phases = self._exchange(Phase.ENTER + int(self._divides_by_all) + 2 * int(self._throws))
+        self.error = self._contradiction(phases, ())
+
+    # -- ranks that train ----------------------------------------------------------------------------------------------
+
+    def begin_partition(self) -> None:
+        """Before the first program of all is made. May leave an `error`."""
+        self._announce(Phase.PARTITION)
+
+    def begin_step(self) -> None:
+        """Before a step in which buffers or gradients may be exchanged. May leave an `error`."""
+        phases = self._announce(Phase.STEP)
+        if self.error is None:
+            self._lead(phases)
+
+    def end_step(self, *, did_backward: bool) -> None:
+        """Before gradients are averaged, where a pipeline has not done so, and the verdict on losses is agreed on."""
+        self._announce(Phase.TRAINED if did_backward else Phase.UNTRAINED)
+
+    def leave(self) -> None:
+        """Before NonFiniteLossError, which all ranks that train have raised, ends the loop."""
+        self._announce(Phase.LEFT)
+
+    # -- ranks that are over -------------------------------------------------------------------------------------------
+
+    def shadow(self) -> bool:
+        """One phase of the others; False once all are over, or leave with an `error`."""
+        phases = self._announce(Phase.OVER)
+        active = [phase for phase in phases if phase != Phase.OVER]
+        if not active:
+            return False
+        self.has_shadowed = True
+        if active[0] == Phase.LEFT:
+            self.error = NonFiniteLossError(describe_verdict(self._verdict, "of another replica", self._session))
+        if self.error is None:
+            self._take_part(active[0], phases)
+        return self.error is None
+
+    def _take_part(self, phase: int, phases: list[int]) -> None:
+        has_pipeline = self._session.mesh.pp_size > 1
+        if phase == Phase.PARTITION:
+            self._partition()
+            return
+        replicas = self._replicas()
+        assert replicas is not None, "there are other replicas, and the model is partitioned"
+        if phase == Phase.STEP:
+            self._lead(phases)
+            replicas.start_of_step()
+            if has_pipeline:
+                replicas.shadow()
+            return
+        if phase == Phase.UNTRAINED:
+            replicas.did_not_train()
+        elif not has_pipeline:
+            replicas.shadow()
+        if has_pipeline or phase == Phase.TRAINED:
+            self._verdict = agree(0, self._session)
+
+    def finish(self, optimizer: Optimizer | None) -> None:
+        """Once all are over: the state of the last replica for all."""
+        last = self._exchange(int(not self.has_shadowed))
+        source = max(replica for replica, is_last in zip(self._replica_of, last, strict=True) if is_last)
+        replicas = self._replicas()
+        if replicas is None:
+            return  # no replica has made a step
+        replicas.synchronize(source)
+        if optimizer is not None and not all(last):
+            share_state(optimizer, self._session.groups[Axis.RDP], source, self._session)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _lead(self, phases: list[int]) -> None:
+        """What this step needs to know of who takes part."""
+        source = max(replica for replica, phase in zip(self._replica_of, phases, strict=True) if phase)
+        count: dist.Work | None = None
+        if not self._divides_by_all:
+            own = torch.tensor([int(phases[self._position] != Phase.OVER)], device=self._session.message_device)
+            count = dist.all_reduce(own, group=self._session.groups[Axis.RDP], async_op=True)
+        replicas = self._replicas()
+        assert replicas is not None, "there are other replicas, and the model is partitioned"
+        replicas.join(source, count)
+
+    def _announce(self, phase: Phase) -> list[int]:
+        phases = self._exchange(phase)
+        over = sorted({r for r, other in zip(self._replica_of, phases, strict=True) if other == Phase.OVER})
+        wrong = self._contradiction(phases, over)
+        if wrong is not None:
+            raise wrong
+        if over and self._throws and any(phases):
+            self.error = EarlyTerminationError(
+                f"join: replica{'s' if len(over) > 1 else ''} {', '.join(map(str, over))} ran out of data, the others have some left, "
+                "and throw_on_early_termination is set; give every replica as many batches, or leave it out"
+            )
+        return phases
+
+    def _contradiction(self, phases: list[int], over: Iterable[int]) -> StepError | None:
+        """The error, on all ranks alike, of ranks that do not do the same."""
+        parted = [r for r, phase in zip(self._replica_of, phases, strict=True) if r in over and phase != Phase.OVER]
+        if parted:
+            return StepError(
+                f"join: of the tensor-parallel ranks of replica {parted[0]} some ran out of data and some have not; they compute together, "
+                "so give them as many batches"
+            )
+        active = {phase for phase in phases if phase != Phase.OVER}
+        if len(active) > 1:
+            kinds = [f"replica {r}: {_name(phase)}" for r, phase in zip(self._replica_of, phases, strict=True)]
+            return StepError(
+                f"join: the replicas do different things, {', '.join(kinds)}; give join the same arguments on all ranks, and run the same "
+                "step functions in the same order, as far as each replica's data go"
+            )
+        return None
+
+    def _exchange(self, own: int) -> list[int]:
+        """Every rank's number, in the order of the data-parallel group."""
+        numbers = torch.zeros(len(self._replica_of), dtype=torch.int64, device=self._session.message_device)
+        numbers[self._position] = own
+        dist.all_reduce(numbers, group=self._session.groups[Axis.DP])
+        return [int(number) for number in numbers.tolist()]
+
+
+def share_state(optimizer: Optimizer, group: dist.ProcessGroup, source: int, session: Session) -> None:
+    """Give all replicas the optimizer state of one of them. The options of its groups (learning rates) are not part of it."""
+    parameters = [parameter for param_group in optimizer.param_groups for parameter in param_group["params"]]
+    own = [optimizer.state.get(parameter, {}) for parameter in parameters]
+    described: list[Any] = [[{key: _describe(value) for key, value in items.items()} for items in own]]
+    dist.broadcast_object_list(described, group=group, group_src=source, device=session.message_device)
+    is_source = group.rank() == source
+    for parameter, items, known in zip(parameters, own, described[0], strict=True):
+        received: dict[str, Any] = {}
+        for key, value in known.items():
+            if not isinstance(value, _TensorLike):
+                received[key] = value
+                continue
+            payload = items[key].to(session.device) if is_source else value.empty(session.device)
+            dist.broadcast(payload, group=group, group_src=source)
+            received[key] = payload.to(value.device)
+        if received and not is_source:
+            optimizer.state[parameter] = received
+
+
+class _TensorLike:
+    """What another rank needs to know of a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device.type
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def _describe(value: Any) -> Any:
+    return _TensorLike(value) if isinstance(value, Tensor) else value
+
+
+def _name(phase: int) -> str:
+    names: dict[int, str] = {
+        Phase.OVER: "ran out of data",
+        Phase.PARTITION: "begins its first step",
+        Phase.STEP: "begins a step",
+        Phase.TRAINED: "ends a step with a backward pass",
+        Phase.UNTRAINED: "ends a step without a backward pass",
+        Phase.LEFT: "left with an error",
+    }
+    options = phase - Phase.ENTER
+    entered = f"join(divide_by_initial_world_size={bool(options & 1)}, throw_on_early_termination={bool(options & 2)})"
+    return names.get(phase, entered)

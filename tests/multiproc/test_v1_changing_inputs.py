@@ -1,0 +1,127 @@
+"""Other lengths and batch sizes from step to step, several step functions, and fewer programs than signatures; bitwise."""
+
+import pytest
+import torch
+from executor_harness import run_workers
+from torch import nn
+from v1_harness import MB, feed, make_model, preload, start
+
+import smpc.v1 as smp
+from smpc.errors import StepError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    preload()
+
+
+@smp.step
+def by_sum(model, ids):
+    loss = model(input_ids=ids, labels=ids).logits.square().sum()
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def by_loss(model, ids):
+    loss = model(input_ids=ids, labels=ids).loss
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def evaluate(model, ids):
+    return model(input_ids=ids, labels=ids).loss
+
+
+# (step function, batch size, length); three programs at most, so most steps compile again what was there before
+STEPS = [
+    ("by_loss", 8, 12), ("evaluate", 8, 9), ("by_sum", 8, 9), ("by_loss", 4, 12), ("evaluate", 8, 12), ("by_loss", 8, 7),
+    ("by_loss", 4, 5), ("by_loss", 8, 9), ("evaluate", 8, 9), ("evaluate", 4, 5), ("by_sum", 8, 12), ("evaluate", 4, 12),
+]  # fmt: skip
+
+
+def batch(index):
+    _, size, length = STEPS[index]
+    return torch.randint(3, 60, (size, length), generator=torch.Generator().manual_seed(index))
+
+
+def train(rank, folder):
+    _, model, optimizer, _ = start(config={"program_cache_size": 3})
+    losses, addresses = [], None
+    for index, (name, *_) in enumerate(STEPS):
+        losses.append(globals()[name](model, feed(batch(index))).outputs)
+        if name != "evaluate":
+            optimizer.step()
+            optimizer.zero_grad()
+        found = [parameter.data_ptr() for parameter in model.local_parameters()]
+        assert found == (addresses or found)  # parameters stay where they are
+        addresses = found
+        assert len(model._pipeline.programs) <= 3
+    with pytest.raises(StepError, match=r"cannot split its batch(.|\n)*7"):
+        by_loss(model, torch.zeros(7, 12, dtype=torch.int64) if rank == 0 else torch.empty(0))
+    last = by_loss(model, feed(batch(0)[:4]))  # smaller than the others, but it divides
+    assert len(last.outputs) == MB
+    return losses
+
+
+def test_every_step_is_that_of_one_process(tmp_path):
+    results = run_workers(train, 2, tmp_path)
+    model, _, _ = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for index, (name, *_) in enumerate(STEPS):
+        expected = []
+        for part in batch(index).chunk(MB):
+            output = model(input_ids=part, labels=part)
+            expected.append(output.logits.square().sum() if name == "by_sum" else output.loss)
+            if name != "evaluate":
+                (expected[-1] / MB).backward()
+        if name != "evaluate":
+            optimizer.step()
+            optimizer.zero_grad()
+        for result in results:
+            assert all(torch.equal(a, b) for a, b in zip(result[index], expected, strict=True)), (index, name)
+
+
+class Sometimes(nn.Module):
+    """With a layer that the first step does not use."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+        self.more = nn.Linear(6, 6)
+
+    def forward(self, x, more):
+        return self.layers(self.more(x) if more else x)
+
+
+@smp.step(non_split_inputs=["more"])
+def step_with(model, x, more):
+    loss = model(x, more).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def uses_more_later(rank, folder):
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
+    model = smp.DistributedModel(Sometimes())
+    for more in (False, True):
+        step_with(model, torch.full((4, 6), 1.0 + smp.rdp_rank()), more)
+    return {name: parameter.grad for name, parameter in model.local_named_parameters()}
+
+
+def test_replicas_average_what_the_first_step_did_not_use(tmp_path):
+    results = run_workers(uses_more_later, 4, tmp_path)
+    gradients = []
+    for replica in range(2):
+        model = Sometimes()
+        for more in (False, True):
+            for part in torch.full((4, 6), 1.0 + replica).chunk(2):
+                (model(part, more).square().mean() / 2).backward()
+        gradients.append({name: parameter.grad / 2 for name, parameter in model.named_parameters()})
+    found = {**results[0], **results[1]}
+    assert set(found) == set(gradients[0])
+    for rank, result in enumerate(results):
+        for name, gradient in result.items():
+            torch.testing.assert_close(gradient, gradients[0][name] + gradients[1][name], msg=f"{name} on {rank}")
