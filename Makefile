@@ -17,7 +17,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)
-	$(BIN)/pytest -m 'not slow'
+	$(BIN)/pytest -m 'not slow' -n 2 --dist loadfile
 
 test-all: $(STAMP)
 	$(BIN)/pytest

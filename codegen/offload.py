@@ -47,9 +47,7 @@ def resident(schedule: Schedule, num_stages: int, horizon: int) -> tuple[int, ..
     return tuple(most)
 
 
-def _offloaded(
-    tasks: Sequence[Action | Instruction], horizon: int
-) -> tuple[frozenset[Key], dict[int, list[Key]]]:
+def _offloaded(tasks: Sequence[Action | Instruction], horizon: int) -> tuple[frozenset[Key], dict[int, list[Key]]]:
     """What is offloaded, and what is loaded back before the task at a position."""
     forwards = {(task.stage, task.microbatch): i for i, task in enumerate(tasks) if task.op is Op.FORWARD}
     returns: dict[int, list[Key]] = defaultdict(list)

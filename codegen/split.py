@@ -265,7 +265,9 @@ class _StageWriter:
     def _is_intact(self, index: int) -> bool:
         trace, program = self.program.trace, self.program
         call = trace.calls[index]
-        if not (call.whole and call.fqn and is_plain(call.arguments)) or any(isinstance(x, Opaque) for x in call.argument_leaves):
+        if not (call.whole and call.fqn and is_plain(call.arguments)) or any(
+            isinstance(x, Opaque) for x in call.argument_leaves
+        ):
             return False
         arguments = references(call.argument_leaves)
         if not all(self._at_hand(name) for name in arguments):

@@ -216,9 +216,15 @@ def test_tensor_parallel_layouts_are_shown_and_written(smpc, factories, tmp_path
         (["{factories}:build", "-p", "2", "-m", "9"], ["is not divisible by microbatches = 9"]),
         (["{factories}:build", "-p", "90"], ["expected at most as many stages as modules, found 90 stages"]),
         (["{factories}:build", "-p", "2", "-t", "0"], ["tensor_parallel_degree: expected at least 1, found 0"]),
-        (["{factories}:build", "-p", "2", "-t", "2", "--tensor-parallel-plan", "x"], ["tensor_parallel_plan: expected"]),
+        (
+            ["{factories}:build", "-p", "2", "-t", "2", "--tensor-parallel-plan", "x"],
+            ["tensor_parallel_plan: expected"],
+        ),
         (["{factories}:build", "-p", "2", "--tensor-parallel-plan", "x.json"], ["--tensor-parallel-plan 'x.json'"]),
-        (["{factories}:build", "-p", "2", "--tensor-parallel-plan", "huggingface"], ["tensor_parallel_plan: has no effect"]),
+        (
+            ["{factories}:build", "-p", "2", "--tensor-parallel-plan", "huggingface"],
+            ["tensor_parallel_plan: has no effect"],
+        ),
         (
             ["{factories}:build", "-p", "2", "--pipeline", "x", "-m", "0"],
             ["microbatches: expected at", "pipeline: exp"],

@@ -379,7 +379,11 @@ def test_shared_parameter_that_some_or_no_holders_use():
 @pytest.mark.parametrize(
     ("spoil", "error", "text"),
     [
-        (lambda h: h[:2], TransportError, r"edge 1 from stage 0 to stage 1: value 'h' was planned as float32\[3, 8\], found float32\[2, 8\]"),
+        (
+            lambda h: h[:2],
+            TransportError,
+            r"edge 1 from stage 0 to stage 1: value 'h' was planned as float32\[3, 8\], found float32\[2, 8\]",
+        ),
         (lambda h: h.double(), TransportError, r"planned as float32\[3, 8\], found float64\[3, 8\]"),
         (lambda h: 1 / 0, ZeroDivisionError, "division"),
     ],

@@ -41,10 +41,14 @@ def compile_command(
         int | None, typer.Option("-p", "--pipeline-parallel-degree", metavar="P", help="Ranks to split the model over.")
     ] = None,
     tensor_parallel_degree: Annotated[
-        int | None, typer.Option("-t", "--tensor-parallel-degree", metavar="T", help="Ranks that share every operation of a stage.")
+        int | None,
+        typer.Option(
+            "-t", "--tensor-parallel-degree", metavar="T", help="Ranks that share every operation of a stage."
+        ),
     ] = None,
     tensor_parallel_plan: Annotated[
-        str, typer.Option(metavar="NAME|FILE.json", help="auto, huggingface (the model's own), or styles by name pattern.")
+        str,
+        typer.Option(metavar="NAME|FILE.json", help="auto, huggingface (the model's own), or styles by name pattern."),
     ] = "auto",
     microbatches: Annotated[
         int | None, typer.Option("-m", "--microbatches", metavar="M", help="Microbatches that the batch is split into.")
@@ -295,7 +299,9 @@ def _tensor_parallel_plan(plan: str) -> str | dict[str, str]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--tensor-parallel-plan {plan!r}: cannot be read: {error}") from error
     if not isinstance(styles, dict) or not all(isinstance(style, str) for style in styles.values()):
-        raise ConfigError(f'--tensor-parallel-plan {plan!r}: expected {{"name pattern": "style", ...}}, found {styles!r}')
+        raise ConfigError(
+            f'--tensor-parallel-plan {plan!r}: expected {{"name pattern": "style", ...}}, found {styles!r}'
+        )
     return styles
 
 
