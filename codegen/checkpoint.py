@@ -16,6 +16,7 @@ PyTorch: the re-run gets copies with the values of before the first run, which a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -97,28 +98,25 @@ def _in_place_of(buffers: Sequence[Owner], values: Sequence[Tensor] | None) -> I
 
 
 class Checkpointing:
-    """While it is entered, every checkpoint of torch's becomes a non-reentrant one; `inputs` are the tensors that they keep.
+    """While it is entered, every checkpoint of torch's in this thread becomes a non-reentrant one; `inputs` are the tensors that they keep.
 
     Checkpoints inside others are not counted: what they keep is dropped with the rest.
     """
 
     def __init__(self, inputs: list[Tensor] | None = None) -> None:
         self.inputs = inputs
-        self._before: tuple[Any, Any] | None = None
         self._depth = 0
 
     def __enter__(self) -> Checkpointing:
-        self._before = checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator
-        checkpoint.CheckpointFunction = _NonReentrant  # type: ignore[misc, assignment]
-        checkpoint._checkpoint_without_reentrant_generator = self._around  # type: ignore[assignment]
+        _TORCH.replace()
+        _ENTERED.stack.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self._before is not None
-        checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator = self._before  # type: ignore[misc]
-        self._before = None
+        _ENTERED.stack.remove(self)
+        _TORCH.restore()
 
-    def _around(
+    def around(
         self,
         function: Callable[..., Any],
         preserve_rng_state: bool = True,
@@ -126,7 +124,7 @@ class Checkpointing:
         *args: Any,
         **kwargs: Any,
     ) -> Iterator[None]:
-        assert self._before is not None
+        """In the place of torch's generator behind non-reentrant checkpoints."""
 
         def contexts() -> Contexts:
             forward, again = context_fn()
@@ -136,9 +134,52 @@ class Checkpointing:
             self.inputs += [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         self._depth += 1
         try:
-            yield from self._before[1](function, preserve_rng_state, contexts, *args, **kwargs)
+            yield from _TORCH.generator(function, preserve_rng_state, contexts, *args, **kwargs)
         finally:
             self._depth -= 1
+
+
+class _Entered(threading.local):
+    """The contexts that this thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Checkpointing] = []
+
+
+class _TorchCheckpoints:
+    """torch's own two functions, and how many contexts, in all threads, have others in their place: torch has one of each in a process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self.reentrant: Any = checkpoint.CheckpointFunction
+        self.generator: Any = checkpoint._checkpoint_without_reentrant_generator
+
+    def replace(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self.reentrant = checkpoint.CheckpointFunction
+                self.generator = checkpoint._checkpoint_without_reentrant_generator
+                checkpoint.CheckpointFunction = _NonReentrant  # type: ignore[misc, assignment]
+                checkpoint._checkpoint_without_reentrant_generator = _generator  # type: ignore[assignment]
+
+    def restore(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                checkpoint.CheckpointFunction = self.reentrant
+                checkpoint._checkpoint_without_reentrant_generator = self.generator
+
+
+_ENTERED = _Entered()
+_TORCH = _TorchCheckpoints()
+
+
+def _generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """torch's generator, as the innermost context of this thread has it."""
+    found: Iterator[None] = (_ENTERED.stack[-1].around if _ENTERED.stack else _TORCH.generator)(*args, **kwargs)
+    return found
 
 
 @contextmanager
@@ -154,6 +195,8 @@ class _NonReentrant:
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if not _ENTERED.stack:
+            return _TORCH.reentrant.apply(function, preserve_rng_state, *args)
         wanted = any(isinstance(value, Tensor) and value.requires_grad for value in args)
         if not (torch.is_grad_enabled() and wanted):
             with torch.no_grad():

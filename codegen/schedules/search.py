@@ -64,6 +64,7 @@ class Policy:
     late_weight_first: bool = False  # of several W, that of the latest stage, not of the oldest microbatch
     reserve: int = 0  # slots kept for each later stage of the rank
     limits: tuple[int, ...] = ()  # by stage, the most in flight; the problem's own bounds hold besides
+    is_safe: bool = False  # takes no slot that the microbatches before may come to need, so every run ends
 
     def rank(self, key: Key) -> float:
         """The smallest comes first."""
@@ -154,6 +155,10 @@ def _search(problem: Problem, starts: tuple[Schedule, ...], moves: int) -> Sched
         schedule = _Run(problem, policy).run(shortest * (1.0 + _NEAR))
         if schedule is not None:
             found.append((problem.makespan(schedule), schedule))
+    if not found:
+        schedule = _Run(problem, Policy(is_safe=True)).run()
+        assert schedule is not None, "a safe run ends"
+        found.append((problem.makespan(schedule), schedule))
     best = min(found, key=lambda entry: entry[0])[1]
     return polish(problem, best, moves) if moves else best
 
@@ -285,7 +290,6 @@ class _Run:
                         return None
         total = 3 * len(self.problem.placement) * self.problem.num_microbatches
         if sum(map(len, self.orders)) < total:
-            assert self.policy.reserve, "a rank had no slot for the oldest microbatch"
             return None
         return tuple(tuple(order) for order in self.orders)
 
@@ -321,10 +325,27 @@ class _Run:
                 self.next[Op.FORWARD, s] < problem.num_microbatches for s in self.stages_of[rank] if s > stage
             )
             return self.held[rank] + 1 + self.policy.reserve * sum(unfinished) <= problem.slots[rank]
+        if self.policy.is_safe:
+            return self.is_safe(rank, stage, microbatch)
         oldest = min(self.next[Op.WEIGHT, s] for s in self.stages_of[rank])
         needed = sum(self.next[Op.FORWARD, s] <= oldest for s in self.stages_of[rank])
         own = microbatch == oldest
         return self.held[rank] + 1 + needed - own <= problem.slots[rank]
+
+    def is_safe(self, rank: int, stage: int, microbatch: int) -> bool:
+        """Whether, after this forward, every microbatch can have a slot for each of its forwards to come, one after the other
+        (the banker's algorithm): the oldest with what is free, the next also with what the oldest gives back."""
+        free = self.problem.slots[rank] - self.held[rank] - 1
+        oldest = min(self.next[Op.WEIGHT, s] for s in self.stages_of[rank])
+        for other in range(oldest, microbatch + 1):
+            begun = sum(
+                self.next[Op.FORWARD, s] > other or (s, other) == (stage, microbatch) for s in self.stages_of[rank]
+            )
+            ended = sum(self.next[Op.WEIGHT, s] > other for s in self.stages_of[rank])
+            if free < len(self.stages_of[rank]) - begun:
+                return False
+            free += begun - ended
+        return True
 
     def commit(self, rank: int, key: Key, now: float) -> None:
         """Run an action and tell those that wait for it."""

@@ -1,5 +1,7 @@
 """Running checkpointed regions: the same values, gradients, random numbers and buffers as without."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -168,3 +170,27 @@ def test_reentrant_checkpoints_without_a_gradient_to_pass_on_have_none():
         y = checkpoint.checkpoint(lambda x: x * weight, torch.ones(2), use_reentrant=True)
         z = checkpoint.checkpoint(lambda x: x * weight, torch.ones(2), use_reentrant=False)
     assert (y.requires_grad, z.requires_grad) == (False, True)
+
+
+def test_threads_enter_and_leave_in_any_order():
+    """Tensor-parallel ranks may be threads: the last to leave restores torch's functions, and none sees another's context."""
+    entered, left = threading.Event(), threading.Event()
+    original = checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator
+    kept = []
+
+    def other():
+        with Checkpointing(kept):
+            entered.set()
+            left.wait(10)
+
+    thread = threading.Thread(target=other)
+    with Checkpointing():
+        thread.start()
+        entered.wait(10)
+    x = torch.ones(3, requires_grad=True)
+    checkpoint.checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+    assert not kept
+    left.set()
+    thread.join()
+    assert original == (checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator)
+    torch.testing.assert_close(x.grad, torch.cos(x.detach()))
