@@ -162,13 +162,13 @@ class _TorchCheckpoints:
                 self.reentrant = checkpoint.CheckpointFunction
                 self.generator = checkpoint._checkpoint_without_reentrant_generator
                 checkpoint.CheckpointFunction = _NonReentrant  # type: ignore[misc, assignment]
-                checkpoint._checkpoint_without_reentrant_generator = _generator  # type: ignore[assignment]
+                checkpoint._checkpoint_without_reentrant_generator = _generator
 
     def restore(self) -> None:
         with self._lock:
             self._users -= 1
             if not self._users:
-                checkpoint.CheckpointFunction = self.reentrant
+                checkpoint.CheckpointFunction = self.reentrant  # type: ignore[misc]
                 checkpoint._checkpoint_without_reentrant_generator = self.generator
 
 
