@@ -7,9 +7,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tensor_ranks import run_ranks, tensor_groups, whole_parameters
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from smpc import nn as snn
 from smpc.nn.parallel import TensorParallel
+from smpc.nn.random import RandomStreams
 
 HEADS, HEAD, HIDDEN, WIDE, BATCH, LENGTH, CROSS = 4, 3, 8, 12, 2, 5, 6
 degrees = st.sampled_from([1, 2, 4])
@@ -329,8 +331,6 @@ def test_parameters_take_their_share_of_memory():
 
 
 def test_dropout_is_equal_where_data_is_and_differs_where_it_is_split():
-    from smpc.nn.random import RandomStreams
-
     draws = []
     for rank in range(2):
         streams = RandomStreams(5, rank)
@@ -343,10 +343,28 @@ def test_dropout_is_equal_where_data_is_and_differs_where_it_is_split():
             later = torch.rand(4)
         assert not torch.equal(other, later)
         draws.append((same, other, torch.rand(4)))
-    torch.manual_seed(1)
     assert torch.equal(draws[0][0], draws[1][0])
     assert not torch.equal(draws[0][1], draws[1][1])
-    assert torch.equal(draws[0][2], torch.rand(4)), "the default generator is where it was"
+    assert torch.equal(draws[0][2], draws[1][2]), "the default generator goes on from where it was"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("optimize", ["memory", "speed"])
+def test_checkpointed_layers_draw_the_same_again(optimize, reentrant):
+    """Whoever checkpoints: gradients with dropout are those without, bit for bit, and the streams go on alike."""
+    layers = []
+    for wrap in (False, True):
+        torch.manual_seed(7)
+        parallel = TensorParallel(optimize=optimize, streams=RandomStreams(3))
+        layer = snn.DistributedTransformerLayer(4, 3, 8, 12, 0.3, 0.3, parallel=parallel)
+        states = torch.ones(2, 5, 8, requires_grad=True)
+        torch.manual_seed(1)
+        for _ in range(2):
+            call = lambda x, layer=layer: layer((x, None))[0]  # noqa: E731
+            output = checkpoint(call, states, use_reentrant=reentrant) if wrap else call(states)
+            output.square().sum().backward()
+        layers.append([states.grad, *(parameter.grad for parameter in layer.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*layers, strict=True))
 
 
 @pytest.mark.parametrize(

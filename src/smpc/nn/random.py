@@ -6,26 +6,36 @@
     with streams.split(scores.device):          # other draws on each
         scores = F.dropout(scores)
 
-Each stream stands in for the device's default generator while its context lasts, so everything that draws inside follows it. Without a
-seed the contexts do nothing: draws come from the default generator. Source: Shoeybi et al. 2019, arXiv 1909.08053, appendix B.2.
+A stream counts its contexts; each seeds the device's default generator from the stream's seed and its number while it lasts, so everything
+that draws inside follows it. Without a seed the contexts do nothing: draws come from the default generator.
+
+Activation checkpointing runs a context twice, and must draw the same. Whoever checkpoints (we, torch, Hugging Face) restores the default
+generator, but knows no stream. So each context first draws a ticket from the default generator: a ticket that was seen before means a
+second run, which gets the number of the first. Source of the two streams: Shoeybi et al. 2019, arXiv 1909.08053, appendix B.2.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
 
+_TICKETS = 2**62
+_KEPT_TICKETS = 1 << 16  # more contexts than microbatches in flight have between their forward and their backward pass
+
 
 class RandomStreams:
-    """Two streams for each device, started from `seed`: one that all ranks share, one of this rank alone."""
+    """Two streams, started from `seed`: one that all ranks share, one of this rank alone."""
 
     def __init__(self, seed: int | None = None, rank: int = 0) -> None:
         self._rank = rank
-        self._seeds = None if seed is None else _seeds(seed, rank)
-        self._states: dict[tuple[str, str], Tensor] = {}
+        self._seed = seed
+        self._counts = {"replicated": 0, "split": 0}
+        self._tickets: OrderedDict[tuple[str, int], int] = OrderedDict()
 
     def replicated(self, device: torch.device) -> AbstractContextManager[None]:
         """Draws inside are the same on every rank of the group."""
@@ -37,43 +47,42 @@ class RandomStreams:
 
     def reseed(self, seed: int) -> None:
         """Starts both streams anew from another seed, where there are any."""
-        if self._seeds is not None:
-            self._seeds, self._states = _seeds(seed, self._rank), {}
+        if self._seed is not None:
+            self._seed = seed
+            self.load_state_dict({})
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Where the streams that have been drawn from stand, by `stream/device`."""
-        return {f"{stream}/{device}": state.clone() for (stream, device), state in sorted(self._states.items())}
+        """How far each stream is."""
+        return {stream: torch.tensor(count) for stream, count in sorted(self._counts.items())}
 
     def load_state_dict(self, states: dict[str, Tensor]) -> None:
         """Goes on from what `state_dict` returned."""
-        self._states = {_split_key(key): state.clone() for key, state in states.items()}
+        self._counts = {stream: int(states.get(stream, 0)) for stream in self._counts}
+        self._tickets.clear()
 
     @contextmanager
     def _fork(self, stream: str, device: torch.device) -> Iterator[None]:
-        if self._seeds is None or device.type == "meta":
+        if self._seed is None or device.type == "meta":
             yield
             return
+        number = self._number(stream)
         generator = _default_generator(device)
         outside = generator.get_state()
-        key = (stream, str(device))
-        if key in self._states:
-            generator.set_state(self._states[key])
-        else:
-            generator.manual_seed(self._seeds[stream])
+        place = f"{self._seed}/{stream}/{self._rank if stream == 'split' else ''}/{number}"
+        generator.manual_seed(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=7).digest()))
         try:
             yield
         finally:
-            self._states[key] = generator.get_state()
             generator.set_state(outside)
 
-
-def _seeds(seed: int, rank: int) -> dict[str, int]:
-    return {"replicated": seed, "split": seed + 2718 + rank}
-
-
-def _split_key(key: str) -> tuple[str, str]:
-    stream, _, device = key.partition("/")
-    return stream, device
+    def _number(self, stream: str) -> int:
+        ticket = (stream, int(torch.randint(_TICKETS, ())))
+        if ticket not in self._tickets:
+            self._tickets[ticket] = self._counts[stream]
+            self._counts[stream] += 1
+            if len(self._tickets) > _KEPT_TICKETS:
+                self._tickets.popitem(last=False)
+        return self._tickets[ticket]
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
