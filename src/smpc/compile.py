@@ -336,16 +336,7 @@ def make_plan(
     `kernels` is what `with_kernels` did to the trace, for the record. `times` replace the predicted ones; `measured`: on a device.
     Without `prove` the best contiguous plan is taken, with no word on how good it is or how many stages would fit: much quicker.
     """
-    choice, assignment = options.choice, None
-    if like is not None:
-        assignment = follow(trace, like.trace, like.plan)
-        choice = dataclasses.replace(choice, placement=tuple(stage.rank for stage in like.plan.stages))
-    elif options.manual is not None:
-        marks, default, num_ranks = dict(options.manual.marks), options.manual.default, options.pipeline_parallel_degree
-        assignment, placement = assign_manually(trace, marks, default, num_ranks=num_ranks)
-        choice = dataclasses.replace(choice, placement=placement)
-    elif saved is not None and fits(saved, trace) and tuple(s.rank for s in saved.stages) == choice.placement:
-        assignment = dict(saved.assignment)
+    choice, assignment = _given(trace, options, like, saved)
     num_stages = len(choice.placement)
     on_device = _resident(choice, options.activation_loading_horizon) if options.offload_activations else None
     model = options.cost_model
@@ -360,8 +351,6 @@ def make_plan(
         model.link_bandwidth,
         model.link_latency,
     )
-    if options.skip_tracing and assignment is None:
-        assignment = _by_parameters(trace, num_stages)
     by_rank, limits = options.rank_cost_models, options.rank_limits
     models = [by_rank[rank] for rank in choice.placement] if by_rank else []
 
@@ -422,6 +411,23 @@ def make_plan(
     timeline = _simulate(plan, channels, _schedule(plan, channels))
     summary = dataclasses.replace(summary, bubble_fraction=timeline.bubble_fraction, step_time=timeline.makespan)
     return dataclasses.replace(plan, schedule=summary)
+
+
+def _given(
+    trace: Trace, options: PipelineOptions, like: Compilation | None, saved: Plan | None
+) -> tuple[Choice, dict[str, int] | None]:
+    """The stage of every module, where it does not have to be searched for, and the schedule's choice with the placement it implies."""
+    choice = options.choice
+    if like is not None:
+        placement = tuple(stage.rank for stage in like.plan.stages)
+        return dataclasses.replace(choice, placement=placement), follow(trace, like.trace, like.plan)
+    if options.manual is not None:
+        marks, default, num_ranks = dict(options.manual.marks), options.manual.default, options.pipeline_parallel_degree
+        assignment, placement = assign_manually(trace, marks, default, num_ranks=num_ranks)
+        return dataclasses.replace(choice, placement=placement), assignment
+    if saved is not None and fits(saved, trace) and tuple(s.rank for s in saved.stages) == choice.placement:
+        return choice, dict(saved.assignment)
+    return choice, _by_parameters(trace, len(choice.placement)) if options.skip_tracing else None
 
 
 def _with_found_peaks(

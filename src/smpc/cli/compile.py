@@ -11,17 +11,18 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from smpc.cli import compile_options as opt
 from smpc.cli.inputs import InputSpec, parse_inputs
-from smpc.cli.progress import progress
+from smpc.cli.progress import Show, progress
 from smpc.cli.targets import load_target
 from smpc.config import Config
 from smpc.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from smpc.auto import Search
     from smpc.compile import Compilation
 
@@ -29,116 +30,34 @@ _OURS = re.compile(r"rank_\d+\.py|search\.json|tensor_parallel\.txt|smp_config\.
 
 
 def compile_command(
-    target: Annotated[
-        str,
-        typer.Argument(
-            help="module:factory or file.py:factory, which returns (model, sample_inputs) or a model; "
-            "or a Hugging Face config.json.",
-            show_default=False,
-        ),
-    ],
-    pipeline_parallel_degree: Annotated[
-        int | None, typer.Option("-p", "--pipeline-parallel-degree", metavar="P", help="Ranks to split the model over.")
-    ] = None,
-    tensor_parallel_degree: Annotated[
-        int | None,
-        typer.Option(
-            "-t", "--tensor-parallel-degree", metavar="T", help="Ranks that share every operation of a stage."
-        ),
-    ] = None,
-    tensor_parallel_plan: Annotated[
-        str,
-        typer.Option(metavar="NAME|FILE.json", help="auto, huggingface (the model's own), or styles by name pattern."),
-    ] = "auto",
-    microbatches: Annotated[
-        int | None, typer.Option("-m", "--microbatches", metavar="M", help="Microbatches that the batch is split into.")
-    ] = None,
-    pipeline: Annotated[str | None, typer.Option(help="Schedule: interleaved or simple.")] = None,
-    schedule: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE.csv",
-            help="gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, list or a file; wins over --pipeline.",
-        ),
-    ] = None,
-    virtual_pipeline_degree: Annotated[
-        int | None, typer.Option("-v", "--virtual-pipeline-degree", metavar="V", help="Pieces of the model per rank.")
-    ] = None,
-    memory_weight: Annotated[
-        float | None, typer.Option(metavar="W", help="0: balance computation alone; 1: memory alone.")
-    ] = None,
-    active_microbatches: Annotated[
-        int | None, typer.Option(metavar="A", help="Most microbatches in execution at a time.")
-    ] = None,
-    device: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help="Predict times for h100 (default), h200, a100, l4, cpu or FILE.toml. Repeatable, one for each rank: 2xh100, a100.",
-        ),
-    ] = None,
-    optimizer: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="Predict memory for sgd, sgd-momentum, adam, adamw, adamw-fp32-master, ..."),
-    ] = "adam",
-    trace_execution_times: Annotated[
-        bool, typer.Option("--trace-execution-times", help="Measure times on this machine instead of predicting them.")
-    ] = False,
-    skip_tracing: Annotated[
-        bool, typer.Option("--skip-tracing", help="Cut by parameter sizes and the order of modules alone.")
-    ] = False,
-    memory_limit: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Most that a rank may hold at its peak, such as 80GB.")
-    ] = None,
-    data_parallel_degree: Annotated[
-        int, typer.Option("-d", "--data-parallel-degree", metavar="D", help="Replicas, which need memory for buckets.")
-    ] = 1,
-    shard_optimizer_state: Annotated[
-        bool, typer.Option("--shard-optimizer-state", help="Replicas split the optimizer state among them.")
-    ] = False,
-    recompute: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN",
-            help="Checkpoint the modules of these names, such as 'model.layers.*': their activations are computed again. Repeatable.",
-        ),
-    ] = None,
-    offload_activations: Annotated[
-        bool, typer.Option("--offload-activations", help="Keep what checkpointed modules read in CPU memory meanwhile.")
-    ] = False,
-    activation_loading_horizon: Annotated[
-        int | None, typer.Option(metavar="N", help="Load it back so many pipeline tasks ahead of the backward pass.")
-    ] = None,
-    kernels: Annotated[
-        str | None,
-        typer.Option(
-            metavar="auto|off|NAMES",
-            help="Fused operations to replace what the model computes by, such as rms_norm,swiglu; auto: those known to be quicker.",
-        ),
-    ] = None,
-    auto: Annotated[
-        bool,
-        typer.Option(
-            "--auto", help="Search for the fastest way to train on --world-size ranks; the inputs are the global batch."
-        ),
-    ] = False,
-    world_size: Annotated[int | None, typer.Option(metavar="N", help="Ranks in all, with --auto.")] = None,
-    config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Settings, .json or .toml; options given here win over it.")
-    ] = None,
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--input", metavar="NAME=DTYPE[d0,d1]", help="A sample input by shape, the whole batch. Repeatable."
-        ),
-    ] = None,
-    json_only: Annotated[bool, typer.Option("--json", help="Print the plan as JSON and nothing else.")] = False,
-    out: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Write the plan, its report and the programs there.")
-    ] = None,
-    plot: Annotated[
-        str | None, typer.Option(metavar="FILE.png", help="Draw the step and its memory there; needs matplotlib.")
-    ] = None,
+    target: opt.Target,
+    pipeline_parallel_degree: opt.PipelineParallelDegree = None,
+    tensor_parallel_degree: opt.TensorParallelDegree = None,
+    tensor_parallel_plan: opt.TensorParallelPlan = "auto",
+    microbatches: opt.Microbatches = None,
+    pipeline: opt.Pipeline = None,
+    schedule: opt.Schedule = None,
+    virtual_pipeline_degree: opt.VirtualPipelineDegree = None,
+    memory_weight: opt.MemoryWeight = None,
+    active_microbatches: opt.ActiveMicrobatches = None,
+    device: opt.Device = None,
+    optimizer: opt.Optimizer = "adam",
+    trace_execution_times: opt.TraceExecutionTimes = False,
+    skip_tracing: opt.SkipTracing = False,
+    memory_limit: opt.MemoryLimit = None,
+    data_parallel_degree: opt.DataParallelDegree = 1,
+    shard_optimizer_state: opt.ShardOptimizerState = False,
+    recompute: opt.Recompute = None,
+    offload_activations: opt.OffloadActivations = False,
+    activation_loading_horizon: opt.ActivationLoadingHorizon = None,
+    kernels: opt.Kernels = None,
+    auto: opt.Auto = False,
+    world_size: opt.WorldSize = None,
+    config: opt.Config = None,
+    inputs: opt.Inputs = None,
+    json_only: opt.JsonOnly = False,
+    out: opt.Out = None,
+    plot: opt.Plot = None,
 ) -> None:
     """Split a model into pipeline stages and report what each will cost.
 
@@ -182,58 +101,62 @@ def compile_command(
     folder = None if out is None else _writable_folder(out)
     if plot is not None:
         _check_plot(plot)
-    found = None
     if settings is None:
         found, compilation = _search(target, specs, {**planner, "world_size": world_size})
     else:
-        compilation = _compile(target, specs, settings, {**planner, **measured})
+        found, compilation = None, _compile(target, specs, settings, {**planner, **measured})
     if plot is not None:
         _write_plot(compilation, plot)
     if folder is not None:
         _write(compilation, folder, found)
+    _print(compilation, found, json_only=json_only)
+
+
+def _print(compilation: Compilation, found: Search | None, *, json_only: bool) -> None:
+    """The plan as JSON, or the reports of the search, the plan and the sharding."""
     if json_only:
         sys.stdout.write(compilation.plan.to_json())
-    else:
-        from smpc.report import print_report
+        return
+    from smpc.report import print_report
 
-        if found is not None:
-            from smpc.report.search import print_search
+    if found is not None:
+        from smpc.report.search import print_search
 
-            print_search(found)
-            print()
-        print_report(compilation.plan, compilation.timeline())
-        if compilation.sharded is not None:
-            from smpc.codegen.rewrite.tensor_parallel import describe
+        print_search(found)
+        print()
+    print_report(compilation.plan, compilation.timeline())
+    if compilation.sharded is not None:
+        from smpc.codegen.rewrite.tensor_parallel import describe
 
-            print(f"\n{describe(compilation.sharded)}")
+        print(f"\n{describe(compilation.sharded)}")
 
 
 @contextlib.contextmanager
-def _silenced(name: str) -> Iterator[None]:
-    """torch logs the traceback of an operation that cannot run on these shapes; the error raised says it in a line."""
-    logger = logging.getLogger(name)
+def _loaded(target: str, specs: tuple[InputSpec, ...]) -> Iterator[tuple[nn.Module, Any, Show]]:
+    """The target's model and sample inputs, and what shows the phase of what is done with them in the block.
+
+    stdout is for the result alone: whatever the user's code prints goes to stderr. torch logs the traceback of an operation that cannot
+    run on these shapes; that is silenced, for the error raised says it in a line.
+    """
+    import torch._subclasses.fake_tensor  # noqa: F401  (torch sets the levels of its loggers when it is imported)
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with progress() as show, contextlib.redirect_stdout(sys.stderr):
+            show("Making the model")
+            yield *load_target(target, specs), show
     finally:
         logger.setLevel(before)
 
 
 def _compile(target: str, specs: tuple[InputSpec, ...], settings: Config, planner: dict[str, Any]) -> Compilation:
     """The target's compilation, with the phases shown; modules are marked by smp.partition where auto_partition is off."""
-    # Before the logger is silenced: torch sets the levels of its loggers when it is imported.
     from smpc.compile import compile_model, plan_warnings
     from smpc.v1.partition import manual_partition
 
-    # stdout is for the result alone; whatever the user's code prints goes to stderr.
-    with (
-        progress() as show,
-        contextlib.redirect_stdout(sys.stderr),
-        _silenced("torch._subclasses.fake_tensor"),
-    ):
-        show("Making the model")
-        model, sample_inputs = load_target(target, specs)
+    with _loaded(target, specs) as (model, sample_inputs, show):
         compilation = compile_model(
             model,
             sample_inputs,
@@ -263,13 +186,7 @@ def _search(target: str, specs: tuple[InputSpec, ...], planner: dict[str, Any]) 
     from smpc.auto import search
     from smpc.compile import compile_plan
 
-    with (
-        progress() as show,
-        contextlib.redirect_stdout(sys.stderr),
-        _silenced("torch._subclasses.fake_tensor"),
-    ):
-        show("Making the model")
-        model, sample_inputs = load_target(target, specs)
+    with _loaded(target, specs) as (model, sample_inputs, show):
         found = search(model, sample_inputs, show_progress=show, **planner)
         show("Writing and checking the programs")
         return found, compile_plan(found.trace, found.plan)
