@@ -1,188 +1,85 @@
-"""Kernels against the libraries' on one GPU: ratios of times taken in the same process.
+"""Every kernel on one GPU, beside its peers: the ratio, and TFLOP/s or the share of a `copy_`.
 
-    python benchmarks/kernels.py                 attention: forward and backward, against SDPA and flex_attention
-    python benchmarks/kernels.py --tune          every candidate of the tables of block sizes, to choose them anew
+    python benchmarks/kernels.py                                       everything
+    python benchmarks/kernels.py attention norms                       families: attention norms activations rotary losses optimizers
+    python benchmarks/kernels.py --match rms_norm                      kernels whose name contains this
+    python benchmarks/kernels.py --report benchmarks/results/h200.md   also writes the page, with versions and missed goals
+    python benchmarks/kernels.py --tune                                every candidate of attention's tables of block sizes
 
-TFLOP/s count the products of the attention matrix alone (4 * batch * heads * queries * keys * head size forward, 2.5 times
-that backward), halved for causal attention. A peer that cannot run a shape is left out, and the reason printed. Without a CUDA
-device there is nothing to measure: the program says so and ends.
+Peers: torch's FlashAttention and cuDNN backends and compiled flex_attention for attention; eager torch, torch.compile(dynamic=False)
+and Liger-Kernel, where it is installed, for the rest; torch's fused and foreach optimizers. A peer that cannot run a shape is named
+with the reason. How things are timed: kernel_families/measure.py.
+
+Exit status: 0 measured; 2 there is no NVIDIA GPU from Ampere on, or no Triton, and nothing was measured or written.
 """
 
+from __future__ import annotations
+
 import argparse
-import functools
+import importlib.util
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from kernel_families.attention import attention, tune
+from kernel_families.fused import activations, norms, rotary_embedding
+from kernel_families.losses import losses
+from kernel_families.measure import Bench, Row
+from kernel_families.optimizers import optimizers
+from kernel_families.report import markdown, versions
+from torch._functorch import config as functorch_config
 
-from smpc.kernels.attention import flash_attention
-
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Shape:
-    batch: int
-    heads: int
-    key_heads: int
-    sequence: int
-    head: int
-    causal: bool
-    alibi: bool = False
-
-    def __str__(self) -> str:
-        mask = "causal" if self.causal else "full"
-        alibi = " alibi" if self.alibi else ""
-        return f"b{self.batch} h{self.heads}/{self.key_heads} s{self.sequence} d{self.head} {mask}{alibi}"
-
-    def flops(self) -> float:
-        return 4.0 * self.batch * self.heads * self.sequence**2 * self.head / (2 if self.causal else 1)
+FAMILIES: Mapping[str, Callable[[Bench], Iterator[Row]]] = {
+    "attention": attention,
+    "norms": norms,
+    "activations": activations,
+    "rotary": rotary_embedding,
+    "losses": losses,
+    "optimizers": optimizers,
+}
 
 
-SHAPES = (
-    Shape(4, 16, 16, 4096, 128, causal=True),
-    Shape(4, 16, 16, 4096, 128, causal=False),
-    Shape(1, 16, 16, 16384, 128, causal=True),
-    Shape(4, 32, 32, 4096, 64, causal=True),
-    Shape(4, 32, 32, 4096, 64, causal=False),
-    Shape(4, 32, 8, 4096, 128, causal=True),
-    Shape(4, 16, 16, 4096, 128, causal=True, alibi=True),
-    Shape(2, 8, 8, 4096, 256, causal=True),
-)
-
-
-def slopes(heads: int) -> Tensor:
-    return 2.0 ** -(torch.arange(1, heads + 1, device="cuda") * 8 / heads)
-
-
-def ours(shape: Shape) -> Attention:
-    bias = None
-    if shape.alibi:
-        bias = torch.arange(1 - shape.sequence, 1, device="cuda") * slopes(shape.heads).view(1, -1, 1, 1)
-    return lambda q, k, v: flash_attention(q, k, v, bias, causal=shape.causal)
-
-
-def library(shape: Shape, backend: SDPBackend) -> Attention:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            return scaled_dot_product_attention(
-                q, k, v, is_causal=shape.causal, enable_gqa=shape.heads != shape.key_heads
-            )
-
-    return run
-
-
-def flex(shape: Shape) -> Attention:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    compiled = torch.compile(flex_attention, dynamic=False)
-    slope = slopes(shape.heads)
-    block_mask = None
-    if shape.causal:
-        block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, shape.sequence, shape.sequence)
-
-    def bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score + (j - shape.sequence + 1) * slope[h]
-
-    score_mod = bias if shape.alibi else None
-    grouped = shape.heads != shape.key_heads
-    return lambda q, k, v: compiled(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=grouped)
-
-
-def peers(shape: Shape) -> Iterator[tuple[str, Attention]]:
-    if not shape.alibi:
-        yield "SDPA flash", library(shape, SDPBackend.FLASH_ATTENTION)
-        yield "SDPA cuDNN", library(shape, SDPBackend.CUDNN_ATTENTION)
-    yield "flex", flex(shape)
-
-
-def inputs(shape: Shape) -> list[Tensor]:
-    torch.manual_seed(0)
-    heads = (shape.heads, shape.key_heads, shape.key_heads)
-    return [
-        torch.randn(
-            shape.batch, count, shape.sequence, shape.head, device="cuda", dtype=torch.bfloat16, requires_grad=True
-        )
-        for count in heads
-    ]
-
-
-def milliseconds(run: Callable[[], object]) -> float:
-    """The median time of a call."""
-    from triton.testing import do_bench
-
-    return float(do_bench(run, warmup=50, rep=200, return_mode="median"))
-
-
-def times(attention: Attention, shape: Shape) -> tuple[float, float]:
-    """Milliseconds of forward and of backward."""
-    tensors = inputs(shape)
-    out = attention(*tensors)
-    grad = torch.randn_like(out)
-    forward = milliseconds(lambda: attention(*tensors))
-    backward = milliseconds(lambda: torch.autograd.grad(out, tensors, grad, retain_graph=True))
-    return forward, backward
-
-
-def compare() -> None:
-    print(f"{'shape':36} {'':10} {'forward':>9} {'backward':>9} TFLOP/s   ours is ... times as fast")
-    for shape in SHAPES:
-        own = times(ours(shape), shape)
-        rates = (shape.flops() / own[0] / 1e9, 2.5 * shape.flops() / own[1] / 1e9)
-        print(f"{shape!s:36} {'smpc':10} {rates[0]:9.0f} {rates[1]:9.0f}")
-        for name, attention in peers(shape):
-            try:
-                peer = times(attention, shape)
-            except RuntimeError as error:
-                print(f"{'':36} {name:10} cannot run this: {str(error).splitlines()[0]}")
-                continue
-            rates = (shape.flops() / peer[0] / 1e9, 2.5 * shape.flops() / peer[1] / 1e9)
-            ratios = f"{peer[0] / own[0]:.2f} forward, {peer[1] / own[1]:.2f} backward"
-            print(f"{'':36} {name:10} {rates[0]:9.0f} {rates[1]:9.0f}           {ratios}")
-
-
-def tune(shape: Shape) -> None:
-    """Times every candidate of the tables for this card and head size."""
-    from smpc.kernels.attention.backward_triton import KEY_VALUE_BLOCKS, QUERY_BLOCKS, launch_backward
-    from smpc.kernels.attention.forward_triton import BLOCKS, launch_forward
-    from smpc.kernels.attention.tiles_triton import Blocks, padded_head
-
-    key = (90 if torch.cuda.get_device_capability() >= (9, 0) else 80, padded_head(shape.head))
-    q, k, v = (tensor.detach() for tensor in inputs(shape))
-    fixed = (None, shape.head**-0.5, shape.causal, 0)
-    out, lse = launch_forward(q, k, v, *fixed)
-    arguments = (torch.randn_like(out), torch.zeros_like(lse), q, k, v, None, out, lse, *fixed[1:])
-
-    def show(title: str, blocks: Blocks, run: Callable[[], object]) -> None:
-        print(f"{shape!s:36} {title:24} {blocks}  {milliseconds(run):.3f} ms")
-
-    for blocks in BLOCKS[key]:
-        show("forward", blocks, functools.partial(launch_forward, q, k, v, *fixed, blocks))
-    for blocks in QUERY_BLOCKS[key]:
-        show("backward, blocks of dq", blocks, functools.partial(launch_backward, *arguments, blocks, None))
-    for blocks in KEY_VALUE_BLOCKS[key]:
-        show("backward, of dk and dv", blocks, functools.partial(launch_backward, *arguments, None, blocks))
+def unfit() -> str:
+    """Why nothing can be measured here; "" if it can."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return f"torch {torch.__version__} finds no NVIDIA GPU"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"{torch.cuda.get_device_name()} is older than Ampere, for which the kernels are written"
+    return "" if importlib.util.find_spec("triton") else "Triton is not installed"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Kernels against the libraries' on one GPU.")
-    parser.add_argument("--tune", action="store_true", help="time every candidate of the tables of block sizes")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"among {', '.join(FAMILIES)}; default: all")
+    parser.add_argument("--match", default="", help="only kernels whose name contains this")
+    parser.add_argument("--report", type=Path, metavar="FILE.md", help="write the results there as Markdown")
+    parser.add_argument("--tune", action="store_true", help="time every candidate of attention's block sizes instead")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("benchmarks/kernels.py needs a CUDA device, and torch finds none: nothing measured")
+    unknown = [name for name in options.families if name not in FAMILIES]
+    if unknown:
+        parser.error(f"expected families among {', '.join(FAMILIES)}, found {', '.join(unknown)}")
+    reason = unfit()
+    if reason:
+        print(f"benchmarks/kernels.py: {reason}; nothing was measured", file=sys.stderr)
         return 2
-    import triton
-
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16, medians")
-    if not options.tune:
-        compare()
+    # Backward passes are timed again and again over what one forward pass kept.
+    functorch_config.donated_buffer = False
+    print(", ".join(f"{name} {value}" for name, value in versions().items()))
+    bench = Bench(match=options.match)
+    if options.tune:
+        for line in tune(bench):
+            print(line, flush=True)
         return 0
-    for shape in SHAPES:
-        tune(shape)
+    rows = []
+    for family in options.families or FAMILIES:
+        for row in FAMILIES[family](bench):
+            print(row, flush=True)
+            rows.append(row)
+    if options.report is not None:
+        options.report.parent.mkdir(parents=True, exist_ok=True)
+        options.report.write_text(markdown(rows, " ".join(["python", *sys.argv])))
+        print(f"wrote {options.report}")
     return 0
 
 

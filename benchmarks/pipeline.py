@@ -4,7 +4,8 @@
 
 Two ranks, one thread a process. Both run the same schedule over the same stage modules (equal stages: four blocks of GPT-2 a rank,
 with the embeddings in front of the first and the head behind the last), the same microbatches and the same loss. Steps
-alternate, so that whatever else the machine does hits both; the ratio is that of the medians (below 1 is faster than torch).
+alternate, so that whatever else the machine does hits both; the ratio is the median of those of neighbouring steps (below 1 is faster
+than torch). `cpu` is the same of the processor time of rank 0, which says more where other programs run.
 
     schedule            torch's class               pieces per rank
     gpipe               ScheduleGPipe               1
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -56,8 +58,24 @@ from smpc.partitioner.solve import plan_from_assignment
 from smpc.runtime import Runtime
 from smpc.tracer import NodeKind, record
 
-RANKS, WIDTH, LENGTH, VOCABULARY, BLOCKS = 2, 256, 64, 256, 2
-SIZES = {"launch-bound": (8, 8), "balanced": (32, 8), "compute-bound": (64, 4)}  # batch size, microbatches
+RANKS, VOCABULARY, BLOCKS = 2, 256, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A batch of `samples` sequences of `length` tokens, in so many microbatches, through blocks of `width`."""
+
+    width: int
+    length: int
+    samples: int
+    microbatches: int
+
+
+SIZES = {
+    "launch-bound": Size(64, 16, 8, 8),  # 4/5 of a block's time passes before and between its kernels
+    "balanced": Size(256, 64, 8, 8),
+    "compute-bound": Size(256, 64, 64, 4),
+}
 THEIRS = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
@@ -71,7 +89,7 @@ Step = Callable[[], list[float]]
 class Piece(nn.Module):
     """Some blocks, with the embeddings in front of the first ones and the head behind the last ones."""
 
-    def __init__(self, gpt: GPT2Model, index: int, num_pieces: int) -> None:
+    def __init__(self, gpt: GPT2Model, index: int, num_pieces: int, width: int) -> None:
         super().__init__()
         self.is_first, self.is_last = index == 0, index == num_pieces - 1
         share = len(gpt.h) // num_pieces
@@ -79,7 +97,7 @@ class Piece(nn.Module):
         if self.is_first:
             self.tokens, self.positions = gpt.wte, gpt.wpe
         if self.is_last:
-            self.norm, self.head = gpt.ln_f, nn.Linear(WIDTH, VOCABULARY, bias=False)
+            self.norm, self.head = gpt.ln_f, nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_first:
@@ -92,14 +110,14 @@ class Piece(nn.Module):
 class Whole(nn.Module):
     """All pieces, one after the other."""
 
-    def __init__(self, num_pieces: int) -> None:
+    def __init__(self, num_pieces: int, size: Size) -> None:
         super().__init__()
         config = GPT2Config(
-            n_embd=WIDTH, n_layer=2 * RANKS * BLOCKS, n_head=4, vocab_size=VOCABULARY, n_positions=LENGTH,
+            n_embd=size.width, n_layer=2 * RANKS * BLOCKS, n_head=4, vocab_size=VOCABULARY, n_positions=size.length,
             bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
         )  # fmt: skip
         gpt = GPT2Model(config)
-        self.pieces = nn.ModuleList(Piece(gpt, index, num_pieces) for index in range(num_pieces))
+        self.pieces = nn.ModuleList(Piece(gpt, index, num_pieces, size.width) for index in range(num_pieces))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for piece in self.pieces:
@@ -199,7 +217,7 @@ def worker(rank: int, folder: str, steps: int, schedules: list[str], sizes: list
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
     if rank == 0:
         print(
-            f"{'size':14} {'schedule':17} {'smpc':>9} {'torch':>9} {'ratio':>6} {'bubble':>7} {'simulated':>9}",
+            f"{'size':14} {'schedule':17} {'smpc':>9} {'torch':>9} {'ratio':>6} {'cpu':>6} {'bubble':>7} {'simulated':>9}",
             flush=True,
         )
     for size in sizes:
@@ -210,24 +228,28 @@ def worker(rank: int, folder: str, steps: int, schedules: list[str], sizes: list
 
 def compare(rank: int, size: str, name: str, steps: int) -> None:
     """A row of the table."""
-    batch_size, num = SIZES[size]
+    shape = SIZES[size]
+    num = shape.microbatches
     placement = choose(RANKS, num, schedule=name).placement
     torch.manual_seed(0)
-    model = Whole(len(placement))
-    ids = torch.randint(0, VOCABULARY, (batch_size, LENGTH))
+    model = Whole(len(placement), shape)
+    ids = torch.randint(0, VOCABULARY, (shape.samples, shape.length))
     compilation = compile_pieces(model, ids, num, name)
     ours, runtime = our_step(copy.deepcopy(model), compilation, ids, num, rank)
     runs = {"ours": ours, "torch": torchs_step(copy.deepcopy(model), placement, name, ids, num, rank)}
     times: dict[str, list[float]] = {"ours": [], "torch": []}
+    computed: dict[str, list[float]] = {"ours": [], "torch": []}
     losses = {}
     for step in range(steps + WARM_UP):
-        for label, run in runs.items():
+        for label, run in list(runs.items())[:: 1 - 2 * (step % 2)]:
             dist.barrier()
-            start = time.perf_counter()
+            start, used = time.perf_counter(), time.process_time()
             losses[label] = run()
+            used = time.process_time() - used
             dist.barrier()
             if step >= WARM_UP:
                 times[label].append(time.perf_counter() - start)
+                computed[label].append(used)
     assert losses["ours"] == losses["torch"], losses
     runtime.observe(steps)
     for _ in range(steps + 1):  # the first one is not timed
@@ -237,10 +259,12 @@ def compare(rank: int, size: str, name: str, steps: int) -> None:
     dist.all_gather_object(records, runtime.record)
     if rank == 0:
         measured, simulated = bubbles(compilation, records)
+        ratio = statistics.median(a / b for a, b in zip(times["ours"], times["torch"], strict=True))
+        cpu = statistics.median(computed["ours"]) / statistics.median(computed["torch"])
         medians = {label: statistics.median(values) for label, values in times.items()}
         print(
             f"{size:14} {name:17} {1e3 * medians['ours']:6.1f} ms {1e3 * medians['torch']:6.1f} ms "
-            f"{medians['ours'] / medians['torch']:6.3f} {100 * measured:6.1f}% {100 * simulated:8.1f}%",
+            f"{ratio:6.3f} {cpu:6.3f} {100 * measured:6.1f}% {100 * simulated:8.1f}%",
             flush=True,
         )
 

@@ -2,13 +2,13 @@
 
     python benchmarks/predicted_time.py [--steps 20] [--models gpt2 unet] [--report]
 
-Both ranks time the nodes of the model at once, as they will compute at once, one thread each; the wire between them is measured too.
-The plan made of these predicts the step; then it runs. Predicted and measured are printed with the error (predicted / measured - 1): of
-the pipeline as recorded (median of the steps), and of the wall clock of rank 0 around the step. The prediction does not know the
-optimizer nor what else a script does, so neither is in the measured time.
-
-Where cores are shared with other work, times wander between the measurement and the steps. So the nodes are timed again among the
-steps: `drift` is how much longer they took there, and the prediction from those times says how good the model is apart from that.
+The ranks time the nodes of the model, one thread each, and the wire between them; a plan is made of these and run. Where cores are
+shared with other work times wander, so nodes and wire are timed again among the steps, one pass before each, in turn by both ranks
+at once and by each alone: ranks of one host share its memory, and perhaps its cores, so a node takes longer while another rank works.
+With t alone and T together, and s the share of the ranks' work during which both work (of the simulated timeline), it is taken to need
+t + s (T - t). The prediction from these medians is compared with the medians of the steps: of the pipeline as recorded, and of the
+wall clock of rank 0 around a step, with the error (predicted / measured - 1). The prediction does not know the optimizer nor what
+else a script does, so neither is in the measured time. `before` is what the plan said before the first step.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -29,12 +30,14 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from smpc.compile import Inputs, PipelineOptions, compile_plan, make_plan
+from smpc.codegen.simulate import Timeline
+from smpc.compile import Compilation, Inputs, PipelineOptions, compile_plan, make_plan, predict_timeline
 from smpc.executor.transport import GlooTransport
 from smpc.executor.wires import measure_wire
 from smpc.partitioner.cost import NodeTimes
-from smpc.partitioner.device import find_device
-from smpc.partitioner.timing import measure_times
+from smpc.partitioner.device import Wire, find_device
+from smpc.partitioner.plan import Plan
+from smpc.partitioner.timing import Stopwatch, typical
 from smpc.report.measured import Comparison
 from smpc.runtime import Runtime
 from smpc.tracer import record
@@ -88,14 +91,72 @@ def loss_of(output: object) -> torch.Tensor:
     return loss / MICROBATCHES
 
 
-def together(trace: Trace, model: nn.Module, inputs: Inputs, runs: int = 5) -> NodeTimes:
-    """The mean over the ranks of what they measure at the same time."""
-    dist.barrier()
-    own = measure_times(trace, model, *inputs, runs=runs)
+class Timers:
+    """Times the model's nodes on both ranks, at once and one after another, and the wire between them."""
+
+    def __init__(self, trace: Trace, model: nn.Module, inputs: Inputs, transport: GlooTransport, rank: int) -> None:
+        self.stopwatch, self.transport, self.rank = Stopwatch(trace, model, *inputs), transport, rank
+        self.stopwatch.run()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was measured."""
+        self.alone: list[NodeTimes] = []
+        self.together: list[NodeTimes] = []
+        self.wires: list[Wire] = []
+
+    def measure(self) -> None:
+        """One pass alone or together, in turn."""
+        self.wires.append(measure_wire(self.transport, self.rank, 2))
+        if len(self.together) <= len(self.alone):
+            dist.barrier()
+            self.together.append(self.stopwatch.run())
+            return
+        for turn in range(2):
+            dist.barrier()
+            if turn == self.rank:
+                self.alone.append(self.stopwatch.run())
+        dist.barrier()
+
+    def found(self) -> tuple[NodeTimes, NodeTimes, Wire]:
+        """Alone, together, and the wire: medians, and of the ranks the mean."""
+        alone, together = mean(typical(self.alone)), mean(typical(self.together))
+        bandwidth = statistics.median(wire.bandwidth for wire in self.wires)
+        return alone, together, Wire(bandwidth, statistics.median(wire.latency for wire in self.wires))
+
+
+def mean(own: NodeTimes) -> NodeTimes:
+    """Over the ranks."""
     times = torch.stack([torch.from_numpy(own.forward), torch.from_numpy(own.backward)])
     dist.all_reduce(times)
     forward, backward = (times / dist.get_world_size()).numpy()
     return NodeTimes(forward, backward)
+
+
+def between(alone: NodeTimes, together: NodeTimes, share: float) -> NodeTimes:
+    """Times where ranks work at once for a share of their work."""
+    pairs = ((alone.forward, together.forward), (alone.backward, together.backward))
+    return NodeTimes(*(a + share * (b - a) for a, b in pairs))
+
+
+def work_at_once(timeline: Timeline) -> float:
+    """The share of the work of two ranks during which both work."""
+    spans = [[(event.start, event.end) for event in timeline.events if event.rank == rank] for rank in range(2)]
+    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in spans[0] for b in spans[1])
+    return 2 * both / sum(timeline.busy)
+
+
+def predict(
+    trace: Trace, options: PipelineOptions, timers: Timers, like: Compilation | None = None
+) -> tuple[Plan, float]:
+    """The plan from what was measured, and the share of the work that is done at once."""
+    alone, together, wire = timers.found()
+    options = dataclasses.replace(options, device=dataclasses.replace(find_device("cpu"), inside_host=wire))
+    share = 1.0
+    for _ in range(5):
+        plan = make_plan(trace, options, like=like, times=between(alone, together, share))
+        share = work_at_once(predict_timeline(trace, plan))
+    return plan, share
 
 
 def steps_of(runtime: Runtime, program: int, microbatches: list[Inputs] | None, rank: int) -> Callable[[], float]:
@@ -123,12 +184,12 @@ def worker(rank: int, folder: str, models: list[str], num_steps: int, report: bo
             model, microbatches = MODELS[name]()
             model.train()
             transport = GlooTransport(dist.group.WORLD)
-            wire = measure_wire(transport, rank, 2)
             trace = record(model, *microbatches[0])
-            times = together(trace, model, microbatches[0])
-            device = dataclasses.replace(find_device("cpu"), inside_host=wire)
-            options = PipelineOptions(2, MICROBATCHES, pipeline, 0.0, device=device, optimizer="sgd")
-            plan = make_plan(trace, options, times=times)
+            timers = Timers(trace, model, microbatches[0], transport, rank)
+            for _ in range(6):
+                timers.measure()
+            options = PipelineOptions(2, MICROBATCHES, pipeline, 0.0, device="cpu", optimizer="sgd")
+            plan, _ = predict(trace, options, timers)
             runtime = Runtime(model, rank=rank, transport=transport)
             compilation = compile_plan(trace, plan)
             step = steps_of(runtime, runtime.install(compilation), microbatches, rank)
@@ -136,31 +197,36 @@ def worker(rank: int, folder: str, models: list[str], num_steps: int, report: bo
                 step()
             runtime.observe(num_steps)
             step()  # for memory
-            walls, among = [], []
-            for number in range(num_steps):
-                if number % max(num_steps // 4, 1) == 0:
-                    among.append(together(trace, model, microbatches[0], runs=2))
+            walls = []
+            timers.clear()
+            for _ in range(num_steps):
+                timers.measure()
                 walls.append(step())
             found = runtime.report(dist.group.WORLD)
-            forward, backward = (sum(getattr(t, k) for t in among) / len(among) for k in ("forward", "backward"))
-            drift = (forward.sum() + backward.sum()) / (times.forward.sum() + times.backward.sum()) - 1
-            there = make_plan(trace, options, like=compilation, times=NodeTimes(forward, backward))
-            again = there.schedule.step_time
+            there, share = predict(trace, options, timers, compilation)
+            alone, together, wire = timers.found()
+            slowdown = float(np.sum([together.forward, together.backward]) / np.sum([alone.forward, alone.backward]))
             if rank == 0:
-                show(f"{name}, {pipeline}", found, statistics.median(walls), again, float(drift))
+                before = plan.schedule.step_time
+                show(f"{name}, {pipeline}", found, there.schedule.step_time, statistics.median(walls), before)
                 if report:
-                    print(found, f"\nwire: {wire}\n", flush=True)
+                    print(
+                        f"both work for {share:.0%} of their work, and take {slowdown:.2f} times as long then; {wire}"
+                    )
+                    for stage in there.stages:
+                        print(
+                            f"  stage {stage.index}: {1e3 * stage.forward_time:.1f} + {1e3 * stage.backward_time:.1f} ms"
+                        )
+                    print(found, flush=True)
     dist.destroy_process_group()
 
 
-def show(what: str, found: Comparison, wall: float, again: float, drift: float) -> None:
-    pipeline = found.line("pipeline")
-    assert pipeline.predicted is not None
-    assert pipeline.measured is not None
+def show(what: str, found: Comparison, predicted: float, wall: float, before: float) -> None:
+    measured = found.line("pipeline").measured
+    assert measured is not None
     print(
-        f"{what:18} predicted {1e3 * pipeline.predicted:7.1f} ms   pipeline {1e3 * pipeline.measured:7.1f} ms "
-        f"({pipeline.error:+.1%})   wall clock {1e3 * wall:7.1f} ms ({pipeline.predicted / wall - 1:+.1%})   "
-        f"drift {drift:+.1%}, predicted there {1e3 * again:7.1f} ms ({again / pipeline.measured - 1:+.1%})",
+        f"{what:18} predicted {1e3 * predicted:7.1f} ms   pipeline {1e3 * measured:7.1f} ms ({predicted / measured - 1:+.1%})   "
+        f"wall clock {1e3 * wall:7.1f} ms ({predicted / wall - 1:+.1%})   before {1e3 * before:7.1f} ms",
         flush=True,
     )
 

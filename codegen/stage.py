@@ -46,6 +46,8 @@ class Container(nn.Module):
         super().__setattr__(name, value)
         if name in self.__dict__.get("_buffers", ()):
             setattr(self._origin, name, value)
+        elif isinstance(value, nn.Parameter):
+            return  # FSDP puts whole parameters in the place of parts, and back: not the model's business
         elif isinstance(value, torch.Tensor) and name not in vars(self._origin):
             self._origin.register_buffer(name, value)  # as the model's own forward does
 

@@ -27,6 +27,7 @@ from smpc.codegen.actions import split_backwards
 from smpc.codegen.checkpoint import Checkpointing
 from smpc.codegen.program import Channel, Instruction, Op, RankProgram, StageCode
 from smpc.errors import StepError
+from smpc.executor.arrivals import awaited_by_sends, told_by_receives
 from smpc.executor.deferral import Deferral
 from smpc.executor.frame import Frame, Root
 from smpc.executor.inbox import Delivery, Inbox, Presence, mask_form
@@ -73,6 +74,24 @@ class Handler:
     inbox: Inbox | None = None
 
 
+class Split:
+    """Whether splitting the backwards of a stage is worth it: until a whole step has left no work for its Ws, only gradients."""
+
+    __slots__ = ("_found", "is_worthwhile")
+
+    def __init__(self) -> None:
+        self.is_worthwhile = True
+        self._found: list[bool] = []
+
+    def note(self, has_work: bool | None, is_last: bool) -> None:
+        """What a W found (see `Pending.run`); the last one of a step decides for the next."""
+        if has_work is not None:
+            self._found.append(has_work)
+        if is_last and self._found:
+            self.is_worthwhile = any(self._found)
+            self._found.clear()
+
+
 class Binder:
     """Binds one rank's program."""
 
@@ -86,6 +105,7 @@ class Binder:
         device: torch.device,
         window: int,
         labels: Mapping[str, str],
+        peers: Sequence[RankProgram],
     ) -> None:
         self.step = Step()
         self._device = device
@@ -101,13 +121,15 @@ class Binder:
         self.reductions: list[Reduction] = []
         self._sent_masks: dict[int, Presence] = {}
         self._received_masks: dict[int, Presence] = {}
-        self._marks: dict[tuple[int, int], list[int]] = {}  # (edge, microbatch) -> sends to the peer up to there
+        self._marks: dict[int, list[int]] = {}  # peer -> tensors sent to it in this step up to each message
+        self._told, self._awaited = _arrivals(program, peers, window)
         self.frames = {
             (code.index, m): Frame(len(code.inputs), len(code.outputs))
             for code in program.stages
             for m in range(program.num_microbatches)
         }
         self._split = split_backwards(program.instructions)
+        self._splits = {code.index: Split() for code in program.stages}
         self._moving = frozenset((i.stage, i.microbatch) for i in program.instructions if i.op is Op.OFFLOAD)
         self._mover = Mover(device) if self._moving else None
         # By stage, the instruction that is the last to add to the gradients of its parameters.
@@ -175,7 +197,7 @@ class Binder:
         keep_tensors = (
             self._hooks is not None and last is not None and (last.op, last.microbatch) == (Op.BACKWARD, microbatch)
         )
-        is_split = (stage, microbatch) in self._split
+        split = self._splits[stage] if (stage, microbatch) in self._split else None
         is_last = stage == self.last_stage
         num_inputs, num_outputs = len(frame.inputs), len(frame.outputs)
         has_backward = self._program.has_backward
@@ -185,7 +207,7 @@ class Binder:
             arguments = frame.inputs
             frame.inputs = [None] * num_inputs
             with Checkpointing(frame.kept if moves else None):
-                if is_split:
+                if split is not None and split.is_worthwhile:
                     with Deferral(frame.pending):
                         outputs = module(*arguments)
                 else:
@@ -253,14 +275,15 @@ class Binder:
 
     def _weight(self, instruction: Instruction) -> Callable[[], None]:
         stage = instruction.stage
-        pending = self.frames[stage, instruction.microbatch].pending
-        reduced, hooks = self._reduced.get(instruction, ()), self._hooks
-        if hooks is None or not reduced:
-            return pending.run
+        pending, split = self.frames[stage, instruction.microbatch].pending, self._splits[stage]
+        is_last = instruction == self._last[stage]
+        reduced = self._reduced.get(instruction, ())
+        hooks = self._hooks if reduced else None
 
         def run() -> None:
-            pending.run()
-            _reduce_alone(hooks, reduced)
+            split.note(pending.run(), is_last)
+            if hooks is not None:
+                _reduce_alone(hooks, reduced)
 
         return run
 
@@ -334,7 +357,8 @@ class Binder:
         channel, forms = self._channel(instruction)
         take = self._source(channel, instruction.microbatch)
         transport, peer, where = self._transport, instruction.peer, _edge_text(channel)
-        mark = self._marks.setdefault((channel.index, instruction.microbatch), [0])
+        marks, own = self._sent_message(peer)
+        awaited = self._awaited.get(instruction, 0)
         strict = self._program.has_backward and channel.source != INPUTS
 
         def run() -> None:
@@ -342,18 +366,36 @@ class Binder:
             gradients = strict and torch.is_grad_enabled()
             for value, form in zip(values, forms, strict=True):
                 form.check(value, where, gradients=gradients)
+            if awaited:
+                transport.reap(peer, marks[awaited - 1])
             for value, form in zip(values, forms, strict=True):
                 transport.send(peer, value, form)
-            mark[0] = transport.mark(peer)
+            marks[own] = transport.mark(peer)
 
         return run
+
+    def _sent_message(self, peer: int) -> tuple[list[int], int]:
+        """The marks of the peer, with room for one message more, and that one's place."""
+        marks = self._marks.setdefault(peer, [])
+        marks.append(0)
+        return marks, len(marks) - 1
 
     def _receive(self, instruction: Instruction) -> Handler:
         channel, forms = self._channel(instruction)
         put = self._sink(channel, instruction.microbatch)
-        inbox = self._inbox(instruction.peer)
+        peer, transport = instruction.peer, self._transport
+        inbox = self._inbox(peer)
         inbox.expect(Delivery(forms))
-        return Handler(lambda: put(inbox.take()), instruction, inbox)
+        told = 0 if all(form.is_empty for form in forms) else self._told.get(instruction, 0)
+        if not told:
+            return Handler(lambda: put(inbox.take()), instruction, inbox)
+        marks = self._marks[peer]  # of messages that this rank has sent before
+
+        def run() -> None:
+            put(inbox.take())
+            transport.reap(peer, marks[told - 1])
+
+        return Handler(run, instruction, inbox)
 
     def _move(self, instruction: Instruction) -> Callable[[], None]:
         channel, forms = self._channel(instruction)
@@ -413,6 +455,7 @@ class Binder:
         presence = self._sent_masks.setdefault(channel.index, Presence())
         mask = mask_form(forms)
         where, device = f"gradients of {_edge_text(channel)}", self._device
+        marks, own = self._sent_message(peer)
 
         def run() -> None:
             grads = take()
@@ -428,6 +471,7 @@ class Binder:
                     transport.send(peer, form.empty(device).zero_() if grad is None else grad, form)
                 elif grad is not None:
                     _late_gradient(channel.index, planned.value, microbatch)
+            marks[own] = transport.mark(peer)
 
         return run
 
@@ -439,13 +483,13 @@ class Binder:
         is_first = channel.index not in self._received_masks
         presence = self._received_masks.setdefault(channel.index, Presence())
         inbox.expect(Delivery(forms, presence, is_first))
-        mark = self._marks.setdefault((channel.index, instruction.microbatch), [0])
+        told, marks = self._told.get(instruction, 0), self._marks.get(peer, [])
 
         def run() -> None:
             grads = inbox.take()
             put(grads)
-            if is_first or any(grad is not None and grad.numel() for grad in grads):  # a message came, so the peer has
-                transport.reap(peer, mark[0])  # run its backward and must have had our values
+            if told and (is_first or any(grad is not None and grad.numel() for grad in grads)):  # a message came
+                transport.reap(peer, marks[told - 1])
 
         return Handler(run, instruction, inbox)
 
@@ -483,6 +527,16 @@ def _reductions(
             point = last[stage]
         found[point] = (*found.get(point, ()), stage)
     return found
+
+
+def _arrivals(
+    program: RankProgram, peers: Sequence[RankProgram], window: int
+) -> tuple[dict[Instruction, int], dict[Instruction, int]]:
+    """See `smpc.executor.arrivals`: what receives tell, and what sends wait for."""
+    if not peers:
+        return {}, {}
+    awaited = {} if program.has_backward else awaited_by_sends(peers, program.rank, window)
+    return told_by_receives(peers, program.rank), awaited
 
 
 def _reduce_alone(hooks: StepHooks, stages: Sequence[int]) -> None:

@@ -26,6 +26,7 @@ Example, a linear layer whose weight is split by columns, then one whose weight 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+
+OnRank = Callable[[Tensor], Tensor]  # of this rank's tensor, communicating inside, to this rank's tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,58 +75,61 @@ class TensorGroup:
 
 def replicate_in(tensor: Tensor, group: TensorGroup) -> Tensor:
     """A replicated tensor whose users compute partial gradients, summed in the backward pass."""
-    if group.size == 1:
-        return tensor
-    found: Tensor = _ReplicateIn.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return found
+    return collective(tensor, group, lambda x: x.view_as(x), lambda grad: summed(grad, group))
 
 
 def all_reduce(tensor: Tensor, group: TensorGroup) -> Tensor:
     """The sum of a partial tensor, on every rank."""
-    if group.size == 1:
-        return tensor
-    found: Tensor = _AllReduce.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return found
+    return collective(tensor, group, lambda x: summed(x, group), lambda grad: grad)
 
 
 def all_gather(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
     """The slices along `dim`, put together; its users must be replicated too."""
-    if group.size == 1:
-        return tensor
-    found: Tensor = _AllGather.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
-    return found
+    return collective(tensor, group, lambda x: gathered(x, dim, group), lambda grad: own_slice(grad, dim, group))
 
 
 def gather_in(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
     """The slices along `dim`, put together, for users that compute partial gradients."""
-    if group.size == 1:
-        return tensor
-    found: Tensor = _GatherIn.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
-    return found
+    return collective(tensor, group, lambda x: gathered(x, dim, group), lambda grad: scattered_sum(grad, dim, group))
 
 
 def reduce_scatter(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
     """This rank's slice along `dim` of the sum of a partial tensor. The group's size must divide that dimension."""
-    if group.size == 1:
-        return tensor
-    found: Tensor = _ReduceScatter.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
-    return found
+    return collective(tensor, group, lambda x: scattered_sum(x, dim, group), lambda grad: gathered(grad, dim, group))
 
 
 def split(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
     """This rank's slice along `dim` of a replicated tensor. The group's size must divide that dimension."""
-    if group.size == 1:
-        return tensor
-    found: Tensor = _Split.apply(tensor, dim, group)  # type: ignore[no-untyped-call]
-    return found
+    return collective(tensor, group, lambda x: own_slice(x, dim, group), lambda grad: gathered(grad, dim, group))
 
 
 def all_to_all(tensor: Tensor, split_dim: int, gather_dim: int, group: TensorGroup) -> Tensor:
     """A tensor sharded along `gather_dim` becomes one sharded along `split_dim`."""
+    return collective(
+        tensor,
+        group,
+        lambda x: exchanged(x, split_dim, gather_dim, group),
+        lambda grad: exchanged(grad, gather_dim, split_dim, group),
+    )
+
+
+def collective(tensor: Tensor, group: TensorGroup, there: OnRank, back: OnRank) -> Tensor:
+    """`there` of a tensor, with `back` of its gradient in the backward pass. In a group of one rank, the tensor itself."""
     if group.size == 1:
         return tensor
-    found: Tensor = _AllToAll.apply(tensor, split_dim, gather_dim, group)  # type: ignore[no-untyped-call]
+    found: Tensor = _Collective.apply(tensor, there, back)  # type: ignore[no-untyped-call]
     return found
+
+
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, there: OnRank, back: OnRank) -> Tensor:
+        ctx.back = back
+        return there(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
 
 
 def sum_over(tensor: Tensor, group: TensorGroup) -> Tensor:
@@ -131,6 +137,11 @@ def sum_over(tensor: Tensor, group: TensorGroup) -> Tensor:
     if group.size > 1 and not is_fake(tensor):
         _process_group(group).allreduce([tensor]).wait()
     return tensor
+
+
+def summed(tensor: Tensor, group: TensorGroup) -> Tensor:
+    """The sum over all ranks, contiguous, outside autograd."""
+    return sum_over(tensor.clone(memory_format=torch.contiguous_format), group)
 
 
 def gathered(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
@@ -183,83 +194,3 @@ def _check_divides(tensor: Tensor, dim: int, group: TensorGroup) -> None:
             f"expected dimension {dim} of a tensor of shape {tuple(tensor.shape)} to be divisible by the "
             f"{group.size} tensor-parallel ranks, found {tensor.shape[dim]}; pad it, or change tensor_parallel_degree"
         )
-
-
-# Autograd calls a backward with the very arguments of apply, so each returns one None for each argument that is no tensor.
-
-
-class _ReplicateIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return sum_over(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
-        return sum_over(tensor.clone(memory_format=torch.contiguous_format), group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return gathered(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return own_slice(grad, ctx.dim, ctx.group), None, None
-
-
-class _GatherIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return gathered(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return scattered_sum(grad, ctx.dim, ctx.group), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return scattered_sum(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gathered(grad, ctx.dim, ctx.group), None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return own_slice(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gathered(grad, ctx.dim, ctx.group), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, split_dim: int, gather_dim: int, group: TensorGroup) -> Tensor:
-        ctx.dims, ctx.group = (split_dim, gather_dim), group
-        return exchanged(tensor, split_dim, gather_dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        split_dim, gather_dim = ctx.dims
-        return exchanged(grad, gather_dim, split_dim, ctx.group), None, None, None

@@ -6,6 +6,7 @@ During the forward of a stage whose backward is split, a TorchFunctionMode sees 
                         stage's graph. Its backward returns the gradients of the call's other arguments and leaves a
                         `_Deferred`, which computes the parameters' when W runs
     any other call      gets an alias of the parameter; the gradient that comes back to it is kept for W as it is
+    small call          the same: on a CPU, two halves of little work take longer than one
 
 So no parameter has a gradient before W, and W adds up what there is in the order in which it came, which is the order
 in which an unsplit backward adds it up. Then it accumulates the sums, as `torch.autograd.backward` on the parameters:
@@ -31,14 +32,15 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 _DEFERRABLE: frozenset[Callable[..., Any]] = frozenset(
@@ -67,6 +69,11 @@ _DEFERRABLE: frozenset[Callable[..., Any]] = frozenset(
 _DIFFERENTIABLE_GETTERS = frozenset(
     getattr(torch.Tensor, name).__get__ for name in ("T", "H", "mT", "mH", "real", "imag")
 )
+WORTHWHILE = 2_000_000  # multiplications, which take a core about 50 us
+_TOGETHER = 1 << 18  # elements of incoming gradients that W may hold at a time
+_NO_PARAMETERS = frozenset(
+    {torch.Tensor, int, float, bool, str, type(None), type(...), slice, torch.dtype, torch.device, torch.layout}
+)
 # Calls that mean this very tensor.
 _ABOUT = frozenset(
     {torch.Tensor.register_hook, torch.Tensor.requires_grad_, torch.Tensor.__hash__, torch.Tensor.backward}
@@ -90,9 +97,8 @@ class _Deferred:
     edge: GradientEdge
     grad: Tensor
 
-    def run(self) -> tuple[Tensor | None, ...]:
-        """The gradients of the parameters."""
-        return torch.autograd.grad((self.edge,), self.records, (self.grad,), allow_unused=True)
+
+_Entry: TypeAlias = _Deferred | tuple[nn.Parameter, Tensor]
 
 
 class Pending:
@@ -105,12 +111,12 @@ class Pending:
 
     def __init__(self) -> None:
         self.token = torch.empty(0, requires_grad=True)
-        self._entries: list[_Deferred | tuple[nn.Parameter, Tensor]] = []
+        self._entries: list[_Entry] = []
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, entry: _Deferred | tuple[nn.Parameter, Tensor]) -> None:
+    def add(self, entry: _Entry) -> None:
         """Keep work, or a gradient, for W."""
         self._entries.append(entry)
 
@@ -118,32 +124,65 @@ class Pending:
         """Let go of everything."""
         self._entries.clear()
 
-    def run(self) -> None:
-        """Add the gradients to those of the parameters. Empty afterwards."""
+    def run(self) -> bool | None:
+        """Add the gradients to those of the parameters. Empty afterwards.
+
+        Whether work was left, and not just gradients; None if there was nothing.
+        """
         entries, self._entries = self._entries, []
+        if not entries:
+            return None
+        has_work = any(isinstance(entry, _Deferred) for entry in entries)
         sums: dict[nn.Parameter, Tensor] = {}
         entries.reverse()
-        while entries:
-            entry = entries.pop()  # so that what it holds is free as soon as it has run
-            if isinstance(entry, _Deferred):
-                found: Sequence[tuple[nn.Parameter, Tensor | None]] = list(
-                    zip(entry.parameters, entry.run(), strict=True)
-                )
-            else:
-                found = [entry]
-            for parameter, grad in found:
+        while entries:  # what a group holds is free as soon as it has run
+            for parameter, grad in _gradients(_next_group(entries)):
                 if grad is not None:
                     sums[parameter] = grad if parameter not in sums else sums[parameter] + grad
         if sums:
             torch.autograd.backward(list(sums), list(sums.values()))
+        return has_work
+
+
+def _next_group(entries: list[_Entry]) -> list[_Entry]:
+    """The next entries, taken from the end: those of little work together, as a call of autograd takes longer than a small product."""
+    group, num_elements = [entries.pop()], 0
+    while entries:
+        num_elements += _num_elements(group[-1])
+        if num_elements + _num_elements(entries[-1]) > _TOGETHER:
+            break
+        group.append(entries.pop())
+    return group
+
+
+def _num_elements(entry: _Entry) -> int:
+    return entry.grad.numel() if isinstance(entry, _Deferred) else 0
+
+
+def _gradients(group: Sequence[_Entry]) -> list[tuple[nn.Parameter, Tensor | None]]:
+    """Of the parameters of a group, in order; those of several calls are not summed."""
+    deferred = [entry for entry in group if isinstance(entry, _Deferred)]
+    records = [record for entry in deferred for record in entry.records]
+    edges, grads = [entry.edge for entry in deferred], [entry.grad for entry in deferred]
+    computed = iter(torch.autograd.grad(edges, records, grads, allow_unused=True) if deferred else ())
+    found: list[tuple[nn.Parameter, Tensor | None]] = []
+    for entry in group:
+        if isinstance(entry, _Deferred):
+            found += [(parameter, next(computed)) for parameter in entry.parameters]
+        else:
+            found.append(entry)
+    return found
 
 
 class Deferral(TorchFunctionMode):
-    """The mode; active during a stage's forward."""
+    """The mode; active during a stage's forward.
 
-    def __init__(self, pending: Pending) -> None:
+    `worthwhile`: multiplications for parameters below which a call is small, on a CPU; by default WORTHWHILE.
+    """
+
+    def __init__(self, pending: Pending, worthwhile: int | None = None) -> None:
         super().__init__()
-        self._pending = pending
+        self._pending, self._worthwhile = pending, WORTHWHILE if worthwhile is None else worthwhile
 
     def __torch_function__(
         self,
@@ -154,14 +193,16 @@ class Deferral(TorchFunctionMode):
     ) -> Any:
         """Run a torch call; `types` is not looked at."""
         kwargs = kwargs or {}
+        if not _may_have_trained(args) and not (kwargs and _may_have_trained(kwargs.values())):
+            return func(*args, **kwargs)  # by far the most calls
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        if func in _DEFERRABLE and not _saved_tensors_are_hooked():
-            values = (*args, *kwargs.values())
+        values = (*args, *kwargs.values())
+        if func in _DEFERRABLE and _work(values) >= self._worthwhile and not _saved_tensors_are_hooked():
             hidden = [_Hidden(value) if _is_trained(value) else value for value in values]
             if any(isinstance(value, _Hidden) for value in hidden):
                 return _Deferrable.apply(self._pending.token, self._pending, func, len(args), tuple(kwargs), *hidden)  # type: ignore[no-untyped-call]
-        if _uses_values(func) and any(_has_trained(value) for value in (*args, *kwargs.values())):
+        if _uses_values(func) and any(_has_trained(value) for value in values):
             args = tuple(self._alias(value) for value in args)
             kwargs = {name: self._alias(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
@@ -190,7 +231,7 @@ class _Deferrable(torch.autograd.Function):
         with torch.enable_grad():
             records = [_record(value) for value in values]
             result: Tensor = func(*records[:num_args], **dict(zip(names, records[num_args:], strict=True)))
-            ctx.edge = get_gradient_edge(result)
+            ctx.edge = GradientEdge(result.grad_fn, result.output_nr)  # type: ignore[arg-type]
         ctx.pending = pending
         pairs = list(zip(values, records, strict=True))
         ctx.trained = [(value.parameter, record) for value, record in pairs if isinstance(value, _Hidden)]
@@ -236,8 +277,35 @@ def _record(value: Any) -> Any:
     return tensor.detach().requires_grad_(tensor.requires_grad) if isinstance(tensor, Tensor) else tensor
 
 
+def _work(values: Sequence[Any]) -> float:
+    """About how many multiplications the gradients of a call's parameters take; infinitely many elsewhere than on a CPU."""
+    elements, longest = 0, 0
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.device.type != "cpu":
+                return math.inf
+            if _is_trained(value):
+                longest = max(longest, *value.shape) if value.dim() else longest
+            else:
+                elements = max(elements, value.numel())
+    return elements * longest
+
+
+def _may_have_trained(values: Iterable[Any]) -> bool:
+    """Whether some value is of a type that a parameter may have, or contain one."""
+    for value in values:
+        kind = type(value)
+        if kind not in _NO_PARAMETERS and (kind not in (tuple, list, torch.Size) or _may_have_trained(value)):
+            return True
+    return False
+
+
 def _is_trained(value: Any) -> bool:
-    return isinstance(value, nn.Parameter) and value.requires_grad
+    kind = type(value)
+    if kind is nn.Parameter:
+        return bool(value.requires_grad)
+    # torch's isinstance also knows subclasses of Tensor that were marked, and takes long.
+    return kind not in _NO_PARAMETERS and isinstance(value, nn.Parameter) and value.requires_grad
 
 
 def _has_trained(value: Any) -> bool:

@@ -20,7 +20,7 @@ microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -38,7 +38,8 @@ class Interpreter:
 
     `stages` maps the rank's stage indices to their modules, `parameters` canonical names to parameters (only
     the shared ones are looked up). Received tensors are put on `device`. `window` is how many messages of a
-    peer are received ahead. `labels`: what error messages call a value, if not by its name.
+    peer are received ahead. `labels`: what error messages call a value, if not by its name. `peers`: the programs of all ranks, by which
+    it knows early when what it has sent has arrived; without them it is held until the step ends.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Interpreter:
         hooks: StepHooks | None = None,
         window: int = DEFAULT_WINDOW,
         labels: Mapping[str, str] | None = None,
+        peers: Sequence[RankProgram] = (),
     ) -> None:
         expected = [code.index for code in program.stages]
         assert sorted(stages) == sorted(expected), f"rank {program.rank} runs stages {expected}, got {sorted(stages)}"
@@ -63,7 +65,7 @@ class Interpreter:
         self._transport = transport
         self._hooks = hooks
         self._binder = Binder(
-            program, stages, transport, parameters or {}, hooks, torch.device(device), window, labels or {}
+            program, stages, transport, parameters or {}, hooks, torch.device(device), window, labels or {}, peers
         )
         self._handlers = self._binder.bind()
         self._runs = [handler.run for handler in self._handlers]

@@ -5,7 +5,8 @@ same bits. Where no holder has a gradient, there is none afterwards. A mask says
 follows.
 
 Gradients accumulate over steps until the user clears them, and what a former step left is a sum already: only
-the first holder may bring it in. The others start every training step without one (`start`).
+the first holder may bring it in. The others start every training step without one (`start`). Of parameters that are sharded over replicas,
+holders with the same part sum that.
 
 Example: ranks 0 and 3 hold the embedding; before REDUCE 0 has g0 and 3 has g3, afterwards both have g0 + g3.
 """
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from smpc.errors import TransportError
 from smpc.executor.inbox import Delivery, Inbox, Presence, mask_form
+from smpc.executor.sharded_tensor import local, sharded_like
 from smpc.executor.transport import Transport, WireFormat
 from smpc.tracer.ir import TensorSpec
 
@@ -31,7 +33,7 @@ class Reduction:
         self._name = name
         self._rank = rank
         self._transport = transport
-        self._form = WireFormat.of(name, TensorSpec.of(parameter))
+        self._form = WireFormat.of(name, TensorSpec.of(local(parameter)))
         self._peers: list[int] = []
         self._found: dict[int, Tensor | None] = {}
 
@@ -52,7 +54,7 @@ class Reduction:
 
     def send(self) -> None:
         """Send the own gradient to the other holders."""
-        grad = self._parameter.grad
+        grad = None if self._parameter.grad is None else local(self._parameter.grad)
         if grad is not None and grad.layout is not torch.strided:
             raise TransportError(
                 f"parameter {self._name!r} is shared by several pipeline stages, so its gradient must be dense, found "
@@ -76,4 +78,4 @@ class Reduction:
             if grad is not None:
                 total = grad if total is None else total + grad
         self._found.clear()
-        self._parameter.grad = total
+        self._parameter.grad = None if total is None else sharded_like(self._parameter, total)

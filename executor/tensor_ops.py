@@ -1,9 +1,10 @@
-"""What the code of tensor-parallel stages calls on plain tensors: the collectives, and three operations that communicate nothing.
+"""What the code of tensor-parallel stages calls on plain tensors: the collectives, three operations that communicate nothing, and a loss.
 
-        function      takes         returns   backward
-        own_part      replicated    sharded   zeros around this rank's slice: the gradient is partial, and so must its users' be
-        to_partial    replicated    partial   identity: the gradient of a partial tensor is whole on every rank
-        embedding     sharded rows  partial   of its own rows alone
+        function        takes             returns      backward
+        own_part        replicated        sharded      zeros around this rank's slice: partial, as those of its users must be
+        to_partial      replicated        partial      identity: the gradient of a partial tensor is whole on every rank
+        embedding       sharded rows      partial      of its own rows alone
+        cross_entropy   sharded classes   replicated   of its own classes alone; forward, two small all-reduces
 
 `draw_apart` runs what draws random numbers for slices: equal draws where data is equal, different ones where it is split.
 See `smpc.executor.collectives` for the terms. What comes out of a call that cuts or joins is contiguous, so that code which views it runs.
@@ -19,12 +20,14 @@ from torch import Tensor
 
 from smpc.executor import collectives
 from smpc.executor.collectives import TensorGroup, all_reduce, all_to_all, replicate_in, split
+from smpc.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 from smpc.tracer.targets import function
 
 __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "cross_entropy",
     "draw_apart",
     "embedding",
     "gather_in",
@@ -56,17 +59,16 @@ def own_part(tensor: Tensor, dim: int, group: TensorGroup, blocks: tuple[int, ..
     if group.size == 1:
         return tensor
     if not blocks:
-        return tensor.chunk(group.size, dim)[group.rank].contiguous()
+        return collectives.own_slice(tensor, dim, group)
     parts = torch.split(tensor, list(blocks), dim)
     return torch.cat([part.chunk(group.size, dim)[group.rank] for part in parts], dim)
 
 
 def to_partial(tensor: Tensor, group: TensorGroup) -> Tensor:
     """A summand on each rank whose sum is the tensor: the tensor itself on the first, zeros on the others."""
-    if group.size == 1:
-        return tensor
-    found: Tensor = _ToPartial.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return found
+    return collectives.collective(
+        tensor, group, lambda x: x.view_as(x) if group.rank == 0 else torch.zeros_like(x), lambda grad: grad
+    )
 
 
 def embedding(ids: Tensor, rows: Tensor, padding_idx: int | None, group: TensorGroup) -> Tensor:
@@ -85,6 +87,35 @@ def embedding(ids: Tensor, rows: Tensor, padding_idx: int | None, group: TensorG
     return found.masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    group: TensorGroup,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy` of [rows, classes] logits, of which this rank has its share of the classes. Sums are in fp32."""
+    if group.process_group is None:
+        return F.cross_entropy(
+            logits, target, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+        )
+    losses = vocab_parallel_cross_entropy(
+        logits,
+        target,
+        group.process_group,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="none",
+    )
+    if reduction == "mean":  # where all labels are ignored: NaN, as torch's
+        losses = losses.sum() / (target != ignore_index).sum()
+    elif reduction == "sum":
+        losses = losses.sum()
+    return losses.to(logits.dtype)
+
+
 def draw_apart(name: str, group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
     """Calls the torch function `name` (dropout, say) on slices: what it draws differs between the ranks.
 
@@ -98,13 +129,3 @@ def draw_apart(name: str, group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
             with torch.cuda.device(cuda):
                 torch.cuda.manual_seed(seed)
         return function(name)(*args, **kwargs)
-
-
-class _ToPartial(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
-        return tensor.view_as(tensor) if group.rank == 0 else torch.zeros_like(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None

@@ -5,9 +5,11 @@
 The mask is not kept but computed again in the backward pass, from a seed by the counter-based generator Philox 4x32-10. It is a
 function of the seed and the place alone, the same on CPU and CUDA, whatever the launch:
 
-    place n of the contiguous tensor      tile = n // 4096, rest = n % 4096
-    counter (tile * 1024 + rest % 1024, 0, 0, 0), key = seed        -> four words; word rest // 1024 is place n's
+    place (row, column) of the matrix [rows, features] that the tensor is: every leading dimension is a row
+    counter (row // 4 * features + column mod 2^32, 0, 0, 0), key = seed        -> four words; word row % 4 is the place's
     kept iff word >> 8 >= round(p * 2^24)
+
+The gradient of the bias is the sum over rows of mask * dy / (1 - p) in fp32, before dx is rounded.
 
 The seed is a tensor on x's device, drawn from torch's generator there: `torch.manual_seed` and activation checkpointing govern it, the
 device is not waited for, and a recorded graph draws a new one each time it runs.
@@ -15,19 +17,19 @@ device is not waited for, and a recorded graph draws a new one each time it runs
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from smpc.errors import UsageError
-from smpc.kernels.elements import accumulation_dtype, kernels_compute, require_floating, require_like
+from smpc.kernels.elements import accumulation_dtype, as_rows, kernels_compute, require_floating, require_like
 
-TILE = 4096
 WORDS = 4
-_LANES = TILE // WORDS
 _LEVELS = 2**24
 _LARGEST = 2**33  # counters have 32 bits, and signed arithmetic one less
+_WIDEST = 2**31
 
 
 def bias_dropout_add(
@@ -48,8 +50,9 @@ def bias_dropout_add(
     require_floating(op, x=x, bias=bias, residual=residual)
     require_like(op, "x", x, residual=residual)
     faults = []
-    if x.dim() == 0 or x.numel() >= _LARGEST:
-        faults.append(f"expected x with a dimension and fewer than {_LARGEST} elements, found shape {tuple(x.shape)}")
+    if x.dim() == 0 or x.numel() >= _LARGEST or x.shape[-1] >= _WIDEST:
+        expected = f"a dimension, fewer than {_LARGEST} elements and fewer than {_WIDEST} features"
+        faults.append(f"expected x with {expected}, found shape {tuple(x.shape)}")
     elif bias is not None and tuple(bias.shape) != (x.shape[-1],):
         faults.append(f"expected bias of shape ({x.shape[-1]},), found {tuple(bias.shape)}")
     if not 0 <= p <= 1:
@@ -73,22 +76,25 @@ def _bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float
     if kernels_compute(x):
         from smpc.kernels.bias_dropout_add_triton import launch_forward
 
-        return launch_forward(x, bias, residual, threshold(p), scale(p), seed)
+        return launch_forward(as_rows(x), bias, as_rows(residual), threshold(p), scale(p), seed).view(x.shape)
     wide = accumulation_dtype(x.dtype)
     values = x.to(wide) if bias is None else x.to(wide) + bias.to(wide)
     out = residual.to(wide) + torch.where(kept(x.shape, p, seed), values * scale(p), 0.0)
     return out.to(x.dtype).contiguous()
 
 
-@torch.library.custom_op("smpc::dropped", mutates_args=())
-def _dropped(grad: Tensor, p: float, seed: Tensor) -> Tensor:
-    """The gradient of what was dropped from: mask * grad / (1 - p)."""
+@torch.library.custom_op("smpc::bias_dropout_add_backward", mutates_args=())
+def _bias_dropout_add_backward(grad: Tensor, p: float, seed: Tensor, of_bias: bool) -> tuple[Tensor, Tensor]:
+    """The gradients of x, mask * grad / (1 - p), and of the bias, in fp32; that is empty unless wanted."""
     if kernels_compute(grad):
         from smpc.kernels.bias_dropout_add_triton import launch_backward
 
-        return launch_backward(grad, threshold(p), scale(p), seed)
+        grad_x, grad_bias = launch_backward(as_rows(grad), threshold(p), scale(p), seed, of_bias)
+        return grad_x.view(grad.shape), grad_bias
     wide = grad.to(accumulation_dtype(grad.dtype))
-    return torch.where(kept(grad.shape, p, seed), wide * scale(p), 0.0).to(grad.dtype).contiguous()
+    dropped = torch.where(kept(grad.shape, p, seed), wide * scale(p), 0.0)
+    grad_bias = dropped.reshape(-1, grad.shape[-1]).sum(0) if of_bias else wide.new_empty(0)
+    return dropped.to(grad.dtype, copy=True).contiguous(), grad_bias
 
 
 def threshold(p: float) -> int:
@@ -103,12 +109,13 @@ def scale(p: float) -> float:
 
 def kept(shape: torch.Size, p: float, seed: Tensor) -> Tensor:
     """The mask, as the module's docstring defines it."""
-    size = shape.numel()
     if threshold(p) == 0:
         return torch.ones(shape, dtype=torch.bool, device=seed.device)
-    counters = torch.arange(-(-size // TILE) * _LANES, device=seed.device)
-    words = torch.stack(philox(counters, seed), 0).view(WORDS, -1, _LANES).transpose(0, 1).reshape(-1)[:size]
-    return (words >> 8 >= threshold(p)).view(shape)
+    rows, features = math.prod(shape[:-1]), shape[-1]
+    groups = -(-rows // WORDS)
+    words = torch.stack(philox(torch.arange(groups * features, device=seed.device), seed), 0)
+    by_row = words.view(WORDS, groups, features).transpose(0, 1).reshape(groups * WORDS, features)[:rows]
+    return (by_row >> 8 >= threshold(p)).view(shape)
 
 
 def philox(counters: Tensor, seed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -139,9 +146,10 @@ def _(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor) 
     return x.new_empty(x.shape)
 
 
-@_dropped.register_fake
-def _(grad: Tensor, p: float, seed: Tensor) -> Tensor:
-    return grad.new_empty(grad.shape)
+@_bias_dropout_add_backward.register_fake
+def _(grad: Tensor, p: float, seed: Tensor, of_bias: bool) -> tuple[Tensor, Tensor]:
+    grad_bias = grad.new_empty(grad.shape[-1] if of_bias else 0, dtype=accumulation_dtype(grad.dtype))
+    return grad.new_empty(grad.shape), grad_bias
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -152,12 +160,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (seed,) = ctx.saved_tensors
-    values = grad if threshold(ctx.p) == 0 else _dropped(grad, ctx.p, seed)
-    grad_bias = None
-    if ctx.bias_dtype is not None:
-        rows = values.reshape(-1, values.shape[-1])
-        grad_bias = rows.sum(0, dtype=accumulation_dtype(values.dtype)).to(ctx.bias_dtype)
-    return values, grad_bias, grad, None, None
+    of_bias = ctx.bias_dtype is not None
+    if threshold(ctx.p):
+        grad_x, grad_bias = _bias_dropout_add_backward(grad, ctx.p, seed, of_bias)
+    else:  # nothing is dropped
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_x, grad_bias = grad, rows.sum(0, dtype=accumulation_dtype(grad.dtype)) if of_bias else grad.new_empty(0)
+    return grad_x, grad_bias.to(ctx.bias_dtype) if of_bias else None, grad, None, None
 
 
 _bias_dropout_add.register_autograd(_differentiate, setup_context=_save)

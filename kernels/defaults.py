@@ -25,6 +25,8 @@ class KernelDefault:
 _UNMEASURED = "not measured on a GPU yet"
 
 DEFAULTS: tuple[KernelDefault, ...] = (
+    KernelDefault("add_layer_norm", False, "add and layer_norm of torch", _UNMEASURED),
+    KernelDefault("add_rms_norm", False, "add and rms_norm of torch", _UNMEASURED),
     KernelDefault("adamw", False, "torch.optim.AdamW(fused=True)", _UNMEASURED),
     KernelDefault("bias_dropout_add", False, "add, dropout and add of torch", _UNMEASURED),
     KernelDefault("bias_gelu", False, "add and gelu of torch", _UNMEASURED),

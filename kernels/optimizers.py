@@ -14,6 +14,10 @@ t steps of this parameter, this one included, c_i = 1 - b_i^t (1 without bias co
     NovoGrad   d: the tensor's denominator, from the running norm of its gradients
                inside:    m = b1 m + b3 (g / d + wd p);   p -= lr m / c1
                otherwise: m = b1 m + b3 g;                p -= lr ((m / c1) / d + wd p)
+               both are computed as
+                          m += G g + I p - (1 - b1) m;    p -= U m + O p
+               with G = b3 / d or b3, I = b3 wd or 0, U = lr / c1 or lr / (c1 d), O = 0 or lr wd. G and U are fp64, split in two fp32
+               addends, since a factor that is half a place off shifts every step to the same side.
 
 A `Bucket` holds tensors of one device and one choice of dtypes. Moments and masters are fp32 (fp64 for fp64 parameters); everything is
 computed in that. Where there are masters they are p, and the parameters are rounded copies of them. Norms are per tensor, and whole:
@@ -93,13 +97,13 @@ class LambRule:
 
 @dataclass(frozen=True, slots=True)
 class NovoGradRule:
-    """The numbers of one step; see the module's docstring."""
+    """The factors of one step; see the module's docstring. Tensors are fp64, [tensors], on the bucket's device."""
 
-    beta1: float
-    beta3: float
-    correction1: float
-    weight_decay: float
-    inside: bool
+    gradient: Tensor  # G
+    update: Tensor  # U
+    rest1: float  # 1 - b1
+    inner: float  # I
+    outer: Tensor | None  # O; None for 0
 
 
 def kernels_update(*tensors: Tensor) -> bool:
@@ -221,31 +225,40 @@ def trust_ratios(norms: Tensor, lr: float | Tensor) -> Tensor:
     return torch.where((of_params > 0) & (of_updates > 0), of_params / of_updates, 1.0) * lr
 
 
-def novograd_(
-    bucket: Bucket, rule: NovoGradRule, lr: float | Tensor, denominators: Tensor, tables: TableCache | None
-) -> None:
-    """One step of NovoGrad; `denominators` [tensors], in the dtype of the moments."""
+def novograd_(bucket: Bucket, rule: NovoGradRule, tables: TableCache | None) -> None:
+    """One step of NovoGrad."""
     if tables is not None:
         from smpc.kernels.optimizers_triton import launch_novograd_
 
-        launch_novograd_(bucket, rule, lr, denominators, tables)
+        launch_novograd_(bucket, rule, tables)
         return
     params, grads = _working(bucket)
-    divisors = list(denominators.unbind())
-    if rule.inside:
-        grads = list(torch._foreach_div(grads, divisors))
-        if rule.weight_decay:
-            torch._foreach_add_(grads, params, alpha=rule.weight_decay)
-    torch._foreach_mul_(bucket.first, rule.beta1)
-    torch._foreach_add_(bucket.first, grads, alpha=rule.beta3)
-    updates = torch._foreach_div(bucket.first, rule.correction1)
-    if not rule.inside:
-        torch._foreach_div_(updates, divisors)
-        if rule.weight_decay:
-            torch._foreach_add_(updates, params, alpha=rule.weight_decay)
-    torch._foreach_mul_(updates, lr)
+    changes = _scaled(grads, rule.gradient)
+    if rule.inner:
+        torch._foreach_add_(changes, params, alpha=rule.inner)
+    torch._foreach_add_(changes, bucket.first, alpha=-rule.rest1)
+    torch._foreach_add_(bucket.first, changes)
+    updates = _scaled(bucket.first, rule.update)
+    if rule.outer is not None:
+        torch._foreach_addcmul_(updates, params, list(rule.outer.to(params[0].dtype).unbind()))
     torch._foreach_sub_(params, updates)
     _store(bucket, params)
+
+
+def split_factors(factors: Tensor) -> tuple[Tensor, Tensor]:
+    """fp64 numbers as sums of two in fp32: the rounded ones, and what rounding left of them."""
+    high = factors.to(torch.float32)
+    return high, (factors - high).to(torch.float32)
+
+
+def _scaled(tensors: list[Tensor], factors: Tensor) -> list[Tensor]:
+    """Each tensor times its factor, [tensors] in fp64."""
+    if tensors[0].dtype == factors.dtype:
+        return list(torch._foreach_mul(tensors, list(factors.unbind())))
+    high, low = split_factors(factors)
+    products = list(torch._foreach_mul(tensors, list(low.unbind())))
+    torch._foreach_addcmul_(products, tensors, list(high.unbind()))
+    return products
 
 
 def _working(bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smpc.kernels.optimizers import AdamWRule, Bucket, LambRule, NovoGradRule, Reduce, trust_ratios
+from smpc.kernels.optimizers import AdamWRule, Bucket, LambRule, NovoGradRule, Reduce, split_factors, trust_ratios
 from smpc.kernels.runtime import LAUNCH_OPTIONS, launching_on
 from smpc.kernels.tensor_table import CHUNK, COLUMNS, TableCache, TensorTable
 
@@ -381,34 +381,26 @@ def lamb_params_kernel(
 
 @triton.jit
 def novograd_block(
-    param, grad, first, master, at, valid, divisor, lr, beta1, beta3, inverse1, decay,
-    INSIDE: tl.constexpr, MASTER: tl.constexpr,
+    param, grad, first, master, at, valid, gradient_high, gradient_low, update_high, update_low, outer, inner, rest1,
+    MASTER: tl.constexpr,
 ):  # fmt: skip
     """Updates one block."""
     values = loaded(master, at, valid) if MASTER else loaded(param, at, valid)
     gradient = loaded(grad, at, valid)
-    if INSIDE:
-        gradient = gradient / divisor + decay * values
-    moment = beta1 * loaded(first, at, valid) + beta3 * gradient
+    moment = loaded(first, at, valid)
+    moment += gradient * gradient_low + gradient * gradient_high + inner * values - rest1 * moment
     stored(first, at, moment, valid)
-    update = moment * inverse1
-    if not INSIDE:
-        update = update / divisor + decay * values
-    stored_param(param, master, at, values - lr * update, valid, MASTER)
+    update = moment * update_low + moment * update_high + outer * values
+    stored_param(param, master, at, values - update, valid, MASTER)
 
 
 @triton.jit
 def novograd_kernel(
     rows,
     chunks,
-    divisors,
-    lr,
-    lr_pointer,
-    beta1,
-    beta3,
-    inverse1,
-    decay,
-    INSIDE: tl.constexpr,
+    factors,
+    inner,
+    rest1,
     MASTER: tl.constexpr,
     PARAM_KIND: tl.constexpr,
     GRAD_KIND: tl.constexpr,
@@ -416,7 +408,7 @@ def novograd_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """NovoGrad, with a denominator for each tensor; inverse1 = 1 / c1."""
+    """NovoGrad, with five factors for each tensor: two addends of G, two of U, and O."""
     program = tl.program_id(0)
     tensor = tl.load(chunks + 2 * program)
     row = rows + tensor * _WIDTH
@@ -426,19 +418,23 @@ def novograd_kernel(
     grad = pointer_to(row, _GRAD, GRAD_KIND, ALIGNED)
     first = pointer_to(row, _FIRST, tl.float32, ALIGNED)
     master = pointer_to(row, _MASTER, tl.float32, ALIGNED)
-    divisor = tl.load(divisors + tensor)
-    if lr_pointer is not None:
-        lr = tl.load(lr_pointer)
+    gradient_high = tl.load(factors + 5 * tensor)
+    gradient_low = tl.load(factors + 5 * tensor + 1)
+    update_high = tl.load(factors + 5 * tensor + 2)
+    update_low = tl.load(factors + 5 * tensor + 3)
+    outer = tl.load(factors + 5 * tensor + 4)
     for start in range(begin, tl.minimum(begin + CHUNK, size), BLOCK):
         at = start + tl.arange(0, BLOCK)
         if start + BLOCK <= size:
             novograd_block(
-                param, grad, first, master, at, None, divisor, lr, beta1, beta3, inverse1, decay, INSIDE, MASTER
-            )
+                param, grad, first, master, at, None, gradient_high, gradient_low, update_high, update_low, outer,
+                inner, rest1, MASTER,
+            )  # fmt: skip
         else:
             novograd_block(
-                param, grad, first, master, at, at < size, divisor, lr, beta1, beta3, inverse1, decay, INSIDE, MASTER
-            )
+                param, grad, first, master, at, at < size, gradient_high, gradient_low, update_high, update_low, outer,
+                inner, rest1, MASTER,
+            )  # fmt: skip
 
 
 def launch_norms(tensors: Sequence[Tensor], order: float, tables: TableCache) -> Tensor:
@@ -540,23 +536,19 @@ def launch_lamb_(
             )
 
 
-def launch_novograd_(
-    bucket: Bucket, rule: NovoGradRule, lr: float | Tensor, denominators: Tensor, tables: TableCache
-) -> None:
+def launch_novograd_(bucket: Bucket, rule: NovoGradRule, tables: TableCache) -> None:
     """`smpc.kernels.optimizers.novograd_` by kernel."""
     table = tables.table(bucket.columns())
+    outer = torch.zeros_like(rule.update) if rule.outer is None else rule.outer
+    columns = (*split_factors(rule.gradient), *split_factors(rule.update), outer.to(torch.float32))
     if table.num_chunks:
         with launching_on(bucket.params[0].device):
             novograd_kernel[(table.num_chunks,)](
                 table.rows,
                 table.chunks,
-                denominators,
-                *_rate(lr),
-                rule.beta1,
-                rule.beta3,
-                1.0 / rule.correction1,
-                float(rule.weight_decay),
-                INSIDE=rule.inside,
+                torch.stack(columns, 1),
+                rule.inner,
+                rule.rest1,
                 **_kinds(bucket),
                 **_tiling(table),
             )

@@ -30,7 +30,7 @@ from smpc.kernels.variants import KernelVariant, variant
 def _variant(name: str, kernel: Any, constexprs: dict[str, object], left_out: Sequence[str] = ()) -> KernelVariant:
     """A launch with the usual argument types; of `constexprs` those that the kernel has."""
     pointers = {"rows": "*i64:16", "chunks": "*i32:16", "starts": "*i32:16", "num_chunks": "i32", "num_rows": "i32"}
-    pointers |= dict.fromkeys(("parts", "out", "factor", "clip", "ratios", "divisors", "lr_pointer"), "*fp32:16")
+    pointers |= dict.fromkeys(("parts", "out", "factor", "clip", "ratios", "factors", "lr_pointer"), "*fp32:16")
     given: dict[str, object] = {"CHUNK": CHUNK, "BLOCK": BLOCK, "ALIGNED": True, **constexprs}
     arguments = [argument for argument in kernel.arg_names if argument not in left_out and not argument.isupper()]
     return variant(
@@ -54,8 +54,7 @@ def _update_variants(param: str, grad: str, master: bool, aligned: bool = True) 
         _variant(f"lamb moments {label}", lamb_moments_kernel, {**kinds, "RATIO": True}, ratio),
         _variant(f"lamb whole {label}", lamb_moments_kernel, {**kinds, "RATIO": False}, whole_update),
         _variant(f"lamb params {label}", lamb_params_kernel, kinds),
-        _variant(f"novograd {label}", novograd_kernel, {**kinds, "INSIDE": False}, ("lr_pointer",)),
-        _variant(f"novograd inside {label}", novograd_kernel, {**kinds, "INSIDE": True}),
+        _variant(f"novograd {label}", novograd_kernel, kinds),
     )
 
 

@@ -19,11 +19,13 @@ OPERATIONS: tuple[str, ...] = (
     "linear_cross_entropy",
     "cross_entropy",
     "flash_attention",
+    "bias_dropout_add",
+    "add_rms_norm",
+    "add_layer_norm",
     "rms_norm",
     "layer_norm",
     "rotary",
     "swiglu",
-    "bias_dropout_add",
     "bias_gelu",
 )
 

@@ -40,6 +40,7 @@ def analyse(
     graph = with_regions(build_graph(trace), requested.regions)
     clusters = find_clusters(graph)
     once = times or node_times(trace, cost_model)
+    graph = replace(graph, workspace=once.workspace)
     times = once.with_reruns(depths(requested.regions))
     recomputable = find_recomputable(graph, clusters, cost_model)
     units = node_units(graph, times, cost_model)

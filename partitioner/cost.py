@@ -20,7 +20,7 @@ Example: a model on four H100s of one host, trained by AdamW with float32 master
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -99,18 +99,27 @@ def _is_trained(state: StateSpec) -> bool:
 
 
 @dataclass(frozen=True)
+class Workspace:
+    """Bytes that nodes make and drop while they work, by index into Trace.nodes: see `smpc.partitioner.workspace`."""
+
+    forward: IntArray
+    backward: IntArray
+
+
+@dataclass(frozen=True)
 class NodeTimes:
     """Seconds by index into Trace.nodes; zero for inputs and attribute reads."""
 
     forward: FloatArray
     backward: FloatArray
+    workspace: Workspace | None = None  # None: it was not measured
 
     def with_reruns(self, depths: Mapping[int, int]) -> NodeTimes:
         """The same, with backwards for which the node's forward runs again so many times."""
         backward = self.backward.copy()
         for position, count in depths.items():
             backward[position] += count * self.forward[position]
-        return NodeTimes(self.forward, backward)
+        return replace(self, backward=backward)
 
     def total_femtoseconds(self) -> IntArray:
         """Forward plus backward in whole femtoseconds: sums of these do not depend on their order."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from smpc.errors import PartitionError
+from smpc.partitioner.cost import Workspace
 from smpc.partitioner.problem import IntArray
 from smpc.tracer.ir import ModuleCall, NodeKind, Trace
 
@@ -44,6 +45,7 @@ class Graph:
     saved: tuple[
         tuple[int, ...], ...
     ]  # storages kept for the backward pass, in regions that are computed again by the first node alone
+    workspace: Workspace | None = None  # by position: what nodes make and drop while they work, where that was measured
 
     @property
     def num_compute(self) -> int:

@@ -120,21 +120,33 @@ class _Walk:
 
 
 def live_forward(graph: Graph, positions: Sequence[int], kept: set[int] | frozenset[int]) -> IntArray:
-    """By index: bytes of results that are not kept and that a later node of `positions` still reads."""
+    """By index: bytes of results that a later node of `positions` still reads, and the node's workspace.
+
+    Those of `kept` count until the node that saves them, from which on they are held.
+    """
     nodes = graph.trace.nodes
     index = {position: i for i, position in enumerate(positions)}
+    saver: dict[int, int] = {}
+    own: dict[int, int] = {}
+    # Regions keep what they read; while they are run again, what their nodes save.
+    for saved in (graph.saved, [node.saved for node in nodes]):
+        for i, position in enumerate(positions):
+            for storage in saved[position]:
+                own.setdefault(storage, i)
+        saver, own = {**own, **saver}, {}
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for i, position in enumerate(positions):
         storage = nodes[position].storage
-        if storage < 0 or storage in kept:
+        if storage < 0:
             continue
         first.setdefault(storage, i)
         readers = [index[reader] for reader in graph.consumers[position] if reader in index]
         last[storage] = max((last.get(storage, i), i, *readers))
     change = np.zeros(len(positions) + 1, dtype=np.int64)
     for storage, start in first.items():
+        end = last[storage] + 1 if storage not in kept else max(start, saver.get(storage, start))
         change[start] += graph.trace.storages[storage]
-        change[last[storage] + 1] -= graph.trace.storages[storage]
+        change[end] -= graph.trace.storages[storage]
     live: IntArray = np.cumsum(change)[:-1]
-    return live
+    return live if graph.workspace is None else live + graph.workspace.forward[list(positions)]

@@ -2,7 +2,8 @@
 
 Terms
     block       the memory of one gradient of an activation; several values may share it
-    forward     by node: bytes of results that autograd does not save and that a later node still reads
+    forward     by node: bytes of results that autograd does not save and that a later node still reads, and its workspace, if
+                that was measured (`smpc.partitioner.workspace`)
     backward    by node: bytes of gradients of activations while the node's backward works, its own results and scratch
                 included. Gradients of parameters are not among them
     parameters  by node: bytes of gradients of parameters that its backward makes
@@ -11,8 +12,9 @@ Terms
 The backward pass visits the nodes in reverse. A node reads the gradient of its result, makes those of its inputs, and
 then lets go of the first. Like autograd, it makes none where it can hand its own on: sums, views of the same size and
 parts of a concatenation. A second contribution is added to the first in place if nothing else shares that block, else
-both make a third. What a fused operation saves for itself (the probabilities of a cross entropy) it needs once more as
-scratch, as the gradient of that inner value.
+both make a third: so it is where the first arrived from another stage, since the message holds it as well. What a fused
+operation saves for itself (the probabilities of a cross entropy) it needs once more as scratch, as the gradient of that inner
+value.
 
 Example: loss = mse(relu(linear(x)), y), every value 4 bytes: backward of mse holds 4 (its result), of relu 8 (the
 gradient read and the one made), of linear 4 (x needs none).
@@ -91,8 +93,8 @@ class _Backward:
         self, positions: Sequence[int], roots: Iterable[int], arriving: Iterable[int]
     ) -> tuple[IntArray, IntArray, IntArray]:
         """Gradient bytes of activations and of parameters, and of activations before, by index."""
-        for position in dict.fromkeys((*roots, *arriving)):
-            self.held[position] = [[0, 1]]
+        for position in dict.fromkeys(arriving):
+            self.held[position] = [[0, 2]]  # the message's buffer holds it as well
         for position in dict.fromkeys(roots):
             self.held[position] = [self.new(position)]
         activations, parameters, before = np.zeros((3, len(positions)), dtype=np.int64)
@@ -117,7 +119,10 @@ class _Backward:
                 made += state.spec.num_bytes if state.is_parameter and state.spec.requires_grad else 0
             elif self.needs(source):
                 largest = max(largest, self.contribute(position, source, own))
-        return max(largest, self.live) + self.scratch(position), made
+        at_work = max(largest, self.live) + self.scratch(position)
+        if self.graph.workspace is not None:
+            at_work = max(at_work, self.live + int(self.graph.workspace.backward[position]))
+        return at_work, made
 
     def contribute(self, position: int, source: int, own: list[list[int]]) -> int:
         """Adds a gradient to that of `source`; the bytes while it does."""

@@ -4,13 +4,15 @@
                   and optimizer state, buffers
     activations   of one microbatch, held from its forward to its backward: the union, by storage, of what autograd
                   saves in the stage's nodes (of a region that is computed again: of what it reads, see
-                  `smpc.partitioner.held`) and of the values received that need a gradient; over gloo, of the values sent
-                  that do as well, for those are let go when their gradients come back. On the last stage also of the
+                  `smpc.partitioner.held`) and of the values received that need a gradient. On the last stage also of the
                   outputs that the user's loss reads, if the model does not compute one. State is not counted again. A
                   storage that another stage made counts with the bytes that are received of it
-    communication buffers of messages received ahead (the executor posts `RECEIVE_WINDOW` of them), over gloo also the
-                  gradients sent, which it holds until the end of the step, and buffers to sum shared parameters; on
+    communication buffers of messages received ahead (the executor posts `RECEIVE_WINDOW` of each peer), over gloo also the
+                  gradients sent that are not known to have arrived, and buffers to sum shared parameters; on
                   pipeline rank 0 the inputs of all microbatches, as far as they are not counted as activations
+    waiting       over gloo, bytes of values sent that nothing else holds: until a message comes back that the receiver sent after it
+                  had them (`smpc.executor.arrivals`). Of k microbatches in flight at the sender and k' at the receiver, k - k' wait
+                  from the first gradient on, all k before it
     peak          the most at any time of a training step in which the optimizer starts without gradients, as after
                   `zero_grad()`: see below
     transient     what the peak holds beyond static, in flight x activations, and communication. It is negative where the
@@ -19,12 +21,13 @@
 The peak is the largest of, with k microbatches in flight of m, and n over the nodes of the stage (see
 `smpc.partitioner.lifetimes` for what lives while one of them works):
 
-    first backward   (k - 1) activations + activations up to n + what lives at n + gradients of parameters from n on;
+    first backward   waiting + (k - 1) activations + activations up to n + what lives at n + gradients of parameters from n on;
                      where n ends a region, also what its re-run takes, with the gradients that wait meanwhile
-    later backward   (k' - 1) activations + activations up to n + what lives at n + all gradients of parameters + those that
+    later backward   waiting + (k' - 1) activations + activations up to n + what lives at n + all gradients of parameters + those that
                      n adds to them; k' is k, or k - 1 if the first backward comes after the last forward (k = m)
-    forward          (k - 1) activations + activations up to n + what lives at n, and all gradients if k < m
-    last backward    over gloo, instead of k' - 1 activations: buffers for what those k - 1 microbatches received, and the
+    forward          (k - 1) activations + activations up to n + what lives at n, with what waits: before the first gradient, and
+                     if k < m after it, with all gradients
+    last backward    over gloo, instead of waiting and k' - 1 activations: buffers for what those k - 1 microbatches received, and the
                      gradients sent back for it, which stay until the end of the step
     optimizer        what its step makes and drops
 
@@ -73,13 +76,19 @@ class StageUse:
     index: int
     positions: tuple[int, ...]  # its nodes, and those that it runs again, in order of execution
     state: tuple[int, ...]  # parameters and buffers that it reads
-    num_in_flight: int
+    in_flight: tuple[int, ...]  # microbatches in flight of every stage
+    ranks: tuple[int, ...]  # that every stage runs on
     num_microbatches: int
     is_last: bool
     holds_inputs: bool  # it runs on the pipeline rank that the model's inputs are given to
     holders: Mapping[int, int]  # by parameter: stages that hold it, where several do
     regions: tuple[Region, ...] = ()  # what it computes again, outer ones first
     num_resident: int | None = None  # microbatches in flight whose regions' inputs are on the device; None: all of them
+
+    @property
+    def num_in_flight(self) -> int:
+        """Of this stage."""
+        return self.in_flight[self.index]
 
 
 def state_bytes(state: StateSpec, cost_model: CostModel) -> int:
@@ -138,13 +147,15 @@ class _Activations:
     offloaded: int  # of `total`, what waits in the CPU's memory where activations are offloaded
     input_bytes: int  # of the model's inputs, whether they are saved or not
     saved_input_bytes: int
+    sent_bytes: int  # of the values sent that a microbatch holds beside `total` until they have arrived
+    waiting_bytes: int  # of all microbatches, from the first gradient on
 
     @classmethod
     def find(cls, graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequence[Edge]) -> _Activations:
         trace = graph.trace
         received: dict[int, int] = {}  # storage -> bytes received of it
         leaves: set[int] = set()
-        kept: set[int] = set()
+        kept: dict[int, int] = {}  # storage of a value sent -> microbatches that wait from the first gradient on
         for edge in edges:
             for name in edge.values:
                 node = trace.node(name)
@@ -153,10 +164,10 @@ class _Activations:
                     if _needs_gradient(trace, name):
                         leaves.add(node.storage)
                 elif edge.source == use.index and cost_model.holds_sent and _needs_gradient(trace, name):
-                    kept.add(node.storage)
-        if use.is_last:
-            roots = [trace.nodes[i] for i in loss_roots(graph)]
-            kept.update(node.storage for node in roots if node.storage >= 0)
+                    behind = max(0, use.num_in_flight - use.in_flight[edge.destination])
+                    kept[node.storage] = max(behind, kept.get(node.storage, 0))
+        outputs = {node.storage for node in (trace.nodes[i] for i in loss_roots(graph)) if node.storage >= 0}
+        outputs = outputs if use.is_last else set()
         ignored = {state.storage for state in trace.state} | {-1}
         made = {trace.nodes[i].storage for i in use.positions} - received.keys()
         inputs = {node.storage: node for node in trace.nodes if node.kind is NodeKind.PLACEHOLDER}
@@ -168,17 +179,20 @@ class _Activations:
         received_bytes = sum(size(storage) for storage in sorted(leaves - ignored))
         found = held(graph, use.positions, use.regions, size, frozenset(ignored | leaves), received_bytes)
         saved = int(found.forward[-1]) if len(found.forward) else received_bytes
-        rest = sum(size(storage) for storage in sorted(kept - found.kept))
+        rest = sum(size(storage) for storage in sorted(outputs - found.kept))
+        alone = sorted(kept.keys() - found.kept - outputs)
         sent = {trace.node(name).storage for edge in edges if edge.source == use.index for name in edge.values}
         if use.is_last:
             sent.update(trace.node(name).storage for name in trace.output_names)
-        away = found.offloadable - kept - sent - inputs.keys() - ignored
+        away = found.offloadable - kept.keys() - outputs - sent - inputs.keys() - ignored
         return cls(
             saved + rest,
             found,
             sum(size(storage) for storage in sorted(away)) if use.num_resident is not None else 0,
             sum(trace.storages[storage] for storage in inputs),
             sum(trace.storages[storage] for storage in sorted(inputs.keys() & found.kept - ignored)),
+            sum(size(storage) for storage in alone),
+            sum(kept[storage] * size(storage) for storage in alone),
         )
 
     def of(self, num_in_flight: int, num_resident: int | None) -> int:
@@ -205,18 +219,22 @@ def _peak(
     exists, added = _parameter_gradients(graph, cost_model, use)
     others = activations.of(num_in_flight, use.num_resident) - activations.total
     working = working_bytes(until, live)
-    is_full = num_microbatches > num_in_flight or cost_model.optimizer.main_grad
+    early = gradient_bytes if cost_model.optimizer.main_grad else 0  # gradients that exist before the first backward
+    waiting, sent_bytes = activations.waiting_bytes, activations.sent_bytes
+    forward = others + max(
+        int((until.forward + live.forward).max(initial=0)),
+        activations.total + sent_bytes + sum(_bytes_of(trace, trace.nodes[i].name) for i in roots),
+    )
     found = [
-        others + int((until.forward + live.forward).max(initial=0)) + (gradient_bytes if is_full else 0),
-        others + int((working + (gradient_bytes if cost_model.optimizer.main_grad else exists)).max(initial=0)),
-        activations.of(num_in_flight, use.num_resident)
-        + sum(_bytes_of(trace, trace.nodes[i].name) for i in roots)
-        + (gradient_bytes if is_full else 0),
+        forward + (num_in_flight - 1) * sent_bytes + early,
+        waiting + others + int((working + (gradient_bytes if early else exists)).max(initial=0)),
     ]
+    if num_microbatches > num_in_flight:
+        found.append(forward + min(waiting, (num_in_flight - 1) * sent_bytes) + gradient_bytes)
     if num_microbatches > 1:
         behind = num_in_flight if num_microbatches > num_in_flight else num_in_flight - 1
         others = activations.of(behind, use.num_resident) - activations.total
-        found.append(others + int((working + added).max(initial=0)) + gradient_bytes)
+        found.append(waiting + others + int((working + added).max(initial=0)) + gradient_bytes)
     if num_microbatches > 1 and cost_model.holds_sent:
         last = (num_in_flight - 1) * _given_back(graph, use, edges)
         found.append(last + int((working + added).max(initial=0)) + gradient_bytes)
@@ -258,18 +276,24 @@ def _parameter_gradients(graph: Graph, cost_model: CostModel, use: StageUse) -> 
 def _communication_bytes(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequence[Edge]) -> int:
     """Buffers of messages; the one that a microbatch in flight has received is an activation."""
     trace = graph.trace
-    num_microbatches, ahead = use.num_microbatches, RECEIVE_WINDOW
-    more = min(num_microbatches, use.num_in_flight + ahead) - min(num_microbatches, use.num_in_flight)
+    num_microbatches, window = use.num_microbatches, RECEIVE_WINDOW
+    senders = [
+        use.ranks[edge.source] if edge.source != INPUTS else 0 for edge in edges if edge.destination == use.index
+    ]
     total = 0
     for edge in edges:
+        sender = use.ranks[edge.source] if edge.source != INPUTS else 0
+        ahead = -(-window // max(1, senders.count(sender)))
+        more = min(num_microbatches, use.num_in_flight + ahead) - min(num_microbatches, use.num_in_flight)
         gradients = sum(_bytes_of(trace, name) for name in edge.values if _needs_gradient(trace, name))
         if edge.source == INPUTS:
             total += 0 if use.holds_inputs or edge.destination != use.index else more * edge.num_bytes
         elif edge.destination == use.index:
-            sent = max(0, num_microbatches - use.num_in_flight) if cost_model.holds_sent else 1
+            unread = max(0, min(num_microbatches, use.in_flight[edge.source]) - use.num_in_flight)
+            sent = unread if cost_model.holds_sent else 1
             total += more * edge.num_bytes + sent * gradients
         elif edge.source == use.index:
-            total += min(num_microbatches, ahead + 1) * gradients
+            total += min(num_microbatches, window + 1) * gradients
     if cost_model.holds_sent:
         total += sum((use.holders[i] - 1) * trace.state[i].spec.num_bytes for i in use.state if i in use.holders)
     return total

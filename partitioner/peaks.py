@@ -118,7 +118,7 @@ class PeakRows:
         outputs = np.zeros_like(held)
         if stage == len(self.in_flight) - 1 and stop == self.num_units:
             outputs[-1] = self.root_bytes
-        total = held + leaf + outputs + kept
+        total, waiting = held + leaf + outputs, self._behind(stage) * kept
         until = held + unsaved
         span = slice(start, stop)
         gradients = self.gradients[start : stop + 1] - self.gradients[start]
@@ -126,15 +126,15 @@ class PeakRows:
         first = (
             static + (k - 1) * total + np.maximum.accumulate(until + self.backward[span] - absent[:-1]) - 2 * skipped
         )
-        forward = static + (k - 1) * total + np.maximum.accumulate(until + self.forward[span]) - skipped
-        forward = np.maximum(forward, static + k * total + outputs)
-        if m == k:
-            forward = forward - absent[1:]
-        peak = np.maximum(first, forward)
+        forward = np.maximum(np.maximum.accumulate(until + self.forward[span]) - skipped, total + kept + outputs)
+        forward += static + (k - 1) * total
+        peak = np.maximum(first + waiting, forward + (k - 1) * kept - absent[1:])
+        if m > k:
+            peak = np.maximum(peak, forward + np.minimum(waiting, (k - 1) * kept))
         if m > 1:
             behind = k if m > k else k - 1
             working = np.maximum.accumulate(until + self.adding[span]) - 2 * skipped
-            peak = np.maximum(peak, static + (behind - 1) * total + working)
+            peak = np.maximum(peak, static + (behind - 1) * total + working + waiting)
             if self.holds_sent:
                 peak = np.maximum(peak, static + (k - 1) * returned + working)
         peak = peak + crossing + sent
@@ -147,6 +147,10 @@ class PeakRows:
         highest: IntArray = np.maximum(peak, static + scratch)
         return highest
 
+    def _behind(self, stage: int) -> int:
+        """Microbatches whose values sent are not known to have arrived, from the first gradient on, at most."""
+        return max(0, self.in_flight[stage] - min(self.in_flight[stage:]))
+
     def _boundary(self, start: int, stop: int, stage: int) -> tuple[IntArray, ...]:
         """What depends on both ends.
 
@@ -157,7 +161,7 @@ class PeakRows:
         k, m, values = self.in_flight[stage], self.num_microbatches, self.values
         length, end = stop - start, self.num_units + 1
         ahead = min(m, k + RECEIVE_WINDOW) - min(m, k)
-        own = max(0, m - k) if self.holds_sent else 1
+        own = max(0, min(m, max(self.in_flight[: stage + 1])) - k) if self.holds_sent else 1
         received = np.flatnonzero((values.made < start) & (values.last >= start))
         read = values.after(received, start, values.read, end)
         saved = np.minimum(values.after(received, start, values.saved, end), end)

@@ -1,11 +1,15 @@
-"""Times of the nodes of a trace, measured: each node is run by itself on real tensors, forward and backward.
+"""Times of the nodes of a trace, measured where they stand: in runs of the whole trace on real tensors, forward and backward.
 
-The nodes are evaluated in order, as in `smpc.tracer.replay`, then their backwards in reverse, on a copy of the model, so nothing of the
-model changes. Every value is cut off from what made it, so that a node's backward is its own. This is done several times after a
-pass that does not count, and a time is the median, stretched so that all together last as long as a pass. The backward of a node that
-writes into a value that needs a gradient is taken to last as long as its forward. A backward includes adding to the gradients of
-parameters, as all microbatches but a step's first do; what starting autograd costs, which a stage pays once and not for every node, is
-measured and taken off.
+The nodes are evaluated in order, as in `smpc.tracer.replay`, on a copy of the model, so nothing of the model changes. A value is let go
+when its last reader has run, so memory is as in a run of the model. Then autograd does the backward of all at once, from the losses,
+or from all outputs, of the model; a hook at each operation of it notes the time:
+
+    forward      of a node: its call, and to let go of what it is the last to read
+    backward     of a node: of the operations that its call put into autograd's graph, each until the next one starts. Adding to the
+                 gradients of parameters is part of it
+
+This is done several times after a pass that does not count, and a time is the median, stretched so that all together last as long as
+a pass.
 
 `parameter_times` measures nothing: it gives every node the bytes of the parameters that it is the first to use, for plans that look at
 parameter sizes and the order of modules alone.
@@ -16,15 +20,15 @@ Example: `measure_times(record(model, (x,)), model, (x,), {}).forward` has the s
 from __future__ import annotations
 
 import copy
-import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.autograd.graph import Node as Operation
+from torch.utils._pytree import tree_leaves
 
 from smpc.errors import ConfigError
 from smpc.partitioner.cost import NodeTimes
@@ -34,7 +38,6 @@ from smpc.tracer.ir import Node, NodeKind, Trace
 from smpc.tracer.replay import context, input_values, read_attribute, resolved
 
 _RUNS = 5
-_STARTS = 50
 
 
 def measure_times(
@@ -49,30 +52,38 @@ def measure_times(
 
     Raises ConfigError for a model or inputs without memory (meta tensors).
     """
-    inputs = input_values(trace, args, kwargs)
-    held = [*model.parameters(), *model.buffers()]
-    if any(tensor.is_meta for tensor in (*held, *inputs.values())):
-        raise ConfigError(
-            "trace_execution_times: expected a model and inputs with memory, found tensors on the meta device; "
-            "make them on a real device, or plan with predicted times"
-        )
-    if device is None:
-        device = held[0].device if held else torch.device("cpu")
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        stopwatch = _Stopwatch(trace, copy.deepcopy(model).to(device), inputs, device)
-        passes = [stopwatch.run() for _ in range(runs + 1)][1:]
-    forward, backward = (_typical(np.array([times[k] for times in passes])) for k in (0, 1))
-    return NodeTimes(forward, backward)
+    stopwatch = Stopwatch(trace, model, args, kwargs, device)
+    stopwatch.run()
+    return typical([stopwatch.run() for _ in range(runs)])
 
 
-def _typical(passes: FloatArray) -> FloatArray:
+def typical(passes: Sequence[NodeTimes]) -> NodeTimes:
     """The medians of the nodes, as long in all as the median pass.
 
     Where processes share cores, a node is rarely interrupted and a stage always: medians of nodes leave the interruptions out.
     """
-    medians: FloatArray = np.median(passes, axis=0)
+    return NodeTimes(_medians([times.forward for times in passes]), _medians([times.backward for times in passes]))
+
+
+def _medians(passes: Sequence[FloatArray]) -> FloatArray:
+    stacked = np.array(passes)
+    medians: FloatArray = np.median(stacked, axis=0)
     total = medians.sum()
-    return medians * max(1.0, float(np.median(passes.sum(axis=1)) / total)) if total else medians
+    return medians * max(1.0, float(np.median(stacked.sum(axis=1)) / total)) if total else medians
+
+
+def _device_of(
+    model: nn.Module, inputs: Mapping[str, Tensor], device: torch.device | None, option: str
+) -> torch.device:
+    held = [*model.parameters(), *model.buffers()]
+    if any(tensor.is_meta for tensor in (*held, *inputs.values())):
+        raise ConfigError(
+            f"{option}: expected a model and inputs with memory, found tensors on the meta device; make them on a real device, or leave "
+            "it out"
+        )
+    if device is not None:
+        return device
+    return held[0].device if held else torch.device("cpu")
 
 
 def parameter_times(trace: Trace) -> NodeTimes:
@@ -94,99 +105,123 @@ def parameter_times(trace: Trace) -> NodeTimes:
     return NodeTimes(forward, backward)
 
 
-class _Stopwatch:
-    """One measurement; `values` are the results so far in a pass, each a leaf of autograd."""
+class Stopwatch:
+    """Passes of one trace over a copy of the model; the first is slower than the others. The arguments are those of `measure_times`.
 
-    def __init__(self, trace: Trace, model: nn.Module, inputs: Mapping[str, Tensor], device: torch.device) -> None:
-        self.trace, self.model, self.inputs, self.device = trace, model, inputs, device
+    `values` are the results so far in a pass that are still needed, `owner` the node of each autograd operation.
+    """
+
+    option = "trace_execution_times"  # of `smpc.partition`, for messages
+
+    def __init__(
+        self,
+        trace: Trace,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        device: torch.device | None = None,
+    ) -> None:
+        self.trace, self.inputs = trace, input_values(trace, args, kwargs)
+        self.device = _device_of(model, self.inputs, device, self.option)
+        self.model = copy.deepcopy(model).to(self.device)
         self.values: dict[str, Any] = {}
-        self.sums: dict[int, Tensor] = {}  # gradients of parameters, by id
-        self.start = self.start_of_backward()
+        self.owner: dict[Operation, int] = {}
+        self.stamps: list[tuple[int, float]] = []
+        self.last_read: list[list[str]] = [[] for _ in trace.nodes]
+        last = {name: i for i, node in enumerate(trace.nodes) for name in (node.name, *node.inputs)}
+        for name, i in last.items():
+            if name not in trace.output_names:
+                self.last_read[i].append(name)
 
-    def run(self) -> tuple[FloatArray, FloatArray]:
-        """The times of one pass: all forwards, then all backwards."""
+    def run(self) -> NodeTimes:
+        """The times of one pass: all forwards, then all backwards. Random states stay as they are."""
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), torch.enable_grad():
+            return self.one_pass()
+
+    def one_pass(self) -> NodeTimes:
+        """The times of one pass."""
         forward, backward = np.zeros((2, len(self.trace.nodes)))
         self.values = {name: tensor.to(self.device).clone() for name, tensor in self.inputs.items()}
+        self.owner, self.stamps = {}, []
         for node in self.trace.nodes:
             if node.kind is NodeKind.GET_ATTR:
                 self.values[node.name] = read_attribute(self.model, node.target)
-        pending: list[tuple[int, list[Tensor], list[Tensor]]] = []
         for i, node in enumerate(self.trace.nodes):
             if node.kind in (NodeKind.CALL_FUNCTION, NodeKind.CALL_MODULE):
-                forward[i], roots, wanted = self.node(node)
-                if roots and wanted:
-                    pending.append((i, roots, wanted))
-                elif node.mutates and node.spec is not None and node.spec.requires_grad:
-                    backward[i] = forward[i]
+                forward[i] = self.node(i, node)
             elif node.kind is NodeKind.SET_ATTR:
                 owner, _, name = node.target.rpartition(".")
                 self.model.get_submodule(owner).register_buffer(name, self.values[node.inputs[0]])
-        while pending:
-            i, roots, wanted = pending.pop()
-            seconds, _ = self.once(functools.partial(self.backward, roots, wanted, [torch.ones_like(r) for r in roots]))
-            backward[i] = max(seconds - self.start, seconds / 10)
-        return forward, backward
+        roots = self.roots()
+        if roots:
+            gradients = [torch.ones_like(root) for root in roots]
+            torch.autograd.backward(roots, gradients)
+            ends = [stamp for _, stamp in self.stamps[1:]] + [self.clock()]
+            self.end()
+            for (i, start), stop in zip(self.stamps, ends, strict=True):
+                backward[i] += stop - start
+        self.values, self.owner = {}, {}
+        return NodeTimes(forward, backward)
 
-    def node(self, node: Node) -> tuple[float, list[Tensor], list[Tensor]]:
-        """Seconds of the node's forward, and between what its backward leads; notes its value."""
-        written = [self.values[name] for name in node.mutates]
-        with torch.set_grad_enabled(not any(isinstance(v, Tensor) and v.requires_grad for v in written)):
-            seconds, value = self.once(self.bound(node))
-        roots = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-        wanted = [leaf for leaf in self.reads(node) if leaf.requires_grad]
+    def node(self, i: int, node: Node) -> float:
+        """Seconds of the node's forward; notes its value and what autograd has to do for it."""
+        seconds = self.call(i, node)
+        made = [self.values[name] for name in (node.name, *node.mutates)]
+        self.watch(i, [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)])
+        del made
+        return seconds + self.once(lambda: [self.values.pop(name) for name in self.last_read[i]].clear())
 
-        def cut(tensor: Tensor) -> Tensor:
-            needs = tensor.requires_grad or bool(node.spec and node.spec.requires_grad)
-            return tensor.detach().requires_grad_(needs and tensor.is_floating_point())
-
-        self.values[node.name] = tree_map_only(Tensor, cut, value)
-        return seconds, roots, wanted
-
-    def bound(self, node: Node) -> Callable[[], Any]:
-        """The node's call with its arguments looked up, so that only the call itself is timed."""
+    def call(self, i: int, node: Node) -> float:
+        """Seconds of the node's call; notes its value."""
         args = [resolved(arg, self.values, self.device) for arg in node.args]
         kwargs = {key: resolved(value, self.values, self.device) for key, value in node.kwargs}
         is_module = node.kind is NodeKind.CALL_MODULE
         function = self.model.get_submodule(node.target) if is_module else targets.function(node.target)
+        found: list[Any] = []
+        with context(node.grad_enabled, node.autocast):
+            self.begin(i, backward=False)
+            seconds = self.once(lambda: found.append(function(*args, **kwargs)))
+            self.end()
+        (self.values[node.name],) = found
+        return seconds
 
-        def call() -> Any:
-            with context(node.grad_enabled, node.autocast):
-                return function(*args, **kwargs)
+    def begin(self, i: int, *, backward: bool) -> None:
+        """The node's forward, or an operation of its backward, begins."""
+        if backward:
+            self.stamps.append((i, self.clock()))
 
-        return call
+    def end(self) -> None:
+        """The node's forward, or the whole backward, has ended."""
 
-    def backward(self, roots: list[Tensor], wanted: list[Tensor], gradients: list[Tensor]) -> None:
-        """One node's backward; gradients of parameters are added up."""
-        for leaf, found in zip(wanted, torch.autograd.grad(roots, wanted, gradients, allow_unused=True), strict=True):
-            total = self.sums.get(id(leaf))
-            if total is not None and found is not None:
-                total.add_(found)
+    def watch(self, i: int, tensors: Sequence[Tensor]) -> None:
+        """Has the operations that are new in the graph behind these tensors note when they start."""
 
-    def start_of_backward(self) -> float:
-        """Seconds of a backward that has nothing to do; makes room for the gradients."""
-        self.sums = {id(p): torch.zeros_like(p) for p in self.model.parameters() if p.requires_grad}
-        leaf = torch.ones(1, device=self.device, requires_grad=True)
-        with torch.enable_grad():
-            root = leaf.view(1)
-        body = functools.partial(torch.autograd.grad, [root], [leaf], [torch.ones_like(leaf)], retain_graph=True)
-        return float(np.median([self.once(body)[0] for _ in range(_STARTS)]))
+        def note(_: Any) -> None:
+            self.begin(i, backward=True)
 
-    def reads(self, node: Node) -> Iterator[Tensor]:
-        """The tensors that the node's gradient may flow to, each once."""
-        own = self.model.get_submodule(node.target).parameters() if node.kind is NodeKind.CALL_MODULE else ()
-        leaves = (leaf for name in node.inputs for leaf in tree_leaves(self.values[name]))
-        found = {id(leaf): leaf for leaf in (*leaves, *own) if isinstance(leaf, Tensor)}
-        yield from found.values()
+        pending = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        while pending:
+            operation = pending.pop()
+            if operation in self.owner or operation.name().endswith("AccumulateGrad"):  # part of what comes before it
+                continue
+            self.owner[operation] = i
+            operation.register_prehook(note)
+            pending += [before for before, _ in operation.next_functions if before is not None]
 
-    def once(self, body: Callable[[], Any]) -> tuple[float, Any]:
-        """Seconds of one run, and what it returns."""
-        self.synchronize()
-        start = time.perf_counter()
-        result = body()
-        self.synchronize()
-        return time.perf_counter() - start, result
+    def roots(self) -> list[Tensor]:
+        """Where the backward starts: outputs of one element, such as a loss; else all that need a gradient."""
+        outputs = (self.values[name] for name in self.trace.output_names)
+        wanted = [out for out in outputs if isinstance(out, Tensor) and out.grad_fn is not None]
+        return [out for out in wanted if out.numel() == 1] or wanted
 
-    def synchronize(self) -> None:
-        """Wait for the device."""
+    def once(self, body: Callable[[], Any]) -> float:
+        """Seconds of one run."""
+        start = self.clock()
+        body()
+        return self.clock() - start
+
+    def clock(self) -> float:
+        """The time, once the device has done what it was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        return time.perf_counter()

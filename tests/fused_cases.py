@@ -24,17 +24,21 @@ LONG_SHAPES = ((127, 1), (1000, 1), (127, 17), (17, 1000), (1000, 127))
 LAYOUTS = ("contiguous", "row slices", "every other column", "transposed", "expanded")
 
 
-def made(shape, dtype, device="cpu", layout="contiguous"):
-    """Random values of `shape` that lie in memory as `layout` says."""
+def made(shape, dtype, device="cpu", layout="contiguous", scale=1.0):
+    """Random values of `shape`, times `scale`, that lie in memory as `layout` says."""
+
+    def numbers(*sizes):
+        return (torch.randn(sizes, device=device) * scale).to(dtype)
+
     if layout == "row slices":
-        return torch.randn(*shape[:-1], shape[-1] + 3, device=device).to(dtype)[..., 1:-2]
+        return numbers(*shape[:-1], shape[-1] + 3)[..., 1:-2]
     if layout == "every other column":
-        return torch.randn(*shape[:-1], 2 * shape[-1], device=device).to(dtype)[..., ::2]
+        return numbers(*shape[:-1], 2 * shape[-1])[..., ::2]
     if layout == "transposed":
-        return torch.randn(*reversed(shape), device=device).to(dtype).permute(*reversed(range(len(shape))))
+        return numbers(*reversed(shape)).permute(*reversed(range(len(shape))))
     if layout == "expanded":
-        return torch.randn(*(1 for _ in shape[:-1]), shape[-1], device=device).to(dtype).expand(shape)
-    return torch.randn(shape, device=device).to(dtype)
+        return numbers(*(1 for _ in shape[:-1]), shape[-1]).expand(shape)
+    return numbers(*shape)
 
 
 def leaf(tensor):
@@ -160,11 +164,11 @@ def check_activations(shape, dtype, device="cpu", layout="contiguous"):
 
 def exact_mask(shape, p, seed):
     """Which places are kept, place by place from the definition in the docstring of the op."""
-    size = math.prod(shape)
-    place = torch.arange(size)
-    tile, rest = place // 4096, place % 4096
-    words = torch.stack(philox(tile * 1024 + rest % 1024, seed.cpu()), 0)
-    return (words.gather(0, (rest // 1024).unsqueeze(0))[0] >> 8 >= threshold(p)).view(shape)
+    features = shape[-1]
+    place = torch.arange(math.prod(shape))
+    row, column = place // max(1, features), place % max(1, features)
+    words = torch.stack(philox((row // 4 * features + column) % 2**32, seed.cpu()), 0)
+    return (words.gather(0, (row % 4).unsqueeze(0))[0] >> 8 >= threshold(p)).view(shape)
 
 
 def check_bias_dropout_add(shape, dtype, device="cpu", layout="contiguous"):
@@ -283,11 +287,11 @@ def check_cross_entropy(shape, dtype, rule, device="cpu", layout="contiguous", i
 LINEAR_SHAPES = ((1, 1, 1), (17, 16, 127), (5, 31, 1000), (0, 4, 17))
 
 
-def check_linear_cross_entropy(shape, dtype, rule, device="cpu", with_bias=True, **options):
+def check_linear_cross_entropy(shape, dtype, rule, device="cpu", with_bias=True, layout="contiguous", **options):
     rows, features, classes = shape
     for reduction in ("mean",) if rule else ("mean", "sum"):
-        hidden = leaf(made((rows, features), dtype, device))
-        weight = leaf(made((classes, features), dtype, device) / math.sqrt(features))
+        hidden = leaf(made((rows, features), dtype, device, layout))
+        weight = leaf(made((classes, features), dtype, device, layout, scale=1 / math.sqrt(features)))
         bias = leaf(made((classes,), dtype, device)) if with_bias else None
         target = labels_for((rows,), classes, rule.get("ignore_index", -100), device)
         compare(

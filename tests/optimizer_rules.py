@@ -111,6 +111,19 @@ NOVOGRAD_OPTIONS = options_of(
     weight_decay=(0.01, 0.0),
 )
 
+# Moments that are sums instead of averages, over norms that start at 0, make the longest steps: parameters reach 17.
+LONG_NOVOGRAD_STEPS = [
+    {
+        "bias_correction": False,
+        "grad_averaging": False,
+        "norm_type": 0,
+        "init_zero": True,
+        "weight_decay": 0.01,
+        **inside,
+    }
+    for inside in ({"reg_inside_moment": True}, {"reg_inside_moment": False})
+]
+
 
 def trained(kind, dtype, options, steps=STEPS, device="cpu", shapes=SHAPES, low=None):
     """Parameters after `steps` of an optimizer; gradients in `low`, if that is another dtype."""

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group
 
 from smpc.executor.collectives import TensorGroup
 from smpc.nn.parallel import distributed_modules
@@ -24,6 +25,8 @@ def tensor_groups(size):
         group = dist.ProcessGroup(dist.PrefixStore(f"{size}-group", store), rank, size)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        group._set_group_name(f"{size} ranks, {rank}")
+        _register_process_group(group.group_name, group)  # by which operations find it
         return TensorGroup(group, rank, size)
 
     return run_ranks(size, connect) if size > 1 else [TensorGroup()]

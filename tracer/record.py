@@ -29,7 +29,7 @@ from torch.utils import checkpoint
 from smpc.errors import SmpcError, TraceError
 from smpc.tracer.effects import tensors_in
 from smpc.tracer.fakes import installed, make_fakes
-from smpc.tracer.ir import Trace
+from smpc.tracer.ir import Autocast, Trace
 from smpc.tracer.opaque import shape_rule
 from smpc.tracer.places import innermost_line
 from smpc.tracer.recorder import Answers, Recorder, UntraceableError
@@ -60,6 +60,7 @@ def record(
     leaf_modules: Sequence[str] = (),
     device: torch.device | str = "cpu",
     answers: Answers | None = None,
+    autocast: Autocast | None = None,
 ) -> Trace:
     """Records one forward run of `model(*args, **kwargs)`.
 
@@ -68,6 +69,7 @@ def record(
 
     Where the model's Python asks for a value that depends on inputs and buffers alone, real inputs are needed; the answer becomes a
     guard of the trace (see `smpc.tracer.guards`). `answers`, from the guards of a trace of the same model, replace real inputs.
+    `autocast`: what the model runs under, as if it entered that itself.
 
     A module whose forward cannot be recorded becomes a leaf by itself (see `smpc.tracer.opaque`), and so do all others of its class.
     Raises TraceError if what cannot be recorded is the model's own forward; the message says where.
@@ -82,7 +84,14 @@ def record(
     while True:
         try:
             return _record_once(
-                model, tuple(args), dict(kwargs or {}), names, frozenset(leaves), torch.device(device), answers
+                model,
+                tuple(args),
+                dict(kwargs or {}),
+                names,
+                frozenset(leaves),
+                torch.device(device),
+                answers,
+                autocast,
             )
         except UntraceableError as error:
             first_error = first_error or error
@@ -108,6 +117,7 @@ def _record_once(
     leaves: frozenset[str],
     device: torch.device,
     answers: Answers | None,
+    autocast: Autocast | None,
 ) -> Trace:
     """One attempt, with these modules called whole."""
     if len(FakeTensorMode.cache) > _MAX_CACHED_FAKES:
@@ -125,6 +135,9 @@ def _record_once(
         stack.enter_context(_python_calls(recorder))
         stack.enter_context(_quiet())
         stack.enter_context(recorder)
+        if autocast is not None:
+            dtype = getattr(torch, autocast.dtype)
+            stack.enter_context(torch.autocast(autocast.device_type, dtype, autocast.enabled))
         try:
             output = model(*fake_args, **fake_kwargs)
         except SmpcError:

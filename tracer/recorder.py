@@ -30,11 +30,12 @@ from smpc.tracer import targets
 from smpc.tracer.effects import running_statistics, same_memory, tensors_in, version_of
 from smpc.tracer.fakes import FakeState
 from smpc.tracer.guards import NoAnswerError, answer, shapes
-from smpc.tracer.ir import Autocast, Guard, ModuleCall, Node, NodeKind, Region, TensorSpec, Trace
+from smpc.tracer.ir import Autocast, Guard, ModuleCall, Node, NodeKind, TensorSpec, Trace
 from smpc.tracer.literals import Opaque, Ref, TraceDevice, is_constant, normalise
 from smpc.tracer.measure import Meter, touched_bytes
 from smpc.tracer.opaque import Same, probe, shape_rule
 from smpc.tracer.places import current_line, innermost_line
+from smpc.tracer.region_log import RegionLog
 from smpc.tracer.regions import checkpoint_mark
 from smpc.tracer.structure import Structure, flatten
 
@@ -111,9 +112,7 @@ class Recorder(TorchFunctionMode):
         self._samples: dict[str, torch.Tensor] = {}  # real inputs, by placeholder
         self.calls: list[ModuleCall | None] = []
         self.open: list[_OpenCall] = []
-        self.regions: list[Region | None] = []
-        self._open_regions: list[int] = []  # the innermost call around each of them
-        self._num_sequences = 0
+        self.regions = RegionLog()
         self.muted = 0
         self._node_of: dict[int, str] = {}  # id(tensor) -> node
         self._tensor_of: dict[str, torch.Tensor] = {}  # the inverse
@@ -186,9 +185,7 @@ class Recorder(TorchFunctionMode):
             specs,
             tuple(self._storage_bytes),
             tuple(self.guards),
-            tuple(
-                _named(region, calls) for region in self.regions if region is not None and region.first < region.last
-            ),
+            self.regions.finished(calls),
         )
 
     def _settled(self, node: Node) -> Node:
@@ -359,10 +356,10 @@ class Recorder(TorchFunctionMode):
             return self._leaf_call(fqn, module, run, args, dict(kwargs))
         opened = _OpenCall(len(self.calls), fqn, module, self.open[-1].index if self.open else -1, len(self.nodes))
         overrides = next(cls for cls in type(module).__mro__ if "__call__" in vars(cls)) is not nn.Module
-        opened.bare = overrides and self._open_regions[-1:] == [opened.parent]
+        opened.bare = overrides and self.regions.is_innermost(opened.parent)
         mark = checkpoint_mark(module)
         if mark is not None and mark.strategy:
-            opened.sequence = self.new_sequence()
+            opened.sequence = self.regions.new_sequence()
         with torch._C.DisableTorchFunction():
             leaves, opened.arguments = flatten((args, dict(kwargs)))
             opened.leaves = tuple(self._argument(leaf, None) for leaf in leaves)
@@ -403,20 +400,9 @@ class Recorder(TorchFunctionMode):
         if self.muted or not torch.is_grad_enabled():
             yield
             return
-        index, first = len(self.regions), len(self.nodes)
         call = self.open[-1].index if self.open else 0
-        self.regions.append(None)
-        self._open_regions.append(call)
-        try:
+        with self.regions.region(call, lambda: len(self.nodes), preserve_rng_state, sequence, strategy, own=own):
             yield
-        finally:
-            self._open_regions.pop()
-        self.regions[index] = Region("", first, len(self.nodes), call, preserve_rng_state, sequence, strategy, own)
-
-    def new_sequence(self) -> int:
-        """A number for the layers of one call of a sequential container."""
-        self._num_sequences += 1
-        return self._num_sequences - 1
 
     def _leaf_call(
         self, fqn: str, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -637,16 +623,6 @@ def current_recorder() -> Recorder | None:
     """The recorder of the trace that is being made, if one is."""
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return next((mode for mode in modes if isinstance(mode, Recorder)), None)
-
-
-def _named(region: Region, calls: tuple[ModuleCall, ...]) -> Region:
-    """The region with the name of the module that it is a call of, or of the one whose code it is."""
-    inside = [
-        call for call in calls if call.parent == region.call and region.first <= call.first and call.last <= region.last
-    ]
-    inside = [call for call in inside if call.last > call.first]
-    name = inside[0].fqn if len(inside) == 1 else calls[region.call].fqn
-    return dataclasses.replace(region, name=name)
 
 
 def input_path(path: str) -> str:

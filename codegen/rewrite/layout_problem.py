@@ -68,7 +68,7 @@ class LayoutProblem:
         return found | {part: [] for part in self.returned if part not in found}
 
     def option_cost(self, part: int, option: Strategy) -> float:
-        """What a part's strategy costs by itself: repeated work, and state beyond the rank's share."""
+        """What a part's strategy costs by itself."""
         return _cost(self, part, option, self.weights)
 
     def conversion_cost(self, part: int, source: Layout, target: Layout) -> float | None:
@@ -155,7 +155,7 @@ def _steps_cost(steps: Sequence[Step], spec: TensorSpec, degree: int, weights: W
 
 
 def _cost(problem: LayoutProblem, part: int, option: Strategy, weights: Weights) -> float:
-    """What a node's strategy costs by itself: repeated work, and state beyond the rank's share."""
+    """What a node's strategy costs by itself: repeated work, what it sends inside, and state beyond the rank's share."""
     node, excess = problem.trace.nodes[part], 1.0 - 1.0 / problem.facts.degree
     if node.kind is NodeKind.GET_ATTR:
         return (
@@ -166,6 +166,7 @@ def _cost(problem: LayoutProblem, part: int, option: Strategy, weights: Weights)
     work = max(node.bytes_moved * weights.per_byte_moved, node.flops * weights.per_flop)
     backward = 2.0 if problem.facts.requires_grad(node.name) else 0.0
     cost = 0.0 if option.divides_work else excess * work * (1.0 + backward)
+    cost += sum(num_bytes + weights.latency_bytes for num_bytes in option.sent)
     if node.kind is NodeKind.CALL_MODULE and not option.state:
         inside = [s for s in problem.trace.state if s.is_parameter and s.name.startswith(f"{node.target}.")]
         cost += excess * sum(_state_bytes(s.spec) * weights.state for s in inside)

@@ -17,10 +17,12 @@ is how outputs and inputs lie, which the search decides. `replicated_with_grad_a
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 from torch import nn
@@ -96,6 +98,19 @@ def find_plan(model: nn.Module, plan: str | Mapping[str, str]) -> Plan:
             f"tensor_parallel_plan: these stay whole, as their styles are not known: {', '.join(unknown)}", stacklevel=3
         )
     return Plan(tuple((pattern, style) for pattern, style in styles.items() if style in STYLES))
+
+
+def read_styles(plan: str, what: str) -> str | dict[str, str]:
+    """A plan's name as it is; of a .json file, the styles in it. ConfigError if it cannot be read, or has something else."""
+    if not plan.endswith(".json"):
+        return plan
+    try:
+        styles = json.loads(Path(plan).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{what} {plan!r}: cannot be read: {error}") from error
+    if not isinstance(styles, dict) or not all(isinstance(style, str) for style in styles.values()):
+        raise ConfigError(f'{what} {plan!r}: expected {{"name pattern": "style", ...}}, found {styles!r}')
+    return styles
 
 
 def choose_by_plan(trace: Trace, degree: int, plan: Plan, weights: Weights | None = None) -> Choice:

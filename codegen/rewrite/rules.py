@@ -16,6 +16,7 @@ a tensor before it is written for the last time, take and give whole values.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -56,7 +57,8 @@ def strategies(facts: Facts, node: Node) -> tuple[Strategy, ...]:
             layout.for_gradient(facts.requires_grad(name))
             for name, layout in zip(node.inputs, strategy.inputs, strict=True)
         )
-        found[Strategy(known, strategy.output.for_gradient(facts.requires_grad(node.name)), strategy.state)] = None
+        output = strategy.output.for_gradient(facts.requires_grad(node.name))
+        found[dataclasses.replace(strategy, inputs=known, output=output)] = None
     return tuple(found)
 
 
@@ -247,6 +249,23 @@ def _convolution(facts: Facts, node: Node) -> Iterator[Strategy]:
     yield from facts.along(node, {x: 1, weight: 1}, None, facts.shape(x)[1], dict.fromkeys(rest, PARTIAL))
 
 
+def _cross_entropy(facts: Facts, node: Node) -> Iterator[Strategy]:
+    """Every rank the classes that it has the logits of; the ranks sum up three numbers for each label, once they know the largest logit.
+
+    Which classes those are must be plain: they are not sliced in blocks.
+    """
+    names = _names(argument(node, 0, "input"), argument(node, 1, "target"))
+    given = [argument(node, i, name) for i, name in ((2, "weight"), (3, "size_average"), (5, "reduce"))]
+    if names is None or any(value is not None for value in given) or facts.requires_grad(names[1]):
+        return
+    shape, labels = facts.shape(names[0]), facts.spec(names[1])
+    if len(shape) != 2 or shape[1] % facts.degree or labels is None or labels.dtype not in ("int64", "int32"):
+        return
+    inputs = tuple(Layout.sharded(1) if name == names[0] else REPLICATED for name in node.inputs)
+    share = 2 * 4 * shape[0] * (facts.degree - 1) // facts.degree
+    yield Strategy(inputs, REPLICATED, sent=(share, 3 * share))
+
+
 def _experts(facts: Facts, node: Node) -> Iterator[Strategy]:
     """A module called whole that holds fused experts, gate_up_proj [E, 2I, H] and down_proj [E, H, I]: split along I."""
     own = {s.name.removeprefix(f"{node.target}."): s for s in facts.trace.state if s.name.startswith(f"{node.target}.")}
@@ -271,6 +290,7 @@ _RULES: Mapping[str, Rule] = MappingProxyType(
         **rules_shape.NAMED_RULES,
         "linear": _linear,
         "addmm": _addmm,
+        "cross_entropy": _cross_entropy,
         "einsum": _einsum,
         "embedding": _embedding,
         "scaled_dot_product_attention": _attention,

@@ -7,6 +7,7 @@ elimination (`smpc.codegen.rewrite.elimination`), or, where a value has too many
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -71,4 +72,4 @@ def _renamed(problem: LayoutProblem, position: int, strategy: Strategy) -> Strat
     """The representative's strategy for another node: with that one's parameters."""
     node, first = problem.trace.nodes[position], problem.trace.nodes[problem.part[position]]
     state = tuple((node.target + name.removeprefix(first.target), layout) for name, layout in strategy.state)
-    return Strategy(strategy.inputs, strategy.output, state)
+    return dataclasses.replace(strategy, state=state)

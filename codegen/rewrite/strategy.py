@@ -23,12 +23,14 @@ _CHANGES_SHAPE = ("view", "reshape", "flatten", "unflatten")
 class Strategy:
     """Layouts by `Node.inputs`, and of the output; of a tuple's parts, which all have the same.
 
-    `state`: layouts of parameters that a module called whole reads itself.
+    `state`: layouts of parameters that a module called whole reads itself. `sent`: bytes that a rank sends in each of the collectives
+    inside the operation, which are all in the forward pass.
     """
 
     inputs: tuple[Layout, ...]
     output: Layout
     state: tuple[tuple[str, Layout], ...] = ()
+    sent: tuple[int, ...] = ()
 
     @property
     def divides_work(self) -> bool:

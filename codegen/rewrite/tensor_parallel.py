@@ -57,6 +57,7 @@ class Collective:
     module: str  # FQN of the module that needs it
     forward_bytes: int
     backward_bytes: int
+    saved_bytes: int = 0  # what gathering the value for the same operation would send beyond that
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,7 @@ def _by_block(rewritten: ShardedTrace) -> dict[str, list[str]]:
             where = item.module.removeprefix(block).lstrip(".") or "itself"
             change = f"{item.function} {item.source} -> {item.target}"
             sent = f"{item.forward_bytes:,} bytes forward, {item.backward_bytes:,} backward"
+            sent += f", {item.saved_bytes:,} less than gathering" if item.saved_bytes else ""
             found.setdefault(block, []).append(f"{where:<40} {change:<32} {sent}")
     return found
 
@@ -213,6 +215,8 @@ class _Writer:
         saved = self._saved(node, names, strategy)
         local = dataclasses.replace(local, args=args, kwargs=kwargs, mutates=mutates, saved=saved)
         written = self._with_layout(local, strategy.output)
+        if strategy.sent:
+            self._note_inside(node, strategy)
         if node.random and node.kind is NodeKind.CALL_FUNCTION and strategy.divides_work:
             args = (written.target, self._group, *written.args)
             return dataclasses.replace(written, target=f"{TENSOR_OPS}.draw_apart", args=args)
@@ -229,10 +233,34 @@ class _Writer:
         return tuple(moved.get(storage, storage) for storage in node.saved)
 
     def _on_parts(self, node: Node, strategy: Strategy) -> Node:
+        if short_name(node.target) == "cross_entropy" and strategy.sent:
+            return self._loss_on_parts(node)
         if short_name(node.target) == "embedding" and strategy.inputs[1:] == (Layout.sharded(0),):
             args = (*node.args[:2], argument(node, 2, "padding_idx"), self._group)
             return dataclasses.replace(node, target=f"{TENSOR_OPS}.embedding", args=args, kwargs=())
         return localised(self.facts, node, strategy)
+
+    def _loss_on_parts(self, node: Node) -> Node:
+        options = ((4, "ignore_index", -100), (6, "reduction", "mean"), (7, "label_smoothing", 0.0))
+        given = [(name, argument(node, place, name, default), default) for place, name, default in options]
+        kwargs = tuple((name, value) for name, value, default in given if value != default)
+        args = (argument(node, 0, "input"), argument(node, 1, "target"), self._group)
+        return dataclasses.replace(node, target=f"{TENSOR_OPS}.cross_entropy", args=args, kwargs=kwargs)
+
+    def _note_inside(self, node: Node, strategy: Strategy) -> None:
+        """The collectives that an operation makes itself."""
+        layouts = zip(node.inputs, strategy.inputs, strict=True)
+        value, source = next(pair for pair in layouts if pair[1].kind is Kind.SHARDED)
+        spec = self.facts.spec(value)
+        assert spec is not None, "it has been sharded"
+        gathering = conversion(source, REPLICATED, spec, self.choice.degree) or ()
+        instead = sum(sum(sent_bytes(step, spec, self.choice.degree)) for step in gathering)
+        module, sent = self.trace.calls[node.call].fqn, sum(strategy.sent)
+        self.collectives.append(
+            Collective(
+                node.name, short_name(node.target), value, source, REPLICATED, module, sent, 0, max(0, instead - sent)
+            )
+        )
 
     @property
     def _group(self) -> Ref:

@@ -37,7 +37,7 @@ class Transport(Protocol):
         """How many tensors have been sent to `peer` in this step."""
 
     def reap(self, peer: int, mark: int) -> None:
-        """The first `mark` tensors sent to `peer` in this step are known to have arrived: release them."""
+        """Let go of the first `mark` tensors sent to `peer` in this step, which arrive without further ado; waits for them."""
 
     def flush(self) -> None:
         """End of step: return when everything sent has left, and count from 0 again."""

@@ -4,7 +4,7 @@ The group's ranks are the pipeline ranks. Tensors from one rank to another go fi
 tag of their own, so other traffic on the group does not get between. gloo moves the bytes in the background
 once both ends have posted, and copies bytes whatever their dtype. It cannot tell whether an operation has
 completed without waiting for it, and a wait that times out closes the connection: so a wait has the whole
-step's time, and what was sent is held until the receiver is known to have it (`reap`) or the step ends.
+step's time, and what was sent is held until it is known to arrive (`smpc.executor.arrivals`) or the step ends.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class GlooTransport:
         return self._released[peer] + len(self._sent[peer])
 
     def reap(self, peer: int, mark: int) -> None:
-        """Release the first `mark` tensors sent to `peer`; they have arrived, so the waits return at once."""
+        """Release the first `mark` tensors sent to `peer`, once they have arrived."""
         sent = self._sent[peer]
         for _ in range(mark - self._released[peer]):
             self._finish(sent.popleft(), peer)

@@ -38,6 +38,7 @@ def partition(
     optimizer: str = "adam",
     memory_limit: str | int | None = None,
     trace_execution_times: bool = False,
+    trace_memory_usage: bool = False,
     leaf_modules: Sequence[str] = (),
 ) -> Plan:
     """The plan for a model: stages, what crosses between them, predicted memory and time.
@@ -53,7 +54,7 @@ def partition(
     them for each rank (docs/planner.md);
     `optimizer` what memory is: "sgd", "sgd-momentum", "adam", "adamw", "adamw-fp32-master" and others. `memory_limit` is the most that
     a rank may hold at its predicted peak: "80GB", or a number of bytes. With `trace_execution_times` times are measured on the device
-    that the model is on, not predicted.
+    that the model is on, not predicted; with `trace_memory_usage` so is what operations take and give back while they work.
 
     Raises ConfigError, TraceError or PartitionError; each says what was expected and what to do.
     """
@@ -71,6 +72,7 @@ def partition(
         optimizer=optimizer,
         memory_limit=memory_limit,
         trace_execution_times=trace_execution_times,
+        trace_memory_usage=trace_memory_usage,
         leaf_modules=leaf_modules,
     ).plan
 

@@ -26,6 +26,7 @@ from smpc.codegen.lower import lower
 from smpc.codegen.offload import insert_offloads, resident
 from smpc.codegen.program import Channel, Instruction, RankProgram, StageCode
 from smpc.codegen.rewrite.kernels import Rewritten, rewrite_kernels, select_rewrites
+from smpc.codegen.rewrite.outputs import keep_outputs
 from smpc.codegen.rewrite.plan import choose_by_plan, find_plan
 from smpc.codegen.rewrite.tensor_parallel import ShardedTrace, rewrite, with_collectives
 from smpc.codegen.schedule import evaluation
@@ -34,7 +35,7 @@ from smpc.codegen.simulate import Costs, Link, Timeline, chain, simulate, timeli
 from smpc.codegen.split import plan_channels, split
 from smpc.codegen.verify import verify_programs
 from smpc.errors import ConfigError, PartitionError, SmpcError
-from smpc.partitioner.cost import CostModel, NodeTimes
+from smpc.partitioner.cost import CostModel, NodeTimes, node_times
 from smpc.partitioner.device import Device, find_devices
 from smpc.partitioner.follow import fits, follow
 from smpc.partitioner.limit import check_peaks, with_size_note
@@ -45,6 +46,7 @@ from smpc.partitioner.plan import KernelUse, Plan, ScheduleSummary
 from smpc.partitioner.sizes import parse_bytes
 from smpc.partitioner.solve import plan_from_assignment, solve_partition
 from smpc.partitioner.timing import measure_times, parameter_times
+from smpc.partitioner.workspace import measure_workspace
 from smpc.tracer.ir import Trace
 from smpc.tracer.record import record
 from smpc.tracer.recorder import input_path
@@ -202,6 +204,7 @@ def compile_model(
     optimizer: str = "adam",
     memory_limit: str | int | None = None,
     trace_execution_times: bool = False,
+    trace_memory_usage: bool = False,
     schedule: str | None = None,
     virtual_pipeline_degree: int | None = None,
     manual: ManualPartition | None = None,
@@ -215,6 +218,7 @@ def compile_model(
     kernels: str | Sequence[str] = "auto",
     tensor_parallel_degree: int = 1,
     tensor_parallel_plan: str | Mapping[str, str] = "auto",
+    tensor_parallel_outputs: Sequence[str] | None = None,
     show_phase: Callable[[str], object] | None = None,
     warn: bool = True,
 ) -> Compilation:
@@ -224,7 +228,8 @@ def compile_model(
     several: one for each rank) and `optimizer` (see `smpc.partitioner.optimizer`) are what times and memory are predicted for.
     `memory_limit` is the most that a rank may hold at its predicted peak: "80GB", or a number of bytes. With
     `trace_execution_times`, times are
-    measured on the device that the model is on, not predicted. `show_phase` is called with the name of each phase as it starts.
+    measured on the device that the model is on, not predicted; with `trace_memory_usage`, so is what operations take and give back
+    while they work, which is otherwise left out. `show_phase` is called with the name of each phase as it starts.
     With `warn`, what was asked for and is not done becomes a warning (see `plan_warnings`).
     `data_parallel_degree` is the number of replicas of the pipeline, each with a batch like this: their gradients are summed in
     buckets, which take memory; with `shard_optimizer_state` they split the optimizer state among them.
@@ -232,7 +237,8 @@ def compile_model(
     "model.layers.*", `offload_activations` moves what these keep to CPU memory and back: see docs/activation_checkpointing.md.
     `kernels` says which ops of smpc.kernels replace what the model computes: "auto", "off" or names, see docs/kernels.md.
     `tensor_parallel_degree` ranks share every operation of a stage as `tensor_parallel_plan` says ("auto", "huggingface", "off" or styles
-    by name pattern, see docs/tensor_parallel_compiler.md): plan and programs are those of one of them.
+    by name pattern, see docs/tensor_parallel_compiler.md): plan and programs are those of one of them. `tensor_parallel_outputs` are the
+    only tensors that they return whole, such as ("loss",), so that logits need not be gathered; by default all are.
     With `skip_tracing`, parameter sizes and the order of modules alone decide about the cut, not what is recorded of them.
     `schedule` and `virtual_pipeline_degree`: see docs/schedules.md. `manual` puts modules on ranks by name, see
     `smpc.partitioner.manual`.
@@ -264,10 +270,12 @@ def compile_model(
     show = show_phase or (lambda phase: None)
     show("Tracing the model")
     trace, sharded = record(model, args, kwargs, leaf_modules=leaf_modules), None
-    if tensor_parallel_degree != 1 or tensor_parallel_plan not in ("auto", "off"):
-        _check_tensor_parallel(tensor_parallel_degree, trace_execution_times)
+    asked = tensor_parallel_plan not in ("auto", "off") or tensor_parallel_outputs is not None
+    if tensor_parallel_degree != 1 or asked:
+        _check_tensor_parallel(tensor_parallel_degree, trace_execution_times, trace_memory_usage)
         show("Choosing tensor-parallel layouts")
         styles = find_plan(model, tensor_parallel_plan)
+        trace = trace if tensor_parallel_outputs is None else keep_outputs(trace, tensor_parallel_outputs)
         sharded = rewrite(trace, choose_by_plan(trace, tensor_parallel_degree, styles))
         trace = sharded.trace
     rewritten = with_kernels(trace, options)
@@ -278,6 +286,10 @@ def compile_model(
     if trace_execution_times:
         show("Measuring the model")
         times = measure_times(trace, model, args, kwargs)
+    if trace_memory_usage:
+        show("Measuring memory")
+        times = times or node_times(trace, options.cost_model)
+        times = dataclasses.replace(times, workspace=measure_workspace(trace, model, args, kwargs))
     show("Solving the partition")
     plan = make_plan(trace, options, times=times, kernels=rewritten.uses, measured=trace_execution_times)
     for text in plan_warnings(plan) if warn else ():
@@ -286,16 +298,19 @@ def compile_model(
     return dataclasses.replace(compile_plan(trace, plan), sharded=sharded)
 
 
-def _check_tensor_parallel(degree: int, trace_execution_times: bool) -> None:
+def _check_tensor_parallel(degree: int, trace_execution_times: bool, trace_memory_usage: bool) -> None:
     if degree == 1:
         raise ConfigError(
-            "tensor_parallel_plan: has no effect with tensor_parallel_degree 1; leave it out, or set the degree"
+            "tensor_parallel_plan and tensor_parallel_outputs have no effect with tensor_parallel_degree 1; leave them out, or set "
+            "the degree"
         )
     wrong = [f"tensor_parallel_degree: expected at least 1, found {degree}"] if degree < 1 else []
-    if trace_execution_times:
-        wrong.append(
-            "trace_execution_times: not with tensor_parallel_degree, the model at hand is whole; leave one of them out"
-        )
+    asked = {"trace_execution_times": trace_execution_times, "trace_memory_usage": trace_memory_usage}
+    wrong += [
+        f"{name}: not with tensor_parallel_degree, the model at hand is whole; leave one of them out"
+        for name, is_asked in asked.items()
+        if is_asked
+    ]
     if wrong:
         raise ConfigError("\n".join(wrong))
 

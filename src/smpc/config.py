@@ -19,8 +19,8 @@ NotImplementedError); one that has no effect here, by nature, is accepted with a
 Nothing is read from the environment unless it is passed in.
 
 The keys, their defaults and their rules are those of the public configuration reference of SMP v1
-(smdistributed-modelparallel), but for `schedule`, `virtual_pipeline_degree`, the timeouts,
-`program_cache_size`, `kernels` and `nan_policy`, which are additions.
+(smdistributed-modelparallel), but for `schedule`, `virtual_pipeline_degree`, `tensor_parallel_plan`,
+`tensor_parallel_outputs`, the timeouts, `program_cache_size`, `kernels`, `nan_policy` and `fully_shard`, which are additions.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from smpc.kernels.setting import AUTO, faults_of
 ENVIRONMENT_VARIABLE = "SM_HP_MP_PARAMETERS"
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "list")
 PLACEMENT_STRATEGIES = ("cluster", "spread", "PDT", "PTD", "DPT", "DTP", "TPD", "TDP")
+MODULES = "modules"
+PLANS = (MODULES, "auto", "huggingface")  # by name, what tensor-parallel ranks split
 _ALIASES = {"partitions": "pipeline_parallel_degree"}
 _KINDS: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
 
@@ -67,7 +69,6 @@ def _key(default: Any, meaning: str, **rules: Any) -> Any:
     return dataclasses.field(default=default, metadata={"key": Key(meaning, **rules)})
 
 
-_NO_HALF = "train in float32: leave it out"
 _NO_SHARDING = "every rank keeps whole parameters, gradients and optimizer state: leave it out"
 _TRANSLATED = "distributed modules start from the weights of the originals wherever those can be translated"
 _ONE_PLAN = "a plan depends on the model and the configuration alone, so the same run gets the same partition again"
@@ -156,6 +157,11 @@ class Config:
         derived="0.2 if optimize is speed, else 0.8",
     )
     ddp: bool = _key(False, "Whether there are data-parallel replicas; required when there is more than one")
+    fully_shard: bool = _key(
+        False,
+        "Whether replicas hold parts of each stage's parameters, gradients and optimizer state, and gather parameters for a step "
+        "(torch's fully_shard); requires ddp and pipeline_parallel_degree above 1",
+    )
     active_microbatches: int = _key(
         None,
         "Most microbatches in execution at a time; never more than `microbatches`",
@@ -186,6 +192,16 @@ class Config:
         "Number of ranks that a tensor-parallel module is split over",
         minimum=1,
     )
+    tensor_parallel_plan: str = _key(
+        MODULES,
+        "What tensor-parallel ranks split: `modules`, those that smp.tensor_parallelism declares; or any model, by the compiler: `auto`, "
+        "`huggingface` (the model's own plan) or a .json file of styles by name pattern (docs/tensor_parallel_compiler.md)",
+    )
+    tensor_parallel_outputs: str = _key(
+        "",
+        "With a tensor_parallel_plan, names of the tensors that the model returns, such as `loss`, separated by commas; None in place of "
+        "others, so that logits need not be gathered. Empty: all",
+    )
     tensor_parallel_seed: int = _key(
         0, "Seed of the random numbers that tensor-parallel modules draw in training (dropout)", minimum=0
     )
@@ -193,11 +209,12 @@ class Config:
         False,
         "Whether the ranks of a tensor-parallel group get the same batch (true of a group of one anyway)",
     )
-    fp16: bool = _key(False, "Train in float16 with loss scaling", unsupported=_NO_HALF)
-    bf16: bool = _key(False, "Train in bfloat16", unsupported=_NO_HALF)
-    fp16_params: bool = _key(False, "Create the parameters of distributed modules in float16", unsupported=_NO_HALF)
+    fp16: bool = _key(False, "Train in float16, with float32 masters and loss scaling")
+    bf16: bool = _key(False, "Train in bfloat16, with float32 masters")
+    fp16_params: bool = _key(False, "Create the parameters of distributed modules in float16")
     shard_optimizer_state: bool = _key(
-        False, "Split the optimizer state over the data-parallel ranks", unsupported=_NO_SHARDING
+        False,
+        "Split optimizer state and masters over the data-parallel ranks that hold the same parameters, balanced by size; requires ddp",
     )
     sharded_data_parallel_degree: int = _key(
         1,
@@ -233,8 +250,7 @@ class Config:
     )
     delayed_parameter_initialization: bool = _key(
         False,
-        "Create parameters after the model is cut, on the rank that owns them",
-        unsupported="create the whole model in CPU memory, and leave it out",
+        "Create the parameters of what is made in smp.model_creation after the model is cut, on the rank that owns them",
     )
     checkpoint_attentions: bool = _key(
         False,
@@ -267,7 +283,9 @@ class Config:
     )
     _match_weights: bool = _key(False, "Give distributed modules the weights of the originals", no_effect=_TRANSLATED)
     _fp32_grad_accumulation: bool = _key(
-        False, "Accumulate gradients of half-precision parameters in float32", unsupported=_NO_HALF
+        False,
+        "Accumulate gradients of half-precision parameters in float32",
+        unsupported="gradients accumulate in the dtype of their parameters: leave it out",
     )
 
     def __post_init__(self) -> None:
@@ -415,9 +433,20 @@ class _Report:
         if schedule not in ("", *SCHEDULES) and not schedule.endswith(".csv"):
             expected = f"{', '.join(SCHEDULES)} or a .csv file"
             self.errors.append(f"schedule: expected one of {expected}, found {schedule!r}{self._where('schedule')}")
+        self._check_plan(sound)
         if sound.get("tensor_parallel_degree", 1) > 1 and not sound.get("ddp", False):
             found = sound["tensor_parallel_degree"]
             self.errors.append(f"tensor_parallel_degree: {found} requires ddp: true, found ddp: false")
+        if sound.get("shard_optimizer_state", False) and not sound.get("ddp", False):
+            self.errors.append("shard_optimizer_state: true requires ddp: true, found ddp: false")
+        if sound.get("fully_shard", False):
+            self._check_fully_shard(sound)
+        if sound.get("bf16", False):
+            self.errors.extend(
+                f"{name}: true and bf16: true exclude each other; keep one"
+                for name in ("fp16", "fp16_params")
+                if sound.get(name, False)
+            )
         if sound.get("auto_partition", True) is False and "default_partition" not in sound:
             self.errors.append("auto_partition: false requires default_partition, where modules not placed by hand go")
         if sound.get("auto_partition", True) is False and sound.get("virtual_pipeline_degree", 0):
@@ -429,6 +458,46 @@ class _Report:
             self.errors.append(
                 f"default_partition: expected at most pipeline_parallel_degree - 1 = {degree - 1}, "
                 f"found {sound['default_partition']}"
+            )
+
+    def _check_fully_shard(self, sound: Mapping[str, Any]) -> None:
+        schedule = sound.get("schedule", "")
+        if not sound.get("ddp", False):
+            self.errors.append("fully_shard: true requires ddp: true, found ddp: false")
+        if sound.get("pipeline_parallel_degree", 2) == 1:
+            self.errors.append(
+                "fully_shard: true requires pipeline_parallel_degree above 1, found 1; call torch's fully_shard"
+            )
+        if schedule in ("zb-h1", "zb-h2", "zb-v", "list"):
+            self.errors.append(
+                f"fully_shard: true requires a schedule with whole backwards, found schedule: {schedule!r}, which splits them; use 1f1b, "
+                "interleaved-1f1b or gpipe"
+            )
+        if sound.get("tensor_parallel_degree", 1) > 1:
+            self.errors.append(
+                f"fully_shard: true requires tensor_parallel_degree: 1, found {sound['tensor_parallel_degree']}"
+            )
+        self.errors.extend(
+            f"fully_shard: true and {name}: true exclude each other; keep one"
+            for name in ("fp16", "bf16", "fp16_params", "shard_optimizer_state")
+            if sound.get(name, False)
+        )
+
+    def _check_plan(self, sound: Mapping[str, Any]) -> None:
+        plan, where = sound.get("tensor_parallel_plan", MODULES), self._where("tensor_parallel_plan")
+        if plan not in PLANS and not plan.endswith(".json"):
+            self.errors.append(
+                f"tensor_parallel_plan: expected one of {', '.join(PLANS)} or a .json file, found {plan!r}{where}"
+            )
+        elif plan != MODULES and sound.get("tensor_parallel_degree", 1) > 1 and not sound.get("prescaled_batch", False):
+            self.errors.append(
+                f"tensor_parallel_plan: {plan} requires prescaled_batch: true, as all ranks of a tensor-parallel group compute on the same "
+                f"batch, found prescaled_batch: false{where}"
+            )
+        if plan == MODULES and sound.get("tensor_parallel_outputs", ""):
+            self.errors.append(
+                f"tensor_parallel_outputs: {sound['tensor_parallel_outputs']} requires a tensor_parallel_plan, found {MODULES}"
+                f"{self._where('tensor_parallel_outputs')}"
             )
 
     def _where(self, name: str) -> str:

@@ -36,8 +36,10 @@ from smpc.codegen.stage import StageModule, build_stage
 from smpc.compile import Compilation, Inputs
 from smpc.errors import StepError, UsageError
 from smpc.executor.bind import StepHooks
+from smpc.executor.fully_shard import StageShards, exchange
 from smpc.executor.interpreter import Interpreter
 from smpc.executor.loopback import run_loopback
+from smpc.executor.sharded_tensor import local
 from smpc.executor.transport import Transport, loopback_transports
 from smpc.observation import Window
 from smpc.observe import Observer, RankRecord, StepCallback, Watch, batch_of
@@ -78,17 +80,20 @@ class RankPrograms:
         self.written_inputs = _written_inputs(compilation.trace)
         program = compilation.programs[rank]
         self.stages = {code.index: build_stage(code, model, device) for code in program.stages}
-        parameters = shared_parameters(model, program)
         labels = _labels(compilation.trace)
+        made = hooks(self.stages)  # may put other parameters in the places of the model's
+        parameters = shared_parameters(model, program)
+        modules = made.modules(self.stages) if isinstance(made, StageShards) else self.stages
         self._interpreters = {
             training: Interpreter(
                 programs[rank],
-                self.stages,
+                modules,
                 transport,
                 device=device,
                 parameters=parameters,
-                hooks=hooks(self.stages) if training else None,
+                hooks=made if training else None,
                 labels=labels,
+                peers=programs,
             )
             for training, programs in ((True, compilation.programs), (False, compilation.evaluation_programs))
         }
@@ -104,9 +109,9 @@ class RankPrograms:
         for stage in self.stages.values():
             yield from stage.buffers()
             for parameter in stage.parameters():
-                yield parameter
+                yield local(parameter)
                 if parameter.grad is not None:
-                    yield parameter.grad
+                    yield local(parameter.grad)
 
 
 class Runtime:
@@ -172,6 +177,8 @@ class Runtime:
                     interpreter.run(inputs, _noting_loss(output, watch))
             else:
                 interpreter.run(inputs, output)
+        if isinstance(self._hooks, StageShards):
+            self._hooks.release()
         self._running = None
 
     def register_step_callback(self, callback: StepCallback) -> RemovableHandle:
@@ -227,6 +234,8 @@ class Runtime:
     def _hooks_for(self, stages: Mapping[int, StageModule]) -> StepHooks | None:
         if not self._programs:
             self._hooks = self._make_hooks(stages)
+            if isinstance(self._hooks, StageShards):
+                exchange(self._model, self._hooks.exchanged)
         return self._hooks
 
 

@@ -15,13 +15,14 @@ in training and in evaluation mode, with the same slices.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from smpc.codegen.rewrite.outputs import keep_outputs
 from smpc.codegen.rewrite.plan import Plan as StylePlan
 from smpc.codegen.rewrite.plan import choose_by_plan, find_plan
 from smpc.codegen.rewrite.sharding import REPLICATED, Layout
@@ -139,17 +140,21 @@ def shard(
     sample_inputs: Any,
     group: TensorGroup,
     plan: str | Mapping[str, str] = "auto",
+    outputs: Sequence[str] | None = None,
 ) -> ShardedModule:
     """This rank's part of `model`, which it takes over: parameters are replaced by slices in place.
 
-    `sample_inputs`: one batch, in the forms of `smpc.compile`. A model on the meta device stays there, as slices: move it with
-    `to_empty` and fill it with `load_whole_state_dict`. Raises ConfigError for a plan that is wrong, TraceError for a model that
-    cannot be recorded.
+    `sample_inputs`: one batch, in the forms of `smpc.compile`. `outputs` are the only tensors that calls return, such as ("loss",), so
+    that logits need not be gathered; in place of others there is None. By default all are returned. A model on the meta device stays
+    there, as slices: move it with `to_empty` and fill it with `load_whole_state_dict`. Raises ConfigError for a plan or an output that
+    is wrong, TraceError for a model that cannot be recorded.
     """
     _check_not_sharded(model)
     args, kwargs = as_inputs(sample_inputs)
     styles = find_plan(model, plan)
     traces = {training: _recorded(model, training, args, kwargs) for training in (model.training, not model.training)}
+    if outputs is not None:
+        traces = {training: keep_outputs(trace, outputs) for training, trace in traces.items()}
     return ShardedModule(model, group, traces, styles)
 
 

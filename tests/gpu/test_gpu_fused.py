@@ -16,6 +16,7 @@ def gpu():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     assert backend(torch.device(DEVICE)) is Backend.TRITON
+    torch.manual_seed(0)
 
 
 @pytest.mark.parametrize("shape", [*cases.SHAPES, *cases.LONG_SHAPES, (300, 4096), (7, 8192), (7, 12288)], ids=str)
@@ -29,7 +30,9 @@ def test_rows(shape, dtype):
 def test_layouts(layout, dtype):
     cases.check_norms((17, 33), dtype, DEVICE, layout)
     cases.check_activations((17, 33), dtype, DEVICE, layout)
+    cases.check_bias_dropout_add((17, 33), dtype, DEVICE, layout)
     cases.check_cross_entropy((17, 33), dtype, cases.RULES[1], DEVICE, layout, inplace=True)
+    cases.check_linear_cross_entropy((7, 16, 33), dtype, cases.RULES[1], DEVICE, layout=layout)
 
 
 @pytest.mark.parametrize("columns", [127, 4096, 4097, 12288])

@@ -4,6 +4,15 @@
 of its own with it set, so that `make test` includes it. By hand: `TRITON_INTERPRET=1 pytest tests/kernels`.
 """
 
+import pytest
+import torch
+
 from smpc.kernels.runtime import interpreting
 
 collect_ignore_glob = [] if interpreting() else ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def numbers():
+    """The same random numbers in every run."""
+    torch.manual_seed(0)

@@ -32,6 +32,7 @@ def test_layouts(layout, dtype):
     cases.check_norms((17, 33), dtype, layout=layout)
     cases.check_activations((17, 33), dtype, layout=layout)
     cases.check_bias_dropout_add((17, 33), dtype, layout=layout)
+    cases.check_linear_cross_entropy((7, 16, 33), dtype, cases.RULES[1], layout=layout)
     cases.check_cross_entropy((17, 33), dtype, cases.RULES[1], layout=layout, inplace=True)
 
 

@@ -52,18 +52,21 @@ def batch(step):
 
 
 class Job:
-    """One rank of a job, after smp.init. `seed` is that of the weights."""
+    """One rank of a job, after smp.init. `seed` is that of the weights; `half`: in fp16, with optimizer state shared out to replicas."""
 
-    def __init__(self, topology, dropout=0.0, seed=1, **config):
+    def __init__(self, topology, dropout=0.0, seed=1, half=False, **config):
         pp, tp, rdp = topology
         degrees = {"pipeline_parallel_degree": pp, "tensor_parallel_degree": tp}
-        ddp = {"ddp": True} if tp * rdp > 1 else {}
+        ddp = {"ddp": True, "shard_optimizer_state": half} if tp * rdp > 1 else {}
+        ddp |= {"fp16": half}
+        scaling = {"dynamic_loss_scale": True, "init_scale": 2.0**27, "scale_window": 2} if half else {}
         smp.init({**degrees, "microbatches": MB, "checkpoint_timeout": 40.0, **ddp, **config})
         torch.manual_seed(seed)
         with smp.tensor_parallelism():
             model = Model(dropout)
         self.model = smp.DistributedModel(model)
-        self.optimizer = smp.DistributedOptimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-2))
+        inner = torch.optim.AdamW(self.model.parameters(), lr=1e-2, eps=1e-6)
+        self.optimizer = smp.DistributedOptimizer(inner, **scaling)
 
     def step(self, number):
         """The mean loss over all ranks."""
@@ -86,7 +89,8 @@ class Job:
             f"{name}::{key}": v.clone() for name, items in optimizer["state"].items() for key, v in items.items()
         }
         model = {key: value.clone() for key, value in self.model.state_dict().items()}
-        return {"model": model, "optimizer": tensors, "groups": optimizer["param_groups"]}
+        groups = {"groups": optimizer["param_groups"], "scaler": optimizer.get("loss_scaler")}
+        return {"model": model, "optimizer": tensors, "groups": groups}
 
 
 def same(found, expected):

@@ -21,6 +21,16 @@ def test_runs(arguments):
 
 
 @pytest.mark.slow
+def test_tensor_parallel_runs():
+    done = subprocess.run(
+        [sys.executable, "tensor_parallel.py", "--steps", "2", "--sizes", "launch-bound"],
+        cwd=FOLDER, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("launch-bound") == 2
+
+
+@pytest.mark.slow
 def test_trace_time_runs():
     done = subprocess.run(
         [sys.executable, "trace_time.py", "--only", "lstm", "--runs", "1"],

@@ -7,6 +7,7 @@ a call of the checkpoint code into C (counted in a rehearsal), or a time. Then a
 
 import os
 import random
+import shutil
 import signal
 import time
 import warnings
@@ -176,12 +177,13 @@ def test_a_random_kill(number, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_300_random_kills(tmp_path):
-    first = SEED + 1000
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("piece", range(6))
+def test_300_random_kills(piece, tmp_path):
+    first = SEED + 1000 + 50 * piece
     published = 0
     longest = 0.0
-    for seed in range(first, first + 300):
+    for seed in range(first, first + 50):
         folder = tmp_path / str(seed)
         folder.mkdir()
         try:
@@ -191,5 +193,6 @@ def test_300_random_kills(tmp_path):
             raise
         published += done
         longest = max(longest, took)
-    print(f"300 kills from seed {first}: {published} after publication, longest run {longest:.1f} s")
-    assert 30 < published < 270  # kills hit both sides
+        shutil.rmtree(folder)
+    print(f"50 kills from seed {first}: {published} after publication, longest run {longest:.1f} s")
+    assert 2 < published < 48  # kills hit both sides

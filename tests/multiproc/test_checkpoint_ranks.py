@@ -3,12 +3,14 @@
 import dataclasses
 import os
 import resource
+import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_harness import TIMEOUT, content, empty, run_ranks, shards, state, values_of
+from checkpoint_harness import TIMEOUT, content, empty, peak_of, run_ranks, shards, state, values_of
 from safetensors.torch import load_file
 
 from smpc.checkpoint import (
@@ -136,29 +138,68 @@ def test_one_rank_in_trouble_is_an_error_on_all_and_nothing_is_published(tmp_pat
             assert min(written) > 0.5 * max(written)  # replicas are written once, by turns
 
 
-def damaged_load(rank, channel, path):
+def flip(path):
+    with open(path, "r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1000, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 4]))
+
+
+def truncate(path):
+    os.truncate(path, os.path.getsize(path) - 1)
+
+
+def empty_file(path):
+    os.truncate(path, 0)
+
+
+def swap(path):
+    other = path.replace("optimizer", "model")
+    os.rename(path, f"{path}.x")
+    os.rename(other, path)
+    os.rename(f"{path}.x", other)
+
+
+def stale(path):
+    """The file of another step, of the same size."""
+    shutil.copyfile(path.replace("/one/", "/two/"), path)
+
+
+HARMS = [flip, truncate, empty_file, os.unlink, swap, stale]
+
+
+def damaged_load(rank, channel, path, golden):
+    """One damage after the other, in a copy: what this rank was told, and whether anything was touched."""
     wanted = empty(shards(state(1), "rows", rank, channel.size))
     before = [shard.tensor.clone() for shard in wanted]
-    told = error_of(lambda: load(path, wanted, channel))
-    untouched = all(torch.equal(a, shard.tensor) for a, shard in zip(before, wanted, strict=True))
+    told = []
+    for harm in HARMS:
+        folder = f"{path}/{harm.__name__}/one"
+        if rank == 0:
+            shutil.copytree(f"{path}/run", f"{path}/{harm.__name__}")
+            harm(f"{folder}/optimizer_00000.safetensors")
+        channel.exchange("harmed")
+        told.append(error_of(lambda folder=folder: load(folder, wanted, channel)))
+        assert all(torch.equal(a, shard.tensor) for a, shard in zip(before, wanted, strict=True)), harm
     if rank == 1:  # this rank alone asks for what is not there
         wanted = [*wanted, Shard.whole("model", "nobody", torch.zeros(2))]
-    other = error_of(lambda: load(path, wanted, channel))
-    return told, untouched, other
+    other = error_of(lambda: load(f"{path}/run/one", wanted, channel))
+    rows = Shard.of("model", "w", torch.zeros(2, 3), (4, 3), (2 * rank, 0))  # saved by the first release
+    load(golden, [rows], channel, strict=False)
+    return told, other, rows.tensor.tolist()
 
 
 def test_damage_is_named_on_all_ranks_and_nothing_is_touched(tmp_path):
-    path = save(Root(tmp_path / "run"), "one", content(1, "dp", 0, 1), Alone())
-    file = f"{path}/optimizer_00000.safetensors"
-    with open(file, "r+b") as opened:
-        opened.seek(-1000, os.SEEK_END)
-        byte = opened.read(1)
-        opened.seek(-1000, os.SEEK_END)
-        opened.write(bytes([byte[0] ^ 4]))
-    for told, untouched, other in values_of(run_ranks(2, damaged_load, tmp_path, path)):
-        assert f"{file}: damaged" in told
-        assert untouched
+    for step, tag in ((1, "one"), (2, "two")):
+        save(Root(tmp_path / "run"), tag, content(step, "dp", 0, 1), Alone())
+    golden = Path(__file__).parents[1] / "golden" / "checkpoints" / "version_1"
+    outcomes = values_of(run_ranks(2, damaged_load, tmp_path, str(tmp_path), str(golden)))
+    for rank, (told, other, rows) in enumerate(outcomes):
+        for harm, text in zip(HARMS, told, strict=True):
+            assert f"{tmp_path}/{harm.__name__}/one/optimizer_00000.safetensors: " in text, harm
         assert "missing: model nobody" in other
+        assert rows == torch.arange(12.0).view(2, 2, 3)[rank].tolist()
 
 
 def late(rank, channel, folder):
@@ -210,23 +251,6 @@ def test_a_full_export_is_whole_plain_tensors(tmp_path):
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert os.listdir(tmp_path / "out") == ["model.safetensors"]
-
-
-GIB = 1 << 30
-
-
-def peak_of(function):
-    """What `function` adds to this process's peak of private memory, in bytes."""
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak starts again at what is used now
-    before = _status("VmRSS")
-    function()
-    return _status("VmHWM") - before
-
-
-def _status(field):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
 
 
 def two_gigabytes(rank, channel, path, names):

@@ -3,9 +3,13 @@
 import torch
 import torch.distributed as dist
 from executor_harness import MB, Stage, layer, microbatches, run_workers, two_stage_program
+from torch import nn
 
+from smpc.compile import compile_model
 from smpc.executor import Interpreter
+from smpc.executor.live_bytes import LiveBytes
 from smpc.executor.transport import GlooTransport, WireFormat
+from smpc.runtime import Runtime
 from smpc.tracer.ir import TensorSpec
 
 VALUES = {
@@ -103,3 +107,39 @@ def exchange(rank, _):
 
 def test_every_dtype_crosses(tmp_path):
     assert run_workers(exchange, 2, tmp_path) == [True, True]
+
+
+def blocks():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+
+
+def peaks(rank, _, counts):
+    """Most bytes alive in a step, by number of microbatches; inputs not counted."""
+    found = {}
+    for schedule in ("1f1b", "zb-v"):
+        for count in counts:
+            model, batch = blocks(), torch.randn(8 * count, 64)
+            compilation = compile_model(
+                model, batch, pipeline_parallel_degree=2, microbatches=count, schedule=schedule, memory_weight=0.0
+            )
+            runtime = Runtime(model, rank=rank, transport=GlooTransport(dist.new_group()))
+            program = runtime.install(compilation)
+            parts = [((part,), {}) for part in batch.chunk(count)] if rank == 0 else None
+            for training in (True, False):
+
+                def on_output(_, output, training=training):
+                    return [(output.square().mean(), None)] if training else None
+
+                with torch.set_grad_enabled(training):
+                    runtime.run(program, parts, on_output, training=training)  # gradients are there after it
+                    with LiveBytes([batch]) as counter:
+                        runtime.run(program, parts, on_output, training=training)
+                found.setdefault((schedule, training), []).append(counter.peak - batch.nbytes)
+    return found
+
+
+def test_memory_does_not_grow_with_the_microbatches(tmp_path):
+    for rank, found in enumerate(run_workers(peaks, 2, tmp_path, (8, 24))):
+        for key, (few, many) in found.items():
+            assert many <= few + 1024, (rank, key, few, many)  # a message has 2 KiB

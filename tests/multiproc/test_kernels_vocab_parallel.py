@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from smpc.executor.collectives import TensorGroup, replicate_in
 from smpc.kernels.cross_entropy import cross_entropy
 from smpc.kernels.vocab_parallel_cross_entropy import _vocab_parallel_cross_entropy, vocab_parallel_cross_entropy
 from smpc.nn import VocabParallelCrossEntropyLoss
@@ -44,6 +45,7 @@ def check(rank, group):
                     compare(whole, target, group, rank, columns, classes, rule, tolerance)
                 whole[0, 0] = 0.5
                 compare(whole, target, group, rank, columns, classes, rule, tolerance)
+    check_gradients(rank, group)
     mine = torch.randn(3, 5, requires_grad=True)
     labels = torch.tensor([0, 9, -100])
     torch.library.opcheck(
@@ -52,10 +54,32 @@ def check(rank, group):
     assert torch.equal(
         VocabParallelCrossEntropyLoss(group)(mine, labels), vocab_parallel_cross_entropy(mine, labels, group)
     )
+    strided = torch.randn(3, 10)[:, ::2]
+    torch.testing.assert_close(
+        vocab_parallel_cross_entropy(strided, labels, group),
+        vocab_parallel_cross_entropy(strided.contiguous(), labels, group),
+    )
+    empty = vocab_parallel_cross_entropy(mine[:0], labels[:0], group, reduction="sum")
+    assert empty == torch.autograd.grad(empty, mine)[0].sum() == 0
+    with pytest.raises(ValueError, match=r"found torch\.int64"):
+        vocab_parallel_cross_entropy(mine.long(), labels, group)
     with pytest.raises(ValueError, match="labels from 0 to 9 or ignore_index -100, found 10"):
         vocab_parallel_cross_entropy(mine, labels + 1, group)
     with pytest.raises(ValueError, match="vocab_start >= 0 and vocab_size >= 1, found -1 and 10"):
         vocab_parallel_cross_entropy(mine, labels, group, vocab_start=-1)
+
+
+def check_gradients(rank, group):
+    """gradcheck moves the whole logits on all ranks alike; each rank's columns have their part of the gradient, which are added up."""
+    ranks = TensorGroup.of(group)
+    for rule in RULES[:2]:
+        whole = torch.randn(3, 4 * RANKS, dtype=torch.float64, requires_grad=True)
+
+        def loss(whole, rule=rule):
+            own = replicate_in(whole, ranks)[:, 4 * rank : 4 * (rank + 1)]
+            return vocab_parallel_cross_entropy(own, torch.tensor([6, 1, -100]), group, vocab_size=7, **rule)
+
+        assert torch.autograd.gradcheck(loss, whole)
 
 
 def compare(whole, target, group, rank, columns, classes, rule, tolerance):

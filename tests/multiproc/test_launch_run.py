@@ -145,7 +145,8 @@ def test_two_jobs_share_the_host(write):
 
 def test_exception_on_one_rank_ends_all_with_its_traceback(write):
     script = write(f"{ALL_REDUCE}\nif rank == 1:\n    raise ValueError('boom on rank 1')\ndistributed.barrier()\n")
-    done = _run("-n", "2", script)
+    done = _run("-n", "2", script, environment=_environment(HUB_TOKEN="hunter2"))
+    assert "hunter2" not in done.stderr + done.stdout
     lines = done.stderr.splitlines()
     assert done.returncode == 1
     assert lines[:2] == [

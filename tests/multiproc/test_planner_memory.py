@@ -167,7 +167,7 @@ def worker(rank, folder, cases):
             recompute=recompute,
         )
         assert not compilation.plan.split_checkpoints
-        assert not recompute or compilation.plan.stages[rank].checkpoints
+        assert not recompute or any(stage.checkpoints for stage in compilation.plan.stages)
         measured = measure(rank, compilation, model, batch, groups[num_stages])
         stage = compilation.plan.stages[rank]
         found.append((f"{name} on {num_stages}, {pipeline}, rank {rank}", stage.peak_memory_bytes, measured))
@@ -183,13 +183,13 @@ LAYERS = {
 PIPELINES = (("simple", 4), ("interleaved", 6))
 
 
-def check(tmp_path, cases, num_processes, tolerance=0.05):
+def check(tmp_path, cases, num_processes):
     found = [entry for results in run_workers(worker, num_processes, tmp_path, cases) for entry in results]
     assert len(found) == sum(num_stages for _, num_stages, *_ in cases)
     wrong = [
         f"{what}: predicted {predicted / 1e6:.2f} MB, measured {measured / 1e6:.2f} MB ({predicted / measured - 1:+.1%})"
         for what, predicted, measured in found
-        if abs(predicted / measured - 1) > tolerance
+        if abs(predicted / measured - 1) > 0.05
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -208,8 +208,5 @@ def test_predicted_peaks_come_true_with_checkpointing(tmp_path):
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("name", LAYERS)
 def test_predicted_peaks_come_true_with_checkpointing_all(tmp_path, name, num_stages):
-    # A gradient that arrives for a value which its own stage reads too is added to in a third block, which the plan leaves out. On the
-    # U-Net's first stage of four little else is held.
-    tolerance = 0.065 if (name, num_stages) == ("unet", 4) else 0.05
     cases = [(name, num_stages, *pipeline, LAYERS[name]) for pipeline in PIPELINES]
-    check(tmp_path, cases, num_stages, tolerance)
+    check(tmp_path, cases, num_stages)

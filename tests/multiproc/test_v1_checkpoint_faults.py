@@ -28,8 +28,8 @@ def server():
     multiprocessing.forkserver.ensure_running()
 
 
-def die_while_saving(rank, folder, path, victim, there):
-    """The first save stands if there is one; the second never ends: the victim is killed among its writes."""
+def die_while_saving(rank, folder, path, victim, there, call):
+    """The first save stands if there is one; the second never ends: the victim is killed at a call."""
     job = Job(PP2, checkpoint_timeout=3.0)
     job.steps(0)
     if there:
@@ -38,20 +38,21 @@ def die_while_saving(rank, folder, path, victim, there):
     job.steps(1)
     torch.save(state, folder / f"state{rank}.pt")
     if rank == victim:
-        sys.setprofile(KillAtWrite())
+        sys.setprofile(KillAt(call))
     job.save(path, "second")
 
 
-class KillAtWrite:
-    """SIGKILL for this process at the second write to a file of tensors: its header is there, its first tensor not."""
+class KillAt:
+    """SIGKILL for this process: "write", at the second write to a file of tensors, whose header is there and its first tensor not;
+    "commit", at the first rename, when all files and the manifest are there."""
 
-    def __init__(self):
-        self.count = 0
+    def __init__(self, call):
+        self.call, self.count = call, 0
 
     def __call__(self, frame, event, argument):
-        if event == "c_call" and argument is os.write and frame.f_code.co_filename.endswith("/tensorfile.py"):
-            self.count += 1
-            if self.count == 2:
+        if event == "c_call" and "/smpc/checkpoint/" in frame.f_code.co_filename:
+            self.count += argument is os.write
+            if (self.count == 2) if self.call == "write" else argument is os.rename:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -71,14 +72,18 @@ def continue_after_death(rank, folder, path, there, draft):
 
 
 @pytest.mark.parametrize(
-    ("victim", "there"),
-    [(0, True), pytest.param(0, False, marks=pytest.mark.slow), pytest.param(1, True, marks=pytest.mark.slow)],
+    ("victim", "there", "call"),
+    [
+        (0, True, "commit"),
+        (0, False, "write"),
+        *(pytest.param(v, True, "write", marks=pytest.mark.slow) for v in (0, 1)),
+    ],
 )
-def test_a_rank_killed_while_saving_leaves_what_there_was(tmp_path, victim, there):
+def test_a_rank_killed_while_saving_leaves_what_there_was(tmp_path, victim, there, call):
     path = tmp_path / "run"
     for name in ("dying", "next"):
         (tmp_path / name).mkdir()
-    codes = [code for code, _ in Launch(die_while_saving, 2, tmp_path / "dying", path, victim, there).wait(60)]
+    codes = [code for code, _ in Launch(die_while_saving, 2, tmp_path / "dying", path, victim, there, call).wait(60)]
     assert codes[victim] == -signal.SIGKILL
     assert codes[1 - victim] != 0
     draft = any(name.startswith(".second") for name in os.listdir(path))
@@ -95,7 +100,7 @@ def misuse(rank, folder, path):
     job.steps(0)
     for options, error, text in [
         ({"num_kept_partial_checkpoints": 0}, ConfigError, "at least 1, or None to keep all, found 0"),
-        ({"partial": False, "asynchronous": True}, ConfigError, "asynchronous: for partial"),
+        ({"partial": False, "num_kept_partial_checkpoints": 2}, ConfigError, "for partial checkpoints; leave it out"),
         ({"pickle": ["args"]}, CheckpointError, "has no 'args'"),
         ({"force": rank == 0}, CheckpointError, "expected the same arguments on all ranks"),
         ({"user_content": {"args": object()}}, CheckpointError, "ask for pickle by name"),
@@ -172,11 +177,14 @@ def background(rank, folder, path):
             thread.join()
         with pytest.raises(CheckpointError, match=r"(?s)in the background failed: rank 0: .*d_partial"):
             job.step(1)
+        job.save(path, "whole", partial=False, asynchronous=True, user_content=big)
+        with pytest.raises(CheckpointError, match=r"(?s)in the background failed: rank 0: .*user_content_whole"):
+            job.save(path, "x")
         job.save(path, "e", asynchronous=True, user_content=big)
         with pytest.raises(CheckpointError, match=r"(?s)in the background failed: rank 0: .*e_partial"):
             smp.shutdown()
     assert not smp.is_initialized()
-    assert Root(path).tags() == ["a_partial", "b_partial", "c_partial"]
+    assert sorted(os.listdir(path)) == ["a_partial", "b_partial", "c_partial", "newest"]
     return True
 
 
@@ -193,6 +201,83 @@ def full_disk(rank):
 
 def test_saving_in_the_background(tmp_path):
     assert run_workers(background, 2, tmp_path, tmp_path / "run") == [True, True]
+
+
+def misfit(rank, folder, path):
+    """Another model than the one that was saved: all that does not fit is said together, on all ranks, and nothing changes."""
+    job = Job(PP2)
+    job.steps(0)
+    job.save(path, "a", data=Position(10 + rank))
+    smp.shutdown()
+    job = Job((1, 2, 1), seed=2)
+    module = job.model.get_module()
+    module.scale = torch.ones(2)
+    module.norm.double()
+    module.register_parameter("more", torch.nn.Parameter(torch.ones(1)))
+    before = {name: value.clone() for name, value in job.model.named_parameters()}
+    position = Position(0)
+    with pytest.raises(CheckpointError) as caught:
+        smp.resume_from_checkpoint(str(path), load_optimizer=False, data=position)
+    assert sorted(line.split(";")[0] for line in str(caught.value).splitlines()[1:]) == [
+        "dtype of model norm.bias: expected torch.float64, found torch.float32",
+        "dtype of model norm.weight: expected torch.float64, found torch.float32",
+        "missing: model more",
+        "shape of model scale: expected [2], found [1]",
+    ]
+    assert all(torch.equal(value, before[name]) for name, value in job.model.named_parameters())
+    module.scale = torch.ones(1)
+    assert position.at == 0
+    resume(path, load_optimizer=False, strict=False, data=position)
+    assert position.at == 10
+    assert module.norm.weight.dtype == torch.float64
+    assert not torch.equal(module.norm.weight, before["norm.weight"])
+    with pytest.raises(ConfigTypeError, match=r"data: expected an object with state_dict\(\)"):
+        smp.resume_from_checkpoint(str(path), load_optimizer=False, data=3)
+    return True
+
+
+class Position:
+    """Where a data loader is."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def state_dict(self):
+        return {"at": self.at, "order": torch.arange(3) + self.at}
+
+    def load_state_dict(self, state):
+        assert torch.equal(state["order"], torch.arange(3) + state["at"])
+        self.at = state["at"]
+
+
+def test_all_that_does_not_fit_is_listed_on_all_ranks(tmp_path):
+    assert run_workers(misfit, 2, tmp_path, tmp_path / "run") == [True, True]
+
+
+def positions(rank, folder, path):
+    """Each data-parallel rank takes up its own position, whatever the other degrees; pipeline rank 0's counts."""
+    job = Job((2, 1, 1))
+    job.steps(0)
+    job.save(path, "one", data=Position(7 if smp.pp_rank() == 0 else -1))
+    smp.shutdown()
+    job, position, found = Job((1, 2, 1), seed=2), Position(0), []
+    resume(path, data=position)  # one position for all that there are now
+    found.append(position.at)
+    for tag, own in (("two", 20 + smp.dp_rank()), ("three", None)):
+        job.save(path, tag, data=None if own is None else Position(own))
+    _, texts = resume(path, data=position)
+    assert rank != 0 or any("no data position was saved" in text for text in texts)
+    resume(path, tag="two", data=position)
+    found.append(position.at)
+    smp.shutdown()
+    job = Job((2, 1, 1), seed=2)
+    _, texts = resume(path, tag="two", data=position)
+    assert rank != 0 or any("2 data-parallel ranks" in text for text in texts), texts
+    return [*found, position.at]
+
+
+def test_positions_in_the_data(tmp_path):
+    assert run_workers(positions, 2, tmp_path, tmp_path / "run") == [[7, 20, 20], [7, 21, 21]]
 
 
 def alone(rank, folder, path):

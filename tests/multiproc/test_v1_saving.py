@@ -85,8 +85,15 @@ def test_save_and_load(tmp_path, by_hand):
 
 
 def late_gather(rank, folder):
-    _, model, _, kwargs = start(config={"checkpoint_timeout": 1.0})
+    _, model, optimizer, kwargs = start(config={"checkpoint_timeout": 1.0})
     train_step(model, feed(batches(kwargs)[0]), 1.0)
+    others = (model.state_dict, optimizer.state_dict), (model.state_dict, model.cpu)
+    for calls in others:
+        with pytest.raises(
+            CheckpointError, match=r"same calls, in the same order; found state_dict on rank 0, .* on rank 1"
+        ):
+            calls[rank]()
+    assert model.state_dict(gather_to_rank0=True).keys() == (model.module.state_dict().keys() if rank == 0 else set())
     if rank == 0:
         with pytest.raises(CheckpointError, match=r"(?s)state_dict must be called on all 2 ranks .* within 1 s"):
             model.state_dict()
@@ -94,5 +101,5 @@ def late_gather(rank, folder):
     return True
 
 
-def test_gathering_on_some_ranks_only_is_an_error(tmp_path):
+def test_gathering_on_some_ranks_only_or_other_things_is_an_error(tmp_path):
     assert run_workers(late_gather, 2, tmp_path) == [True, True]

@@ -1,4 +1,4 @@
-"""`trace_execution_times` and `skip_tracing` in training scripts, on two gloo processes: what they make of the cut."""
+"""`trace_execution_times`, `trace_memory_usage`, `skip_tracing` in training scripts on two gloo processes: what they make of the cut."""
 
 import pytest
 import torch
@@ -65,8 +65,12 @@ def reference():
 @pytest.mark.parametrize(
     ("config", "options", "on_rank_0"),
     [
-        ({}, {"trace_execution_times": True}, {"slow.0.linear.weight"}),
-        ({"skip_tracing": True}, {}, {"slow.0.linear.weight", "slow.1.linear.weight", "tables.0"}),
+        ({}, {"trace_execution_times": True, "trace_memory_usage": True}, {"slow.0.linear.weight"}),
+        (
+            {"skip_tracing": True},
+            {"trace_memory_usage": True},
+            {"slow.0.linear.weight", "slow.1.linear.weight", "tables.0"},
+        ),
     ],
 )
 def test_the_cut_follows_what_is_known(tmp_path, config, options, on_rank_0):
@@ -77,5 +81,5 @@ def test_the_cut_follows_what_is_known(tmp_path, config, options, on_rank_0):
     names = set(results[0][1])
     assert on_rank_0 <= names
     assert "tables.1" not in names
-    if options:
+    if "trace_execution_times" in options:
         assert "slow.1.linear.weight" not in names or "tables.0" not in names

@@ -11,7 +11,9 @@ from torch import nn
 import smpc
 from smpc.auto.estimate import Sample, step_time
 from smpc.auto.search import Verdict
-from smpc.auto.space import SCHEDULES, candidates, repeated_blocks, wire
+from smpc.auto.space import SCHEDULES, candidates, repeated_blocks, tensor_degrees, wire
+from smpc.codegen.rewrite.search import choose
+from smpc.codegen.rewrite.tensor_parallel import rewrite, with_collectives
 from smpc.compile import PipelineOptions, make_plan, predict_timeline
 from smpc.config import Config
 from smpc.errors import ConfigError, MemoryLimitError, PartitionError
@@ -76,20 +78,25 @@ def options(candidate, blocks, limit=None):
 
 @pytest.fixture(scope="module")
 def everything(model, batch):
-    """Every candidate for 4 ranks that can be planned: (candidate, options, trace, plan, seconds, peak)."""
+    """Every candidate for 4 ranks that can be planned: (candidate, options, trace, times, seconds, peak)."""
     traces = {size: record(model, (batch[:size],)) for size in (1, 2, 4, 8)}
     found = []
-    for candidate in candidates(4, 8, DEVICE, NAMES, ("model", "blocks")):
-        trace = traces[candidate.microbatch_size]
+    sharded = {size: rewrite(trace, choose(trace, 2)) for size, trace in traces.items()}
+    for candidate in candidates(4, 8, DEVICE, NAMES, ("model", "blocks"), (1, 2)):
+        trace, times = traces[candidate.microbatch_size], None
         chosen = options(candidate, repeated_blocks(trace))
+        if candidate.tensor_parallel_degree == 2:
+            rank = sharded[candidate.microbatch_size]
+            trace, link = rank.trace, wire(DEVICE, candidate.mesh, Axis.TP)
+            times = with_collectives(trace, rank, chosen.cost_model, link.bandwidth, link.latency)
         try:
-            plan = make_plan(trace, chosen, prove=False)
+            plan = make_plan(trace, chosen, times=times, prove=False, measured=False)
         except PartitionError:
             continue
         link = wire(DEVICE, candidate.mesh, Axis.RDP)
         timeline = predict_timeline(trace, plan)
         seconds = step_time(plan, timeline, candidate.data_parallel_degree, link, DEVICE.memory_bandwidth)
-        found.append((candidate, chosen, trace, plan, seconds.total, max(rank_peaks(plan).values())))
+        found.append((candidate, chosen, trace, times, seconds.total, max(rank_peaks(plan).values())))
     return found
 
 
@@ -122,8 +129,8 @@ def test_repeated_blocks_are_the_members_of_outermost_lists(model, batch):
 
 def test_bounds_hold_for_every_candidate(everything):
     assert len(everything) > 60
-    for candidate, chosen, trace, _, seconds, peak in everything:
-        sample = Sample.of(trace, chosen.cost_model, chosen.recompute)
+    for candidate, chosen, trace, times, seconds, peak in everything:
+        sample = Sample.of(trace, chosen.cost_model, chosen.recompute, times)
         link = wire(DEVICE, candidate.mesh, Axis.RDP)
         assert sample.least_step(candidate, chosen.cost_model, link) <= seconds * (1 + 1e-9), candidate
         assert sample.least_peak(candidate, chosen.cost_model) <= peak, candidate
@@ -139,6 +146,39 @@ def test_the_best_is_the_best_of_all(free, everything):
         if result.verdict is Verdict.SLOWER:
             limit = known[result.candidate] * (1 + 1e-9)
             assert result.step_time <= limit, result
+
+
+def test_tensor_parallel_ranks_are_neighbours_on_one_host_and_share_all_that_they_can(everything):
+    assert tensor_degrees(12, find_device("h100")) == (1, 2, 4)
+    assert tensor_degrees(4, DEVICE) == (1, 2)
+    shared = [entry for entry in everything if entry[0].tensor_parallel_degree == 2]
+    assert len(shared) > 20
+    for candidate, _, trace, *_ in shared:
+        assert candidate.pipeline_parallel_degree * candidate.data_parallel_degree == 2
+        assert all(abs(a - b) == 1 for a, b in candidate.mesh.groups(Axis.TP))
+        assert trace.state[0].spec.num_elements in (16 * 64, 16 * 64 // 2)
+
+
+def test_a_search_takes_tensor_parallel_ranks_where_they_are_the_fastest(batch):
+    # One sample cannot be shared by replicas nor make microbatches; two ranks that share every product halve the time.
+    with torch.device("meta"):
+        model = Stack(width=1024, depth=2)
+    near = Device("near", {"float32": 1e12}, 1e12, 10**12, 2, Wire(1e13, 0.0), Wire(1e13, 0.0))
+    found = smpc.search(model, batch[:1], world_size=2, device=near)
+    alone = smpc.search(model, batch[:1], world_size=2, device=near, tensor_parallel_degrees=[1])
+    assert found.best.candidate.tensor_parallel_degree == 2
+    assert found.best.step_time < 0.7 * alone.best.step_time
+    assert found.sharded is not None
+    settings = Config.parse(found.config())
+    assert (settings.tensor_parallel_degree, settings.tensor_parallel_plan) == (2, "auto")
+
+
+def test_what_cannot_be_split_is_rejected_with_the_reason():
+    model, x = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)), torch.zeros(2, 3)
+    found = smpc.search(model, x, world_size=2, device=DEVICE)
+    wrong = [result for result in found.results if result.candidate.tensor_parallel_degree == 2]
+    assert wrong
+    assert {result.reason for result in wrong} == {"no parameter can be split over 2 tensor-parallel ranks"}
 
 
 def test_a_limit_is_kept_and_costs_time(model, batch, free, everything):
@@ -187,6 +227,7 @@ def test_progress_counts_up(model, batch):
         ({"world_size": 0}, "world_size: expected at least 1, found 0"),
         ({"world_size": 2, "schedules": ["1f2b"]}, "schedules: expected some of 1f1b"),
         ({"world_size": 2, "schedules": []}, "found none"),
+        ({"world_size": 2, "tensor_parallel_degrees": [3]}, "tensor_parallel_degrees: expected numbers that divide"),
         ({"world_size": 2, "memory_limit": "much"}, "memory_limit: expected a size"),
         ({"world_size": 2, "optimizer": "adamm"}, "did you mean 'adam'?"),
     ],
@@ -198,6 +239,6 @@ def test_bad_settings(model, batch, changes, text):
 
 def test_a_batch_that_replicas_cannot_share_goes_to_a_pipeline(model, batch):
     found = smpc.search(model, batch[:7], world_size=2, device=DEVICE)
-    assert {result.candidate.pipeline_parallel_degree for result in found.results} == {2}
+    assert {result.candidate.data_parallel_degree for result in found.results} == {1}
     with pytest.raises(ConfigError, match="at least one sample"):
         smpc.search(model, batch[:0], world_size=2, device=DEVICE)

@@ -206,6 +206,16 @@ def test_tensor_parallel_layouts_are_shown_and_written(smpc, factories, tmp_path
     assert "from smpc.executor import tensor_ops" in (tmp_path / "out" / "rank_0.py").read_text()
 
 
+def test_tensor_parallelism_of_the_config_file_counts(smpc, factories, tmp_path):
+    config = tmp_path / "smp.json"
+    config.write_text(json.dumps({"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": True}))
+    by_file = smpc("compile", f"{factories}:build", "--config", str(config), "--json")
+    by_options = smpc("compile", f"{factories}:build", "-p", "2", "-t", "2", "--json")
+    whole = smpc("compile", f"{factories}:build", "--config", str(config), "-t", "1", "--json")
+    assert by_file == by_options != whole
+    assert by_file[0] == whole[0] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -222,8 +232,12 @@ def test_tensor_parallel_layouts_are_shown_and_written(smpc, factories, tmp_path
         ),
         (["{factories}:build", "-p", "2", "--tensor-parallel-plan", "x.json"], ["--tensor-parallel-plan 'x.json'"]),
         (
+            ["{factories}:build", "-p", "2", "-t", "2", "--tensor-parallel-outputs", "x"],
+            ["tensor_parallel_outputs: expected names among"],
+        ),
+        (
             ["{factories}:build", "-p", "2", "--tensor-parallel-plan", "huggingface"],
-            ["tensor_parallel_plan: has no effect"],
+            ["tensor_parallel_plan and tensor_parallel_outputs have no effect"],
         ),
         (
             ["{factories}:build", "-p", "2", "--pipeline", "x", "-m", "0"],

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ def test_inspect(smpc):
     status, out, err = smpc("inspect", "run")
     assert (status, err) == (0, "")
     assert "newest: s2" in out
+    assert "full" not in out
     assert [line.split()[0] for line in out.splitlines()[3:5]] == ["s1", "s2"]
     status, out, _ = smpc("inspect", "run/s1", "--tensors")
     assert status == 0
@@ -37,6 +40,11 @@ def test_inspect(smpc):
     assert "3x4" in out
     found = json.loads(smpc("inspect", "run/s1", "--json")[1])
     assert found["tag"] == "s1"
+    shutil.copyfile("run/s1/model_00000.safetensors", "run/whole")
+    os.mkdir("run/user_content_whole")
+    os.mkdir("run/user_content_gone")
+    assert "full models, of smp.save_checkpoint(partial=False): whole\n" in smpc("inspect", "run")[1]
+    assert json.loads(smpc("inspect", "run", "--json")[1])["full"] == ["whole"]
     assert found["tensors"][1] == {"kind": "optimizer", "name": "m", "dtype": "float32", "shape": [2], "bytes": 8}
 
 
@@ -66,6 +74,55 @@ def test_convert(smpc, tmp_path):
     assert Root("run").tags() == ["s1", "s2", "s3"]
 
 
+def test_a_folder_in_disorder_is_told(smpc):
+    Path("run/newest").write_text("junk")
+    os.mkdir("run/.s9.0123abcd.draft")
+    os.truncate("run/s1/model_00000.safetensors", 9)
+    out = smpc("inspect", "run")[1]
+    assert "newest: s2" in out
+    assert "ignored: " in out
+    assert "names 'junk', not s2" in out
+    assert "found 9" in out
+
+
+def test_a_folder_that_everybody_can_write_is_a_line(smpc):
+    os.mkdir("open")
+    os.chmod("open", 0o777)
+    status, _, err = smpc("convert", "run/s2", "open/s2", "--to", "partial")
+    assert status == 0
+    assert (
+        err
+        == f"smpc: warning: {os.path.abspath('open')} can be written by everybody, who can so replace checkpoints; chmod o-w it\n"
+    )
+
+
+def test_what_is_tied_has_all_its_names_where_a_state_dict_has_them(smpc):
+    shards = [Shard.whole("model", "w", torch.ones(2))]
+    user = {"big": torch.zeros(3, 2)}
+    save(Root("run"), "tied", Content(shards, metadata={"tied": {"head.w": "w"}}, user=user), Alone())
+    for form in ("full", "dcp"):
+        assert smpc("convert", "run/tied", form, "--to", form)[0] == 0
+        names = [tensor["name"] for tensor in json.loads(smpc("inspect", form, "--json")[1])["tensors"]]
+        assert sorted(names) == ["head.w", "w"]
+    assert smpc("convert", "dcp", "run/again", "--to", "partial")[0] == 0
+    assert [tensor["name"] for tensor in json.loads(smpc("inspect", "run/again", "--json")[1])["tensors"]] == ["w"]
+    assert "user content: {'big': <float32 3x2>}" in smpc("inspect", "run/tied")[1]
+
+
+def test_distributed_layers_go_by_hugging_faces_names(smpc):
+    tensors = {f"h.0.attention.{name}.weight": torch.randn(4, 4) for name in ("query", "key", "value", "dense")}
+    shards = [
+        Shard.whole("model", name, tensor) for name, tensor in (*tensors.items(), ("wte.weight", torch.ones(3, 4)))
+    ]
+    save(Root("run"), "layers", Content(shards), Alone())
+    assert smpc("convert", "run/layers", "hf", "--to", "hf", "--model-type", "gpt2")[0] == 0
+    found = load_file("hf/model.safetensors")
+    assert sorted(found) == ["h.0.attn.c_attn.weight", "h.0.attn.c_proj.weight", "wte.weight"]
+    query, key, value, dense = tensors.values()
+    assert torch.equal(found["h.0.attn.c_attn.weight"], torch.cat([query.t(), key.t(), value.t()], 1))
+    assert torch.equal(found["h.0.attn.c_proj.weight"], dense.t())
+
+
 def test_prune(smpc):
     assert "would remove" in smpc("prune", "run", "--keep", "1", "--dry-run")[1]
     assert Root("run").tags() == ["s1", "s2"]
@@ -76,7 +133,13 @@ def test_prune(smpc):
 
 BAD = {
     "missing": (["inspect", "nowhere"], "nowhere: no such file or folder"),
-    "nothing to verify": (["verify", "."], "cannot read"),
+    "nothing to verify": (["verify", "."], "other forms have no checksums"),
+    "prune nothing": (["prune", "empty", "--keep", "1"], "expected a folder of checkpoints, found none in it"),
+    "size": (["convert", "run/s1", "x", "--to", "hf", "--max-file-size", "nan"], "--max-file-size: expected a number"),
+    "a script": (["inspect", "script.py"], "script.py holds objects that are not tensors or plain values"),
+    "an empty file": (["inspect", "empty.pt"], "cannot read"),
+    "no folder": (["convert", "run/s1", "none/x", "--to", "hf"], "there is no folder"),
+    "a tag": (["convert", "run/s1", "run/bad tag", "--to", "partial"], "tag: expected letters"),
     "keep 0": (["prune", "run", "--keep", "0"], "expected at least 1, found 0"),
     "prune one": (["prune", "run/s1", "--keep", "1"], "found a checkpoint"),
     "exists": (["convert", "run/s1", "run/s2", "--to", "partial"], "exists and is not overwritten"),
@@ -85,6 +148,11 @@ BAD = {
         "--dtype: expected a floating-point dtype",
     ),
     "copy": (["convert", "run/s1", "x", "--to", "full", "--copy", "c"], "--copy: has no effect"),
+    "type": (
+        ["convert", "run/s1", "x", "--to", "hf", "--model-type", "gpt3"],
+        "--model-type: expected one of gpt2, gptj,",
+    ),
+    "no layers": (["convert", "run/s1", "x", "--to", "hf", "--model-type", "gpt2"], "no distributed layers of gpt2"),
     "copy missing": (["convert", "run/s1", "x", "--to", "hf", "--copy", "c"], "--copy: cannot read c"),
     "form": (["convert", "run/s1", "x", "--to", "zip"], "zip"),
     "root": (["convert", "run", "x", "--to", "full"], "it holds the checkpoints s1, s2"),
@@ -93,9 +161,14 @@ BAD = {
 
 @pytest.mark.parametrize(("arguments", "told"), BAD.values(), ids=BAD.keys())
 def test_bad_input_is_one_line_and_2(smpc, arguments, told):
+    os.mkdir("empty")
+    Path("script.py").write_text("print(1)\n")
+    Path("empty.pt").touch()
     status, _, err = smpc(*arguments)
     assert status == 2
     assert told in err
     assert err.startswith("smpc: error: ")
     assert "Traceback" not in err
+    assert "weights_only" not in err  # torch's advice to unpickle without care
+    assert len(err.splitlines()) == 1
     assert not os.path.exists("x")

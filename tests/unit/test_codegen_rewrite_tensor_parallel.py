@@ -1,5 +1,6 @@
 """The compiler path of tensor parallelism against the whole model: outputs, loss and gathered gradients, on ranks that are threads."""
 
+import contextlib
 import copy
 import re
 
@@ -126,8 +127,8 @@ def mixer():
     return Mixer(), {"pixels": torch.randn(BATCH, 3, 16, 16), "labels": torch.tensor([0, 1])}
 
 
-def sharded(model, inputs, degree, plan="auto"):
-    return [shard(copy.deepcopy(model), inputs, group, plan) for group in tensor_groups(degree)]
+def sharded(model, inputs, degree, plan="auto", outputs=None):
+    return [shard(copy.deepcopy(model), inputs, group, plan, outputs) for group in tensor_groups(degree)]
 
 
 def loss_of(output):
@@ -208,6 +209,98 @@ def test_mixer():
 @pytest.mark.parametrize("make", [gpt2, llama, bert, neox, t5, vit, mixer, mixtral])
 def test_models_without_annotations(make, degree):
     check(make, degree)
+
+
+def functions_of(module):
+    return [item.function for item in module.rewritten.collectives if item.forward_bytes]
+
+
+def check_loss_on_slices(make, degree, monkeypatch):
+    """With a vocabulary large enough for it, which is that of the embedding too where the two are tied."""
+    monkeypatch.setitem(SIZES, "vocab_size", 1 << 16)
+    monkeypatch.setattr(f"{__name__}.VOCABULARY", 1 << 16)
+    torch.manual_seed(0)
+    model, inputs = make()
+    inputs["labels"][0, :3] = -100
+    modules = sharded(model, inputs, degree, outputs=("loss",))
+    assert "cross_entropy" in functions_of(modules[0])
+    (loss,) = (item for item in modules[0].rewritten.collectives if item.function == "cross_entropy")
+    logits = BATCH * SEQUENCE * (1 << 16) * 4 * (degree - 1) // degree
+    assert 0 < loss.forward_bytes < 1000
+    assert loss.forward_bytes + loss.saved_bytes == pytest.approx(logits, rel=0.07)  # T5 and BERT do not shift
+    assert sum(item.forward_bytes for item in modules[0].rewritten.collectives) < logits / 10
+    head = model.get_output_embeddings().weight
+    names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is head]
+    assert {str(modules[0].layouts[name]) for name in names} == {"S(0)"}
+    assert f"{loss.saved_bytes:,} less than gathering" in describe(modules[0].rewritten)
+    assert_equal_to_whole(model, inputs, modules)
+
+
+def test_loss_of_tied_logits_is_computed_on_slices(monkeypatch):
+    check_loss_on_slices(gpt2, 2, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("make", [gpt2, llama, t5, bert])
+def test_losses_are_computed_on_slices(make, degree, monkeypatch):
+    check_loss_on_slices(make, degree, monkeypatch)
+
+
+class Classifier(nn.Module):
+    """Cross-entropy with everything that it can be asked for; the labels by name, first."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.head, self.options = nn.Linear(8, 1 << 17), options
+
+    def forward(self, x, labels):
+        logits = self.head(x)
+        return nn.functional.cross_entropy(target=labels, input=logits.float(), **self.options), logits
+
+
+@pytest.mark.parametrize(
+    ("options", "labels"),
+    [
+        ({"reduction": "none", "ignore_index": 7}, [3, 7, 1 << 16, (1 << 17) - 1]),
+        ({"reduction": "sum", "label_smoothing": 0.1}, [0, -100, 5, 70000]),
+        ({}, [-100] * 4),
+    ],
+)
+def test_cross_entropy_on_slices_is_torch_s(options, labels):
+    torch.manual_seed(0)
+    model, inputs = Classifier(**options), {"x": torch.randn(4, 8), "labels": torch.tensor(labels)}
+    modules = sharded(model, inputs, 2, outputs=("[0]",))
+    assert functions_of(modules[0]) == ["cross_entropy"]
+    expected, _ = model(**inputs)
+    expected.sum().backward()
+
+    def work(rank):
+        loss, logits = modules[rank](**inputs)
+        assert logits is None
+        loss.sum().backward()
+        return loss.detach(), modules[rank].whole_gradients()
+
+    for loss, gradients in run_ranks(2, work):
+        torch.testing.assert_close(loss, expected.detach(), equal_nan=True)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("options", [{"weight": torch.ones(1 << 17)}, {"reduce": False}])
+def test_other_losses_are_computed_of_gathered_logits(options):
+    inputs = {"x": torch.randn(4, 8), "labels": torch.arange(4)}
+    with pytest.warns() if "reduce" in options else contextlib.nullcontext():
+        module = sharded(Classifier(**options), inputs, 2, outputs=("[0]",))[0]
+    assert "cross_entropy" not in functions_of(module)
+
+
+def test_outputs_that_a_model_does_not_have_are_refused():
+    model, x = small()
+    with pytest.raises(ConfigError, match=r"expected names among \[0\], \[1\], found logits"):
+        sharded(Classifier(), {"x": torch.randn(4, 8), "labels": torch.arange(4)}, 2, outputs=("[0]", "logits"))
+    with pytest.raises(ConfigError, match="tensor_parallel_outputs have no effect"):
+        compile_model(model, x, pipeline_parallel_degree=1, tensor_parallel_outputs=("loss",))
 
 
 def small():

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pickle
+import re
 
 import pytest
 
@@ -33,17 +34,12 @@ REFERENCE = [
     ("skip_tracing", bool, False),
 ]
 LATER = {
-    "fp16": True,
-    "bf16": True,
-    "fp16_params": True,
-    "shard_optimizer_state": True,
     "sharded_data_parallel_degree": 2,
     "sdp_reduce_bucket_size": 7,
     "sdp_param_persistence_threshold": 7,
     "sdp_max_live_parameters": 7,
     "sdp_hierarchical_allgather": False,
     "sdp_gradient_clipping": 0.5,
-    "delayed_parameter_initialization": True,
     "checkpoint_attentions": True,
     "_fp32_grad_accumulation": True,
     "horovod": True,
@@ -210,6 +206,16 @@ def test_all_violations_are_reported_together():
     assert [line.split(":")[0] for line in lines] == ["pipeline_parallel_degree", "ddp", "microbatches"]
 
 
+def test_precisions_exclude_each_other_and_sharding_needs_replicas():
+    lines = error({"partitions": 2, "fp16": True, "bf16": True, "fp16_params": True, "shard_optimizer_state": True})
+    assert lines == [
+        "shard_optimizer_state: true requires ddp: true, found ddp: false",
+        "fp16: true and bf16: true exclude each other; keep one",
+        "fp16_params: true and bf16: true exclude each other; keep one",
+    ]
+    assert Config.parse({"partitions": 2, "fp16": True, "fp16_params": True, "ddp": True}).fp16_params
+
+
 @pytest.mark.parametrize("key", LATER)
 def test_a_feature_of_later_raises_not_implemented(key):
     parameters = {"partitions": 2, "ddp": True, "default_partition": 0, key: LATER[key]}
@@ -231,6 +237,7 @@ def test_a_key_without_effect_warns_and_says_why(key):
 def test_every_key_that_is_neither_used_nor_refused_nor_warned_about_is_known():
     quiet = {name for name, key in KEYS.items() if not key.unsupported and not key.no_effect}
     assert quiet == {
+        "delayed_parameter_initialization",
         "pipeline_parallel_degree",
         "microbatches",
         "offload_activations",
@@ -242,6 +249,9 @@ def test_every_key_that_is_neither_used_nor_refused_nor_warned_about_is_known():
         "default_partition",
         "memory_weight",
         "ddp",
+        "fully_shard",
+        "tensor_parallel_plan",
+        "tensor_parallel_outputs",
         "active_microbatches",
         "schedule",
         "virtual_pipeline_degree",
@@ -250,6 +260,10 @@ def test_every_key_that_is_neither_used_nor_refused_nor_warned_about_is_known():
         "checkpoint_timeout",
         "program_cache_size",
         "nan_policy",
+        "fp16",
+        "bf16",
+        "fp16_params",
+        "shard_optimizer_state",
         "kernels",
         "prescaled_batch",
         "skip_tracing",
@@ -324,8 +338,8 @@ def test_the_constructor_checks_too():
     assert Config(pipeline_parallel_degree=2, microbatches=3) == Config.parse({"partitions": 2, "microbatches": 3})
     with pytest.raises(ConfigError, match="microbatches: expected at least 1"):
         Config(pipeline_parallel_degree=2, microbatches=0)
-    with pytest.raises(ConfigUnsupportedError, match="fp16"):
-        Config(pipeline_parallel_degree=2, fp16=True)
+    with pytest.raises(ConfigUnsupportedError, match="checkpoint_attentions"):
+        Config(pipeline_parallel_degree=2, checkpoint_attentions=True)
     config = Config(pipeline_parallel_degree=2)
     assert dataclasses.replace(config, pipeline="simple").pipeline == "simple"
 
@@ -383,3 +397,40 @@ def test_an_error_in_a_file_names_the_file_beside_the_key(tmp_path):
     lines = str(caught.value).splitlines()
     assert lines[0] == f"Unrecognized config parameter pipline; did you mean pipeline? ({tmp_path / 'c.json'})"
     assert lines[1] == f"microbatches: expected at least 1, found 0 ({tmp_path / 'c.json'})"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"tensor_parallel_plan": "best"}, "expected one of modules, auto, huggingface or a .json file, found 'best'"),
+        ({"tensor_parallel_plan": "auto"}, "auto requires prescaled_batch: true"),
+        ({"tensor_parallel_outputs": "loss"}, "loss requires a tensor_parallel_plan, found modules"),
+    ],
+)
+def test_tensor_parallel_plans_that_cannot_be(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        Config.parse({"partitions": 1, "tensor_parallel_degree": 2, "ddp": True, **keys})
+
+
+def test_a_tensor_parallel_plan_for_any_degree():
+    for degree in (1, 2):
+        keys = {"tensor_parallel_degree": degree, "ddp": True, "prescaled_batch": degree > 1}
+        assert Config.parse({"partitions": 1, "tensor_parallel_plan": "auto", **keys}).tensor_parallel_plan == "auto"
+
+
+@pytest.mark.parametrize(
+    ("others", "text"),
+    [
+        ({"ddp": False}, "requires ddp: true"),
+        ({"pipeline_parallel_degree": 1}, "requires pipeline_parallel_degree above 1, found 1"),
+        ({"schedule": "zb-v"}, "requires a schedule with whole backwards, found schedule: 'zb-v'"),
+        ({"tensor_parallel_degree": 2}, "requires tensor_parallel_degree: 1, found 2"),
+        ({"shard_optimizer_state": True}, "fully_shard: true and shard_optimizer_state: true exclude each other"),
+        ({"bf16": True}, "fully_shard: true and bf16: true exclude each other"),
+    ],
+)
+def test_what_fully_shard_goes_with(others, text):
+    sound = {"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True, "fully_shard": True, "schedule": "1f1b"}
+    assert Config.parse(sound).fully_shard
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        Config.parse(sound | others)

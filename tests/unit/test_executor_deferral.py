@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from smpc.executor.deferral import Deferral, Pending
+from smpc.executor.deferral import WORTHWHILE, Deferral, Pending
 
 
 @pytest.fixture(autouse=True)
@@ -139,11 +139,11 @@ def whole(module, inputs, grads):
         first(module(value)).backward(grad)
 
 
-def halves(module, inputs, grads):
+def halves(module, inputs, grads, worthwhile=0):
     """All forwards, all first halves, all second halves."""
     pending, outputs = [Pending() for _ in inputs], []
     for left, value in zip(pending, inputs, strict=True):
-        with Deferral(left):
+        with Deferral(left, worthwhile):
             outputs.append(first(module(value)))
     for output, grad in zip(outputs, grads, strict=True):
         output.backward(grad)
@@ -154,6 +154,11 @@ def halves(module, inputs, grads):
         assert not len(left)
 
 
+def small_halves(module, inputs, grads):
+    """The same, where no call is worth deferring."""
+    halves(module, inputs, grads, WORTHWHILE)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_both_halves_equal_the_whole(name):
     torch.manual_seed(0)
@@ -162,26 +167,27 @@ def test_both_halves_equal_the_whole(name):
     inputs = [inputs_of() for _ in range(3)]
     grads = [torch.randn_like(first(module(value))) for value in inputs]
     found = {}
-    for run in (whole, halves):
+    for run in (whole, halves, small_halves):
         copied = copy.deepcopy(module)
         own = [value.detach().clone().requires_grad_(value.requires_grad) for value in inputs]
         run(copied, [value * 1 if value.is_floating_point() else value for value in own], grads)
         found[run] = ([value.grad for value in own], {n: p.grad for n, p in copied.named_parameters()})
-    (inputs_whole, whole_grads), (inputs_halves, halves_grads) = found[whole], found[halves]
-    for a, b in zip([*inputs_whole, *whole_grads.values()], [*inputs_halves, *halves_grads.values()], strict=True):
-        assert (a is None) == (b is None)
-        if a is not None and a.is_sparse:
-            assert b.is_sparse
-            assert torch.equal(a._indices(), b._indices())
-            assert torch.equal(a._values(), b._values())
-        else:
-            assert a is None or (torch.equal(a, b) and a.stride() == b.stride())
+    for run in (halves, small_halves):
+        (inputs_whole, whole_grads), (inputs_halves, halves_grads) = found[whole], found[run]
+        for a, b in zip([*inputs_whole, *whole_grads.values()], [*inputs_halves, *halves_grads.values()], strict=True):
+            assert (a is None) == (b is None)
+            if a is not None and a.is_sparse:
+                assert b.is_sparse
+                assert torch.equal(a._indices(), b._indices())
+                assert torch.equal(a._values(), b._values())
+            else:
+                assert a is None or (torch.equal(a, b) and a.stride() == b.stride())
 
 
 def test_deferred_work_is_not_done_in_the_first_half():
     """Of a linear, B computes one matrix product, W the other."""
     module, x, pending = nn.Linear(64, 64, bias=False), torch.randn(8, 64, requires_grad=True), Pending()
-    with Deferral(pending):
+    with Deferral(pending, worthwhile=0):
         y = module(x)
     counts = []
     for half in (lambda: y.sum().backward(), pending.run):
@@ -221,6 +227,20 @@ def test_hooks_of_parameters_run_in_the_second_half():
     assert calls == []
     pending.run()
     assert calls == ["grad", "accumulated"]
+
+
+def test_only_large_work_on_a_cpu_is_deferred():
+    counts = []
+    for rows in (1, 64):
+        module, x, pending = nn.Linear(256, 256, bias=False), torch.randn(rows, 256, requires_grad=True), Pending()
+        with Deferral(pending):
+            y = module(x)
+        with torch.profiler.profile() as profile:
+            y.sum().backward()
+        counts.append(sum(event.count for event in profile.key_averages() if event.key == "aten::mm"))
+        assert pending.run() == (rows == 64)
+        assert pending.run() is None
+    assert counts == [2, 1]
 
 
 def test_without_gradients_nothing_is_kept():

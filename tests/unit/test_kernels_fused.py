@@ -1,19 +1,43 @@
 """Norms, activations, rotary embedding and losses where no kernel runs: formulas, gradients, and what torch's tools make of the ops."""
 
+import re
+from pathlib import Path
+
 import fused_cases as cases
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from smpc.kernels.activations import _bias_gelu, _swiglu, bias_gelu, swiglu
-from smpc.kernels.bias_dropout_add import _bias_dropout_add, bias_dropout_add, kept, philox
+from smpc import kernels
+from smpc.kernels.activations import _bias_gelu, _bias_gelu_backward, _swiglu, _swiglu_backward, bias_gelu, swiglu
+from smpc.kernels.attention import flash_attention
+from smpc.kernels.bias_dropout_add import (
+    _bias_dropout_add,
+    _bias_dropout_add_backward,
+    bias_dropout_add,
+    kept,
+    philox,
+)
 from smpc.kernels.cross_entropy import _cross_entropy, cross_entropy
-from smpc.kernels.layer_norm import _add_layer_norm, _layer_norm, add_layer_norm, layer_norm
-from smpc.kernels.linear_cross_entropy import _linear_cross_entropy, linear_cross_entropy
-from smpc.kernels.rms_norm import _add_rms_norm, _rms_norm, add_rms_norm, rms_norm
+from smpc.kernels.layer_norm import (
+    _add_layer_norm,
+    _layer_norm,
+    _layer_norm_backward,
+    add_layer_norm,
+    layer_norm,
+)
+from smpc.kernels.linear_cross_entropy import _linear_cross_entropy, _scaled, linear_cross_entropy
+from smpc.kernels.logits_gradient import _logits_gradient, _logits_gradient_
+from smpc.kernels.rms_norm import _add_rms_norm, _rms_norm, _rms_norm_backward, add_rms_norm, rms_norm
 from smpc.kernels.rotary import _rotary, rotary
 
 DTYPES = pytest.mark.parametrize("dtype", list(cases.TOLERANCE), ids=str)
+
+
+@pytest.fixture(autouse=True)
+def numbers():
+    """The same random numbers in every run."""
+    torch.manual_seed(0)
 
 
 def leaf(*shape, dtype=torch.float32):
@@ -31,6 +55,7 @@ def test_layouts(layout, dtype):
     cases.check_norms((17, 33), dtype, layout=layout)
     cases.check_activations((17, 33), dtype, layout=layout)
     cases.check_bias_dropout_add((17, 33), dtype, layout=layout)
+    cases.check_linear_cross_entropy((7, 16, 33), dtype, cases.RULES[1], layout=layout)
     for inplace in (False, True):
         cases.check_cross_entropy((17, 33), dtype, cases.RULES[1], layout=layout, inplace=inplace)
 
@@ -147,13 +172,56 @@ OPS = {
         _linear_cross_entropy,
         (leaf(3, 4), leaf(5, 4), torch.arange(3), leaf(5), -100, 0.1, 0.0, True, 2, False, True, True, True),
     ),
+    "layer_norm_backward": lambda: (
+        _layer_norm_backward,
+        (*(torch.randn(3, 5) for _ in range(3)), False, torch.randn(5), torch.randn(5), *torch.rand(2, 3), 1e-5),
+    ),
+    "layer_norm_backward without weights": lambda: (
+        _layer_norm_backward,
+        (torch.randn(3, 5), None, torch.randn(3, 5), True, None, None, None, torch.rand(3), 1e-5),
+    ),
+    "rms_norm_backward": lambda: (
+        _rms_norm_backward,
+        (torch.randn(5, 3).t(), None, torch.randn(3, 5), True, torch.rand(5), torch.rand(3), 1e-5, 1.0),
+    ),
+    "bias_gelu_backward": lambda: (_bias_gelu_backward, (torch.randn(3, 5), torch.randn(3, 5), torch.randn(5), False)),
+    "bias_gelu_backward without a bias": lambda: (
+        _bias_gelu_backward,
+        (torch.randn(3, 5), torch.randn(3, 5), None, True),
+    ),
+    "swiglu_backward": lambda: (_swiglu_backward, (torch.randn(3, 5), *torch.randn(3, 10).chunk(2, -1))),
+    "bias_dropout_add_backward": lambda: (
+        _bias_dropout_add_backward,
+        (torch.randn(3, 5, dtype=torch.float16), 0.5, torch.tensor(7), True),
+    ),
+    "bias_dropout_add_backward without a bias": lambda: (
+        _bias_dropout_add_backward,
+        (torch.randn(5, 3).t(), 0.5, torch.tensor(7), False),
+    ),
+    "logits_gradient": lambda: (_logits_gradient, _losses()),
+    "logits_gradient_": lambda: (_logits_gradient_, _losses()),
+    "scaled": lambda: (_scaled, (torch.randn(3, 5), torch.tensor(2.0), torch.float16)),
 }
+
+
+def _losses():
+    return torch.randn(3), torch.randn(3, 5), torch.tensor([1, -100, 4]), torch.randn(3), 0, 5, -100, 0.1, 0.1
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op):
     function, arguments = OPS[op]()
     torch.library.opcheck(function, arguments)
+
+
+def test_every_op_is_checked():
+    """The others: attention in test_kernels_attention.py, the vocabulary-parallel loss in test_kernels_vocab_parallel.py."""
+    elsewhere = {"flash_attention", "flash_attention_backward", "vocab_parallel_cross_entropy"}
+    folder = Path(kernels.__file__).parent
+    defined = {
+        name for file in folder.rglob("*.py") for name in re.findall(r'custom_op\(\s*"smpc::(\w+)"', file.read_text())
+    }
+    assert {name.partition(" ")[0] for name in OPS} == defined - elsewhere
 
 
 def test_fake_tensors():
@@ -218,6 +286,7 @@ HEADS = torch.zeros(1, 2, 3, 4)
         (lambda: rotary(HEADS, TABLES, TABLES.double()), "sin like cos"),
         (lambda: rotary(HEADS, leaf(3, 2), TABLES), "detach them"),
         (lambda: cross_entropy(X, LABELS.double()), "torch.int64 or torch.int32 .* found torch.float64"),
+        (lambda: cross_entropy(X, LABELS.to("meta")), "one device, found .* on cpu, .* on meta"),
         (lambda: cross_entropy(X, LABELS[:1]), r"target of shape \(2,\), found \(1,\)"),
         (lambda: cross_entropy(X, LABELS + 2), "labels from 0 to 3 or ignore_index -100, found 4"),
         (lambda: cross_entropy(X, LABELS, label_smoothing=1.0), "label_smoothing from 0 to below 1, found 1.0"),
@@ -231,3 +300,30 @@ HEADS = torch.zeros(1, 2, 3, 4)
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+ARGUMENTS = {
+    "layer_norm": (lambda x, w, b: layer_norm(x, (4,), w, b), (X, X[0], X[0])),
+    "add_layer_norm": (add_layer_norm, (X, X, X[0], X[0])),
+    "rms_norm": (lambda x, w: rms_norm(x, (4,), w), (X, X[0])),
+    "add_rms_norm": (add_rms_norm, (X, X, X[0])),
+    "bias_gelu": (bias_gelu, (X, X[0])),
+    "swiglu": (swiglu, (X, X)),
+    "bias_dropout_add": (lambda x, b, r: bias_dropout_add(x, b, r, 0.1), (X, X[0], X)),
+    "rotary": (rotary, (HEADS, TABLES, TABLES)),
+    "cross_entropy": (lambda x: cross_entropy(x, LABELS.to(x.device)), (X,)),
+    "linear_cross_entropy": (lambda h, w, b: linear_cross_entropy(h, w, LABELS % 2, b), (X, X, X[:, 0])),
+    "flash_attention": (flash_attention, (HEADS, HEADS, HEADS)),
+}
+
+
+@pytest.mark.parametrize("op", ARGUMENTS)
+def test_wrong_types_and_mixed_devices(op):
+    function, arguments = ARGUMENTS[op]
+    function(*arguments)
+    for index, given in enumerate(arguments):
+        for wrong, found in ((given.long(), "torch.int64"), (given.to("meta"), "on meta")):
+            if wrong.is_meta and len(arguments) == 1:
+                continue
+            with pytest.raises(ValueError, match=f"expected .*found.*{found}"):
+                function(*arguments[:index], wrong, *arguments[index + 1 :])

@@ -9,7 +9,7 @@ from attention_reference import alibi_bias, expected_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import smpc.v1 as smp
-from smpc.nn import FlashAttentionLayer, FlashGroupedQueryAttention, FlashSelfAttention
+from smpc.nn import FlashAttentionLayer, FlashGroupedQueryAttention, FlashSelfAttention, LlamaFlashAttention
 
 
 def signature(function: object) -> str:
@@ -35,6 +35,12 @@ def test_signatures_are_those_of_smp():
     assert (
         signature(FlashGroupedQueryAttention.forward) == "self, q, kv, causal=False, cast_dtype=None, layout='b s h d'"
     )
+    assert signature(LlamaFlashAttention) == "config"
+    documented = (
+        "self, hidden_states, attention_mask=None, position_ids=None, past_key_value=None, output_attentions=False, "
+        "use_cache=False"
+    )
+    assert signature(LlamaFlashAttention.forward) == f"{documented}, **transformers_arguments"
 
 
 @pytest.mark.parametrize("triton", [False, True])

@@ -1,5 +1,6 @@
 """Every schedule on models of every kind, cut and run in one process: the bits of the single-process microbatched run."""
 
+import copy
 import dataclasses
 import itertools
 from pathlib import Path
@@ -15,8 +16,10 @@ from smpc.codegen.schedules.choice import Choice, choose
 from smpc.codegen.schedules.csv_file import to_csv
 from smpc.codegen.simulate import Costs, chain
 from smpc.compile import compile_model, compile_plan, first_microbatch
+from smpc.executor import deferral
 from smpc.partitioner.plan import ScheduleSummary
 from smpc.partitioner.solve import solve_partition
+from smpc.runtime import LoopbackRuntime
 from smpc.tracer.record import record
 
 SETTINGS = {
@@ -31,6 +34,11 @@ SETTINGS = {
     "list": {"schedule": "list"},
     "list, two pieces": {"schedule": "list", "virtual_pipeline_degree": 2},
 }
+
+
+@pytest.fixture(autouse=True)
+def _defer_small_work_too(monkeypatch):
+    monkeypatch.setattr(deferral, "WORTHWHILE", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -124,8 +132,10 @@ def test_a_schedule_from_a_file(tmp_path):
     assert compilation.plan.schedule.name == str(path)
 
 
-def test_split_and_whole_backwards_have_the_same_bits():
+@pytest.mark.parametrize("worthwhile", [0, deferral.WORTHWHILE])
+def test_split_and_whole_backwards_have_the_same_bits(worthwhile, monkeypatch):
     """The same cut under a split and a whole backward, compared with each other."""
+    monkeypatch.setattr(deferral, "WORTHWHILE", worthwhile)
     model, batch = zoo.build("bert")
     whole = compile_model(model, batch, pipeline_parallel_degree=2, microbatches=4)
     split = compile_plan(
@@ -138,3 +148,22 @@ def test_split_and_whole_backwards_have_the_same_bits():
     )
     assert any(i.op == "W" for i in split.programs[0].instructions)
     parity.assert_same(parity.run_loopback(model, whole, batch), parity.run_loopback(model, split, batch))
+
+
+@pytest.mark.parametrize("worthwhile", [0, 100_000, deferral.WORTHWHILE])
+def test_steps_after_one_that_left_no_work_have_the_same_bits(worthwhile, monkeypatch):
+    """All calls, some, or none are worth deferring; in the last case stages go on with whole backwards."""
+    monkeypatch.setattr(deferral, "WORTHWHILE", worthwhile)
+    model, batch = zoo.build("unet")
+    compilation = compile_model(model, batch, pipeline_parallel_degree=2, microbatches=4, schedule="zb-h1")
+    eager, ours = copy.deepcopy(model), copy.deepcopy(model)
+    runtime = LoopbackRuntime(ours)
+    program = runtime.install(compilation)
+    for _ in range(3):  # gradients add up
+        runtime.run(
+            program, parity.split(batch, 4), lambda _, output: [(parity.loss_of(output) / 4, None)], training=True
+        )
+        for args, kwargs in parity.split(batch, 4):
+            (parity.loss_of(eager(*args, **kwargs)) / 4).backward()
+    for (name, found), expected in zip(ours.named_parameters(), eager.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad), name

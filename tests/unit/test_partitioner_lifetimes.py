@@ -88,3 +88,13 @@ def test_a_loss_is_where_the_backward_starts():
     assert [graph.trace.nodes[i].target.rpartition(".")[2] for i in loss_roots(graph)] == ["mean"]
     graph = build_graph(record(function(lambda m, x: (m.a(x), x), a=nn.Linear(16, 16)), (x(),)))
     assert [graph.trace.nodes[i].target.rpartition(".")[2] for i in loss_roots(graph)] == ["linear"]
+
+
+def test_what_is_added_to_a_gradient_that_arrived_makes_a_third():
+    model = function(lambda m, x: (h := m.a(x), torch.tanh(h)), a=nn.Linear(16, 16))
+    graph = build_graph(record(model, (x(),)))
+    positions = graph.compute.tolist()
+    # tanh makes a gradient, and it cannot be added into the message; the sum lives on for the linear layer
+    assert lifetimes(graph, positions, (), positions).backward.tolist() == [UNIT, 2 * UNIT]
+    # the loss's own gradients are nobody else's
+    assert lifetimes(graph, positions, positions).backward.tolist() == [UNIT, 3 * UNIT]

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from smpc.errors import TraceError
 from smpc.tracer import NodeKind, Trace, flatten, mark_leaf, record, register_shape_rule, replay, to_fx, verify
+from smpc.tracer.ir import Autocast
 from smpc.tracer.recorder import Recorder
 
 
@@ -397,3 +398,29 @@ def test_a_recording_leaves_nothing_behind():
     record(model, (torch.randn(2, 4),))
     known = {id(found) for found in before}
     assert not [found for found in alive() if id(found) not in known]
+
+
+def test_autocast_around_the_model_is_as_if_the_model_entered_it():
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.linear(x)
+
+    class Outside(Inside):
+        def forward(self, x):
+            return self.linear(x)
+
+    inputs = (torch.zeros(4, 3),)
+    around = record(Outside(), inputs, autocast=Autocast("cpu", "bfloat16", True))
+    within, without = record(Inside(), inputs), record(Outside(), inputs)
+
+    def nodes(trace):
+        return [(node.target, node.autocast, node.spec) for node in trace.nodes]
+
+    assert nodes(around) == nodes(within)
+    assert nodes(around) != nodes(without)
+    assert not torch.is_autocast_enabled("cpu")

@@ -161,7 +161,7 @@ def test_after_shutdown_everything_can_start_again(no_launcher):
     ("config", "expected", "message"),
     [
         ({"partitions": 2}, ConfigError, "expected a multiple of 2 processes .* found 1"),
-        ({"partitions": 1, "fp16": True}, ConfigUnsupportedError, "fp16: True is not implemented yet"),
+        ({"partitions": 1, "horovod": True}, ConfigUnsupportedError, "horovod: True is not implemented yet"),
         ({}, ConfigError, "pipeline_parallel_degree: required"),
         (None, ConfigError, "pipeline_parallel_degree: required"),
         ([], ConfigError, "expected a mapping"),

@@ -40,5 +40,5 @@ def test_state_without_a_place_in_the_whole_is_refused():
     assert slices.of_state("weight", "exp_avg", torch.ones(4, 4), (4, 4)) == Shard(1, 8, 4)
     with pytest.raises(CheckpointError, match="optimizer state row of weight"):
         slices.of_state("weight", "row", torch.ones(4), (4, 4))
-    shard = place("optimizer", "weight::m", torch.ones(4, 4), Shard(1, 8, 4))
+    (shard,) = place("optimizer", "weight::m", torch.ones(4, 4), Shard(1, 8, 4))
     assert (shard.global_shape, shard.offsets) == ((4, 8), (0, 4))

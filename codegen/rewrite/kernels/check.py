@@ -83,6 +83,7 @@ def _pattern(graph: Graph, replacement: Replacement, nodes: Sequence[Node], inpu
     parts += [(graph.node(name).spec, dict(replacement_labels(replacement)).get(name)) for name in inputs]
     parts += [(node.target, renamed(node.args), renamed(node.kwargs), node.spec) for node in nodes]
     parts += [(call.target, renamed(call.args), renamed(call.kwargs)) for call in replacement.calls]
+    parts += [(names[name], call) for name, call in replacement.also]
     return repr(parts)
 
 
@@ -123,14 +124,14 @@ class _Sides:
                 found[name] = _random(spec, self.wide, size, numbers)
         return found
 
-    def original(self, values: Values, size: Callable[[int], int]) -> torch.Tensor:
-        """What is to be replaced."""
+    def original(self, values: Values, size: Callable[[int], int]) -> list[torch.Tensor]:
+        """What is to be replaced: every result that is read on."""
         values = dict(values)
         for node in self.nodes:
             values[node.name] = evaluate(self._adapted(node, size), values, _CPU)
-        return _tensor(values[self.replacement.result])
+        return [_tensor(values[name]) for name, _ in self.replacement.results]
 
-    def new(self, values: Values, size: Callable[[int], int]) -> torch.Tensor:
+    def new(self, values: Values, size: Callable[[int], int]) -> list[torch.Tensor]:
         """What replaces it."""
         values = dict(values)
         for node in self.nodes[: len(self.replacement.given)]:
@@ -141,7 +142,7 @@ class _Sides:
                 f"#{index}", NodeKind.CALL_FUNCTION, call.target, call.args, call.kwargs, grad_enabled=grad_enabled
             )
             values[node.name] = evaluate(self._adapted(node, size), values, _CPU)
-        return _tensor(values[f"#{len(self.replacement.calls) - 1}"])
+        return [_tensor(values[call]) for _, call in self.replacement.results]
 
     def _adapted(self, node: Node, size: Callable[[int], int]) -> Node:
         """The node for these sizes and types, dropping nothing."""
@@ -218,20 +219,23 @@ def _compare(sides: _Sides) -> str:
 
 
 def _with_gradients(
-    run: Callable[[Values, Callable[[int], int]], torch.Tensor], values: Values, size: Callable[[int], int]
+    run: Callable[[Values, Callable[[int], int]], list[torch.Tensor]], values: Values, size: Callable[[int], int]
 ) -> list[torch.Tensor | None]:
-    """The result, and the gradients of the inputs that want one."""
+    """The results, and the gradients of the inputs that want one."""
     wanted = [value for value in values.values() if value.requires_grad]
-    out = run(values, size)
-    if not out.requires_grad:
-        return [out, *(None for _ in wanted)]
+    outs = run(values, size)
     numbers = torch.Generator().manual_seed(_SEED + 1)
-    incoming = torch.randn(out.shape, generator=numbers, dtype=torch.float64).to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, wanted, incoming, allow_unused=True)]
+    incoming = [torch.randn(out.shape, generator=numbers, dtype=torch.float64).to(out.dtype) for out in outs]
+    roots = [(out, grad) for out, grad in zip(outs, incoming, strict=True) if out.requires_grad]
+    found: list[torch.Tensor | None] = [out.detach() for out in outs]
+    if not roots:
+        return [*found, *(None for _ in wanted)]
+    return [*found, *torch.autograd.grad([out for out, _ in roots], wanted, [g for _, g in roots], allow_unused=True)]
 
 
 def _difference(expected: list[torch.Tensor | None], found: list[torch.Tensor | None], sides: _Sides) -> str:
-    names = ["its result", *(f"the gradient of {n}" for n in sides.inputs if sides.graph.spec(n).requires_grad)]
+    results = [*(f"its {sides.graph.op(name)}" for name, _ in sides.replacement.also), "its result"]
+    names = [*results, *(f"the gradient of {n}" for n in sides.inputs if sides.graph.spec(n).requires_grad)]
     for what, a, b in zip(names, expected, found, strict=True):
         if a is None and b is None:
             continue

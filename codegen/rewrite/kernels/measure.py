@@ -2,7 +2,7 @@
 
 The calls run on fake tensors under the tracer's own meter, so the planner's numbers for them mean what they mean for recorded
 ones. The last node takes the name and the storage of the result that it replaces, and must lie in memory as that did,
-since views of it follow: `.contiguous()` is called where that makes it so.
+since views of it follow: `.contiguous()` is called where that makes it so. Other nodes that are read on are replaced alike.
 """
 
 from __future__ import annotations
@@ -38,20 +38,26 @@ class Measurer:
     def nodes(self, replacement: Replacement) -> tuple[Node, ...] | str:
         """The nodes that take the place of `replacement.replaced`, or why none can."""
         old = self._trace.node(replacement.result)
-        assert old.spec is not None, old.name
         made = self._run(replacement.calls, old)
-        spec = made[-1].spec
-        if spec is None or (spec.shape, spec.dtype, spec.requires_grad) != (
-            old.spec.shape, old.spec.dtype, old.spec.requires_grad,
-        ):  # fmt: skip
-            return f"the op gives {spec}, expected {old.spec}"
-        if not _lies_like(spec, old.spec):
-            last = len(replacement.calls) - 1
-            made = self._run((*replacement.calls, Call("torch.Tensor.contiguous", (Ref(f"#{last}"),))), old)
-            assert made[-1].spec is not None, old.name
-            if not _lies_like(made[-1].spec, old.spec):
-                return f"the op's result lies otherwise in memory: strides {spec.stride}, expected {old.spec.stride}"
-        return self._named(made, old)
+        if made[-1].spec is not None and self._objection(made[-1], old.name):
+            contiguous = Call("torch.Tensor.contiguous", (Ref(made[-1].name),))
+            made = self._run((*replacement.calls, contiguous), old)
+        taken = {call: name for name, call in replacement.also} | {made[-1].name: old.name}
+        for node in made:
+            objection = self._objection(node, taken[node.name]) if node.name in taken else ""
+            if objection:
+                return objection
+        return self._named(made, taken)
+
+    def _objection(self, made: Node, name: str) -> str:
+        """Why a new node cannot take the place of a recorded one; "" if it can."""
+        found, expected = made.spec, self._trace.node(name).spec
+        assert expected is not None, name
+        if found is None or _kind(found) != _kind(expected):
+            return f"the op gives {_described(found)}, expected {_described(expected)}"
+        if not _lies_like(found, expected):
+            return f"the op's result lies otherwise in memory: strides {found.stride}, expected {expected.stride}"
+        return ""
 
     def _run(self, calls: tuple[Call, ...], old: Node) -> list[Node]:
         """Nodes called "#0", "#1", ..., with storages of their own numbered from -2 down."""
@@ -98,18 +104,19 @@ class Measurer:
             meter,
         ):  # some ops do the work of their backward pass ahead; the planner adds that by itself
             function(*args, **kwargs)
-        assert isinstance(out, FakeTensor), call.target
-        inputs = [values[ref] for ref in references((call.args, dict(call.kwargs)))]
-        is_view = any(same_memory(out, tensor) for tensor in inputs)
-        moved = 0 if is_view else sum(touched_bytes(tensor) for tensor in (*inputs, out))
+        outputs = _tensors(out)
+        inputs = [tensor for ref in references((call.args, dict(call.kwargs))) for tensor in _tensors(values[ref])]
+        is_view = any(same_memory(output, tensor) for output in outputs for tensor in inputs)
+        moved = 0 if is_view else sum(touched_bytes(tensor) for tensor in (*inputs, *outputs))
+        single = isinstance(out, FakeTensor)
         node = Node(
             name,
             NodeKind.CALL_FUNCTION,
             call.target,
             call.args,
             call.kwargs,
-            TensorSpec.of(out),
-            owner(out),
+            TensorSpec.of(out) if single else None,
+            owner(out) if single else -1,
             old.call,
             meter.flops,
             moved,
@@ -126,10 +133,13 @@ class Measurer:
         fake = torch.empty_strided(spec.shape, spec.stride, dtype=spec.torch_dtype)
         return fake.requires_grad_(spec.requires_grad)
 
-    def _named(self, made: list[Node], old: Node) -> tuple[Node, ...]:
-        """The nodes with names and storages of the trace."""
-        names = {node.name: self._unique(node) for node in made[:-1]} | {made[-1].name: old.name}
-        storages: dict[int, int] = {made[-1].storage: old.storage} if made[-1].storage < -1 else {}
+    def _named(self, made: list[Node], taken: Mapping[str, str]) -> tuple[Node, ...]:
+        """The nodes with names and storages of the trace; those in `taken` have the names of what they replace."""
+        names = {node.name: taken.get(node.name) or self._unique(node) for node in made}
+        storages: dict[int, int] = {}
+        for node in made:
+            if node.name in taken and node.storage < -1:
+                storages[node.storage] = self._trace.node(taken[node.name]).storage
 
         def storage(number: int) -> int:
             if number >= -1:
@@ -167,6 +177,21 @@ class Measurer:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors that a call gives: one, or a tuple of them."""
+    found = value if isinstance(value, tuple) else (value,)
+    assert all(isinstance(tensor, FakeTensor) for tensor in found), value
+    return found
+
+
+def _kind(spec: TensorSpec) -> tuple[object, ...]:
+    return spec.shape, spec.dtype, spec.requires_grad
+
+
+def _described(spec: TensorSpec | None) -> str:
+    return "a tuple" if spec is None else f"{spec} {'with' if spec.requires_grad else 'without'} a gradient"
 
 
 def _lies_like(spec: TensorSpec, other: TensorSpec) -> bool:

@@ -6,7 +6,8 @@
 Nothing is replaced because a rewrite says so: `smpc.codegen.rewrite.kernels.check` runs both sides first.
 
 A call's arguments are those of a node: trees with `Ref`s, of nodes, or of an earlier call of the replacement by the names
-"#0", "#1", ... The value of the last call takes the place of the result.
+"#0", "#1", ... The value of the last call takes the place of the result. Calls that give several values are followed by
+`_operator.getitem` of each that is needed; `also` says which other replaced nodes are read on, and the calls that give them.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ class Replacement:
     calls: tuple[Call, ...]
     given: tuple[str, ...] = ()
     labels: tuple[tuple[str, int], ...] = ()
+    also: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def results(self) -> tuple[tuple[str, str], ...]:
+        """The nodes whose values are read on, with the calls that give them; the result is the last."""
+        return (*self.also, (self.result, f"#{len(self.calls) - 1}"))
 
     @property
     def result(self) -> str:

@@ -93,9 +93,12 @@ def _objection(graph: Graph, proposal: Replacement | Refusal, checker: Checker) 
 
 def _shared(graph: Graph, proposal: Replacement) -> str:
     """Who else reads, or writes, what is to be replaced."""
-    inside = dict.fromkeys(proposal.replaced)
+    inside, results = dict.fromkeys(proposal.replaced), dict(proposal.results)
+    end = graph.trace.position(proposal.result)
     for name in proposal.replaced[:-1]:
         for user in graph.users(name):
+            if name in results and (user == OUTPUT or (user != GUARD and graph.trace.position(user) > end)):
+                continue  # it comes after the calls
             if user not in inside:
                 reader = {OUTPUT: "the model returns", GUARD: "the model's Python asks for"}.get(
                     user, "something else reads"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from smpc.codegen.rewrite.kernels import (
+    add_norm,
     bias_dropout_add,
     bias_gelu,
     cross_entropy,
@@ -25,11 +26,12 @@ REWRITES: tuple[Rewrite, ...] = (
     linear_cross_entropy.REWRITE,
     cross_entropy.REWRITE,
     flash_attention.REWRITE,
+    bias_dropout_add.REWRITE,
+    *add_norm.REWRITES,
     rms_norm.REWRITE,
     layer_norm.REWRITE,
     rotary.REWRITE,
     swiglu.REWRITE,
-    bias_dropout_add.REWRITE,
     bias_gelu.REWRITE,
 )
 assert tuple(rewrite.op for rewrite in REWRITES) == OPERATIONS, "smpc.kernels.setting names the rewrites in this order"

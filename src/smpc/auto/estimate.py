@@ -27,7 +27,7 @@ from smpc.auto.space import Candidate
 from smpc.codegen.program import Op
 from smpc.codegen.simulate import Timeline
 from smpc.partitioner.analysis import analyse
-from smpc.partitioner.cost import CostModel
+from smpc.partitioner.cost import CostModel, NodeTimes
 from smpc.partitioner.device import Wire
 from smpc.partitioner.memory import distinct_state
 from smpc.partitioner.plan import Plan, Stage
@@ -106,9 +106,11 @@ class Sample:
     activation_bytes: int
 
     @classmethod
-    def of(cls, trace: Trace, cost_model: CostModel, recompute: Sequence[str]) -> Sample:
-        """The totals of a trace, with these modules computed again in the backward."""
-        analysis = analyse(trace, cost_model, recompute=recompute)
+    def of(
+        cls, trace: Trace, cost_model: CostModel, recompute: Sequence[str], times: NodeTimes | None = None
+    ) -> Sample:
+        """The totals of a trace, with these modules computed again in the backward; `times` replace the predicted ones."""
+        analysis = analyse(trace, cost_model, times, recompute)
         times, units = analysis.times, analysis.units
         return cls(
             trace,

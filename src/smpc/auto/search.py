@@ -13,6 +13,10 @@ each as its best contiguous cut for balanced computation (`memory_weight` 0) wit
 best step: what is left cannot be much faster. The best is then planned with all means. A candidate whose bound on the peak exceeds the
 limit is not planned, and a size of microbatches at which no candidate can fit rules out the larger ones. Nothing depends on the clock,
 so the same search gives the same bytes.
+
+With t tensor-parallel ranks, what is planned is the trace of one of them: the compiler's best layouts (`smpc.codegen.rewrite`), which
+split what t divides (heads, channels, vocabularies) and leave the rest whole, with collectives that take what they send over the
+wires that these ranks share. A degree at which nothing can be split is impossible.
 """
 
 from __future__ import annotations
@@ -28,11 +32,14 @@ import torch
 from torch import nn
 
 from smpc.auto.estimate import Sample, step_time
-from smpc.auto.space import SCHEDULES, Candidate, candidates, repeated_blocks, wire
+from smpc.auto.space import SCHEDULES, Candidate, candidates, repeated_blocks, tensor_degrees, wire
+from smpc.codegen.rewrite.search import choose
+from smpc.codegen.rewrite.tensor_parallel import ShardedTrace, rewrite, with_collectives
 from smpc.compile import Inputs, PipelineOptions, as_inputs, first_microbatch, make_plan, predict_timeline
 from smpc.errors import CodegenError, ConfigError, MemoryLimitError, PartitionError
 from smpc.mesh import Axis
-from smpc.partitioner.device import Device, find_device
+from smpc.partitioner.cost import NodeTimes
+from smpc.partitioner.device import Device, Wire, find_device
 from smpc.partitioner.limit import rank_peaks
 from smpc.partitioner.optimizer import find_optimizer
 from smpc.partitioner.plan import Plan
@@ -42,6 +49,7 @@ from smpc.tracer.record import record
 from smpc.tracer.structure import flatten
 
 ALL_SCHEDULES = tuple(known for known, _ in SCHEDULES)
+_SHARDED = {"tensor_parallel_plan": "auto", "prescaled_batch": True}  # settings that tensor-parallel ranks need
 TOLERANCE = 0.01  # how much faster a way that is not planned could be
 ShowProgress = Callable[[str, int, int], object]  # (phase, done, total)
 
@@ -87,6 +95,7 @@ class Search:
     trace: Trace
     options: PipelineOptions
     plan: Plan
+    sharded: ShardedTrace | None = None  # with tensor-parallel ranks: how they share the trace
 
     @property
     def best(self) -> Result:
@@ -98,12 +107,14 @@ class Search:
         found = self.best.candidate
         return {
             "pipeline_parallel_degree": found.pipeline_parallel_degree,
-            "ddp": found.data_parallel_degree > 1,
+            "ddp": found.data_parallel_degree * found.tensor_parallel_degree > 1,
             "placement_strategy": found.placement_strategy,
             "microbatches": found.microbatches,
             "schedule": found.schedule,
             "virtual_pipeline_degree": found.virtual_pipeline_degree,
             "memory_weight": self.options.memory_weight,
+            **(_SHARDED if found.tensor_parallel_degree > 1 else {}),
+            "tensor_parallel_degree": found.tensor_parallel_degree,
         }
 
     def to_json(self) -> str:
@@ -131,13 +142,15 @@ def search(
     optimizer: str = "adam",
     shard_optimizer_state: bool = False,
     schedules: Sequence[str] = ALL_SCHEDULES,
+    tensor_parallel_degrees: Sequence[int] | None = None,
     leaf_modules: Sequence[str] = (),
     show_progress: ShowProgress | None = None,
 ) -> Search:
     """The fastest way to train a model on `world_size` devices, each within `memory_limit`.
 
     `sample_inputs` are the global batch of a step, in the forms of `smpc.partition`; only shapes count. `memory_limit` is the most that a
-    rank may hold at its predicted peak ("80GB" or a number of bytes), by default what the device has. `schedules` are the names to try.
+    rank may hold at its predicted peak ("80GB" or a number of bytes), by default what the device has. `schedules` are the names to try,
+    `tensor_parallel_degrees` the numbers of ranks that may share an operation, by default all that divide the world and a host's devices.
     `show_progress` is called with a phase, what is done of it and what there is to do. The other arguments are `smpc.partition`'s.
 
     Raises ConfigError for settings that cannot be, TraceError for a model that cannot be recorded, MemoryLimitError, which says the
@@ -151,6 +164,7 @@ def search(
         find_optimizer(optimizer).name,
         shard_optimizer_state,
         tuple(schedules),
+        tuple(tensor_degrees(world_size, kind) if tensor_parallel_degrees is None else tensor_parallel_degrees),
     )
     show = show_progress or (lambda phase, done, total: None)
     return _Searcher(setting, model, as_inputs(sample_inputs), tuple(leaf_modules), show).run()
@@ -166,6 +180,7 @@ class _Setting:
     optimizer: str
     shard_optimizer_state: bool
     schedules: tuple[str, ...]
+    tensor_degrees: tuple[int, ...]
 
     def __post_init__(self) -> None:
         known = [name for name, _ in SCHEDULES]
@@ -176,6 +191,11 @@ class _Setting:
             wrong.append(f"schedules: expected some of {', '.join(known)}, found none")
         if self.world_size < 1:
             wrong.append(f"world_size: expected at least 1, found {self.world_size}")
+        wrong += [
+            f"tensor_parallel_degrees: expected numbers that divide the world size {self.world_size}, found {degree}"
+            for degree in self.tensor_degrees
+            if degree < 1 or self.world_size % degree
+        ]
         if wrong:
             raise ConfigError("\n".join(wrong))
 
@@ -207,7 +227,7 @@ class _Bounded:
 
 
 class _Searcher:
-    """One search; `traces` are the recorded microbatches by size, `samples` by size and what is computed again."""
+    """One search; `traces` are the recorded microbatches by size, `sharded` those of a tensor-parallel rank by size and degree."""
 
     def __init__(
         self, setting: _Setting, model: nn.Module, inputs: Inputs, leaf_modules: tuple[str, ...], show: ShowProgress
@@ -215,7 +235,8 @@ class _Searcher:
         self.setting, self.model, self.inputs, self.leaf_modules, self.show = setting, model, inputs, leaf_modules, show
         self.batch_size = _batch_size(inputs)
         self.traces: dict[int, Trace] = {}
-        self.samples: dict[tuple[int, str], Sample] = {}
+        self.sharded: dict[tuple[int, int], ShardedTrace] = {}
+        self.samples: dict[tuple[int, int, str, Wire], Sample] = {}
         self.results: list[Result] = []
         self.best: tuple[Result, Plan] | None = None
         self.blocks: tuple[str, ...] = ()
@@ -224,10 +245,18 @@ class _Searcher:
     def run(self) -> Search:
         """Everything, in order."""
         setting = self.setting
-        plain = tuple(candidates(setting.world_size, self.batch_size, setting.device, setting.schedules))
+        plain = tuple(
+            candidates(
+                setting.world_size,
+                self.batch_size,
+                setting.device,
+                setting.schedules,
+                tensor_degrees=setting.tensor_degrees,
+            )
+        )
         self.show("Tracing the model", 0, 1)
         sizes = [candidate.microbatch_size for candidate in plain]
-        self.blocks = repeated_blocks(self._trace(min(sizes))) if sizes else ()
+        self.blocks = repeated_blocks(self._recorded(min(sizes))) if sizes else ()
         found = [
             replace(c, recompute=name) for c in plain for name in (("model", "blocks") if self.blocks else ("model",))
         ]
@@ -248,36 +277,65 @@ class _Searcher:
             setting.device.name,
             plan.optimizer,
             tuple(self._verdicts(best)),
-            self._trace(best.candidate.microbatch_size),
+            self._trace(best.candidate),
             self._options(best.candidate),
             plan,
+            self.sharded.get((best.candidate.microbatch_size, best.candidate.tensor_parallel_degree)),
         )
 
     # -- bounds
 
     def _bounded(self, found: Sequence[Candidate]) -> list[_Bounded]:
         """What may fit, by its bound on the step; the rest is rejected."""
-        sizes = sorted({candidate.microbatch_size for candidate in found})
+        groups = sorted({(c.tensor_parallel_degree, c.microbatch_size) for c in found})
         kept: list[_Bounded] = []
-        hopeless: int | None = None  # the least peak at a smaller size, where none can fit
-        for i, size in enumerate(sizes):
-            self.show("Tracing the model", i, len(sizes))
-            of_size = [candidate for candidate in found if candidate.microbatch_size == size]
-            if hopeless is None:
-                group = [self._bound(candidate) for candidate in of_size]
+        hopeless: dict[int, int] = {}  # tensor-parallel degree -> the least peak at a smaller size, where none can fit
+        for i, (degree, size) in enumerate(groups):
+            self.show("Tracing the model", i, len(groups))
+            of_size = [c for c in found if (c.tensor_parallel_degree, c.microbatch_size) == (degree, size)]
+            if degree not in hopeless:
+                reason = self._why_whole(size, degree)
+                self.results += [Result(c, Verdict.IMPOSSIBLE, reason=reason) for c in of_size if reason]
+                group = [] if reason else [self._bound(candidate) for candidate in of_size]
             else:
-                group = [_Bounded(candidate, 0.0, hopeless) for candidate in of_size]
+                group = [_Bounded(candidate, 0.0, hopeless[degree]) for candidate in of_size]
             fitting = [bounded for bounded in group if bounded.peak <= self.setting.limit]
             for bounded in group:
                 if bounded.peak > self.setting.limit:
                     self._reject(bounded)
             kept += fitting
-            if not fitting:
-                hopeless = min(bounded.peak for bounded in group)
+            if group and not fitting:
+                hopeless.setdefault(degree, min(bounded.peak for bounded in group))
         order = {candidate: i for i, candidate in enumerate(found)}
         return sorted(kept, key=lambda bounded: (bounded.step, order[bounded.candidate]))
 
-    def _trace(self, size: int) -> Trace:
+    def _why_whole(self, size: int, degree: int) -> str:
+        """Why so many tensor-parallel ranks cannot share the model's operations; "" if they can."""
+        if degree == 1:
+            return ""
+        try:
+            sharded = rewrite(self._recorded(size), choose(self._recorded(size), degree))
+        except CodegenError as error:
+            return str(error)
+        self.sharded[size, degree] = sharded
+        return "" if sharded.layouts else f"no parameter can be split over {degree} tensor-parallel ranks"
+
+    def _trace(self, candidate: Candidate) -> Trace:
+        """What one rank of each stage runs."""
+        size, degree = candidate.microbatch_size, candidate.tensor_parallel_degree
+        return self._recorded(size) if degree == 1 else self.sharded[size, degree].trace
+
+    def _times(self, candidate: Candidate) -> NodeTimes | None:
+        """Times with collectives; None: those that planning predicts."""
+        if candidate.tensor_parallel_degree == 1:
+            return None
+        sharded = self.sharded[candidate.microbatch_size, candidate.tensor_parallel_degree]
+        link = wire(self.setting.device, candidate.mesh, Axis.TP)
+        return with_collectives(
+            sharded.trace, sharded, self._options(candidate).cost_model, link.bandwidth, link.latency
+        )
+
+    def _recorded(self, size: int) -> Trace:
         """That of a microbatch of this size."""
         if size not in self.traces:
             args, kwargs = first_microbatch(self.inputs, self.batch_size // size)
@@ -289,10 +347,12 @@ class _Searcher:
         return self.setting.options(candidate, limit or self.setting.limit, blocks)
 
     def _bound(self, candidate: Candidate) -> _Bounded:
-        options, key = self._options(candidate), (candidate.microbatch_size, candidate.recompute)
+        options, link = self._options(candidate), wire(self.setting.device, candidate.mesh, Axis.TP)
+        key = (candidate.microbatch_size, candidate.tensor_parallel_degree, candidate.recompute, link)
         costs = options.cost_model
         if key not in self.samples:
-            self.samples[key] = Sample.of(self._trace(candidate.microbatch_size), costs, options.recompute)
+            times = self._times(candidate)
+            self.samples[key] = Sample.of(self._trace(candidate), costs, options.recompute, times)
         sample, link = self.samples[key], wire(self.setting.device, candidate.mesh, Axis.RDP)
         return _Bounded(candidate, sample.least_step(candidate, costs, link), sample.least_peak(candidate, costs))
 
@@ -336,7 +396,7 @@ class _Searcher:
         """The result of a candidate, and its plan if it has one."""
         candidate = bounded.candidate
         try:
-            plan = make_plan(self._trace(candidate.microbatch_size), self._options(candidate, limit), prove=False)
+            plan = self._made(candidate, limit, prove=False)
         except MemoryLimitError as error:
             if self.least is None or error.least_bytes < self.least[0]:
                 self.least = error.least_bytes, candidate
@@ -346,10 +406,14 @@ class _Searcher:
             return Result(candidate, Verdict.IMPOSSIBLE, reason=str(error)), None
         return self._measured(candidate, plan), plan
 
+    def _made(self, candidate: Candidate, limit: int | None = None, *, prove: bool) -> Plan:
+        options, times = self._options(candidate, limit), self._times(candidate)
+        return make_plan(self._trace(candidate), options, times=times, prove=prove, measured=False)
+
     def _measured(self, candidate: Candidate, plan: Plan) -> Result:
         """What a plan takes, as a result."""
         device = self.setting.device
-        timeline = predict_timeline(self._trace(candidate.microbatch_size), plan)
+        timeline = predict_timeline(self._trace(candidate), plan)
         link = wire(device, candidate.mesh, Axis.RDP)
         seconds = step_time(plan, timeline, candidate.data_parallel_degree, link, device.memory_bandwidth)
         peak = max(rank_peaks(plan).values())
@@ -358,7 +422,7 @@ class _Searcher:
 
     def _proven(self, quick: Result, quick_plan: Plan) -> tuple[Result, Plan]:
         """The best candidate planned with proof; its quick plan where that is faster."""
-        plan = make_plan(self._trace(quick.candidate.microbatch_size), self._options(quick.candidate))
+        plan = self._made(quick.candidate, prove=True)
         result = self._measured(quick.candidate, plan)
         if result.step_time > quick.step_time:
             result, plan = quick, quick_plan
@@ -390,7 +454,10 @@ class _Searcher:
     def _nothing_fits(self, found: Sequence[Candidate]) -> Exception:
         """The error, with the least memory that would do: plans in the order of the bounds on the peak."""
         setting, impossible = self.setting, [r for r in self.results if r.verdict is Verdict.IMPOSSIBLE]
-        bounds = [self._bound(c) for c in found if c.microbatch_size in self.traces]
+        known = [c for c in found if c.tensor_parallel_degree == 1 and c.microbatch_size in self.traces]
+        known += [c for c in found if (c.microbatch_size, c.tensor_parallel_degree) in self.sharded]
+        left = {result.candidate for result in impossible}
+        bounds = [self._bound(c) for c in known if c not in left]
         pending = sorted(bounds, key=lambda bounded: bounded.peak)
         for done, bounded in enumerate(pending):
             self.show("Searching for the least memory", done, len(pending))
@@ -401,10 +468,12 @@ class _Searcher:
             reason = impossible[0].reason if impossible else "no candidate"
             return PartitionError(f"expected a way to train on {setting.world_size} ranks, found none: {reason}")
         least, candidate = self.least
+        tensor = f" of {candidate.tensor_parallel_degree} ranks" if candidate.tensor_parallel_degree > 1 else ""
         return MemoryLimitError(
             f"expected a way to train within {at_least(setting.limit)} on each of {setting.world_size} ranks, found none among "
             f"{len(found)}: the least memory that would do is {at_least(least)}, with pipelines of "
-            f"{candidate.pipeline_parallel_degree}, {candidate.data_parallel_degree} replicas, {candidate.microbatches} microbatches "
+            f"{candidate.pipeline_parallel_degree} stages{tensor}, {candidate.data_parallel_degree} replicas, "
+            f"{candidate.microbatches} microbatches "
             f"and the {candidate.schedule} schedule; raise memory_limit, use more ranks, or a smaller batch",
             least,
         )

@@ -1,9 +1,10 @@
 """What there is to try: the ways to train a model on so many devices.
 
-A candidate is a pipeline of p ranks, d replicas of it with p d = world size, where they lie, v stages on a rank, m microbatches of a
-replica's part of the batch, a schedule, and what is computed again in the backward: what the model itself asks for ("model"), or
-every repeated block as well ("blocks": the members of its outermost lists of modules of one class). The global batch is the same for
-all, so m times d times the size of a microbatch is.
+A candidate is a pipeline of p stages' ranks, each of them t tensor-parallel ranks that share every operation, d replicas of it with
+p t d = world size, where they lie, v stages on a rank, m microbatches of a replica's part of the batch, a schedule, and what is computed
+again in the backward: what the model itself asks for ("model"), or every repeated block as well ("blocks": the members of its outermost
+lists of modules of one class). The global batch is the same for all, so m times d times the size of a microbatch is. Tensor-parallel
+ranks are neighbours: they talk in every block.
 
     >>> [(c.pipeline_parallel_degree, c.microbatches, c.schedule) for c in candidates(2, 2, find_device("h100"), ("1f1b",))]
     [(1, 1, '1f1b'), (2, 1, '1f1b'), (2, 2, '1f1b')]
@@ -41,6 +42,7 @@ class Candidate:
     microbatch_size: int
     schedule: str
     recompute: str = "model"
+    tensor_parallel_degree: int = 1
 
     @property
     def num_parts(self) -> int:
@@ -50,26 +52,35 @@ class Candidate:
     @property
     def mesh(self) -> Mesh:
         """Its ranks."""
-        world_size = self.pipeline_parallel_degree * self.data_parallel_degree
-        return Mesh(world_size, self.pipeline_parallel_degree, placement=self.placement_strategy)
+        world_size = self.pipeline_parallel_degree * self.data_parallel_degree * self.tensor_parallel_degree
+        return Mesh(world_size, self.pipeline_parallel_degree, self.tensor_parallel_degree, self.placement_strategy)
 
 
 def candidates(
-    world_size: int, batch_size: int, device: Device, schedules: Sequence[str], recompute: Sequence[str] = ("model",)
+    world_size: int,
+    batch_size: int,
+    device: Device,
+    schedules: Sequence[str],
+    recompute: Sequence[str] = ("model",),
+    tensor_degrees: Sequence[int] = (1,),
 ) -> Iterator[Candidate]:
     """All candidates, the simple ones first. Another dimension is another loop here and another field of `Candidate`."""
-    for pipeline_degree in divisors(world_size):
-        replicas = world_size // pipeline_degree
-        if batch_size % replicas:
-            continue
-        for placement in _placements(device, world_size, pipeline_degree):
-            for microbatches in divisors(batch_size // replicas):
-                for schedule, pieces in _schedules(pipeline_degree, schedules):
-                    for again in recompute:
-                        size = batch_size // replicas // microbatches
-                        yield Candidate(
-                            pipeline_degree, replicas, placement, pieces, microbatches, size, schedule, again
-                        )
+    for tensor_degree in tensor_degrees:
+        for pipeline_degree in divisors(world_size // tensor_degree):
+            replicas = world_size // tensor_degree // pipeline_degree
+            if batch_size % replicas:
+                continue
+            for placement in _placements(device, world_size, pipeline_degree, tensor_degree):
+                for microbatches in divisors(batch_size // replicas):
+                    size = batch_size // replicas // microbatches
+                    for schedule, pieces in _schedules(pipeline_degree, schedules):
+                        shape = pipeline_degree, replicas, placement, pieces, microbatches, size, schedule
+                        yield from (Candidate(*shape, again, tensor_degree) for again in recompute)
+
+
+def tensor_degrees(world_size: int, device: Device) -> tuple[int, ...]:
+    """What is tried of tensor parallelism: the numbers of ranks of one host that divide the world, since wires between hosts are slow."""
+    return tuple(degree for degree in divisors(world_size) if device.devices_per_host % degree == 0)
 
 
 def wire(device: Device, mesh: Mesh, axis: Axis) -> Wire:
@@ -98,11 +109,11 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(divisor for divisor in range(1, number + 1) if number % divisor == 0)
 
 
-def _placements(device: Device, world_size: int, pipeline_degree: int) -> tuple[str, ...]:
-    """Pipelines on neighbours; and replicas on neighbours, where that changes who shares a host."""
+def _placements(device: Device, world_size: int, pipeline_degree: int, tensor_degree: int) -> tuple[str, ...]:
+    """Pipelines on neighbours; and replicas on neighbours, where that changes who shares a host. Tensor-parallel ranks always are."""
     found: dict[tuple[Wire, Wire], str] = {}
-    for name in ("cluster", "spread"):
-        mesh = Mesh(world_size, pipeline_degree, placement=name)
+    for name in ("cluster", "spread" if tensor_degree == 1 else "PDT"):
+        mesh = Mesh(world_size, pipeline_degree, tensor_degree, name)
         found.setdefault((wire(device, mesh, Axis.PP), wire(device, mesh, Axis.RDP)), name)
     return tuple(found.values())
 

@@ -6,13 +6,15 @@ from smpc.checkpoint.channel import Alone, Channel, GroupChannel, StoreChannel, 
 from smpc.checkpoint.content import Content, Shard
 from smpc.checkpoint.convert import open_source, write_checkpoint
 from smpc.checkpoint.distributed import write_distributed
-from smpc.checkpoint.export import save_full, write_file_of, write_folder
+from smpc.checkpoint.dtensor import shard_of
+from smpc.checkpoint.export import FullSaving, save_full, standing, write_file_of, write_folder
 from smpc.checkpoint.files import read_file, write_file
 from smpc.checkpoint.folders import Root
 from smpc.checkpoint.load import Loaded, check, load
+from smpc.checkpoint.modules import load_modules, module_content
 from smpc.checkpoint.reader import Checkpoint, verify
 from smpc.checkpoint.rng import capture_rng, restore_rng
-from smpc.checkpoint.save import save
+from smpc.checkpoint.save import Saving, save
 
 __all__ = [
     "Alone",
@@ -21,19 +23,25 @@ __all__ = [
     "Channel",
     "Checkpoint",
     "Content",
+    "FullSaving",
     "GroupChannel",
     "Loaded",
     "Root",
+    "Saving",
     "Shard",
     "StoreChannel",
     "capture_rng",
     "check",
     "load",
+    "load_modules",
+    "module_content",
     "open_source",
     "read_file",
     "restore_rng",
     "save",
     "save_full",
+    "shard_of",
+    "standing",
     "together",
     "verify",
     "write_checkpoint",

@@ -21,6 +21,7 @@ import os
 import sys
 import threading
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +33,21 @@ from smpc.checkpoint.save import Saving
 from smpc.errors import CheckpointError
 
 _Key = tuple[str, str, tuple[int, ...]]
+
+
+class Pending(Protocol):
+    """See `Saving`. `share`: this rank's part, in tensors that may be replaced by copies before `write`."""
+
+    share: list[Shard]
+
+    def agree(self) -> None:
+        """See Saving."""
+
+    def fail(self, error: Exception) -> None:
+        """See Saving."""
+
+    def write(self) -> str:
+        """See Saving; runs on another thread than the others."""
 
 
 class BackgroundSaver:
@@ -50,14 +66,17 @@ class BackgroundSaver:
 
         Raises CheckpointError if this save cannot begin, or the one before it failed.
         """
+        self.start(Saving(root, tag, content, self._channel, force=force, keep=keep))
+
+    def start(self, saving: Pending) -> None:
+        """Start to save anything that saves in the steps of `Saving`, over this saver's channel. Raises as `save` does."""
         self.wait()
-        saving = Saving(root, tag, content, self._channel, force=force, keep=keep)
         saving.agree()
         try:
             saving.share = self._copy(saving.share)
         except Exception as error:  # out of memory; the others hear of it in the exchange that they wait in
             saving.fail(error)
-        self._thread = threading.Thread(target=self._run, args=(saving,), name=f"smpc checkpoint {tag}")
+        self._thread = threading.Thread(target=self._run, args=(saving,), name="smpc checkpoint")
         self._thread.start()
 
     def check(self) -> None:
@@ -76,6 +95,11 @@ class BackgroundSaver:
         return self._path
 
     @property
+    def channel(self) -> Channel:
+        """What its ranks talk over."""
+        return self._channel
+
+    @property
     def is_saving(self) -> bool:
         """Whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()
@@ -88,7 +112,7 @@ class BackgroundSaver:
             self._copies.clear()
             atexit.unregister(self._at_exit)
 
-    def _run(self, saving: Saving) -> None:
+    def _run(self, saving: Pending) -> None:
         try:
             self._path = saving.write()
         except BaseException as error:

@@ -14,6 +14,7 @@ returns, or raises CheckpointError, within the channel's timeout and names the r
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 from collections.abc import Callable
@@ -24,6 +25,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from smpc.errors import CheckpointError
+
+_STAY = datetime.timedelta(seconds=10)  # for ranks that have only to read
 
 
 class Channel(Protocol):
@@ -110,6 +113,7 @@ class StoreChannel:
                 found.append(self._store.get(f"{turn}/{rank}")[1:].decode())
             if turn:  # every rank has come here, so every rank has read the turn before
                 self._store.delete_key(f"{turn - 1}/{self.rank}")
+            self._stay(turn)
         except (RuntimeError, ValueError) as error:
             self._broken = True
             raise CheckpointError(
@@ -117,6 +121,19 @@ class StoreChannel:
                 f"{str(error).strip().splitlines()[0]}"
             ) from error
         return found
+
+    def _stay(self, turn: int) -> None:
+        """Rank 0, whose process may hold the store, returns when all have read: it may be the last thing that it does.
+
+        Everything has been said by then, so a rank that dies here makes no error.
+        """
+        with contextlib.suppress(RuntimeError, ValueError):
+            if self.rank:
+                self._store.set(f"{turn}/read/{self.rank}", "+")
+                return
+            for rank in range(1, self.size):
+                self._store.wait([f"{turn}/read/{rank}"], min(self._timeout, _STAY))
+                self._store.delete_key(f"{turn}/read/{rank}")
 
 
 def together(channel: Channel, work: Callable[[], Any]) -> list[Any]:
@@ -132,7 +149,8 @@ def together(channel: Channel, work: Callable[[], Any]) -> list[Any]:
     answers = channel.exchange(json.dumps({"failure": failure, "value": value}))
     try:
         decoded = [json.loads(answer) for answer in answers]
-        failures = [f"rank {rank}: {answer['failure']}" for rank, answer in enumerate(decoded) if answer["failure"]]
+        said = [(f"rank {rank}: " if channel.size > 1 else "", found["failure"]) for rank, found in enumerate(decoded)]
+        failures = [f"{rank}{failure}" for rank, failure in said if failure]
         values = [answer["value"] for answer in decoded]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"rank {channel.rank}: another rank sent what is no message of a checkpoint") from error

@@ -10,6 +10,7 @@ with open_source(path) as source:
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import torch
 
@@ -22,6 +23,7 @@ from smpc.checkpoint.manifest import NAME
 from smpc.checkpoint.save import save
 from smpc.checkpoint.sources import CheckpointSource, LegacySource, SafetensorsSource, Source
 from smpc.checkpoint.tensorfile import Advance, is_tensorfile
+from smpc.checkpoint.views import TIED
 from smpc.errors import CheckpointError
 
 
@@ -57,9 +59,12 @@ def write_checkpoint(
     parent, tag = os.path.split(os.path.abspath(os.fspath(path)))
     if not os.path.isdir(parent):
         raise CheckpointError(f"cannot write {os.path.join(parent, tag)}: there is no folder {parent}")
+    metadata = source.metadata
+    tied = metadata.get(TIED, {}) if isinstance(metadata, Mapping) else {}  # other names of what is there once
     shards: list[Shard] = [
         shard_of(source, item, dtype if item.kind == "model" and item.dtype.is_floating_point else None)
         for item in source.items
+        if not (item.kind == "model" and item.name in tied)
     ]
     content = Content(shards, metadata=source.metadata)
     if isinstance(source, CheckpointSource):

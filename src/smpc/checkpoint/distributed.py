@@ -4,7 +4,13 @@
     write_distributed(source, folder)         {"model": {name: tensor}, "optimizer": {...}}, one tensor in memory at a time
 
 Keys are those of the nested dict that was saved: the first level is the kind, the rest, joined by dots, the name. What lies on the first
-level itself has the kind "model". Values that are no tensors come as `metadata["torch.distributed.checkpoint"]`, by key.
+level itself has the kind "model". An optimizer's state is written as torch's `get_optimizer_state_dict` has it, and read so:
+
+    {"optimizer": {"state": {parameter: {key: tensor}}, "param_groups": [...]}}     kind "optimizer", name "parameter::key";
+                                                                                   metadata["optimizer"]["param_groups"]
+
+Extra state of modules comes as `metadata["extra_state"]`, other values that are no tensors as
+`metadata["torch.distributed.checkpoint"]`, by key.
 
 `.metadata` is a pickle, and torch unpickles it as such, with whatever it calls. Here the unpickler knows the names that torch writes and no
 others, and what it makes of them are inert records: nothing in the file is ever called. Tensors and other values are read with
@@ -27,14 +33,18 @@ from torch import Tensor
 from smpc.checkpoint.boxes import Box, find_gap
 from smpc.checkpoint.content import VALUES
 from smpc.checkpoint.export import new_path
+from smpc.checkpoint.modules import OPTIMIZER, SEPARATOR
 from smpc.checkpoint.sources import Item, Source
 from smpc.checkpoint.tensorfile import Advance, open_regular
 from smpc.checkpoint.tree import flatten, rebuild
+from smpc.checkpoint.views import with_tied
 from smpc.errors import CheckpointError
 
 METADATA = ".metadata"
 OTHERS = "torch.distributed.checkpoint"  # key in metadata of the values that are no tensors
 _OWN = "smpc_metadata"  # key of our metadata in a folder that we write
+_STATE, _GROUPS = (OPTIMIZER, "state"), (OPTIMIZER, "param_groups")
+_EXTRA = "_extra_state"  # what keys of torch's extra state end in
 _MAX_METADATA = 1 << 30
 
 
@@ -83,19 +93,23 @@ class DistributedSource:
         self._keys: dict[tuple[str, str], str] = {}
         self.items: list[Item] = []
         others: dict[str, Any] = {}
+        where: dict[str, tuple[Any, ...]] = {}
         for key, entry in described.items():
             if not vars(entry):  # BytesStorageMetadata: no fields
                 others[key] = self._load(key, ())
+                where[key] = paths.get(key, (key,))
                 continue
             item = self._item(key, paths.get(key, (key,)), entry)
             self._keys[item.kind, item.name] = key
             self.items.append(item)
-        self.metadata: Any = self._metadata(others)
+        self.metadata: Any = self._metadata(others, where)
         self.items = [item for item in self.items if item.kind != VALUES]
 
     def _item(self, key: str, path: tuple[Any, ...], entry: Any) -> Item:
         kind = str(path[0]) if len(path) > 1 else "model"
         name = ".".join(map(str, path[1:] if len(path) > 1 else path))
+        if path[:2] == _STATE and len(path) == 4:
+            name = f"{path[2]}{SEPARATOR}{path[3]}"
         shape = tuple(entry.size)
         self._chunks[key] = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
         gap = find_gap(shape, self._chunks[key])
@@ -103,10 +117,10 @@ class DistributedSource:
             raise CheckpointError(f"{self._folder}: {key}: {gap or 'another tensor has the same name'}")
         return Item(kind, name, entry.properties.state[0], shape)
 
-    def _metadata(self, others: dict[str, Any]) -> Any:
+    def _metadata(self, others: dict[str, Any], where: Mapping[str, tuple[Any, ...]]) -> Any:
         own = others.pop(_OWN, None)
         if own is None:
-            return {OTHERS: others} if others else {}
+            return _known(others, where)
         items = {item.name: item for item in self.items if item.kind == VALUES}
         return rebuild(json.loads(own), lambda name: self.read(items[name]))
 
@@ -141,6 +155,22 @@ class DistributedSource:
             os.close(descriptor)
 
 
+def _known(others: dict[str, Any], where: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Metadata out of values that are no tensors: options of parameter groups and extra state as we have them, the rest by key."""
+    found: dict[str, Any] = {}
+    for key, path in where.items():
+        if path[:2] == _GROUPS and len(path) == 4:
+            groups = found.setdefault(_GROUPS[0], {}).setdefault(_GROUPS[1], [])
+            groups.extend({} for _ in range(path[2] + 1 - len(groups)))
+            groups[path[2]][path[3]] = others.pop(key)
+        elif path[0] == "model" and len(path) > 1 and str(path[1]).endswith(_EXTRA):
+            inner = found.setdefault("extra_state", {})
+            for part in path[1:-1]:
+                inner = inner.setdefault(part, {})
+            inner[path[-1]] = others.pop(key)
+    return found | ({OTHERS: others} if others else {})
+
+
 def write_distributed(source: Source, path: str | os.PathLike[str], *, advance: Advance | None = None) -> str:
     """Write a folder for torch.distributed.checkpoint. Raises CheckpointError if it exists or cannot be written."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -148,17 +178,7 @@ def write_distributed(source: Source, path: str | os.PathLike[str], *, advance: 
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    values, tensors = flatten(source.metadata, "metadata")
-    state: dict[str, Any] = {_OWN: json.dumps(values)}
-    if tensors:
-        state[VALUES] = dict(tensors)
-    bring: dict[str, Callable[[], Tensor]] = {}
-    for item in source.items:
-        key = f"{item.kind}.{item.name}"
-        assert key not in bring, f"two tensors are called {key}"
-        bring[key] = _bringing(source, item, advance)
-        # torch plans with shapes alone; values are asked for when they are written.
-        state.setdefault(item.kind, {})[item.name] = torch.empty(item.shape, dtype=item.dtype, device="meta")
+    state, bring = _described(with_tied(source), advance)
 
     class Planner(DefaultSavePlanner):
         """Brings tensors when they are written."""
@@ -178,6 +198,32 @@ def write_distributed(source: Source, path: str | os.PathLike[str], *, advance: 
         for name in os.listdir(draft):
             os.chmod(os.path.join(draft, name), 0o600)
     return os.path.abspath(os.fspath(path))
+
+
+def _described(source: Source, advance: Advance | None) -> tuple[dict[str, Any], dict[str, Callable[[], Tensor]]]:
+    """The nested dict to save, with meta tensors, as torch plans with shapes alone; and what brings each when it is written, by key."""
+    values, tensors = flatten(source.metadata, "metadata")
+    state: dict[str, Any] = {_OWN: json.dumps(values)}
+    if tensors:
+        state[VALUES] = dict(tensors)
+    metadata = source.metadata if isinstance(source.metadata, Mapping) else {}
+    groups = metadata.get(_GROUPS[0])
+    if isinstance(groups, Mapping) and _GROUPS[1] in groups:
+        state[_GROUPS[0]] = {_GROUPS[1]: groups[_GROUPS[1]]}
+    if isinstance(metadata.get("extra_state"), Mapping):
+        state["model"] = dict(metadata["extra_state"])
+    bring: dict[str, Callable[[], Tensor]] = {}
+    for item in source.items:
+        name, _, of_state = item.name.rpartition(SEPARATOR)
+        path = (*_STATE, name, of_state) if item.kind == _STATE[0] and name else (item.kind, item.name)
+        key = ".".join(path)
+        assert key not in bring, f"two tensors are called {key}"
+        bring[key] = _bringing(source, item, advance)
+        inner = state
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {})
+        inner[path[-1]] = torch.empty(item.shape, dtype=item.dtype, device="meta")
+    return state, bring
 
 
 def _bringing(source: Source, item: Item, advance: Advance | None) -> Callable[[], Tensor]:

@@ -6,8 +6,9 @@
         export/model.safetensors                        up to `max_file_bytes`; else
         export/model-00001-of-00003.safetensors, ...    and model.safetensors.index.json
 
-Both are published by a rename once they are on the disk, and neither replaces anything. `rename` gives tensors other names (a translator to
-Hugging Face's), or None to leave one out; `dtype` casts floating-point tensors.
+Both are published by a rename once they are on the disk, and replace nothing unless forced: then the old one stays until the new one
+stands, and is found by `standing` if the process dies between two renames. `rename` gives tensors other names (a translator to Hugging
+Face's), or None to leave one out; `dtype` casts floating-point tensors; `notes` are texts for the header of every file.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from torch import Tensor
 
 from smpc.checkpoint.channel import Channel, together
 from smpc.checkpoint.content import Content, Shard
-from smpc.checkpoint.folders import DRAFT, Root, make_locked, sync_folder, write_new
+from smpc.checkpoint.folders import DRAFT, Root, make_locked, remove, sync_folder, write_new
 from smpc.checkpoint.manifest import BLOCK_SIZE, is_plain_name
-from smpc.checkpoint.save import save
+from smpc.checkpoint.save import Saving
 from smpc.checkpoint.sources import INDEX, SINGLE, CheckpointSource, Item, Source
 from smpc.checkpoint.tensorfile import Advance, write_tensors
 from smpc.errors import CheckpointError
@@ -45,12 +46,14 @@ def write_file_of(
     kind: str = "model",
     rename: Rename | None = None,
     dtype: torch.dtype | None = None,
+    notes: Mapping[str, str] | None = None,
+    force: bool = False,
     advance: Advance | None = None,
 ) -> str:
     """Write one safetensors file with all tensors of a kind. Raises CheckpointError if it exists or cannot be written."""
     shards = _shards(source, kind, rename, dtype)
-    with new_path(path) as draft:
-        write_tensors(draft, shards, BLOCK_SIZE, advance=advance)
+    with new_path(path, force=force) as draft:
+        write_tensors(draft, shards, BLOCK_SIZE, metadata=_noted(notes), advance=advance)
     return os.path.abspath(os.fspath(path))
 
 
@@ -63,6 +66,8 @@ def write_folder(
     rename: Rename | None = None,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    notes: Mapping[str, str] | None = None,
+    force: bool = False,
     advance: Advance | None = None,
 ) -> str:
     """Write a folder with all tensors of a kind, and texts by name of file. A tensor larger than `max_file_bytes` has a file of its own."""
@@ -77,10 +82,10 @@ def write_folder(
     names = (
         [SINGLE] if len(groups) == 1 else [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in _count(groups)]
     )
-    with new_path(path) as draft:
+    with new_path(path, force=force) as draft:
         os.mkdir(draft, 0o700)
         for name, group in zip(names, groups, strict=True):
-            write_tensors(os.path.join(draft, name), group, BLOCK_SIZE, advance=advance)
+            write_tensors(os.path.join(draft, name), group, BLOCK_SIZE, metadata=_noted(notes), advance=advance)
         texts = dict(files or {})
         if len(groups) > 1:
             total = sum(shard.num_bytes for group in groups for _, shard in group)
@@ -100,40 +105,105 @@ def save_full(
 ) -> str:
     """Write what the ranks hold in parts as whole tensors: with `write_file_of`, or `partial(write_folder, files=...)`. Collective.
 
-    The parts go to the disk first, all ranks at once and with checksums, and rank 0 puts them together from there; so no rank holds more
-    than its share and one tensor, and the disk needs room for twice the tensors. Raises CheckpointError on every rank.
+    Raises CheckpointError on every rank; nothing is published then.
     """
+    saving = FullSaving(path, content, channel, write)
+    saving.agree()
+    return saving.write()
+
+
+class FullSaving:
+    """Whole tensors on their way to `path`; in the same steps as `Saving`.
+
+    The parts go to the disk first, all ranks at once and with checksums, and rank 0 puts them together from there; so no rank holds more
+    than its share and one tensor, and the disk needs room for twice the tensors. `write` decides whether what exists is replaced.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        content: Content,
+        channel: Channel,
+        write: Callable[[Source, str], object],
+    ) -> None:
+        self._path, self._content, self._channel, self._write = os.path.abspath(path), content, channel, write
+        self._stack = ExitStack()
+        self._parts: Saving | None = None
+
+    def agree(self) -> None:
+        """Make the draft, and choose who writes what. Collective."""
+        try:
+            folder = together(self._channel, self._begin)[0]
+            self._parts = Saving(Root(folder), "parts", self._content, self._channel)
+            self._parts.agree()
+        except BaseException:
+            self.discard()
+            raise
+
+    @property
+    def share(self) -> list[Shard]:
+        """What this rank writes."""
+        return self._agreed.share
+
+    @share.setter
+    def share(self, shards: list[Shard]) -> None:
+        self._agreed.share = shards
+
+    def fail(self, error: Exception) -> None:
+        """Make `write` fail on every rank."""
+        self._agreed.fail(error)
+
+    def write(self) -> str:
+        """Write the parts, and the whole from them. Collective."""
+        try:
+            parts = self._agreed.write()
+            together(self._channel, lambda: self._finish(parts))
+        finally:
+            self.discard()
+        return self._path
+
+    def discard(self) -> None:
+        """Remove the drafts."""
+        if self._parts is not None:
+            self._parts.discard()
+        self._stack.close()
+
+    @property
+    def _agreed(self) -> Saving:
+        assert self._parts is not None, "the ranks have agreed"
+        return self._parts
+
+    def _begin(self) -> str:
+        if self._channel.rank:
+            return ""
+        parent = os.path.dirname(self._path)
+        os.makedirs(parent, 0o700, exist_ok=True)
+        return self._stack.enter_context(_locked_folder(parent))
+
+    def _finish(self, parts: str) -> None:
+        if self._channel.rank == 0:
+            with CheckpointSource(parts) as source:
+                self._write(source, self._path)
+
+
+def standing(path: str | os.PathLike[str]) -> str | None:
+    """Where the file or folder is that `path` names: what a forced save had moved aside if that died; None if there is nothing."""
     target = os.path.abspath(os.fspath(path))
-    with ExitStack() as stack:
-
-        def begin() -> str:
-            if channel.rank:
-                return ""
-            if os.path.lexists(target):
-                raise CheckpointError(f"{target} exists and is not overwritten")
-            os.makedirs(os.path.dirname(target), 0o700, exist_ok=True)
-            return stack.enter_context(_locked_folder(os.path.dirname(target)))
-
-        parts = save(Root(together(channel, begin)[0]), "parts", content, channel)
-
-        def finish() -> None:
-            if channel.rank == 0:
-                with CheckpointSource(parts) as source:
-                    write(source, target)
-
-        together(channel, finish)
-    return target
+    if os.path.lexists(target):
+        return target
+    parent, name = os.path.split(target)
+    return Root(parent).replaced(name)
 
 
 @contextmanager
-def new_path(path: str | os.PathLike[str]) -> Iterator[str]:
+def new_path(path: str | os.PathLike[str], *, force: bool = False) -> Iterator[str]:
     """A name to write a file or a folder under; it becomes `path` if all goes well and is removed otherwise.
 
-    Raises CheckpointError if `path` exists, at the beginning or at the end.
+    Raises CheckpointError if `path` exists and is not to be replaced, at the beginning or at the end.
     """
     target = os.path.abspath(os.fspath(path))
     parent = os.path.dirname(target)
-    if os.path.lexists(target):
+    if os.path.lexists(target) and not force:
         raise CheckpointError(f"{target} exists and is not overwritten")
     if not os.path.isdir(parent):
         raise CheckpointError(f"cannot write {target}: there is no folder {parent}")
@@ -141,15 +211,34 @@ def new_path(path: str | os.PathLike[str]) -> Iterator[str]:
         with _locked_folder(parent) as folder:
             draft = os.path.join(folder, "draft")
             yield draft
-            if os.path.isdir(draft):
-                if os.path.lexists(target):  # a rename would replace an empty folder
-                    raise CheckpointError(f"{target} exists and is not overwritten")
-                os.rename(draft, target)
-            else:
-                os.link(draft, target)  # fails if there is one, which a rename does not
-            sync_folder(parent)
+            _publish(draft, target, force)
     except OSError as error:
         raise CheckpointError(f"cannot write {target}: {error.strerror}") from error
+
+
+def _publish(draft: str, target: str, force: bool) -> None:
+    parent, name = os.path.split(target)
+    replaced = None
+    if force and os.path.lexists(target):
+        if os.path.isfile(draft) and os.path.isfile(target):
+            os.replace(draft, target)  # at once
+            sync_folder(parent)
+            return
+        replaced = Root(parent).move_aside(name)
+    if os.path.isdir(draft):
+        if os.path.lexists(target):  # a rename would replace an empty folder
+            raise CheckpointError(f"{target} exists and is not overwritten")
+        os.rename(draft, target)
+    else:
+        os.link(draft, target)  # fails if there is one, which a rename does not
+    sync_folder(parent)
+    if replaced is not None:
+        remove(replaced)
+
+
+def _noted(notes: Mapping[str, str] | None) -> dict[str, str]:
+    """The header's texts; Hugging Face wants to read the format."""
+    return {"format": "pt", **(notes or {})}
 
 
 @contextmanager

@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import tempfile
 from typing import Any
 
 import torch
 
 from smpc.errors import CheckpointError
+
+_GLOBAL = re.compile(r"GLOBAL (\S+)")  # in torch's text, the rest of which advises to unpickle without care
 
 
 def write_file(obj: Any, path: str, *, pickle_module: Any = pickle, pickle_protocol: int = 2) -> None:
@@ -51,12 +54,16 @@ def read_file(path: str, *, map_location: Any = None, mmap: bool | None = None) 
     try:
         return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
+        found = _GLOBAL.search(str(error))
         raise CheckpointError(
-            f"{path} holds objects that are not tensors or plain values, or is damaged; such a file is never unpickled. Save plain "
-            f"values, or allow a class that you trust with torch.serialization.add_safe_globals: {_first_line(error)}"
+            f"{path} holds objects that are not tensors or plain values, or is damaged; such a file is never unpickled. "
+            + (f"It names {found[1]}. " if found else "")
+            + "Save plain values, or allow a class that you trust with torch.serialization.add_safe_globals"
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {_first_line(error)}") from error
+        raise CheckpointError(
+            f"cannot read {path}, damaged or none of torch.save's: {type(error).__name__}: {_first_line(error) or 'nothing more is known'}"
+        ) from error
 
 
 def _neighbours(path: str) -> str:

@@ -59,13 +59,18 @@ class Root:
         path = os.path.join(self.path, tag)
         if os.path.isfile(os.path.join(path, NAME)):
             return path
-        for name, found, state in self._hidden():
-            if found == tag and state == REPLACED:  # a forced save died between two renames
-                return os.path.join(self.path, name)
+        replaced = self.replaced(tag)
+        if replaced is not None:
+            return replaced
         there = self.tags()
         raise CheckpointError(
             f"no checkpoint {tag} in {self.path}; there {'are ' + ', '.join(there) if there else 'is none'}"
         )
+
+    def replaced(self, tag: str) -> str | None:
+        """Where a forced save has moved what it was to replace, if it died before the new one stood."""
+        names = [name for name, found, state in self._hidden() if found == tag and state == REPLACED]
+        return os.path.join(self.path, names[0]) if names else None
 
     def tags(self) -> list[str]:
         """Whole checkpoints, oldest first. Whole: the manifest is valid and the files have their sizes; bytes are not read."""
@@ -136,11 +141,11 @@ class Root:
     def publish(self, draft: Draft, *, force: bool) -> str:
         """Make a draft the checkpoint of its tag, and mark it as the newest. Its files must be on the disk."""
         target = os.path.join(self.path, draft.tag)
-        replaced = self._hide(draft.tag, REPLACED)
+        replaced = None
         try:
             sync_folder(draft.path)
             if force and os.path.lexists(target):
-                os.rename(target, replaced)
+                replaced = self.move_aside(draft.tag)
             try:
                 os.rename(draft.path, target)
             except OSError as error:
@@ -154,9 +159,15 @@ class Root:
             raise CheckpointError(f"cannot publish {target}: {error.strerror}: {error.filename}") from error
         finally:
             os.close(draft.lock)
-        if os.path.lexists(replaced):
-            self._remove(replaced)
+        if replaced is not None:
+            remove(replaced)
         return target
+
+    def move_aside(self, tag: str) -> str:
+        """Make room for what replaces a file or folder; until that stands, `find` and `replaced` have the old one."""
+        replaced = self._hide(tag, REPLACED)
+        os.rename(os.path.join(self.path, tag), replaced)
+        return replaced
 
     def discard(self, draft: Draft) -> None:
         """Remove a draft that failed."""
@@ -173,7 +184,7 @@ class Root:
                 with contextlib.suppress(OSError):
                     os.rename(path, os.path.join(self.path, tag))
                     done.append(f"put back {os.path.join(self.path, tag)}: the save that should replace it did not end")
-            elif (state != DRAFT or _is_abandoned(path)) and self._remove(path):
+            elif (state != DRAFT or _is_abandoned(path)) and remove(path):
                 done.append(f"removed {path}")
         return done
 
@@ -189,7 +200,7 @@ class Root:
                 warnings.warn(f"cannot remove the old checkpoint {path}: {error.strerror}", stacklevel=2)
                 continue
             pruned.append(tag)
-            self._remove(hidden)
+            remove(hidden)
         return pruned
 
     def next_sequence(self) -> int:
@@ -243,13 +254,18 @@ class Root:
     def _hide(self, tag: str, state: str) -> str:
         return os.path.join(self.path, f".{tag}.{secrets.token_hex(4)}.{state}")
 
-    def _remove(self, path: str) -> bool:
-        try:
+
+def remove(path: str) -> bool:
+    """Remove a file, a folder or a link; a warning if that fails."""
+    try:
+        if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
-        except OSError as error:
-            warnings.warn(f"cannot remove {path}: {error.strerror}", stacklevel=3)
-            return False
-        return True
+        else:
+            os.unlink(path)
+    except OSError as error:
+        warnings.warn(f"cannot remove {path}: {error.strerror}", stacklevel=3)
+        return False
+    return True
 
 
 def check_tag(tag: object) -> None:

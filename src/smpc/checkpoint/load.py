@@ -42,11 +42,13 @@ def load(
     strict: bool = True,
     cast: bool = False,
     kinds: Collection[str] | None = None,
+    known: Collection[Key] = (),
     advance: Advance | None = None,
 ) -> Loaded:
     """Fill the shards' tensors. Collective; ranks may want different boxes, or nothing.
 
     strict: tensors that are missing, or of `kinds` (by default the kinds wanted by any rank) and wanted by no rank, are errors.
+    known: tensors that may be there and wanted by no rank, such as other names of tied parameters; the same on all ranks.
     cast: tensors of another dtype than the saved are filled by casting; otherwise they are errors. Shapes must always agree.
     advance: told the bytes that this rank has checked and read.
 
@@ -54,7 +56,7 @@ def load(
     """
     opened: list[Checkpoint] = []
     try:
-        answers, loaded = _agree(folder, wanted, channel, opened, strict, cast, kinds)
+        answers, loaded = _agree(folder, wanted, channel, opened, strict, cast, kinds, known)
         keys = [(kind, name) for answer in answers for kind, name in answer["wanted"]]
         together(channel, lambda: _verify(opened[0], list(dict.fromkeys(keys)), channel, advance))
         together(channel, lambda: _fill(opened[0], wanted, loaded, advance))
@@ -72,11 +74,12 @@ def check(
     strict: bool = True,
     cast: bool = False,
     kinds: Collection[str] | None = None,
+    known: Collection[Key] = (),
 ) -> Loaded:
     """Compare names, shapes and dtypes as `load` does, and fill nothing. Collective."""
     opened: list[Checkpoint] = []
     try:
-        return _agree(folder, wanted, channel, opened, strict, cast, kinds)[1]
+        return _agree(folder, wanted, channel, opened, strict, cast, kinds, known)[1]
     finally:
         for checkpoint in opened:
             checkpoint.close()
@@ -90,9 +93,10 @@ def _agree(
     strict: bool,
     cast: bool,
     kinds: Collection[str] | None,
+    known: Collection[Key],
 ) -> tuple[list[Any], Loaded]:
     answers = together(channel, lambda: _compare(folder, wanted, opened, cast))
-    loaded = _union(opened[0], answers, kinds)
+    loaded = _union(opened[0], answers, kinds, frozenset(known))
     _refuse(loaded, answers, opened[0].folder, strict)
     return answers, loaded
 
@@ -120,11 +124,15 @@ def _compare(folder: str | os.PathLike[str], wanted: Sequence[Shard], opened: li
     return {"wanted": found, "missing": missing, "wrong": wrong, "sequence": checkpoint.manifest.sequence}
 
 
-def _union(checkpoint: Checkpoint, answers: Sequence[Any], kinds: Collection[str] | None) -> Loaded:
+def _union(
+    checkpoint: Checkpoint, answers: Sequence[Any], kinds: Collection[str] | None, known: Collection[Key]
+) -> Loaded:
     wanted = {(kind, name) for answer in answers for kind, name in answer["wanted"]}
     missing = sorted({(kind, name) for answer in answers for kind, name in answer["missing"]})
     compared = set(kinds) if kinds is not None else {kind for kind, _ in [*wanted, *missing]}
-    unexpected = sorted(key for key in checkpoint.entries if key[0] in compared and key not in wanted)
+    unexpected = sorted(
+        key for key in checkpoint.entries if key[0] in compared and key not in wanted and key not in known
+    )
     return Loaded(tuple(missing), tuple(unexpected))
 
 

@@ -130,6 +130,7 @@ class Checkpoint:
                 common = wanted & piece.box
                 if common is not None:
                     self._copy(entry, piece, common, target[common.within(wanted)])
+        torch.autograd.graph.increment_version(shard.tensor)  # bytes were written behind torch's back
 
     def blocks(self, entry: Entry) -> int:
         """How many blocks hold a tensor."""

@@ -61,7 +61,7 @@ def save(
 
 
 class Saving:
-    """One checkpoint on its way: `agree`, perhaps replace `share` by copies, `write`."""
+    """One checkpoint on its way: `agree`, perhaps replace `share` by copies, `write`. `discard` it in place of `write`."""
 
     def __init__(
         self, root: Root, tag: str, content: Content, channel: Channel, *, force: bool = False, keep: int | None = None
@@ -84,7 +84,7 @@ class Saving:
             self._folder = answers[0]["folder"]
             self._divide(answers)  # every rank has all answers, so all raise or none
         except BaseException:
-            self._discard()
+            self.discard()
             raise
 
     def fail(self, error: Exception) -> None:
@@ -97,7 +97,7 @@ class Saving:
             answers = together(self._channel, lambda: self._write(advance))
             together(self._channel, lambda: self._publish(answers))
         except BaseException:
-            self._discard()
+            self.discard()
             raise
         return os.path.join(self._root.path, self._tag)
 
@@ -192,7 +192,8 @@ class Saving:
             for (kind, name), (dtype, whole, pieces) in found.items()
         }
 
-    def _discard(self) -> None:
+    def discard(self) -> None:
+        """Remove the draft, if there is one: nothing is published."""
         if self._draft is not None:
             self._root.discard(self._draft)
             self._draft = None

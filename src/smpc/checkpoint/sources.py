@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -106,12 +107,13 @@ class CheckpointSource(_Closing):
 
 
 class SafetensorsSource(_Closing):
-    """Safetensors files without a manifest."""
+    """Safetensors files without a manifest. `notes`: the texts in their headers."""
 
     def __init__(self, path: str) -> None:
         self.metadata: Any = {}
         self._files: dict[str, tuple[int, Header]] = {}  # descriptor and header by path
         self._where: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
         try:
             for file in [path] if os.path.isfile(path) else _files_of(path):
                 descriptor = open_regular(file)
@@ -122,6 +124,7 @@ class SafetensorsSource(_Closing):
                 if twice:
                     raise CheckpointError(f"{', '.join(twice)}: in {file} and in {self._where[twice[0]]}")
                 self._where |= dict.fromkeys(header.tensors, file)
+                self.notes |= header.metadata
         except BaseException:
             self.close()
             raise
@@ -154,7 +157,7 @@ class LegacySource(_Closing):
     """A file of torch.save that holds a mapping of tensors, possibly under "model", "model_state_dict", "state_dict" or "module"."""
 
     def __init__(self, path: str) -> None:
-        found = read_file(path, map_location="cpu")
+        found = read_file(path, map_location="cpu", mmap=zipfile.is_zipfile(path))  # older files cannot be mapped
         for key in ("model", "model_state_dict", "state_dict", "module"):
             if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
                 found = found[key]

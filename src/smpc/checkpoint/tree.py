@@ -5,19 +5,22 @@
     rebuild(values, read)
         -> the same again; `read(name)` brings a tensor
 
-Supported: None, bool, int, float (NaN and infinities too), str, bytes, list, tuple, dict with any of these as keys, torch.Tensor,
-numpy.ndarray (comes back as a tensor). Anything else raises CheckpointError, naming where it stands.
+Supported: None, bool, int, float (NaN and infinities too), str, bytes, list, tuple, dict with any of these as keys, collections.Counter
+(MultiStepLR has one), torch.Tensor, numpy.ndarray (comes back as a tensor), numpy's numbers (come back as Python's). DTensors are refused,
+as they would have to be gathered. Anything else raises CheckpointError, naming where it stands.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from smpc.errors import CheckpointError
 
@@ -42,7 +45,7 @@ def flatten(tree: Any, what: str) -> tuple[Any, dict[str, Tensor]]:
     return values, tensors
 
 
-def rebuild(values: Any, read: Callable[[str], Tensor]) -> Any:
+def rebuild(values: Any, read: Callable[[str], Any]) -> Any:
     """The tree of JSON values that `flatten` made."""
     if isinstance(values, list):
         return [rebuild(item, read) for item in values]
@@ -59,7 +62,7 @@ def rebuild(values: Any, read: Callable[[str], Tensor]) -> Any:
         ) from error
 
 
-def _special(tag: str, values: dict[str, Any], read: Callable[[str], Tensor]) -> Any:
+def _special(tag: str, values: dict[str, Any], read: Callable[[str], Any]) -> Any:
     if tag == "tensor":
         return read(values["name"])
     if tag == "tuple":
@@ -70,19 +73,23 @@ def _special(tag: str, values: dict[str, Any], read: Callable[[str], Tensor]) ->
         return bytes.fromhex(values["hex"])
     if tag == "float":
         return float(values["value"])
+    if tag == "counter":
+        return Counter({rebuild(key, read): rebuild(item, read) for key, item in values["items"]})
     raise ValueError("unknown type")
 
 
 def _flatten(tree: Any, place: str, tensors: dict[str, Tensor], wrong: list[str]) -> Any:
+    if isinstance(tree, (np.bool_, np.integer, np.floating)):
+        tree = tree.item()
     if tree is None or type(tree) in (bool, int, str):
         return tree
-    if isinstance(tree, float):  # numpy.float64 too
+    if isinstance(tree, float):
         return float(tree) if math.isfinite(tree) else {_TAG: "float", "value": repr(float(tree))}
     if isinstance(tree, bytes):
         return {_TAG: "bytes", "hex": tree.hex()}
     if isinstance(tree, np.ndarray) and tree.dtype.kind in "biuf":
         tree = torch.from_numpy(np.array(tree))
-    if isinstance(tree, Tensor):
+    if isinstance(tree, Tensor) and not isinstance(tree, DTensor):
         tensors[place or "/"] = tree.detach()
         return {_TAG: "tensor", "name": place or "/"}
     if type(tree) in (list, tuple, torch.Size):
@@ -93,8 +100,8 @@ def _flatten(tree: Any, place: str, tensors: dict[str, Tensor], wrong: list[str]
             (_flatten(key, f"{place}/key {i}", tensors, wrong), _flatten(item, f"{place}/{key}", tensors, wrong))
             for i, (key, item) in enumerate(tree.items())
         ]
-        if all(type(key) is str for key, _ in pairs) and _TAG not in tree:
+        if all(type(key) is str for key, _ in pairs) and _TAG not in tree and not isinstance(tree, Counter):
             return dict(pairs)
-        return {_TAG: "dict", "items": [list(pair) for pair in pairs]}
+        return {_TAG: "counter" if isinstance(tree, Counter) else "dict", "items": [list(pair) for pair in pairs]}
     wrong.append(f"{place or ' itself'} is a {type(tree).__module__}.{type(tree).__qualname__}")
     return None

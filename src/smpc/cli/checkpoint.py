@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +33,7 @@ checkpoint_app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+_CONTENT = "user_content_"  # beside full models
 _PATH = typer.Argument(metavar="PATH", help="A checkpoint, or the folder of a run's checkpoints.", show_default=False)
 
 
@@ -77,10 +80,16 @@ def verify_command(path: Annotated[str, _PATH]) -> None:
     Exit status: 0 if all is well; 1 if anything is damaged or incomplete, one line each; 2 if there is nothing to check.
     """
     from smpc.checkpoint.folders import Root, read_manifest
+    from smpc.checkpoint.manifest import NAME
 
     root = Root(path)
     problems: list[str] = []
-    if _is_root(path):
+    is_root = _is_root(path)
+    if not is_root and not os.path.lexists(os.path.join(path, NAME)):
+        raise CheckpointError(
+            f"{path}: expected a checkpoint ({NAME}) or a folder of them; other forms have no checksums to check, convert it to one first"
+        )
+    if is_root:
         tags = root.tags()
         problems += root.damaged()
         folders = [root.find(tag) for tag in tags]
@@ -119,28 +128,40 @@ def convert_command(
         list[str] | None,
         typer.Option(metavar="FILE", help="hf: copy a text file beside the tensors, e.g. config.json."),
     ] = None,
+    model_type: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE",
+            help="hf: the layers were distributed by smp.tensor_parallelism; give them the names of this type of model: gpt2, bert, ...",
+        ),
+    ] = None,
 ) -> None:
     """Convert a checkpoint. One tensor is in memory at a time; nothing is ever overwritten."""
     from smpc.checkpoint.convert import open_source, write_checkpoint
     from smpc.checkpoint.distributed import write_distributed
     from smpc.checkpoint.export import write_file_of, write_folder
+    from smpc.checkpoint.views import with_tied
 
     as_dtype = _dtype(dtype)
-    if to is not Form.HF and copy:
-        raise ConfigError(f"--copy: has no effect with --to {to}; only --to hf has files beside the tensors")
+    for name, given in (("--copy", copy), ("--model-type", model_type)):
+        if to is not Form.HF and given:
+            raise ConfigError(f"{name}: has no effect with --to {to}; only --to hf is for Hugging Face")
     if to is Form.DCP and as_dtype is not None:
         raise ConfigError("--dtype: not possible with --to dcp; convert with --to partial first")
+    if not 1e-9 <= max_file_size < math.inf:
+        raise ConfigError(f"--max-file-size: expected a number of GB above 0, found {max_file_size:g}")
+    most = int(max_file_size * 1e9)
     files = _texts(copy or [])
     with open_source(source) as opened:
         total = sum(item.num_bytes for item in opened.items if to in (Form.PARTIAL, Form.DCP) or item.kind == "model")
-        with _bar(f"Writing {target}", total) as advance:
+        with _plain_warnings(), _bar(f"Writing {target}", total) as advance:
             if to is Form.PARTIAL:
                 write_checkpoint(opened, target, dtype=as_dtype, advance=advance)
             elif to is Form.FULL:
-                write_file_of(opened, target, dtype=as_dtype, advance=advance)
+                write_file_of(with_tied(opened), target, dtype=as_dtype, advance=advance)
             elif to is Form.HF:
-                most = int(max_file_size * 1e9)
-                write_folder(opened, target, files=files, dtype=as_dtype, max_file_bytes=most, advance=advance)
+                named = opened if model_type is None else _as_hugging_face(opened, model_type)
+                write_folder(named, target, files=files, dtype=as_dtype, max_file_bytes=most, advance=advance)
             else:
                 write_distributed(opened, target, advance=advance)
     typer.echo(f"{target}: written")
@@ -154,19 +175,23 @@ def prune_command(
 ) -> None:
     """Remove all but the newest checkpoints, and what saves that did not end have left."""
     from smpc.checkpoint.folders import Root, check_keep
+    from smpc.checkpoint.manifest import NAME
 
     check_keep(keep)
     if not _is_root(path):
-        raise CheckpointError(f"{path}: expected a folder of checkpoints, found a checkpoint; name the folder it is in")
+        is_one = os.path.lexists(os.path.join(path, NAME))
+        found = "a checkpoint; name the folder it is in" if is_one else "none in it"
+        raise CheckpointError(f"{path}: expected a folder of checkpoints, found {found}")
     root = Root(path)
     if dry_run:
         for tag in root.tags()[:-keep]:
             typer.echo(f"would remove {os.path.join(root.path, tag)}")
         return
-    for line in root.clean():
-        typer.echo(line)
-    for tag in root.prune(keep):
-        typer.echo(f"removed {os.path.join(root.path, tag)}")
+    with _plain_warnings():
+        for line in root.clean():
+            typer.echo(line)
+        for tag in root.prune(keep):
+            typer.echo(f"removed {os.path.join(root.path, tag)}")
 
 
 def _is_root(path: str) -> bool:
@@ -183,7 +208,7 @@ def _is_root(path: str) -> bool:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     return NAME not in names and (
-        MARKER in names or any(os.path.lexists(os.path.join(path, name, NAME)) for name in names)
+        MARKER in names or bool(_full(path)) or any(os.path.lexists(os.path.join(path, name, NAME)) for name in names)
     )
 
 
@@ -222,10 +247,14 @@ def _show_root(root: Root) -> None:
         )
     headers = ("Checkpoint", "Kinds", "Tensors", "Size", "Ranks")
     _print(root.path, TextTable(headers, tuple(rows), left=headers[:2]))
-    newest = rows[-1][0] if rows else "none"
-    typer.echo(f"newest: {newest}")
-    for problem in root.incomplete():
-        typer.echo(f"incomplete: {problem}")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        typer.echo(f"newest: {root.newest() or 'none'}")
+    for warning in caught:  # what is ignored, and a marker that names something else
+        typer.echo(str(warning.message))
+    full = _full(root.path)
+    if full:
+        typer.echo(f"full models, of smp.save_checkpoint(partial=False): {', '.join(full)}")
 
 
 def _show_source(path: str, source: Source, tensors: bool) -> None:
@@ -253,21 +282,48 @@ def _show_source(path: str, source: Source, tensors: bool) -> None:
 
 def _notes(source: Source) -> list[str]:
     """What there is beside tensors."""
+    from smpc.checkpoint.tree import rebuild
     from smpc.report.format import printable
 
     lines = [f"metadata: {printable(str(source.metadata))[:1000]}"] if source.metadata else []
     checkpoint = _checkpoint_of(source)
     if checkpoint is not None:
         manifest = checkpoint.manifest
-        lines.append(f"saved by {manifest.world_size} ranks as number {manifest.sequence}")
+        ranks = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
+        lines.append(f"saved by {ranks} as number {manifest.sequence}")
         lines += ["with a plan"] if manifest.plan is not None else []
-        lines += [f"user content: {printable(str(checkpoint.user()))[:1000]}"] if manifest.user is not None else []
+        user = rebuild(manifest.user, lambda name: _Described(checkpoint, f"user{name}"))
+        lines += [f"user content: {printable(str(user))[:1000]}"] if user is not None else []
         lines += [f"pickled content, read only if asked for: {', '.join(manifest.pickled)}"] if manifest.pickled else []
     return lines
 
 
+class _Described:
+    """What stands for a tensor of a tree, which is not read only to be shown."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        from smpc.checkpoint.content import VALUES
+
+        entry = checkpoint.entries.get((VALUES, name))
+        self._text = (
+            "a tensor that is missing" if entry is None else f"{_dtype_text(entry.dtype)} {_shape(entry.shape)}"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self._text}>"
+
+
+def _full(path: str) -> list[str]:
+    """The full models in a folder: what has content beside it."""
+    from smpc.checkpoint.export import standing
+
+    tags = [name.removeprefix(_CONTENT) for name in sorted(os.listdir(path)) if name.startswith(_CONTENT)]
+    return [tag for tag in tags if standing(os.path.join(path, tag)) is not None]
+
+
 def _root_json(root: Root) -> dict[str, Any]:
-    return {"path": root.path, "checkpoints": root.tags(), "incomplete": root.incomplete()}
+    found = {"path": root.path, "checkpoints": root.tags(), "incomplete": root.incomplete()}
+    return found | {"full": _full(root.path)}
 
 
 def _source_json(source: Source) -> dict[str, Any]:
@@ -308,6 +364,20 @@ def _print(path: str, table: TextTable) -> None:
     console.print(text_table(table, console.width))
 
 
+def _as_hugging_face(source: Source, model_type: str) -> Source:
+    """The tensors of distributed layers as those of Hugging Face's. Raises ConfigError for a type that is not known."""
+    from smpc.nn.huggingface.families import FAMILIES
+    from smpc.v1.hugging_face import Theirs
+
+    types = {name.split(".")[2]: family.format for name, family in FAMILIES.items()}  # transformers.models.TYPE....
+    if model_type not in types:
+        raise ConfigError(f"--model-type: expected one of {', '.join(types)}, found {model_type}")
+    theirs = Theirs(source, types[model_type])
+    if {item.name for item in theirs.items} == {item.name for item in source.items if item.kind == "model"}:
+        raise ConfigError(f"--model-type: there are no distributed layers of {model_type}; leave it out")
+    return theirs
+
+
 def _texts(paths: list[str]) -> dict[str, str]:
     texts = {}
     for path in paths:
@@ -338,6 +408,15 @@ def _dtype_text(dtype: Any) -> str:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Shows warnings as lines, without the place in this library where they come from."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", category=UserWarning, module="smpc")
+        warnings.showwarning = lambda message, *rest, **more: typer.echo(f"smpc: warning: {message}", err=True)
+        yield
 
 
 @contextlib.contextmanager

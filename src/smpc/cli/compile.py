@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -33,7 +34,8 @@ def compile_command(
     target: opt.Target,
     pipeline_parallel_degree: opt.PipelineParallelDegree = None,
     tensor_parallel_degree: opt.TensorParallelDegree = None,
-    tensor_parallel_plan: opt.TensorParallelPlan = "auto",
+    tensor_parallel_plan: opt.TensorParallelPlan = None,
+    tensor_parallel_outputs: opt.TensorParallelOutputs = None,
     microbatches: opt.Microbatches = None,
     pipeline: opt.Pipeline = None,
     schedule: opt.Schedule = None,
@@ -43,6 +45,7 @@ def compile_command(
     device: opt.Device = None,
     optimizer: opt.Optimizer = "adam",
     trace_execution_times: opt.TraceExecutionTimes = False,
+    trace_memory_usage: opt.TraceMemoryUsage = False,
     skip_tracing: opt.SkipTracing = False,
     memory_limit: opt.MemoryLimit = None,
     data_parallel_degree: opt.DataParallelDegree = 1,
@@ -83,10 +86,12 @@ def compile_command(
         "shard_optimizer_state": shard_optimizer_state,
     }
     measured: dict[str, Any] = {
-        "tensor_parallel_degree": 1 if tensor_parallel_degree is None else tensor_parallel_degree,
-        "tensor_parallel_plan": _tensor_parallel_plan(tensor_parallel_plan),
+        "tensor_parallel_degree": tensor_parallel_degree,
+        "tensor_parallel_plan": tensor_parallel_plan,
+        "tensor_parallel_outputs": tensor_parallel_outputs or None,
         "data_parallel_degree": data_parallel_degree,
         "trace_execution_times": trace_execution_times,
+        "trace_memory_usage": trace_memory_usage,
         "recompute": tuple(recompute or ()),
     }
     if auto or world_size is not None:
@@ -97,6 +102,8 @@ def compile_command(
         settings = None
     else:
         settings = _settings(config, flags)
+        measured |= _tensor_parallelism(settings, {k: v for k, v in measured.items() if v is not None})
+        planner["shard_optimizer_state"] |= settings.shard_optimizer_state
     specs = parse_inputs(inputs or [])
     folder = None if out is None else _writable_folder(out)
     if plot is not None:
@@ -189,7 +196,7 @@ def _search(target: str, specs: tuple[InputSpec, ...], planner: dict[str, Any]) 
     with _loaded(target, specs) as (model, sample_inputs, show):
         found = search(model, sample_inputs, show_progress=show, **planner)
         show("Writing and checking the programs")
-        return found, compile_plan(found.trace, found.plan)
+        return found, dataclasses.replace(compile_plan(found.trace, found.plan), sharded=found.sharded)
 
 
 def _check_auto(auto: bool, world_size: int | None, chosen: dict[str, Any]) -> None:
@@ -200,26 +207,25 @@ def _check_auto(auto: bool, world_size: int | None, chosen: dict[str, Any]) -> N
         )
     if world_size is None:
         raise ConfigError("--auto: --world-size is required, the number of ranks in all; try --world-size 8")
-    defaults = {"data_parallel_degree": 1, "tensor_parallel_degree": 1, "tensor_parallel_plan": "auto"}
-    given = [name for name, value in chosen.items() if value and value != defaults.get(name)]
+    given = [name for name, value in chosen.items() if value and (name, value) != ("data_parallel_degree", 1)]
     if given:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(f"--auto: chooses these itself or does without: {options}; leave them out")
 
 
-def _tensor_parallel_plan(plan: str) -> str | dict[str, str]:
-    """The plan of that name, or what the file says."""
-    if not plan.endswith(".json"):
-        return plan
-    try:
-        styles = json.loads(Path(plan).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--tensor-parallel-plan {plan!r}: cannot be read: {error}") from error
-    if not isinstance(styles, dict) or not all(isinstance(style, str) for style in styles.values()):
-        raise ConfigError(
-            f'--tensor-parallel-plan {plan!r}: expected {{"name pattern": "style", ...}}, found {styles!r}'
-        )
-    return styles
+def _tensor_parallelism(settings: Config, given: dict[str, Any]) -> dict[str, Any]:
+    """The degree, plan and outputs that are given, or that the settings have; `auto` for `modules`, which only a script can declare."""
+    plan = given.get("tensor_parallel_plan", settings.tensor_parallel_plan)
+    if plan.endswith(".json"):
+        from smpc.codegen.rewrite.plan import read_styles
+
+        plan = read_styles(plan, "--tensor-parallel-plan")
+    outputs = [name.strip() for name in settings.tensor_parallel_outputs.split(",") if name.strip()]
+    return {
+        "tensor_parallel_degree": given.get("tensor_parallel_degree", settings.tensor_parallel_degree),
+        "tensor_parallel_plan": "auto" if plan == "modules" else plan,
+        "tensor_parallel_outputs": given.get("tensor_parallel_outputs", outputs or None),
+    }
 
 
 def _settings(path: str | None, flags: dict[str, Any]) -> Config:

@@ -22,8 +22,17 @@ TensorParallelDegree = Annotated[
     typer.Option("-t", "--tensor-parallel-degree", metavar="T", help="Ranks that share every operation of a stage."),
 ]
 TensorParallelPlan = Annotated[
-    str,
-    typer.Option(metavar="NAME|FILE.json", help="auto, huggingface (the model's own), or styles by name pattern."),
+    str | None,
+    typer.Option(
+        metavar="NAME|FILE.json", help="auto (default), huggingface (the model's own), or styles by name pattern."
+    ),
+]
+TensorParallelOutputs = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="With -t, return this tensor only, such as loss: logits are then never gathered. Repeatable.",
+    ),
 ]
 Microbatches = Annotated[
     int | None, typer.Option("-m", "--microbatches", metavar="M", help="Microbatches that the batch is split into.")
@@ -54,6 +63,9 @@ Optimizer = Annotated[
 ]
 TraceExecutionTimes = Annotated[
     bool, typer.Option("--trace-execution-times", help="Measure times on this machine instead of predicting them.")
+]
+TraceMemoryUsage = Annotated[
+    bool, typer.Option("--trace-memory-usage", help="Measure on this machine what operations take while they work.")
 ]
 SkipTracing = Annotated[
     bool, typer.Option("--skip-tracing", help="Cut by parameter sizes and the order of modules alone.")

@@ -1,7 +1,7 @@
 """Attention split over tensor-parallel ranks by heads: `DistributedAttentionLayer`.
 
-    inside hidden state -> [layer norm] -> query, key, value by columns -> heads / tp heads of attention -> dense by rows
-                        -> dropout -> + residual -> [layer norm]
+    inside hidden state -> [norm] -> query, key, value by columns -> heads / tp heads of attention -> dense by rows
+                        -> dropout -> + residual -> [norm]
 
 A mask that is no floating-point tensor says 1 (true) where a key must not be attended to; a floating-point mask is added to the scores.
 
@@ -10,21 +10,25 @@ Source: "DistributedAttentionLayer" in the public tensor-parallelism reference o
 
 from __future__ import annotations
 
-import torch
+from contextlib import nullcontext
+
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from smpc.nn.layer_norm import DistributedLayerNorm
+from smpc.nn.layer_norm import make_norm
 from smpc.nn.linear import ColumnLinear, RowLinear
 from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
+from smpc.nn.scores import RelativePositions, eager_attention, rotate, sdpa_mask, with_causality, with_position_bias
+from smpc.nn.variant import Call, Variant
 
 
 class DistributedAttentionLayer(DistributedModule):
     """Self- or cross-attention with its output layer, dropout, residual connection and layer normalization.
 
     The arguments are global quantities and those of DistributedTransformerLayer; with `cross_attention` keys and values come from the
-    `cross_states`. `is_inside` (not in the reference): inputs and output are as they are between distributed layers.
+    `cross_states`. Not in the reference: `is_inside`: inputs and output are as they are between distributed layers; `variant`: how it
+    differs from the reference's layer.
     """
 
     def __init__(
@@ -43,37 +47,50 @@ class DistributedAttentionLayer(DistributedModule):
         post_layernorm: bool = True,
         *,
         is_inside: bool = False,
+        variant: Variant | None = None,
         parallel: TensorParallel | None = None,
     ) -> None:
         super().__init__(parallel or current_parallel())
         check_layer_norms("DistributedAttentionLayer", pre_layernorm, post_layernorm)
         self._check_sizes(num_attention_heads, hidden_size)
+        self.variant = variant or Variant()
         self.head_size, self.cross_attention = attention_head_size, cross_attention
         self.causal_mask_size, self.is_inside = causal_mask_size, is_inside
         self.attention_dropout_prob, self.hidden_dropout_prob = attention_dropout_prob, hidden_dropout_prob
         channels = num_attention_heads * attention_head_size
         split = self.parallel
 
-        def columns() -> ColumnLinear:
+        def columns(width: int) -> ColumnLinear:
             return ColumnLinear(
                 hidden_size,
-                channels,
+                width,
                 initializer_range=initializer_range,
                 use_normal_initialization=use_normal_initialization,
                 parallel=split,
+                bias=self.variant.input_bias,
             )
 
-        def norm(wanted: bool) -> DistributedLayerNorm | None:
-            return DistributedLayerNorm(hidden_size, layernorm_epsilon, parallel=split) if wanted else None
+        def norm(wanted: bool) -> DistributedModule | None:
+            return make_norm(self.variant.norm, hidden_size, layernorm_epsilon, split) if wanted else None
 
         self.pre_layernorm = norm(pre_layernorm)
-        self.query, self.key, self.value = columns(), columns(), columns()
+        if self.variant.is_fused:
+            self.query_key_value = columns(3 * channels)
+        else:
+            self.query, self.key, self.value = columns(channels), columns(channels), columns(channels)
+        buckets = None if cross_attention else self.variant.position_buckets
+        self.positions = (
+            None
+            if buckets is None
+            else RelativePositions(buckets, num_attention_heads, initializer_range, parallel=split)
+        )
         self.dense = RowLinear(
             channels,
             hidden_size,
             initializer_range=initializer_range,
             use_normal_initialization=use_normal_initialization,
             parallel=split,
+            bias=self.variant.context_bias,
         )
         self.layernorm = norm(post_layernorm)
 
@@ -81,53 +98,94 @@ class DistributedAttentionLayer(DistributedModule):
         """(hidden_states [N, S, H], mask [N, 1, 1, S] or None) to [N, S, H]; with cross-attention (hidden_states, cross_states, mask)."""
         hidden, cross, mask = self._arguments(inputs)
         if not self.is_inside:
-            hidden = self.parallel.enter(hidden)
+            hidden, batch = self.parallel.enter(hidden), hidden.shape[0]
             cross = None if cross is None else self.parallel.enter(cross)
-            mask = None if mask is None else self.parallel.enter_whole(mask)
-        residual = hidden
-        if self.pre_layernorm is not None:
-            hidden = self.pre_layernorm(hidden)
-        whole = self.parallel.before_columns(hidden)
-        source = whole if cross is None else self.parallel.before_columns(cross)
-        context = self._attend(self.query(whole), self.key(source), self.value(source), mask)
-        output = residual + hidden_dropout(self, self.dense(context), self.hidden_dropout_prob)
-        if self.layernorm is not None:
-            output = self.layernorm(output)
+            mask = None if mask is None else self.parallel.enter_batch(mask, batch)
+        output = self.attend(hidden, self._call(hidden, cross, mask))
         return output if self.is_inside else self.parallel.leave(output)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention of this rank's heads: [N, S, channels / tp] each, to [N, S, channels / tp]."""
-        q, k, v = (tensor.view(*tensor.shape[:2], -1, self.head_size).transpose(1, 2) for tensor in (query, key, value))
+    def attend(self, hidden: Tensor, call: Call) -> Tensor:
+        """Hidden states inside, to what this layer makes of them; the call's tensors are inside too."""
+        output = hidden + self.mix(self.normed(hidden), call)
+        return output if self.layernorm is None else self.layernorm(output)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Hidden states as this layer takes them."""
+        return hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
+
+    def mix(self, normed: Tensor, call: Call) -> Tensor:
+        """What is added to the residual, from the normalized hidden states."""
+        whole = self.parallel.before_columns(normed)
+        source = None if call.cross is None else self.parallel.before_columns(call.cross)
+        query, key, value = self._project(whole, source)
+        if call.rotary is not None:
+            query, key = (rotate(heads, *call.rotary, self.variant.rotary) for heads in (query, key))
+        if call.cache is not None:
+            key, value = self._cached(call, key, value)
+        context = self._context(query, key, value, call)
+        return hidden_dropout(self, self.dense(context), self.hidden_dropout_prob)
+
+    def _project(self, whole: Tensor, source: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of this rank's heads, [N, heads / tp, S, head size] each."""
+
+        def heads(projected: Tensor) -> Tensor:
+            return projected.view(*projected.shape[:2], -1, self.head_size).transpose(1, 2)
+
+        if self.variant.is_fused:
+            fused = self.query_key_value(whole)
+            query, key, value = fused.view(*fused.shape[:2], -1, 3, self.head_size).transpose(1, 2).unbind(3)
+            return query, key, value
+        source = whole if source is None else source
+        return heads(self.query(whole)), heads(self.key(source)), heads(self.value(source))
+
+    def _context(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
+        """Attention of this rank's heads, to [N, S, channels / tp]."""
+        mask, is_causal = call.mask, self._is_causal and query.shape[-2] > 1
+        if mask is None and is_causal and key.shape[-2] > query.shape[-2]:  # the rest of a cache that is filled up
+            key, value = key[:, :, : query.shape[-2]], value[:, :, : query.shape[-2]]
+        if mask is not None and is_causal and mask.shape[-2] == 1:  # of padding alone
+            mask = with_causality(mask, query.shape[-2], key.shape[-2])
+        if call.position_bias is not None:
+            mask = with_position_bias(call.position_bias[..., : key.shape[-2]], mask, is_causal)
+        attention = eager_attention if self.variant.is_eager else F.scaled_dot_product_attention
         dropout = self.attention_dropout_prob if self.training else 0.0
-        bias, is_causal = self._bias(q, k, mask)
-        if dropout and not is_fake(q):
-            with self.parallel.streams.split(q.device):
-                context = F.scaled_dot_product_attention(q, k, v, bias, dropout, is_causal)
-        else:
-            context = F.scaled_dot_product_attention(q, k, v, bias, dropout, is_causal)
+        draws = nullcontext() if not dropout or is_fake(query) else self.parallel.streams.split(query.device)
+        with draws:
+            context = attention(query, key, value, mask, dropout, is_causal and mask is None, scale=self.variant.scale)
         return context.transpose(1, 2).flatten(2)
 
-    def _bias(self, query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor | None, bool]:
-        """What is added to the scores, and whether they are causal by shape alone."""
-        queries, keys = query.shape[-2], key.shape[-2]
-        is_causal = self.causal_mask_size is not None and not self.cross_attention
-        if is_causal and self.causal_mask_size is not None and keys > self.causal_mask_size:
+    @property
+    def _is_causal(self) -> bool:
+        return (self.causal_mask_size is not None or self.variant.is_causal) and not self.cross_attention
+
+    def _cached(self, call: Call, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """These keys and values after those of earlier calls; of cross-attention, those of the first call."""
+        cache, index, states = call.cache, self.variant.layer_index, (key, value)
+        both = getattr(cache, "self_attention_cache", None)
+        if both is None:
+            return states if self.cross_attention else cache.update(key, value, index)
+        if not self.cross_attention:
+            found: tuple[Tensor, Tensor] = both.update(key, value, index)
+            return found
+        if cache.is_updated.get(index):
+            layer = cache.cross_attention_cache.layers[index]
+            return layer.keys, layer.values
+        found = cache.cross_attention_cache.update(key, value, index)
+        cache.is_updated[index] = True
+        return found
+
+    def _call(self, hidden: Tensor, cross: Tensor | None, mask: Tensor | None) -> Call:
+        """The reference's inputs in general terms."""
+        keys = (hidden if cross is None else cross).shape[1]
+        if self._is_causal and self.causal_mask_size is not None and keys > self.causal_mask_size:
             raise ValueError(
                 f"{type(self).__name__}: expected at most causal_mask_size = {self.causal_mask_size} positions, found {keys}"
             )
-        if mask is None:
-            return None, is_causal
-        if mask.shape[-1] != keys:
+        if mask is not None and mask.shape[-1] != keys:
             raise ValueError(
                 f"{type(self).__name__}: expected a mask [N, 1, 1, {keys}], found shape {tuple(mask.shape)}"
             )
-        bias = mask.to(query.dtype)
-        if not mask.is_floating_point():
-            bias = torch.zeros_like(bias).masked_fill(mask.bool(), torch.finfo(query.dtype).min)
-        if is_causal:
-            later = torch.ones(queries, keys, dtype=torch.bool, device=query.device).triu(1)
-            bias = bias.expand(-1, -1, queries, keys).masked_fill(later, torch.finfo(query.dtype).min)
-        return bias, False
+        return Call(sdpa_mask(mask, hidden.dtype), cross)
 
     def _arguments(self, inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor | None, Tensor | None]:
         names = (

@@ -18,18 +18,23 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from smpc.errors import ConfigError, ConfigTypeError, UsageError
+from smpc.nn.delayed import is_delayed
 from smpc.nn.parallel import DistributedModule, TensorParallel, distributed_modules
-from smpc.nn.registry import Registration, Registry
+from smpc.nn.registration import ARGUMENTS, Fill, Registration
+from smpc.nn.registry import Registry
+from smpc.tracer.regions import CheckpointMark, mark_checkpoint
 
 _MARK = "_smpc_tensor_parallelism"
+_ASKED = "_smpc_tensor_parallelism_asked"  # of the very module that was given to set_tensor_parallelism
+_PREFIX = "_smpc_"  # of the attributes in which we note what was said of a module
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +70,12 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **kwargs: An
     mark = _mark("set_tensor_parallelism", enabled, kwargs)
     for inner in module.modules():
         vars(inner)[_MARK] = mark
+    vars(module)[_ASKED] = enabled
 
 
 def distribute(model: nn.Module, registry: Registry, parallel: TensorParallel) -> nn.Module:
     """The model with its marked modules replaced, in place; the replacement if it is the model itself."""
+    _warn_of_unregistered(model, registry)
     uses = _parameter_uses(model)
     made: dict[int, DistributedModule] = {}  # a module that stands in several places is replaced by one
 
@@ -137,18 +144,36 @@ def _replacement(
     if shared:
         _leave(what, f"it shares {', '.join(shared)} with another module")
         return None
-    arguments = registration.arguments(module)
-    if arguments is None:
-        _leave(what, "it was made before its class was registered; call tp_register_with_module first")
-        return None
     try:
-        distributed = _construct(registration, arguments, dict(mark.kwargs), parallel)
+        arguments = registration.arguments(module)
+        if arguments is None:
+            _leave(what, "it was made before its class was registered; call tp_register_with_module first")
+            return None
+        distributed = _construct(
+            registration, arguments, dict(mark.kwargs), _as_in(module, parallel), is_delayed(module)
+        )
     except ConfigError as error:
         _leave(what, str(error))
         return None
     _take_over(module, what, distributed, registration)
+    _take_marks(module, distributed)
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        warnings.warn(
+            f"{what}: hooks that were registered on it are not on its distributed version; register them after smp.DistributedModel",
+            UserWarning,
+            stacklevel=4,
+        )
     registration.attach(distributed)
     return distributed.train(module.training)
+
+
+def _warn_of_unregistered(model: nn.Module, registry: Registry) -> None:
+    """What was asked for by name and cannot be had; in contexts, much is created that has no distributed version."""
+    for name, module in model.named_modules():
+        inside = module.modules() if vars(module).get(_ASKED) else ()
+        if inside and not any(isinstance(inner, DistributedModule) or registry.find(inner) for inner in inside):
+            what = f"{name or 'the model'} ({type(module).__name__})"
+            _leave(what, "nothing in it has a distributed version; register its class with tp_register_with_module")
 
 
 def _leave(what: str, why: str) -> None:
@@ -160,30 +185,67 @@ def _construct(
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     overrides: dict[str, Any],
     parallel: TensorParallel,
+    delay: bool,
 ) -> DistributedModule:
     args, kwargs = arguments
     signature = inspect.signature(registration.distributed)
     bound = signature.bind_partial(*args, **kwargs)
     bound.arguments.update({key: value for key, value in overrides.items() if key in signature.parameters})
     bound.arguments["parallel"] = parallel
-    return registration.distributed(*bound.args, **bound.kwargs)
+    with torch.device("meta") if delay else nullcontext():
+        return registration.distributed(*bound.args, **bound.kwargs)
+
+
+def _as_in(module: nn.Module, parallel: TensorParallel) -> TensorParallel:
+    """The same split, with parameters of the dtype of the module's first one, unless the configuration names a dtype."""
+    dtypes = [parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()]
+    return replace(parallel, dtype=dtypes[0]) if dtypes and parallel.dtype is None else parallel
 
 
 def _take_over(module: nn.Module, what: str, distributed: DistributedModule, registration: Registration) -> None:
-    state = module.state_dict()
-    if any(tensor.is_meta for tensor in state.values()):
+    """Gives the distributed module the weights of the original, where there are any, and what is frozen."""
+    _freeze(module, distributed, registration)
+    if is_delayed(module):
+        fills = {} if registration.fills is None else registration.fills(module)
+        for name, fill in fills.items():
+            _draw_with(distributed, name, fill)
         return
-    if registration.state_hook is None:
+    values = registration.values(module.state_dict())
+    if values is None:
         warnings.warn(
             f"{what}: its distributed version starts from newly drawn weights, as it is registered without a state_hook",
             UserWarning,
             stacklevel=5,
         )
         return
-    load_whole(distributed, registration.state_hook(state))
+    load_whole(distributed, values)
+
+
+def _draw_with(distributed: DistributedModule, name: str, fill: Fill) -> None:
+    """Has a parameter, if there is one of that name, drawn in another way."""
+    prefix, _, own = name.rpartition(".")
+    owner = dict(distributed_modules(distributed)).get(prefix)
+    if owner is not None and own in dict(owner.named_parameters(recurse=False)):
+        owner.draw(own, fill)
+
+
+def _freeze(module: nn.Module, distributed: DistributedModule, registration: Registration) -> None:
+    own = dict(distributed.named_parameters())
+    rules = () if registration.format is None else registration.format.rules_of(list(module.state_dict()))
+    names = {rule.theirs: rule.ours for rule in rules}
     for name, parameter in module.named_parameters():
-        if name in dict(distributed.named_parameters()):
-            distributed.get_parameter(name).requires_grad_(parameter.requires_grad)
+        for known in names.get(name, (name,)):
+            if known in own:
+                own[known].requires_grad_(parameter.requires_grad)
+
+
+def _take_marks(module: nn.Module, distributed: DistributedModule) -> None:
+    """What was said of the original, to which partition it belongs and whether it is checkpointed, holds for what replaces it."""
+    for key, value in vars(module).items():
+        if key.startswith(_PREFIX) and key != ARGUMENTS and key not in vars(distributed):
+            vars(distributed)[key] = value
+    if vars(module).get("gradient_checkpointing", False):  # as Hugging Face's layers know of it
+        mark_checkpoint(distributed, CheckpointMark(True, "", False))
 
 
 def _parameter_uses(module: nn.Module) -> Counter[int]:

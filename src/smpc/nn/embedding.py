@@ -125,6 +125,8 @@ class DistributedEmbedding(DistributedModule):
                 f"DistributedEmbedding: expected a _weight of shape ({self.num_embeddings}, {self.embedding_dim}), "
                 f"found {tuple(whole.shape)}"
             )
+        if self.get_parameter("weight").is_meta:
+            raise ValueError("DistributedEmbedding: expected no _weight where the initialization is delayed")
         self.get_parameter("weight").copy_(self.slice_of("weight", whole))
 
     @torch.no_grad()

@@ -1,10 +1,11 @@
-"""Layer normalization over a hidden dimension that may be split over tensor-parallel ranks.
+"""Normalization over a hidden dimension that may be split over tensor-parallel ranks.
 
-    y = (x - mean) / sqrt(var + eps) * weight + bias, mean and var over the whole last dimension H
+    DistributedLayerNorm   y = (x - mean) / sqrt(var + eps) * weight + bias, mean and var over the whole last dimension H
+    DistributedRMSNorm     y = x / sqrt(mean(x^2) + eps) * weight
 
-Where hidden states are split, every rank has H / tp of it. The ranks exchange the mean and the squared deviations of their slices, two
-numbers a row, and combine them as Chan et al. (1979) do, which stays accurate where sums of squares would cancel; the backward pass sums
-two numbers a row. Weight and bias are split likewise.
+Where hidden states are split, every rank has H / tp of it. For layer norms the ranks exchange the mean and the squared deviations of their
+slices, two numbers a row, and combine them as Chan et al. (1979) do, which stays accurate where sums of squares would cancel; the backward
+pass sums two numbers a row. For RMS norms it is one number a row each way. Weight and bias are split likewise.
 """
 
 from __future__ import annotations
@@ -40,6 +41,26 @@ class DistributedLayerNorm(DistributedModule):
         return found
 
 
+class DistributedRMSNorm(DistributedModule):
+    """RMSNorm of hidden states inside, as of T5: in float32, then scaled in the dtype of the weight."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, *, parallel: TensorParallel) -> None:
+        super().__init__(parallel)
+        self.hidden_size, self.eps = hidden_size, eps
+        dim = 0 if parallel.splits_hidden else None
+        self.declare("weight", (hidden_size,), lambda block: block.fill_(1.0), dim)
+        self.reset_parameters()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalizes the last dimension."""
+        weight, group = self.get_parameter("weight"), self.parallel.group
+        if group.size > 1 and self.parallel.splits_hidden:
+            found: Tensor = _SplitRMSNorm.apply(hidden, weight, self.eps, group)  # type: ignore[no-untyped-call]
+            return found
+        rstd = torch.rsqrt(hidden.float().square().mean(-1, keepdim=True) + self.eps)
+        return weight * (hidden * rstd).to(weight.dtype)
+
+
 class _SplitLayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, eps: float, group: TensorGroup) -> Tensor:
@@ -67,3 +88,31 @@ class _SplitLayerNorm(torch.autograd.Function):
         rows = tuple(range(out.dim() - 1))
         into_weight, into_bias = (out * normed).sum(rows), out.sum(rows)
         return into.to(hidden.dtype), into_weight.to(weight.dtype), into_bias.to(weight.dtype), None, None
+
+
+class _SplitRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float, group: TensorGroup) -> Tensor:
+        x = hidden.float() if hidden.dtype in (torch.float16, torch.bfloat16) else hidden
+        squares = sum_over(x.square().sum(-1, keepdim=True), group)
+        rstd = torch.rsqrt(squares / (x.shape[-1] * group.size) + eps)
+        ctx.save_for_backward(hidden, weight, rstd)
+        ctx.group = group
+        return weight * (x * rstd).to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        hidden, weight, rstd = ctx.saved_tensors
+        normed = hidden.to(rstd.dtype) * rstd
+        out = grad.to(rstd.dtype)
+        scaled = out * weight.to(rstd.dtype)
+        mean = sum_over((scaled * normed).sum(-1, keepdim=True), ctx.group) / (hidden.shape[-1] * ctx.group.size)
+        into = (scaled - normed * mean) * rstd
+        into_weight = (out * normed).sum(tuple(range(out.dim() - 1)))
+        return into.to(hidden.dtype), into_weight.to(weight.dtype), None, None
+
+
+def make_norm(kind: str, hidden_size: int, eps: float, parallel: TensorParallel) -> DistributedModule:
+    """A norm of the kind "layer" or "rms"."""
+    cls = {"layer": DistributedLayerNorm, "rms": DistributedRMSNorm}[kind]
+    return cls(hidden_size, eps, parallel=parallel)

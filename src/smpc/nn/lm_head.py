@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smpc.executor.collectives import all_gather, all_reduce, all_to_all, gathered, split
+from smpc.executor.collectives import all_gather, all_to_all, split
+from smpc.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 from smpc.nn.attention import hidden_dropout, tuple_of
 from smpc.nn.embedding import ChannelEmbedding, VocabularyEmbedding
 from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
@@ -200,16 +201,19 @@ class LMHead(DistributedModule):
 
     def _losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy of each token from slices of the logits, [N, S]; 0 for ignored labels."""
-        group = self.parallel.group
-        scores = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-        with torch.no_grad():
-            highest = gathered(scores.amax(-1)[None], 0, group).amax(0)
-        scores = scores - highest[..., None]
-        totals = all_reduce(scores.exp().sum(-1), group)
-        index = labels - self.shards["weight"].start
-        elsewhere = (index < 0) | (index >= scores.shape[-1])
-        targets = scores.gather(-1, index.masked_fill(elsewhere, 0)[..., None])[..., 0].masked_fill(elsewhere, 0.0)
-        return (totals.log() - all_reduce(targets, group)).masked_fill(labels == IGNORED_LABEL, 0.0)
+        group = self.parallel.group.process_group
+        if group is None:
+            scores = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+            return F.cross_entropy(scores.transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none")
+        return vocab_parallel_cross_entropy(
+            logits,
+            labels,
+            group,
+            vocab_start=self.shards["weight"].start,
+            vocab_size=self.vocab_size,
+            ignore_index=IGNORED_LABEL,
+            reduction="none",
+        )
 
     def _outside(self, logits: Tensor) -> Tensor:
         """All logits of the samples that this rank was given. Slices of unequal length are padded on the way."""

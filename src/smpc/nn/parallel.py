@@ -90,6 +90,10 @@ class TensorParallel:
         """Brings a tensor without gradient (a mask, token numbers), whose first dimension is the batch, inside."""
         return tensor if self.prescaled_batch else gathered(tensor, 0, self.group)
 
+    def enter_batch(self, tensor: Tensor, batch: int) -> Tensor:
+        """Like `enter_whole`; a first dimension of 1 where there are more samples stands for all, and stays."""
+        return tensor if tensor.shape[0] == 1 and batch > 1 else self.enter_whole(tensor)
+
     def before_columns(self, hidden: Tensor) -> Tensor:
         """From inside to the whole hidden dimension, for a weight that is split by output channels."""
         return gather_in(hidden, -1, self.group) if self.splits_hidden else replicate_in(hidden, self.group)
@@ -134,11 +138,25 @@ def set_parallel(parallel: TensorParallel | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A parameter is this rank's slice along `dim` of one that has `size` there. `start` is where the slice begins."""
+    """A parameter is this rank's slice along `dim` of one that has `size` there. `start` is where the slice begins.
+
+    `runs`: of a slice that is several runs of the whole, the start and length of each, in its order; empty: it is one run.
+    """
 
     dim: int
     size: int
     start: int
+    runs: tuple[tuple[int, int], ...] = ()
+
+    def runs_of(self, length: int) -> tuple[tuple[int, int, int], ...]:
+        """(start in the slice, start in the whole, length) of every run of the slice, which is `length` long."""
+        if not self.runs:
+            return ((0, self.start, length),)
+        found, own = [], 0
+        for start, each in self.runs:
+            found.append((own, start, each))
+            own += each
+        return tuple(found)
 
 
 class DistributedModule(nn.Module):
@@ -172,6 +190,10 @@ class DistributedModule(nn.Module):
             self.shards[name] = Shard(dim, shape[dim], group.start(shape[dim]))
             local[dim] = group.share(shape[dim])
         self.register_parameter(name, nn.Parameter(torch.empty(local, dtype=self.parallel.dtype)))
+        self._fills[name] = fill
+
+    def draw(self, name: str, fill: Callable[[Tensor], object]) -> None:
+        """Has `reset_parameters` fill an own parameter in another way."""
         self._fills[name] = fill
 
     @torch.no_grad()

@@ -21,60 +21,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from smpc.errors import UsageError
 from smpc.nn.embedding import DistributedEmbedding
+from smpc.nn.huggingface import families
 from smpc.nn.linear import DistributedLinear
 from smpc.nn.parallel import DistributedModule
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Translation = Callable[..., Any]
-StateHook = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-_ARGUMENTS = "_smpc_arguments"
-
-
-@dataclass(frozen=True, slots=True)
-class Registration:
-    """How to distribute the instances of a module class."""
-
-    module: type[nn.Module]
-    distributed: type[DistributedModule]
-    init_hook: Translation | None = None
-    forward_hook: Translation | None = None
-    return_hook: Translation | None = None
-    state_hook: StateHook | None = None
-    read_arguments: Callable[[Any], Arguments] | None = None  # None: the module remembers them
-
-    def arguments(self, module: nn.Module) -> Arguments | None:
-        """Arguments of the distributed module; None if the module was made before its class was registered."""
-        own = vars(module).get(_ARGUMENTS) if self.read_arguments is None else self.read_arguments(module)
-        if own is None:
-            return None
-        args, kwargs = own
-        if self.init_hook is None:
-            return tuple(args), dict(kwargs)
-        return _pair(self.init_hook(*args, **kwargs), "init_hook", self.module)
-
-    def attach(self, distributed: DistributedModule) -> None:
-        """Makes a distributed module take and return what the original does."""
-        forward, back, owner = self.forward_hook, self.return_hook, self.module
-        if forward is not None:
-
-            def translate(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-                return _pair(forward(*args, **kwargs), "forward_hook", owner)
-
-            distributed.register_forward_pre_hook(translate, with_kwargs=True)
-        if back is not None:
-            distributed.register_forward_hook(lambda module, args, output: back(output))
+from smpc.nn.registration import ARGUMENTS, Arguments, Registration, StateHook, Translation
 
 
 class Registry:
-    """The registrations of one session; nn.Linear and nn.Embedding are there from the start."""
+    """The registrations of one session; nn.Linear, nn.Embedding and the layers of Hugging Face's models are there from the start."""
 
     def __init__(self) -> None:
         self._found: dict[type[nn.Module], Registration] = {
@@ -112,21 +72,22 @@ class Registry:
 
     def find(self, module: nn.Module) -> Registration | None:
         """The registration of a module's very class."""
-        return self._found.get(type(module))
+        cls = type(module)
+        return self._found.get(cls) or families.find(cls)
 
 
 def _remember_arguments(module_cls: type[nn.Module]) -> None:
     construct = module_cls.__init__
-    if _ARGUMENTS in vars(construct):
+    if ARGUMENTS in vars(construct):
         return
 
     @functools.wraps(construct)
     def remembering(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
         if type(self) is module_cls:
-            vars(self)[_ARGUMENTS] = (args, kwargs)
+            vars(self)[ARGUMENTS] = (args, kwargs)
 
-    vars(remembering)[_ARGUMENTS] = True
+    vars(remembering)[ARGUMENTS] = True
     module_cls.__init__ = remembering  # type: ignore[method-assign]
 
 
@@ -143,7 +104,7 @@ def _check_signature(name: str, hook: Translation | None, owner: type[nn.Module]
         method = f"{owner.__name__}.{translated.__name__}"
         raise UsageError(
             f"tp_register: expected the {name} of {owner.__name__} to take the arguments of {method} without self, "
-            f"({_text(wanted)}), found ({_text(found)})"
+            f"{_text(wanted)}, found {_text(found)}"
         )
 
 
@@ -152,16 +113,7 @@ def _key(parameter: inspect.Parameter) -> tuple[str, int, str]:
 
 
 def _text(parameters: list[inspect.Parameter]) -> str:
-    return ", ".join(str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters)
-
-
-def _pair(found: Any, name: str, owner: type[nn.Module]) -> Arguments:
-    is_pair = isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[1], Mapping)
-    if not is_pair or isinstance(found[0], str | Mapping | Tensor):
-        raise UsageError(
-            f"the {name} of {owner.__name__} returned {type(found).__name__}, expected a tuple (positional arguments, keyword arguments)"
-        )
-    return tuple(found[0]), dict(found[1])
+    return str(inspect.Signature([parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]))
 
 
 def _linear_arguments(module: nn.Linear) -> Arguments:

@@ -11,12 +11,17 @@ Source: "DistributedTransformerLayer" and "DistributedTransformer" in the public
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor, nn
 
 from smpc.nn.attention import DistributedAttentionLayer, check_layer_norms, tuple_of
 from smpc.nn.layer_norm import DistributedLayerNorm
 from smpc.nn.output_layer import DistributedTransformerOutputLayer
 from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
+from smpc.nn.scores import pair_angles
+from smpc.nn.variant import Call, Variant
 
 States = tuple[Tensor | None, ...]
 _NAMES = {
@@ -31,7 +36,8 @@ class DistributedTransformerLayer(DistributedModule):
     `causal_mask_size`: the longest sequence, for causal self-attention; None: attention is not causal. `pre_layernorm`, `post_layernorm`:
     layer normalization at the input, at the output, or both, of each of its parts. `activation`: "gelu" or "relu".
     `use_normal_initialization`: weights from a normal distribution of standard deviation `initializer_range` and zero biases, rather
-    than torch.nn.Linear's. `is_inside` (not in the reference): states are as they are between distributed layers.
+    than torch.nn.Linear's. Not in the reference: `is_inside`: states are as they are between distributed layers; `variant`: how it
+    differs from the reference's layer.
     """
 
     def __init__(
@@ -52,10 +58,13 @@ class DistributedTransformerLayer(DistributedModule):
         post_layernorm: bool = True,
         *,
         is_inside: bool = False,
+        variant: Variant | None = None,
         parallel: TensorParallel | None = None,
     ) -> None:
         super().__init__(parallel or current_parallel())
+        self.variant = variant or Variant()
         self.add_cross_attention, self.is_inside = add_cross_attention, is_inside
+        self.num_local_heads = num_attention_heads // self.parallel.group.size
 
         def attention(crosses: bool) -> DistributedAttentionLayer:
             return DistributedAttentionLayer(
@@ -72,6 +81,7 @@ class DistributedTransformerLayer(DistributedModule):
                 pre_layernorm=pre_layernorm,
                 post_layernorm=post_layernorm,
                 is_inside=True,
+                variant=self.variant,
                 parallel=self.parallel,
             )
 
@@ -85,14 +95,21 @@ class DistributedTransformerLayer(DistributedModule):
             layernorm_epsilon=layernorm_epsilon,
             initializer_range=initializer_range,
             use_normal_initialization=use_normal_initialization,
-            pre_layernorm=pre_layernorm,
+            pre_layernorm=pre_layernorm and self.variant.residual != "shared",
             post_layernorm=post_layernorm,
             is_inside=True,
+            variant=self.variant,
             parallel=self.parallel,
         )
 
-    def forward(self, inputs: States) -> States:
-        """The new hidden states, and the other inputs as they were."""
+    def forward(self, inputs: States, call: Call | None = None) -> States:
+        """The new hidden states, and the other inputs as they were.
+
+        With a `call` (not in the reference) `inputs` are the hidden states alone, and what is returned are the new ones and the biases of
+        the scores by position, of this rank's heads, or None.
+        """
+        if call is not None:
+            return self._run(inputs, call)
         given = tuple_of(self, inputs, _NAMES[self.add_cross_attention])
         states = given if self.is_inside else enter(self.parallel, given)
         hidden = self.attention((states[0], states[-2] if self.add_cross_attention else states[1]))
@@ -100,6 +117,66 @@ class DistributedTransformerLayer(DistributedModule):
             hidden = self.cross_attention((hidden, states[1], states[3]))
         hidden = self.output(hidden)
         return (hidden if self.is_inside else self.parallel.leave(hidden), *given[1:])
+
+    def _run(self, inputs: States, call: Call) -> States:
+        (hidden,) = tuple_of(self, inputs, ("hidden_states",))
+        assert hidden is not None, "tuple_of has looked"
+        if not self.is_inside:
+            hidden, call = self.parallel.enter(hidden), self._inside(call, hidden.shape[0])
+        if call.positions is not None:
+            call = replace(call, rotary=pair_angles(call.positions, self.variant.rotary_size, hidden.dtype))
+        bias = self._position_bias(hidden.shape[1], call)
+        own = replace(call, cross=None, position_bias=bias)
+        if self.variant.residual == "sequential":
+            hidden = self._clamped(self.attention.attend(hidden, own))
+            if self.cross_attention is not None and call.cross is not None:
+                crossed = Call(call.cross_mask, call.cross, cache=call.cache)
+                hidden = self._clamped(self.cross_attention.attend(hidden, crossed))
+            hidden = self._clamped(self.output(hidden))
+        else:
+            normed = self.attention.normed(hidden)
+            attended = self.attention.mix(normed, own)
+            hidden = self.output.mix(self.output.normed(hidden, normed)) + attended + hidden
+        return hidden if self.is_inside else self.parallel.leave(hidden), bias
+
+    def _clamped(self, hidden: Tensor) -> Tensor:
+        if not self.variant.clamps_half or hidden.dtype is not torch.float16:
+            return hidden
+        largest = torch.finfo(hidden.dtype).max
+        limit = torch.where(hidden.isinf().any(), largest - 1000, largest).to(hidden.dtype)
+        return hidden.clamp(-limit, limit)
+
+    def _inside(self, call: Call, batch: int) -> Call:
+        """The call with tensors of the scaled batch."""
+
+        def shared(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else self.parallel.enter_batch(tensor, batch)
+
+        rotary = call.rotary
+        if rotary is not None:
+            rotary = self.parallel.enter_batch(rotary[0], batch), self.parallel.enter_batch(rotary[1], batch)
+        return replace(
+            call,
+            mask=shared(call.mask),
+            cross=None if call.cross is None else self.parallel.enter(call.cross),
+            cross_mask=shared(call.cross_mask),
+            rotary=rotary,
+            positions=shared(call.positions),
+        )
+
+    def _position_bias(self, queries: int, call: Call) -> Tensor | None:
+        """The biases of an earlier layer, or of this one if it computes them."""
+        bias = call.position_bias
+        if bias is not None and bias.shape[1] != self.num_local_heads:
+            raise ValueError(
+                f"{type(self).__name__}: expected position biases of this rank's {self.num_local_heads} heads, found {bias.shape[1]}; "
+                "distribute all layers of a model that shares them, or none"
+            )
+        if bias is not None or self.attention.positions is None:
+            return bias
+        past = 0 if call.cache is None else int(call.cache.get_seq_length(self.variant.layer_index))
+        found: Tensor = self.attention.positions(queries, past + queries, past)
+        return found
 
 
 class DistributedTransformer(DistributedModule):
@@ -195,5 +272,7 @@ class Exit(DistributedModule):
 def enter(parallel: TensorParallel, states: States) -> States:
     """Of (hidden, mask) or (hidden, cross, mask, mask): the states inside, the masks of the scaled batch."""
     num_hidden = len(states) // 2
+    assert states[0] is not None, "tuple_of has looked"
+    batch = states[0].shape[0]
     hidden = tuple(None if state is None else parallel.enter(state) for state in states[:num_hidden])
-    return (*hidden, *(None if mask is None else parallel.enter_whole(mask) for mask in states[num_hidden:]))
+    return (*hidden, *(None if mask is None else parallel.enter_batch(mask, batch) for mask in states[num_hidden:]))

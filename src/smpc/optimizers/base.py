@@ -17,6 +17,7 @@ Triton, on the CPU, for fp64, and for parameters with gaps in memory.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,7 @@ class Batch:
         return float(lr.detach()) if lr.device.type == "cpu" else lr.detach().reshape(()).to(device)
 
 
-class FusedOptimizer(Optimizer):
+class FusedOptimizer(Optimizer, ABC):
     """The base class; see the module's docstring. A subclass defines what its class attributes say, `_update` and `_faults`."""
 
     op = ""  # the name in smpc.kernels.defaults
@@ -106,9 +107,9 @@ class FusedOptimizer(Optimizer):
             raise ConfigError("\n".join(f"{owner}: {fault}" for fault in faults))
         super().add_param_group({**param_group, "params": parameters})
 
+    @abstractmethod
     def _faults(self, options: Mapping[str, Any]) -> list[str]:
         """What is wrong with a group's options, besides those that all have."""
-        raise NotImplementedError
 
     # -- steps -----------------------------------------------------------------------------------------------------------
 
@@ -122,9 +123,9 @@ class FusedOptimizer(Optimizer):
         self._update(self._batches())
         return loss
 
+    @abstractmethod
     def _update(self, batches: list[Batch]) -> None:
         """Updates the parameters of all batches."""
-        raise NotImplementedError
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clears the gradients; unless told otherwise, as the optimizer's `set_grad_none` says."""

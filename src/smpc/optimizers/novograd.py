@@ -84,31 +84,35 @@ class FusedNovoGrad(FusedOptimizer):
 
     def _update(self, batches: list[Batch]) -> None:
         for batch in batches:
-            group, step = batch.group, batch.step
-            beta1, beta2 = group["betas"]
-            correct = group["bias_correction"]
-            denominators = self._running_norms(batch)
-            if correct:
-                denominators = denominators / math.sqrt(1.0 - beta2**step)
-            rule = NovoGradRule(
-                beta1,
-                1.0 - beta1 if group["grad_averaging"] else 1.0,
-                1.0 - beta1**step if correct else 1.0,
-                group["weight_decay"],
-                bool(group["reg_inside_moment"]),
-            )
-            novograd_(batch.bucket, rule, batch.learning_rate(), denominators + group["eps"], batch.tables)
+            novograd_(batch.bucket, self._rule(batch, self._running_norms(batch)), batch.tables)
+
+    def _rule(self, batch: Batch, norms: Tensor) -> NovoGradRule:
+        """The factors of this step; everything that has one value a tensor is fp64."""
+        group, step, lr = batch.group, batch.step, batch.learning_rate()
+        lr = lr.to(torch.float64) if isinstance(lr, Tensor) else lr
+        beta1, beta2 = group["betas"]
+        beta3 = 1.0 - beta1 if group["grad_averaging"] else 1.0
+        correction1, correction2 = 1.0, 1.0
+        if group["bias_correction"]:
+            correction1, correction2 = 1.0 - beta1**step, math.sqrt(1.0 - beta2**step)
+        denominators = norms / correction2 + group["eps"]
+        ones = torch.ones_like(denominators)
+        if group["reg_inside_moment"]:
+            gradient, update = beta3 / denominators, ones * (lr / correction1)
+            return NovoGradRule(gradient, update, 1.0 - beta1, beta3 * group["weight_decay"], None)
+        outer = ones * (lr * group["weight_decay"]) if group["weight_decay"] else None
+        return NovoGradRule(ones * beta3, lr / (correction1 * denominators), 1.0 - beta1, 0.0, outer)
 
     def _running_norms(self, batch: Batch) -> Tensor:
-        """n of every tensor, [tensors], after this step's gradients; kept in the state."""
+        """n of every tensor, [tensors] in fp64, after this step's gradients; kept in the state, in its dtype."""
         group = batch.group
         order = 2.0 if group["norm_type"] == 2 else math.inf
         states = [self.state[parameter]["norm"] for parameter in batch.parameters]
-        norms = tensor_norms(batch.bucket.grads, order, batch.tables).to(states[0].dtype)
+        norms = tensor_norms(batch.bucket.grads, order, batch.tables).to(torch.float64)
         norms = self.norm_groups.whole_norms(norms, batch.parameters, order)
         if batch.step > 1 or group["init_zero"]:
             beta2 = group["betas"][1]
-            before = torch.stack(states)
+            before = torch.stack(states).to(torch.float64)
             power = 2.0 if order == 2.0 else 1.0
             norms = (beta2 * before**power + (1.0 - beta2) * norms**power) ** (1.0 / power)
         torch._foreach_copy_(states, list(norms.unbind()))

@@ -65,8 +65,8 @@ def search_summary(found: Search) -> tuple[tuple[str, str], ...]:
         ),
         (
             "Columns",
-            "Ranks: pipeline x replicas, n: replicas on neighbouring ranks, not pipelines; Batches: microbatches x samples; "
-            "Schedule x stages of a rank; Again: what the backward computes again",
+            "Ranks: pipeline x replicas x tensor-parallel ranks, n: replicas on neighbouring ranks, not pipelines; "
+            "Batches: microbatches x samples; Schedule x stages of a rank; Again: what the backward computes again",
         ),
         *((("Left out", rest),) if rest else ()),
         ("Settings", f"placement_strategy: {placement}, optimizer {printable(found.optimizer)}"),
@@ -85,13 +85,14 @@ def _shown(found: Search) -> tuple[Result, ...]:
 
 def _row(found: Search, result: Result) -> tuple[str, ...]:
     candidate = result.candidate
-    near = " n" if candidate.placement_strategy == "spread" else ""
+    near = " n" if candidate.placement_strategy in ("spread", "PDT") else ""
+    tensor = f" x {candidate.tensor_parallel_degree}" if candidate.tensor_parallel_degree > 1 else ""
     pieces = f" x{candidate.virtual_pipeline_degree}" if candidate.virtual_pipeline_degree > 1 else ""
     step = f"{'> ' if result.step_is_bound else ''}{format_time(result.step_time)}" if result.step_time else "-"
     peak = f"{'> ' if result.peak_is_bound else ''}{format_bytes(result.peak_bytes)}" if result.peak_bytes else "-"
     return (
         "best" if result.verdict is Verdict.BEST else "",
-        f"{candidate.pipeline_parallel_degree} x {candidate.data_parallel_degree}{near}",
+        f"{candidate.pipeline_parallel_degree} x {candidate.data_parallel_degree}{tensor}{near}",
         f"{candidate.microbatches} x {candidate.microbatch_size}",
         f"{candidate.schedule}{pieces}",
         {"model": "-", "blocks": "blocks"}[candidate.recompute],

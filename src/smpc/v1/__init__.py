@@ -1,7 +1,8 @@
 """The SMP v1 programming interface: `import smpc.v1 as smp`."""
 
+from smpc.nn.delayed import delay_param_initialization
 from smpc.nn.distribute import set_tensor_parallelism, tensor_parallelism
-from smpc.v1 import nn, optimizers, patches
+from smpc.v1 import amp, nn, optimizers, patches
 from smpc.v1.checkpointing import checkpoint, checkpoint_sequential, set_activation_checkpointing
 from smpc.v1.comm import (
     DP_GROUP,
@@ -23,6 +24,7 @@ from smpc.v1.comm import (
     send,
     tp_barrier,
 )
+from smpc.v1.creation import model_creation
 from smpc.v1.init import init, shutdown
 from smpc.v1.model import DistributedModel
 from smpc.v1.optimizer import DistributedOptimizer
@@ -76,10 +78,12 @@ __all__ = [
     "RankType",
     "StepOutput",
     "allgather",
+    "amp",
     "barrier",
     "broadcast",
     "checkpoint",
     "checkpoint_sequential",
+    "delay_param_initialization",
     "dp_barrier",
     "dp_rank",
     "dp_size",
@@ -100,6 +104,7 @@ __all__ = [
     "load",
     "local_rank",
     "local_size",
+    "model_creation",
     "mp_barrier",
     "mp_rank",
     "mp_size",

@@ -7,7 +7,7 @@
 A step function calls the model once in every microbatch, and backward once or not at all.
 
 Averaging: a root's gradient is divided by the number of microbatches, which makes the step's gradients, bit by bit, those of
-`(loss / num_microbatches).backward()` summed over the microbatches.
+`(loss / num_microbatches).backward()` summed over the microbatches. A loss scale is one over what they are divided by besides.
 """
 
 from __future__ import annotations
@@ -20,10 +20,19 @@ from torch import Tensor
 
 from smpc.compile import Inputs
 from smpc.errors import StepError
+from smpc.tracer.ir import Autocast
 
 Tensors = Tensor | Sequence[Tensor]
 Gradients = Tensor | Sequence[Tensor | None] | None
 Roots = list[tuple[Tensor, Tensor | None]]
+
+
+def current_autocast() -> Autocast | None:
+    """The autocast that is on here, if one is."""
+    for kind in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(kind):
+            return Autocast(kind, str(torch.get_autocast_dtype(kind)).removeprefix("torch."), True)
+    return None
 
 
 class ModelCalls(Protocol):
@@ -47,16 +56,12 @@ class Capture:
         self._step_name = step_name
         self.inputs: Inputs | None = None
         self.grad_enabled = True
+        self.autocast: Autocast | None = None  # what the step function calls the model under
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Leave."""
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                raise StepError(
-                    f"step function {self._step_name} calls the model under autocast, which the other pipeline ranks do not "
-                    "see; enter autocast in the model's forward"
-                )
         self.inputs = args, dict(kwargs)
+        self.autocast = current_autocast()
         self.grad_enabled = torch.is_grad_enabled()
         raise Captured
 
@@ -68,7 +73,7 @@ class Capture:
 class Tail:
     """One microbatch on the rank of the last stage. `scale`: what gradients are divided by."""
 
-    def __init__(self, step_name: str, output: Any, scale: int) -> None:
+    def __init__(self, step_name: str, output: Any, scale: float) -> None:
         self._step_name = step_name
         self._output = output
         self._scale = scale
@@ -101,7 +106,7 @@ class Whole:
         self,
         step_name: str,
         module: Callable[..., Any],
-        scale: int,
+        scale: float,
         more_roots: Callable[[list[Tensor]], tuple[Tensor, Tensor] | None] | None,
     ) -> None:
         self._step_name = step_name
@@ -135,7 +140,7 @@ class Whole:
         torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
 
 
-def make_roots(tensors: Tensors, gradients: Gradients, scale: int, step_name: str) -> Roots:
+def make_roots(tensors: Tensors, gradients: Gradients, scale: float, step_name: str) -> Roots:
     """The roots of a backward pass, with their gradients divided by `scale`.
 
     Raises StepError where torch.autograd.backward could not go on: no history, no gradient for more than one element, other shapes.

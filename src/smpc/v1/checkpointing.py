@@ -68,7 +68,7 @@ def checkpoint_sequential(
     layers = list(sequential_module)
     recorder = current_recorder()
     if recorder is not None:
-        sequence = recorder.new_sequence()
+        sequence = recorder.regions.new_sequence()
         for layer in layers:
             _check_input(where, layer, input, pack_args_as_tuple)
             with recorder.region(preserve_rng_state, sequence, strategy, own=True):

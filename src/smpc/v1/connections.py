@@ -63,6 +63,11 @@ def make_state_control(session: Session, pipeline: Control | None) -> Control | 
     return Control(_own_group(session, Axis.MP), session.device, session.message_device)
 
 
+def make_world_control(session: Session) -> Control:
+    """Messages among all ranks of the job. Collective over all ranks."""
+    return Control(_own_group(session, Axis.WORLD), session.device, session.message_device)
+
+
 def make_transport(session: Session) -> Transport:
     """The transport of this rank's pipeline. Collective over all ranks."""
     if session.device.type == "cpu":

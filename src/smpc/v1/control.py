@@ -116,17 +116,20 @@ class Control:
             _finish(work)
 
     def meet(self, what: str, timeout: datetime.timedelta) -> None:
-        """Wait for the other ranks. Raises CheckpointError, naming those that do not come in time."""
-        if self._message_device.type != "cpu":
-            return  # only gloo can tell who is missing
-        assert self._group is not None
-        try:
-            dist.monitored_barrier(self._group, timeout=timeout, wait_all_ranks=True)
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"{what} must be called on all {self.size} ranks of the replica, and some did not call it within "
-                f"{timeout.total_seconds():g} s: {error}"
-            ) from error
+        """Wait for the other ranks. Raises CheckpointError, naming those that do not come in time, or that make another call."""
+        if self._message_device.type == "cpu":  # only gloo can tell who is missing
+            assert self._group is not None
+            try:
+                dist.monitored_barrier(self._group, timeout=timeout, wait_all_ranks=True)
+            except RuntimeError as error:
+                raise CheckpointError(
+                    f"{what} must be called on all {self.size} ranks of the replica, and some did not call it within "
+                    f"{timeout.total_seconds():g} s: {error}"
+                ) from error
+        said = self.gather(what)
+        if any(other != what for other in said):
+            calls = ", ".join(f"{other} on rank {rank}" for rank, other in enumerate(said))
+            raise CheckpointError(f"the ranks of a replica must make the same calls, in the same order; found {calls}")
 
     def close(self) -> None:
         """Drop what is under way and close the connections, so that peers that wait wake up."""

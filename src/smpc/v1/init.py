@@ -299,11 +299,12 @@ def _make_session(
 
 def _tensor_parallel(config: Config, mesh: Mesh, groups: Mapping[Axis, dist.ProcessGroup]) -> TensorParallel:
     """How tensor-parallel modules are split. A group of one draws its random numbers as everything else does."""
+    dtype = torch.float16 if config.fp16_params else None
     if mesh.tp_size == 1:
-        return TensorParallel(optimize=config.optimize, prescaled_batch=config.prescaled_batch)
+        return TensorParallel(optimize=config.optimize, prescaled_batch=config.prescaled_batch, dtype=dtype)
     group = TensorGroup.of(groups[Axis.TP])
     streams = RandomStreams(config.tensor_parallel_seed, group.rank)
-    return TensorParallel(group, config.optimize, config.prescaled_batch, streams=streams)
+    return TensorParallel(group, config.optimize, config.prescaled_batch, dtype, streams)
 
 
 def _make_groups(mesh: Mesh, rank: int, world: dist.ProcessGroup) -> dict[Axis, dist.ProcessGroup]:

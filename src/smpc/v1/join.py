@@ -28,14 +28,14 @@ not been averaged (`backward_passes_per_step`) is lost.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from smpc.errors import NonFiniteLossError, SmpcError, StepError
 from smpc.executor import StageReplicas
@@ -56,6 +56,21 @@ class Phase(IntEnum):
     LEFT = 24
 
 
+class SharedOptimizer(Protocol):
+    """What replicas share of a DistributedOptimizer."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As in torch."""
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """As in torch."""
+
+    def replicate(self, group: dist.ProcessGroup, source: int) -> None:
+        """Take over what torch does not know of from the group's rank `source`."""
+
+
 class EarlyTerminationError(StepError):
     """All ranks raise it together, with nothing under way."""
 
@@ -72,9 +87,11 @@ class Join:
         replicas: Callable[[], StageReplicas | None],
         partition: Callable[[], None],
         *,
+        has_pipeline: bool,
         divide_by_initial_world_size: bool,
         throw_on_early_termination: bool,
     ) -> None:
+        self._has_pipeline = has_pipeline
         self._session, self._replicas, self._partition = session, replicas, partition
         self._divides_by_all, self._throws = divide_by_initial_world_size, throw_on_early_termination
         members = session.mesh.group(Axis.DP, session.rank)
@@ -125,7 +142,7 @@ class Join:
         return self.error is None
 
     def _take_part(self, phase: int, phases: list[int]) -> None:
-        has_pipeline = self._session.mesh.pp_size > 1
+        has_pipeline = self._has_pipeline
         if phase == Phase.PARTITION:
             self._partition()
             return
@@ -144,7 +161,7 @@ class Join:
         if has_pipeline or phase == Phase.TRAINED:
             self._verdict = agree(0, self._session)
 
-    def finish(self, optimizer: Optimizer | None) -> None:
+    def finish(self, optimizer: SharedOptimizer | None) -> None:
         """Once all are over: the state of the last replica for all."""
         last = self._exchange(int(not self.has_shadowed))
         source = max(replica for replica, is_last in zip(self._replica_of, last, strict=True) if is_last)
@@ -154,6 +171,7 @@ class Join:
         replicas.synchronize(source)
         if optimizer is not None and not all(last):
             share_state(optimizer, self._session.groups[Axis.RDP], source, self._session)
+            optimizer.replicate(self._session.groups[Axis.RDP], source)
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -206,7 +224,7 @@ class Join:
         return [int(number) for number in numbers.tolist()]
 
 
-def share_state(optimizer: Optimizer, group: dist.ProcessGroup, source: int, session: Session) -> None:
+def share_state(optimizer: SharedOptimizer, group: dist.ProcessGroup, source: int, session: Session) -> None:
     """Give all replicas the optimizer state of one of them. The options of its groups (learning rates) are not part of it."""
     parameters = [parameter for param_group in optimizer.param_groups for parameter in param_group["params"]]
     own = [optimizer.state.get(parameter, {}) for parameter in parameters]

@@ -29,12 +29,20 @@ Described = tuple[int, TensorSpec, Shard | None]  # owner, what it has, and whic
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor that `owner` has: all of an item, or from `start` on along `dim`."""
+    """A tensor that `owner` has: all of an item, or from `start` on along `dim`. It begins at `own` in what the owner has."""
 
     owner: int
     spec: TensorSpec
     dim: int = 0
     start: int = 0
+    own: int = 0
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The piece, of what its owner has."""
+        size = self.spec.shape[self.dim] if self.spec.shape else 0
+        if not self.spec.shape or tensor.shape[self.dim] == size:
+            return tensor.detach()
+        return tensor.detach().narrow(self.dim, self.own, size).contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +107,8 @@ def survey(
 
 
 def stream(part: Mapping[K, Any], items: Mapping[K, Item], control: Control) -> Iterator[tuple[K, Piece | None, Any]]:
-    """Every key with its value, or with one after the other of its pieces on the CPU. Collective; take all of them.
+    """Every key with its value, or with one after the other of its pieces on the CPU. Collective; take all of them, and let go of one
+    before asking for the next.
 
     `items` come from `survey`.
     """
@@ -107,49 +116,57 @@ def stream(part: Mapping[K, Any], items: Mapping[K, Item], control: Control) -> 
         if not item.is_tensor:
             yield key, None, item.value
         for piece in item.pieces:
-            if piece.owner == control.rank:
-                control.broadcast_bytes(pack([part[key]], control.device), control.rank)
-                control.settle()  # at once: what waits to be sent stays in memory
-                value = part[key].detach().cpu()
-            else:
-                payload = torch.empty(piece.spec.num_bytes, dtype=torch.uint8, device=control.device)
-                control.broadcast_bytes(payload, piece.owner)
-                (value,) = unpack(payload, [piece.spec])
-                value = value.cpu()
-            yield key, piece, value
+            # Nothing here holds it while the next one comes.
+            yield key, piece, _exchanged(part.get(key), piece, control)
     for owner in sorted({piece.owner for item in items.values() for piece in item.pieces}):
         control.acknowledge(owner)
+
+
+def _exchanged(own: Any, piece: Piece, control: Control) -> Tensor:
+    """A piece, on the CPU of all ranks."""
+    if piece.owner == control.rank:
+        sent = piece.of(own)
+        control.broadcast_bytes(pack([sent], control.device), control.rank)
+        control.settle()  # at once: what waits to be sent stays in memory
+        return sent.cpu()
+    payload = torch.empty(piece.spec.num_bytes, dtype=torch.uint8, device=control.device)
+    control.broadcast_bytes(payload, piece.owner)
+    (value,) = unpack(payload, [piece.spec])
+    return value.cpu()
 
 
 def merge(part: Mapping[K, Any], items: Mapping[K, Item], control: Control, keep: Callable[[K], bool]) -> dict[K, Any]:
     """The whole values of all keys that `keep` wants on this rank, tensors on the CPU. Collective."""
     merged: dict[K, Any] = {}
     for key, piece, value in stream(part, items, control):
-        if not keep(key):
-            continue
-        item = items[key]
-        if piece is None or tuple(value.shape) == item.shape:
-            merged[key] = value
-            continue
-        if key not in merged:
-            merged[key] = torch.empty(item.shape, dtype=value.dtype)
-        merged[key].narrow(piece.dim, piece.start, value.shape[piece.dim]).copy_(value)
+        if keep(key):
+            _keep(merged, key, items[key], piece, value)
+        del value  # before the next one comes
     return merged
+
+
+def _keep(merged: dict[K, Any], key: K, item: Item, piece: Piece | None, value: Any) -> None:
+    """Put a value, or a piece of it, where it belongs."""
+    if piece is None or tuple(value.shape) == item.shape:
+        merged[key] = value
+        return
+    if key not in merged:
+        merged[key] = torch.empty(item.shape, dtype=value.dtype)
+    merged[key].narrow(piece.dim, piece.start, value.shape[piece.dim]).copy_(value)
 
 
 def fill(target: Tensor, shard: Shard | None, piece: Piece, value: Tensor) -> None:
     """Copy what a piece of a whole has for `target`, which is the slice `shard` of it."""
-    if shard is None or tuple(value.shape) == whole_shape(shard, target.shape):
-        whole = value if shard is None else value.narrow(shard.dim, shard.start, target.shape[shard.dim])
-        if shard is None and tuple(value.shape) != tuple(target.shape):
+    if shard is None:
+        if tuple(value.shape) != tuple(target.shape):
             target = target.narrow(piece.dim, piece.start, value.shape[piece.dim])
-        target.copy_(whole)
+        target.copy_(value)
         return
-    low = max(shard.start, piece.start)
-    high = min(shard.start + target.shape[shard.dim], piece.start + value.shape[shard.dim])
-    if low < high:
-        own = target.narrow(shard.dim, low - shard.start, high - low)
-        own.copy_(value.narrow(shard.dim, low - piece.start, high - low))
+    for own, start, length in shard.runs_of(target.shape[shard.dim]):
+        low, high = max(start, piece.start), min(start + length, piece.start + value.shape[shard.dim])
+        if low < high:
+            part = value.narrow(shard.dim, low - piece.start, high - low)
+            target.narrow(shard.dim, own + low - start, high - low).copy_(part)
 
 
 def _whole(key: Any, found: Sequence[Described], wrong: list[str]) -> Item:
@@ -158,9 +175,10 @@ def _whole(key: Any, found: Sequence[Described], wrong: list[str]) -> Item:
     pieces: dict[int, Piece] = {}
     for rank, other, place in found:
         same = other.dtype == spec.dtype and _kind(place, other) == _kind(shard, spec)
-        start = 0 if place is None else place.start
-        known = pieces.setdefault(start, Piece(rank, other, 0 if place is None else place.dim, start))
-        if not same or tuple(known.spec.shape) != tuple(other.shape):
+        mine = [Piece(rank, other)] if place is None else _runs(rank, other, place)
+        known = [pieces.setdefault(piece.start, piece) for piece in mine]
+        alike = all(a.spec.shape == b.spec.shape for a, b in zip(known, mine, strict=True))
+        if not same or not alike:
             wrong.append(f"{key}: {spec} on rank {first} of the replica, {other} on rank {rank}")
     ordered = tuple(pieces[start] for start in sorted(pieces))
     if shard is None:
@@ -173,6 +191,18 @@ def _whole(key: Any, found: Sequence[Described], wrong: list[str]) -> Item:
     if end != shard.size:
         wrong.append(f"{key}: the slices of the ranks cover {end} of {shard.size} along dimension {shard.dim}")
     return Item(ordered, whole_shape(shard, spec.shape), spec.dtype)
+
+
+def _runs(rank: int, spec: TensorSpec, shard: Shard) -> list[Piece]:
+    """The pieces that a slice is."""
+    if not shard.runs:
+        return [Piece(rank, spec, shard.dim, shard.start)]
+    dtype, found = getattr(torch, spec.dtype.removeprefix("torch.")), []
+    for own, start, length in shard.runs_of(spec.shape[shard.dim]):
+        shape = (*spec.shape[: shard.dim], length, *spec.shape[shard.dim + 1 :])
+        part = TensorSpec.of(torch.empty(shape, dtype=dtype, device="meta"))
+        found.append(Piece(rank, part, shard.dim, start, own))
+    return found
 
 
 def _kind(shard: Shard | None, spec: TensorSpec) -> tuple[object, ...]:

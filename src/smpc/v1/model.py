@@ -32,7 +32,6 @@ from smpc.errors import (
     CheckpointError,
     CodegenError,
     ConfigError,
-    ConfigTypeError,
     ConfigUnsupportedError,
     NonFiniteLossError,
     PartitionError,
@@ -42,30 +41,32 @@ from smpc.errors import (
 )
 from smpc.executor import FailureMonitor, StageReplicas
 from smpc.executor.bind import StepHooks
+from smpc.executor.fully_shard import StageShards
 from smpc.mesh import Axis
-from smpc.observe import StepCallback, Watch
+from smpc.observe import Watch
 from smpc.partitioner.plan import Plan
-from smpc.v1.calls import Gradients, ModelCalls, Tensors
+from smpc.v1.calls import Gradients, ModelCalls, Tensors, current_autocast
 from smpc.v1.checkpointing import apply_marks
-from smpc.v1.comm import gather_objects
+from smpc.v1.compiled_tensors import make_compiled_tensors
 from smpc.v1.connections import make_control, make_monitor, make_state_control, make_transport
 from smpc.v1.control import Control
 from smpc.v1.join import EarlyTerminationError, Join
+from smpc.v1.model_checks import check_arguments, check_fully_shard, check_marks
 from smpc.v1.model_state import PARTIAL, IncompatibleKeys, ModelState
 from smpc.v1.model_view import ModelView
 from smpc.v1.nonfinite import describe_verdict
-from smpc.v1.partition import manual_partition, read_marks
 from smpc.v1.pipeline import Pipeline
 from smpc.v1.placement import Placement
+from smpc.v1.precision import cast_inputs, cast_module, cast_outputs, half_dtype, overflow_is_curable
 from smpc.v1.single import Single
 from smpc.v1.slices import Slices
-from smpc.v1.state import Session, state
+from smpc.v1.state import state
 from smpc.v1.step_body import Arguments, StepBody
 from smpc.v1.tensor_parallel import Distribution
 from smpc.v1.watching import make_observer
 
 if TYPE_CHECKING:
-    from smpc.report.measured import Comparison
+    pass
 
 Hook = Callable[["DistributedModel", Any], Any]
 # All ranks of a pipeline raise these together, with nothing under way: the next step may go on.
@@ -80,8 +81,8 @@ class DistributedModel(ModelView):
     measures rather than predicts; that device must hold a copy of the whole model, and `trace_device` must be "gpu" (a rank that
     computes on a CPU measures there). `overlapping_allreduce`: reduce gradients over replicas during the last backward pass, rather
     than after it. `backward_passes_per_step`: steps between two reductions. `average_grads_across_microbatches`: divide gradients by the
-    number of microbatches. `trace_memory_usage`: memory is always known exactly, so True changes nothing. The other options are
-    DistributedDataParallel's, for replicas.
+    number of microbatches. `trace_memory_usage`: what tensors take is always known exactly; with True, that rank also measures
+    what operations take and give back while they work. The other options are DistributedDataParallel's, for replicas.
 
     `model(...)` and `model.backward(...)` can be called in a step function only.
     """
@@ -99,13 +100,15 @@ class DistributedModel(ModelView):
         broadcast_buffers: bool = True,
         gradient_as_bucket_view: bool = False,
     ) -> None:
-        _check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step)
+        check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step)
         super().__init__()
         session = state.session
-        self._measures = trace_execution_times
-        _check_marks(module, session)
+        self._measures = trace_execution_times, trace_memory_usage
+        check_marks(module, session)
         self._distribution = Distribution(module, session)
         module = self.module = self._distribution.module
+        self._half = half_dtype(session.config)
+        cast_module(module, self._half)
         self.slices = Slices(module)  # what tensor-parallel ranks hold parts of
         self.training = module.training
         self._calls: ModelCalls | None = None
@@ -127,9 +130,14 @@ class DistributedModel(ModelView):
             "overlapping": overlapping_allreduce,
             "backward_passes_per_step": backward_passes_per_step,
         }
+        if session.config.fully_shard:
+            check_fully_shard(self._replica_options, session)
         self._pipeline: Pipeline | None = None
         self._single: Single | None = None
-        if session.mesh.pp_size > 1:
+        self._compiled = make_compiled_tensors(module, session, self.slices, measures=any(self._measures))
+        if self._compiled is not None:
+            self._distribution.take_over(self._compiled)
+        if session.mesh.pp_size > 1 or self._compiled is not None:
             self._cut_later(average_grads_across_microbatches)
         else:
             self._place_now(average_grads_across_microbatches)
@@ -151,8 +159,9 @@ class DistributedModel(ModelView):
             self._enter,
             average,
             self._allow_compilation,
-            self._measures,
+            *self._measures,
             self._observer,
+            self._compiled,
         )
         self._placement = self._pipeline.placement
         self._state_control = make_state_control(session, self._control)
@@ -166,38 +175,72 @@ class DistributedModel(ModelView):
         self._state_control = make_state_control(session, None)
         self._state = ModelState(self.module, self._placement, self.slices, self._state_control)
         self._single = Single(self.module, session, self._make_replicas({0: self.module}), self._enter, average)
+        self._single.direct.watched = self._watched
         self._is_spread = True
 
     def _make_replicas(self, stages: Mapping[int, nn.Module]) -> StepHooks | None:
         """What averages the gradients of this rank's stages over replicas and tensor-parallel ranks; None where there are none."""
         session = state.session
+        if session.mesh.rdp_size > 1 and session.config.fully_shard:
+            return self._make_shards(stages)
         if session.mesh.rdp_size > 1:
             self._replicas = StageReplicas(stages, session.groups[Axis.RDP], **self._replica_options)
             if self._comm_hook is not None:
                 self._replicas.register_comm_hook(*self._comm_hook)
         return self._distribution.hooks(stages, self._replicas, self._replica_options["backward_passes_per_step"])
 
+    def _make_shards(self, stages: Mapping[int, nn.Module]) -> StageShards:
+        session = state.session
+        shards = StageShards(
+            stages,
+            session.groups[Axis.RDP],
+            device_type=session.device.type,
+            broadcast_buffers=self._replica_options["broadcast_buffers"],
+        )
+        self._placement.exchange(shards.exchanged)
+        if state.optimizer is not None:
+            state.optimizer.exchange(shards.exchanged)
+        return shards
+
     # -- in a step -----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for one microbatch, in a step function. Raises StepError elsewhere."""
-        if self._calls is None:
-            raise StepError("the model was called outside a step; call it in a function decorated with @smp.step")
-        return self._calls.forward(args, kwargs)
+        """The model's output for one microbatch, in a step function, or for the batch. Raises StepError with a pipeline elsewhere."""
+        calls = self._calls or self._without_step("the model", args, kwargs)
+        args, kwargs = cast_inputs((args, kwargs), self._half)
+        return cast_outputs(calls.forward(args, kwargs), self._half)
 
     def backward(self, tensors: Tensors, grad_tensors: Gradients = None) -> None:
         """The backward pass of one microbatch, in a step function; like `torch.autograd.backward(tensors, grad_tensors)`.
 
-        `tensors`: a tensor of one element, or tensors with a gradient of the same shape each. Raises StepError elsewhere.
+        `tensors`: a tensor of one element, or tensors with a gradient of the same shape each. Raises StepError with a pipeline elsewhere.
         """
-        if self._calls is None:
-            raise StepError("model.backward was called outside a step; call it in a function decorated with @smp.step")
-        self._calls.backward(tensors, grad_tensors)
+        (self._calls or self._without_step("model.backward")).backward(tensors, grad_tensors)
+
+    def _without_step(
+        self, what: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> ModelCalls:
+        """What runs the model outside of steps."""
+        if self._single is None or self._join is not None:
+            why = "there is a pipeline" if self._single is None else "of join"
+            raise StepError(
+                f"{what} was called outside a step; call it in a function decorated with @smp.step, as {why}"
+            )
+        self._place_again()
+        self._distribution.check_batch(
+            {f"argument {i}": arg for i, arg in enumerate(args)} | dict(kwargs or {}), "(none)"
+        )
+        return self._single.direct
 
     def run_step(self, body: StepBody, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a step function on the whole batch; `smp.step` calls it."""
         if self._calls is not None:
             raise StepError(f"step function {body.name} was called inside another step; steps do not nest")
+        if self._pipeline is not None and current_autocast() is not None:
+            raise StepError(
+                f"step function {body.name} was called under autocast, which ranks that run none of it do not see; enter autocast in the "
+                "step function, around the model and the loss, not around the step function"
+            )
 
         def own() -> Arguments:
             arguments = body.bind(args, kwargs)
@@ -209,6 +252,8 @@ class DistributedModel(ModelView):
         with self._observer.step(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)) as watch:
             result = run(body, own, watch)
         optimizer = state.optimizer
+        if optimizer is not None:
+            optimizer.gradients_changed()
         for hook in list(self._post_step_hooks.values()):
             hook(self, optimizer)
         return result
@@ -254,11 +299,7 @@ class DistributedModel(ModelView):
     def _run_single(self, body: StepBody, own: Callable[[], Arguments], watch: Watch) -> Any:
         single = self._single
         assert single is not None, "there is no pipeline"
-        if not self._is_spread:
-            self._placement.apply()
-            self._is_spread = True
-        if not self._ran_hooks:
-            self._on_partition()
+        self._place_again()
         if self._join is not None and single.may_train(body):
             self._guarded_join(self._join, self._join.begin_step)
         with self._watch(), self._guard():
@@ -266,9 +307,17 @@ class DistributedModel(ModelView):
         self._judge(verdict, body)
         return value
 
+    def _place_again(self) -> None:
+        """Without a pipeline: put the model to where it computes, after cpu(); run what waits for the first call."""
+        if not self._is_spread:
+            self._placement.apply()
+            self._is_spread = True
+        if not self._ran_hooks:
+            self._on_partition()
+
     def _judge(self, verdict: int, body: StepBody) -> None:
         """Do what `nan_policy` says where a loss is not finite; the verdict is the same on all ranks."""
-        if not verdict:
+        if not verdict or overflow_is_curable():
             return
         for parameter in self.module.parameters():
             parameter.grad = None
@@ -285,11 +334,27 @@ class DistributedModel(ModelView):
         timeout = None if self._ran_hooks else state.cfg.start_timeout
         return self._monitor.watch(self._where, timeout=timeout, position=self._position)
 
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        with self._watch(), self._guard():
+            yield
+
     def watch_checkpoint(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Limits how long an exchange of state may take, to `checkpoint_timeout`."""
         if self._monitor is None:
             return contextlib.nullcontext()
         return self._monitor.watch(lambda: what, timeout=state.cfg.checkpoint_timeout)
+
+    def watch_exchange(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Limits how long the ranks may wait for each other outside a step, to `step_timeout`."""
+        if self._monitor is None:
+            return contextlib.nullcontext()
+        return self._monitor.watch(lambda: what)
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether `join` lets replicas end at different times."""
+        return self._join is not None
 
     def _allow_compilation(self) -> None:
         if self._monitor is not None:
@@ -346,6 +411,7 @@ class DistributedModel(ModelView):
         Call it on all ranks of a replica (`smp.rdp_rank() == 0`, say): it gathers, tensor by tensor, to the CPU. `gather_to_rank0`: only
         mp_rank 0 gets it, the others {}. Raises CheckpointError, naming the ranks that did not call it, after `checkpoint_timeout`.
         """
+        self._placement.draw()
         if self.meet("state_dict") is None:
             return self.module.state_dict()
         with self.watch_checkpoint("state_dict"):
@@ -418,7 +484,10 @@ class DistributedModel(ModelView):
 
         The next step puts every rank's part back to where it computes.
         """
+        self._placement.draw()
         self.meet("cpu")
+        if state.cfg.fully_shard and state.session.mesh.rdp_size > 1:
+            raise ConfigUnsupportedError("cpu: parameters lie in parts on the replicas (fully_shard); use state_dict()")
         if self._pipeline is None or not self.partitioned:
             super().cpu()
         else:
@@ -444,55 +513,6 @@ class DistributedModel(ModelView):
         handle = RemovableHandle(self._post_step_hooks)
         self._post_step_hooks[handle.id] = hook
         return handle
-
-    def register_step_callback(self, callback: StepCallback) -> RemovableHandle:
-        """Call `callback(info)` on this rank after every step, with a `smpc.StepInfo`. Ranks may have different callbacks."""
-        return self._observer.register(callback)
-
-    def observe(self, num_steps: int = 20) -> None:
-        """Measure memory in the next step, and times in the `num_steps` after it, for `report`. Call it on every rank.
-
-        What `smpc run --report` or `--trace` asked for is dropped.
-        """
-        self._observer.observe(num_steps)
-
-    def report(self) -> Comparison:
-        """Predicted against measured memory and time of every rank, stage and step; `print` it. Call it on every rank.
-
-        Raises UsageError before the partition, without a pipeline, and where no step has been observed.
-        """
-        from smpc.report.measured import compare
-
-        session, plan = state.session, self._plan()
-        if plan is None:
-            raise UsageError(
-                "report: nothing is predicted of a model that is not cut; pipeline_parallel_degree is 1, or no step has run"
-            )
-        records = gather_objects(
-            self._observer.record, session.groups[Axis.WORLD], session.message_device, session.device
-        )
-        if not any(step.training for record in records for step in record.steps):
-            raise UsageError(
-                "report: no training step has been measured; call model.observe() on every rank, then train"
-            )
-        return compare(plan, records)
-
-    def optimizer_step(self) -> contextlib.AbstractContextManager[None]:
-        """Around the optimizer's step; DistributedOptimizer calls it."""
-        return self._observer.optimizer_step()
-
-    def _plan(self) -> Plan | None:
-        return None if self._pipeline is None or self._pipeline.first is None else self._pipeline.plan
-
-    def _held(self) -> Iterator[Tensor]:
-        """Optimizer state and, without a pipeline, what the model has; a pipeline's runtime counts its own."""
-        if self._pipeline is None:
-            parameters = list(self.module.parameters())
-            yield from (*parameters, *self.module.buffers())
-            yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
-        if state.optimizer is not None:
-            for own in state.optimizer.state.values():
-                yield from (value for value in own.values() if isinstance(value, Tensor))
 
     def register_comm_hook(self, state: object, callable: Callable[[Any, Any], Any]) -> None:
         """Replace the averaging of gradients over replicas: see DistributedDataParallel.register_comm_hook.
@@ -527,6 +547,16 @@ class DistributedModel(ModelView):
         if state.session.mesh.rdp_size == 1 or not enable:
             yield
             return
+        if state.cfg.shard_optimizer_state:
+            raise ConfigUnsupportedError(
+                "join: with shard_optimizer_state, replicas need each other's updates in every step; give all replicas as many batches, or "
+                "leave shard_optimizer_state out"
+            )
+        if state.cfg.fully_shard:
+            raise ConfigUnsupportedError(
+                "join: with fully_shard, replicas need each other's parameters in every step; give all replicas as many batches, or leave "
+                "fully_shard out"
+            )
         assert self._monitor is not None, "there are several ranks"
         if state.session.mesh.tp_size > 1 and self._replica_options["backward_passes_per_step"] > 1:
             raise ConfigUnsupportedError(
@@ -537,6 +567,7 @@ class DistributedModel(ModelView):
             state.session,
             lambda: self._replicas,
             self._partition_without_data,
+            has_pipeline=self._pipeline is not None,
             divide_by_initial_world_size=divide_by_initial_world_size,
             throw_on_early_termination=throw_on_early_termination,
         )
@@ -583,35 +614,5 @@ class DistributedModel(ModelView):
     def _require_replicas(self, what: str) -> None:
         if state.session.mesh.rdp_size == 1:
             raise ConfigError(f"{what}: there are no data-parallel replicas; set ddp: true, and start several replicas")
-
-
-def _check_marks(module: nn.Module, session: Session) -> None:
-    """Raise ConfigError for partitions that do not exist; warn, once in a job, where partitions have no effect."""
-    if manual_partition(module, session.config) is None and session.rank == 0 and read_marks(module):
-        warnings.warn(
-            "smp.partition and smp.set_partition have no effect: auto_partition is true, so the partitioner chooses; set it to "
-            "false, and default_partition, to partition by hand",
-            stacklevel=3,
-        )
-
-
-def _check_arguments(module: Any, trace_device: Any, trace_execution_times: Any, backward_passes_per_step: Any) -> None:
-    if not isinstance(module, nn.Module):
-        raise ConfigTypeError(f"module: expected a torch.nn.Module, found {type(module).__name__}")
-    if isinstance(module, (DistributedModel, nn.parallel.DistributedDataParallel)):
-        raise ConfigError(
-            f"module: expected the plain model, found a {type(module).__name__}; DistributedModel handles data parallelism itself"
-        )
-    if trace_device not in ("cpu", "gpu"):
-        raise ConfigError(f"trace_device: expected 'cpu' or 'gpu', found {trace_device!r}")
-    if trace_execution_times and trace_device == "cpu":
-        raise ConfigError(
-            "trace_execution_times: must be False if trace_device is 'cpu': times are measured where the model will run, which is what "
-            "trace_device 'gpu' stands for"
-        )
-    if state.model is not None:
-        raise UsageError("there is a DistributedModel in this process already, and there can be only one")
-    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
-        raise ConfigError(
-            f"backward_passes_per_step: expected an int of at least 1, found {backward_passes_per_step!r}"
-        )
+        if state.cfg.fully_shard:
+            raise ConfigUnsupportedError(f"{what}: with fully_shard there is no such hook; leave one of the two out")

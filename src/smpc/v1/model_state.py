@@ -14,13 +14,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from smpc import checkpoint
 from smpc.errors import CheckpointError
+from smpc.executor.sharded_tensor import local, own_part, whole
 from smpc.nn.parallel import Shard
 from smpc.v1.control import Control
 from smpc.v1.merge import Item, fill, merge, stream, survey
 from smpc.v1.placement import Placement
+from smpc.v1.precision import loads_as
 from smpc.v1.slices import Slices, place
 
 PARTIAL = "_smp_is_partial"
@@ -40,12 +43,12 @@ class ModelState:
         self._module, self._placement, self._slices, self._control = module, placement, slices, control
 
     def local(self) -> dict[str, Any]:
-        """Keys and detached values of this rank."""
-        local = self._local_keys()
+        """Keys and detached values of this rank; with `fully_shard` whole ones, which the replicas gather."""
+        kept = self._local_keys()
         return {
-            key: value.detach() if isinstance(value, Tensor) else value
+            key: whole(value.detach()) if isinstance(value, Tensor) else value
             for key, value in self._entries().items()
-            if key in local
+            if key in kept
         }
 
     def full(self, *, only_on_rank_0: bool) -> dict[str, Any]:
@@ -64,11 +67,13 @@ class ModelState:
 
     def shards(self) -> list[checkpoint.Shard]:
         """What a checkpoint holds of this rank: its parameters and persistent buffers, by canonical name. Views, not copies."""
+        self._placement.draw()
         saved = {id(value) for value in self._entries().values()}
         return [
-            place("model", name, tensor, self._slices.get(name))
+            part
             for name, tensor in self._named()
             if id(tensor) in saved and self._placement.is_local(name)
+            for part in place("model", name, tensor, self._slices.get(name))
         ]
 
     def saved_names(self) -> frozenset[str]:
@@ -104,6 +109,7 @@ class ModelState:
 
         Raises CheckpointError, before anything is written, listing all keys that are missing, unexpected, or of another shape or dtype.
         """
+        self._placement.draw()
         given = _without_mark(state)
         result = self._check({key: Item.of(value) for key, value in given.items()}, strict)
         names = self._names()
@@ -112,7 +118,8 @@ class ModelState:
                 if target is None:
                     self._set_extra(key, given[key])
                 else:
-                    target.copy_(self._slices.own_part(names[id(target)], given[key], target.shape))
+                    part = self._slices.own_part(names[id(target)], given[key], target.shape)
+                    local(target).copy_(own_part(target, part))
         return result
 
     def load_own_part(self, part: Mapping[str, Any], *, strict: bool) -> IncompatibleKeys:
@@ -124,7 +131,7 @@ class ModelState:
                 if target is None:
                     self._set_extra(key, given[key])
                 else:
-                    target.copy_(given[key])
+                    local(target).copy_(own_part(target, given[key]))
         return result
 
     def load_parts(self, part: Mapping[str, Any], *, strict: bool) -> IncompatibleKeys:
@@ -134,13 +141,20 @@ class ModelState:
         items = survey(given, self._control, "the state dict to load", self._slicer())
         result = self._check(items, strict)
         targets, names = self._targets(items), self._names()
+        wholes: dict[str, Tensor] = {}  # of sharded parameters; pieces may be cut along other dimensions
         with torch.no_grad():
             for key, piece, value in stream(given, items, self._control):
                 target = targets.get(key)
-                if target is not None and piece is not None:
+                if isinstance(target, DTensor) and piece is not None:
+                    if key not in wholes:
+                        wholes = {key: torch.empty(target.shape, dtype=value.dtype)}
+                    fill(wholes[key], None, piece, value)
+                    local(target).copy_(own_part(target, wholes[key]))
+                elif target is not None and piece is not None:
                     fill(target, self._slices.get(names[id(target)]), piece, value)
                 elif key in targets:
                     self._set_extra(key, value)
+                del value  # before the next one comes
         return result
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -206,7 +220,7 @@ class ModelState:
         if item.shape != shape:
             return [f"shape of {key}: expected {list(shape)}, found {list(item.shape)}"]
         dtype = item.dtype.removeprefix("torch.")
-        if strict and dtype != str(own.dtype).removeprefix("torch."):
+        if strict and dtype != str(own.dtype).removeprefix("torch.") and not loads_as(getattr(torch, dtype), own.dtype):
             return [f"dtype of {key}: expected {own.dtype}, found torch.{dtype}"]
         return []
 

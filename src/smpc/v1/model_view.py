@@ -1,19 +1,30 @@
-"""What of a distributed model is where: its parameters, buffers and modules by their names in the user's module, and this rank's of them.
+"""What can be learned of a distributed model: what of it is where, by the names in the user's module, and what its steps need and take.
 
 Source: public SMP v1 API ("smdistributed.modelparallel.torch.DistributedModel").
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from smpc.errors import UsageError
+from smpc.mesh import Axis
+from smpc.observe import Observer, StepCallback
+from smpc.partitioner.plan import Plan
+from smpc.v1.comm import gather_objects
 from smpc.v1.control import Control
 from smpc.v1.pipeline import Pipeline
 from smpc.v1.placement import Placement
+from smpc.v1.state import state
 from smpc.v1.tensor_parallel import Distribution
+
+if TYPE_CHECKING:
+    from smpc.report.measured import Comparison
 
 
 class ModelView(nn.Module):
@@ -24,6 +35,7 @@ class ModelView(nn.Module):
     _control: Control  # with a pipeline
     _placement: Placement
     _distribution: Distribution
+    _observer: Observer
 
     @property
     def partitioned(self) -> bool:
@@ -123,3 +135,55 @@ class ModelView(nn.Module):
                 f"{what}: the model is partitioned by the first step, and no step has run; run one, or use "
                 "register_post_partition_hook"
             )
+
+    # -- what steps need and take ----------------------------------------------------------------------------------------
+
+    def register_step_callback(self, callback: StepCallback) -> RemovableHandle:
+        """Call `callback(info)` on this rank after every step, with a `smpc.StepInfo`. Ranks may have different callbacks."""
+        return self._observer.register(callback)
+
+    def observe(self, num_steps: int = 20) -> None:
+        """Measure memory in the next step, and times in the `num_steps` after it, for `report`. Call it on every rank.
+
+        What `smpc run --report` or `--trace` asked for is dropped.
+        """
+        self._observer.observe(num_steps)
+
+    def report(self) -> Comparison:
+        """Predicted against measured memory and time of every rank, stage and step; `print` it. Call it on every rank.
+
+        Raises UsageError before the partition, without a pipeline, and where no step has been observed.
+        """
+        from smpc.report.measured import compare
+
+        session, plan = state.session, self._plan()
+        if plan is None:
+            raise UsageError(
+                "report: nothing is predicted of a model that is not cut; pipeline_parallel_degree is 1, or no step has run"
+            )
+        records = gather_objects(
+            self._observer.record, session.groups[Axis.WORLD], session.message_device, session.device
+        )
+        if not any(step.training for record in records for step in record.steps):
+            raise UsageError(
+                "report: no training step has been measured; call model.observe() on every rank, then train"
+            )
+        return compare(plan, records)
+
+    def optimizer_step(self) -> contextlib.AbstractContextManager[None]:
+        """Around the optimizer's step; DistributedOptimizer calls it."""
+        return self._observer.optimizer_step()
+
+    def _plan(self) -> Plan | None:
+        return None if self._pipeline is None or self._pipeline.first is None else self._pipeline.plan
+
+    def _held(self) -> Iterator[Tensor]:
+        """Optimizer state and, without a pipeline, what the model has; a pipeline's runtime counts its own."""
+        if self._pipeline is None:
+            parameters = list(self.module.parameters())
+            yield from (*parameters, *self.module.buffers())
+            yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
+        if state.optimizer is not None:
+            for own in state.optimizer.state.values():
+                yield from (value for value in own.values() if isinstance(value, Tensor))
+            yield from state.optimizer.masters

@@ -1,16 +1,21 @@
-"""`smp.DistributedOptimizer`: saves and loads the optimizer state of a model that lies on several ranks.
+"""`smp.DistributedOptimizer`: the optimizer of a model that lies on several ranks, in any precision.
 
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    scheduler = StepLR(optimizer.optimizer, ...)                   # or of the wrapper; its groups are the same
 
-The wrapped optimizer does the work: after the partition it finds gradients at this rank's parameters only, and leaves the others alone. Its
-`param_groups` and `state` are the wrapper's, so learning-rate schedulers take either of the two.
+    loss = train_step(model, ids)
+    optimizer.clip_master_grads(1.0)
+    optimizer.step()
+    if not optimizer.overflow:
+        scheduler.step()
 
-Terms
-    full state      {"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}: torch's, with the names of parameters in place of
-                    their numbers, so that it fits any partition
-    partial state   the same with the state of one rank only, and the key `_smp_is_partial`
+The wrapped optimizer does the work: after the partition it finds gradients at this rank's parameters only, and leaves the others alone.
 
-Parameters that the model does not have are called `#i`, by their number in the optimizer.
+    fp32                    it updates the parameters
+    fp16, bf16              it updates fp32 masters, which take the parameters' places in its groups (`smpc.v1.masters`)
+    fp16                    gradients are those of the loss times `loss_scale`. If one of them is not finite, on any rank, that is an
+                            overflow: `step` updates nothing, on no rank, but the scale (`smpc.v1.loss_scaling`)
+    shard_optimizer_state   it updates what this rank owns, and ranks exchange parameters afterwards (`smpc.v1.sharded_optimizer`)
 
 Source: public SMP v1 API ("smdistributed.modelparallel.torch.DistributedOptimizer").
 """
@@ -18,43 +23,37 @@ Source: public SMP v1 API ("smdistributed.modelparallel.torch.DistributedOptimiz
 from __future__ import annotations
 
 import contextlib
-import difflib
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from smpc.checkpoint import Shard
-from smpc.errors import CheckpointError, ConfigError, ConfigTypeError
-from smpc.nn import parallel
+from smpc.errors import ConfigError, ConfigTypeError, UsageError
+from smpc.executor.sharded_tensor import as_state_of
+from smpc.optimizers.gradients import clip_by, norm_of
+from smpc.v1.connections import make_world_control
 from smpc.v1.control import Control
-from smpc.v1.merge import fill, merge, stream, survey
+from smpc.v1.loss_scaling import LossScaler, make_scaler
 from smpc.v1.model import DistributedModel
-from smpc.v1.model_state import PARTIAL
-from smpc.v1.slices import Slices, place
+from smpc.v1.optimizer_state import OptimizerState
+from smpc.v1.optimizers import SessionNormGroups
+from smpc.v1.precision import current_half_dtype, found_anywhere
+from smpc.v1.sharded_optimizer import Shards
 from smpc.v1.state import state
-
-KIND, SEPARATOR = "optimizer", "::"  # of the tensors in a checkpoint
-_LOSS_SCALE_ARGUMENTS = (
-    "init_scale",
-    "scale_factor",
-    "scale_window",
-    "min_scale",
-    "delayed_shift",
-    "consecutive_hysteresis",
-    "dynamic_loss_args",
-)
+from smpc.v1.updates import Updates
 
 
 class DistributedOptimizer(Optimizer):
     """Wraps an optimizer of the DistributedModel's parameters; `optimizer` is the wrapped one.
 
-    `static_loss_scale`, `dynamic_loss_scale` and its arguments concern float16 training, and have no effect in float32.
+    `static_loss_scale`, `dynamic_loss_scale` and its arguments concern fp16 training: see `smpc.v1.loss_scaling`. The latter may be given
+    by name or in a dict called `dynamic_loss_args`. Construct it on every rank.
     """
 
     def __init__(
@@ -67,10 +66,27 @@ class DistributedOptimizer(Optimizer):
         # Not Optimizer's: everything that it would set up is the wrapped optimizer's own.
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, DistributedOptimizer):
             raise ConfigTypeError(f"optimizer: expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
-        _check_loss_scale(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
+        _check_unwrapped(optimizer)
+        scaler = make_scaler(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
+        half = current_half_dtype()
+        if half is not torch.float16 and (static_loss_scale not in (1.0, None) or dynamic_loss_scale):
+            dtype = half or torch.float32
+            warnings.warn(
+                f"loss scaling has no effect: it is for float16, and this model trains in {str(dtype).removeprefix('torch.')}",
+                stacklevel=2,
+            )
         self.optimizer = optimizer
+        self._scaler: LossScaler | None = scaler if half is torch.float16 else None
+        shards, self._world = _make_shards()
+        tp_size = state.session.mesh.tp_size if state.initialized else 1
+        self._updates = Updates(optimizer, half, shards, tp_size)
+        self._state = OptimizerState(optimizer, self._updates, self._scaler, self._world)
+        self._taken = False  # whether masters have the gradients of the last backward
+        self._overflow = False
+        self._clipped: Tensor | None = None  # what clipping has multiplied masters' gradients by
         self._deferred: Mapping[str, Any] | None = None
         state.optimizer = self
+        self._prepare()
 
     # -- the wrapped optimizer's -----------------------------------------------------------------------------------------
 
@@ -89,18 +105,23 @@ class DistributedOptimizer(Optimizer):
         """The wrapped optimizer's defaults."""
         return self.optimizer.defaults
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's parameters."""
-        with state.model.optimizer_step() if state.model is not None else contextlib.nullcontext():
-            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients."""
-        self.optimizer.zero_grad(set_to_none)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the wrapped optimizer."""
+        own = {id(parameter) for parameter in self._updates.parameters()}
+        given = param_group["params"]
+        twice = [p for p in ([given] if isinstance(given, Tensor) else list(given)) if id(p) in own]
+        if twice:
+            raise ConfigError(f"add_param_group: {len(twice)} of the parameters are in another group already")
         self.optimizer.add_param_group(param_group)
+        self._prepare()
+
+    def exchange(self, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Take other parameters for some, as `fully_shard` makes them; the model calls it before the first step runs."""
+        for group in self.optimizer.param_groups:
+            group["params"] = [exchanged.get(parameter, parameter) for parameter in group["params"]]
+        for old in [parameter for parameter in self.optimizer.state if parameter in exchanged]:
+            items, new = self.optimizer.state.pop(old), exchanged[old]  # type: ignore[index]
+            self.optimizer.state[new] = {key: as_state_of(new, value) for key, value in items.items()}
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """See torch.optim.Optimizer; the hook gets the wrapped optimizer."""
@@ -113,254 +134,204 @@ class DistributedOptimizer(Optimizer):
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
 
+    # -- steps -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last gradients were not all finite, on any rank, so that `step` skips or has skipped them; fp16 only."""
+        return self._overflow
+
+    @property
+    def loss_scale(self) -> float:
+        """What gradients are multiplied by in the next backward pass; 1 but for fp16."""
+        return 1.0 if self._scaler is None else self._scaler.scale
+
+    @property
+    def scale_can_shrink(self) -> bool:
+        """Whether overflows lower the loss scale."""
+        return self._scaler is not None and self._scaler.can_shrink
+
+    def update_master_grads(self) -> None:
+        """Give the masters the gradients of the last backward pass, unscaled, and find out whether they overflow.
+
+        `clip_master_grads` and `step` do it, if it has not been done. Collective over all ranks under fp16.
+        """
+        if self._updates.half is None or self._taken:
+            return
+        self._prepare()
+        scaler = self._scaler
+        with _watched("the optimizer's step: agreeing on overflows"):
+            found = self._updates.masters.take_gradients(None if scaler is None else 1.0 / scaler.scale)
+            self._overflow = scaler is not None and found_anywhere(found)
+        self._taken, self._clipped = True, None
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients so that the norm of all of them, of the whole model, is at most `max_norm`; returns the norm they had.
+
+        The gradients of the masters, unscaled; without masters those of the parameters. Equal to torch.nn.utils.clip_grad_norm_ in one
+        process, whatever the degrees. After an overflow nothing is scaled, and -1 is returned. Collective over all ranks.
+        """
+        parameters = self._updates.parameters()
+        groups = SessionNormGroups()
+        if self._updates.half is None:
+            with _watched("clip_master_grads"):
+                return clip_by(parameters, max_norm, norm_type, False, groups, None)
+        if not isinstance(max_norm, int | float) or not max_norm >= 0.0:
+            raise UsageError(f"clip_master_grads: expected max_norm >= 0, found {max_norm!r}")
+        if not isinstance(norm_type, int | float) or not norm_type > 0:
+            raise UsageError(
+                f"clip_master_grads: expected norm_type to be a positive number or infinity, found {norm_type!r}"
+            )
+        self.update_master_grads()
+        if self._overflow:
+            return torch.tensor(-1.0)
+        # Replicas have the same gradients of all parameters, whoever has the masters.
+        kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        grads = [grad for _, grad in kept]
+        with _watched("clip_master_grads"), torch.no_grad():
+            norm = norm_of(grads, [p for p, _ in kept], float(norm_type), groups, None, parameters)
+        norm = norm / self.loss_scale
+        if self._clipped is not None:
+            norm = norm * self._clipped
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        self._updates.masters.scale_gradients(factor)
+        self._clipped = factor if self._clipped is None else self._clipped * factor
+        return norm
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update this rank's parameters. Under fp16, and with sharded state, collective over all ranks."""
+        with state.model.optimizer_step() if state.model is not None else contextlib.nullcontext():
+            if self._updates.is_plain:
+                return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            if closure is not None:
+                raise UsageError(
+                    "optimizer.step: closures are for fp32 training without shard_optimizer_state; run the step function first, "
+                    "then optimizer.step()"
+                )
+            return self._step()
+
+    def _step(self) -> Any:
+        self._prepare()
+        self.update_master_grads()
+        self._taken = False
+        if self._overflow and not self.scale_can_shrink and state.session.rank == 0:
+            warnings.warn(
+                f"optimizer.step: gradients are not finite at the loss scale {self.loss_scale:g}, which is not lowered further; the step "
+                "is skipped. If this goes on, look for its cause (learning rate, data), use a smaller or dynamic loss scale, or bf16",
+                stacklevel=4,
+            )
+        if self._scaler is not None:
+            self._scaler.update(overflow=self._overflow)
+        if self._overflow:
+            self._updates.masters.drop_gradients()
+            return None
+        with _watched("the optimizer's step: exchanging updated parameters"):
+            return self._updates.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        self.gradients_changed()
+        self._updates.masters.drop_gradients()
+        self.optimizer.zero_grad(set_to_none)
+        for parameter in self._updates.parameters() if len(self._updates.masters) else ():
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.detach_().zero_()
+
+    def gradients_changed(self) -> None:
+        """There are other gradients than masters have taken; the model says so after every step function."""
+        self._taken = False
+
+    def parameter_of(self, entry: Tensor) -> Tensor:
+        """The model's parameter at whose place `entry` is in the groups; itself, but for masters."""
+        return self._updates.masters.parameter_of(entry)
+
+    @property
+    def masters(self) -> list[nn.Parameter]:
+        """This rank's fp32 masters."""
+        return self._updates.masters.all()
+
+    @property
+    def stepping_shards(self) -> Shards | None:
+        """Who owns what, while the wrapped optimizer updates what this rank owns, and norms must be taken over the owners."""
+        return self._updates.shards if self._updates.is_stepping else None
+
+    def replicate(self, group: dist.ProcessGroup, source: int) -> None:
+        """Take over the masters and the loss scale of the group's rank `source`. Collective over the group."""
+        self._state.replicate(group, source)
+
+    def _prepare(self) -> None:
+        if isinstance(state.model, DistributedModel):
+            self._updates.prepare(state.model)
+
     # -- state -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_state(self) -> OptimizerState:
+        """What of the optimizer a checkpoint holds."""
+        self._prepare()
+        return self._state
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """The optimizer state of this rank's parameters, with the key `_smp_is_partial`.
 
-        `gather_if_shard`: for sharded optimizer states, of which there are none; it changes nothing.
+        `gather_if_shard`: with sharded state, also what other ranks own of them: collective over all ranks. Otherwise what this rank owns.
         """
-        return {**self._named_state(local=True), PARTIAL: True}
+        self._prepare()
+        return self._state.local(gather=gather_if_shard)
 
     def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:
         """The optimizer state of the whole model, tensors on the CPU.
 
-        Collective over the replica like `DistributedModel.state_dict`; `gather_to_rank0`: only mp_rank 0 gets it, the others {}.
+        Collective over the replica like `DistributedModel.state_dict`, with sharded state over all ranks. `gather_to_rank0`: only mp_rank 0
+        gets it, the others {}.
         """
-        model = _model()
-        control = model.meet("optimizer.state_dict")
-        if control is None:
-            return self._named_state(local=False)
-        own = self._named_state(local=True)
-        part = {(name, key): value for name, items in own["state"].items() for key, value in items.items()}
-        wanted = not gather_to_rank0 or control.rank == 0
-        with model.watch_checkpoint("optimizer.state_dict"):
-            items = survey(part, control, "the optimizer's state", self._slicer(model))
-            merged = merge(part, items, control, lambda key: wanted)
-        return {"state": _nested(merged, self._names()), "param_groups": own["param_groups"]} if wanted else {}
+        self._prepare()
+        return self._state.full(only_on_rank_0=gather_to_rank0)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a full or a partial state, or that of a torch optimizer in one process over the same parameters; on every rank.
 
-        Loaded at once where the model is partitioned, else in its first step. Partial states are merged over the ranks.
+        Loaded at once where the model is partitioned, else in its first step. Partial states are merged over the ranks. Where a state has
+        no masters, as of a job in fp32, they are made of the parameters.
         Raises CheckpointError if the state does not fit the optimizer.
         """
-        model = _model()
-        if not model.partitioned:
+        if not self._state.is_ready:
             self._deferred = state_dict
             return
-        self._load(model, state_dict)
+        self._prepare()
+        self._state.load(state_dict)
 
     def load_deferred(self) -> None:
         """Load what was given before the partition; the model calls it."""
+        self._prepare()
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
-            self._load(_model(), deferred)
+            self._state.load(deferred)
 
-    def _load(self, model: DistributedModel, state_dict: Mapping[str, Any]) -> None:
-        names = self._names()
-        given = self._by_name(state_dict, names)
-        local = self._local_names(model)
-        control = model.meet("optimizer.load_state_dict") if state_dict.get(PARTIAL, False) else None
-        shapes = self._shapes()
-        own = (
-            {name: _own_slices(model.slices, name, shapes[name], given[name]) for name in given if name in local}
-            if control is None
-            else self._from_parts(model, given, local, control)
+
+def _check_unwrapped(optimizer: Optimizer) -> None:
+    """Raise ConfigError for an optimizer in which another wrapper keeps its masters."""
+    known = state.optimizer
+    entries = [entry for group in optimizer.param_groups for entry in group["params"]]
+    if known is not None and any(known.parameter_of(entry) is not entry for entry in entries):
+        raise ConfigError(
+            "optimizer: another DistributedOptimizer wraps it already, and keeps fp32 masters in it; construct a new one from "
+            "model.parameters()"
         )
-        self.install(own, state_dict["param_groups"])
-
-    def _from_parts(
-        self, model: DistributedModel, given: Mapping[str, Any], local: Collection[str], control: Control
-    ) -> dict[str, dict[str, Any]]:
-        """This rank's state, out of the parts of all ranks, whatever partition they come from."""
-        part = {(name, key): value for name, items in given.items() for key, value in items.items()}
-        own: dict[tuple[str, str], Any] = {}
-        shapes = self._shapes()
-        with model.watch_checkpoint("optimizer.load_state_dict"):
-            items = survey(part, control, "the optimizer state to load", self._slicer(model))
-            for key, piece, value in stream(part, items, control):
-                if key[0] not in local:
-                    continue
-                if piece is None:
-                    own[key] = value
-                    continue
-                whole, shape = items[key].shape, shapes[key[0]]
-                shard = model.slices.get(key[0]) if whole == model.slices.whole_shape(key[0], shape) else None
-                if key not in own:
-                    own[key] = value.new_empty(whole if shard is None else shape)
-                fill(own[key], shard, piece, value)
-        return _nested(own, self._names())
-
-    # -- checkpoints -----------------------------------------------------------------------------------------------------
-
-    def shards(self) -> tuple[list[Shard], dict[str, Any]]:
-        """What a checkpoint holds of this rank's state: tensors, called `parameter::key`, and plain values by parameter and key."""
-        slices, shapes = _model().slices, self._shapes()
-        found: list[Shard] = []
-        plain: dict[str, Any] = {}
-        for name, items in self._named_state(local=True)["state"].items():
-            for key, value in items.items():
-                if isinstance(value, Tensor):
-                    slice_ = slices.of_state(name, key, value, shapes[name])
-                    found.append(place(KIND, f"{name}{SEPARATOR}{key}", value, slice_))
-                else:
-                    plain.setdefault(name, {})[key] = value
-        return found, plain
-
-    def targets(self, entries: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> list[Shard]:
-        """New tensors for this rank's part of saved tensors, of which `entries` has shape and dtype by name."""
-        model = _model()
-        local, slices, shapes = self._local_names(model), model.slices, self._shapes()
-        devices = {name: p.device for name, p in zip(self._names(), self._parameters(), strict=True)}
-        found = []
-        for entry, (shape, dtype) in entries.items():
-            name = entry.rpartition(SEPARATOR)[0]
-            if name not in local:
-                continue
-            slice_ = slices.get(name) if shape == slices.whole_shape(name, shapes[name]) else None
-            device = devices[name] if shape else torch.device("cpu")  # counts of steps; torch moves what must not stay
-            own = torch.empty(shape if slice_ is None else shapes[name], dtype=dtype, device=device)
-            found.append(place(KIND, entry, own, slice_))
-        return found
-
-    def param_groups_by_name(self) -> list[dict[str, Any]]:
-        """The options of the groups, with the names of parameters in place of their numbers."""
-        groups: list[dict[str, Any]] = self._named_state(local=True)["param_groups"]
-        return groups
-
-    def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raises CheckpointError unless saved groups have the parameters of this optimizer's."""
-        found = [list(group["params"]) for group in param_groups]
-        expected = [group["params"] for group in self.param_groups_by_name()]
-        if found != expected:
-            raise CheckpointError(
-                f"optimizer: expected groups of {[len(names) for names in expected]} parameters, found groups of "
-                f"{[len(names) for names in found]}, or other parameters or another order; construct the optimizer as it was saved"
-            )
-
-    def install_saved(
-        self, filled: Sequence[Shard], plain: Sequence[Mapping[str, Any]], param_groups: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Load what `targets` made, filled, and the plain values that the ranks of the job that saved had."""
-        local = self._local_names(_model())
-        found: dict[str, dict[str, Any]] = {}
-        for shard in filled:
-            name, _, key = shard.name.rpartition(SEPARATOR)
-            found.setdefault(name, {})[key] = shard.tensor
-        for items in plain:
-            for name in items:
-                if name in local:
-                    found.setdefault(name, {}).update(items[name])
-        self.install(found, param_groups)
-
-    def install(self, found: Mapping[str, Mapping[str, Any]], param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Load the state of this rank's parameters, by name, and the options of all groups."""
-        numbers = {name: i for i, name in enumerate(self._names())}
-        groups, first = [], 0
-        for own, group in zip(self.optimizer.param_groups, param_groups, strict=True):
-            groups.append({**group, "params": list(range(first, first + len(own["params"])))})
-            first += len(own["params"])
-        state = {numbers[name]: dict(items) for name, items in found.items()}
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-    def _slicer(self, model: DistributedModel) -> Callable[[tuple[str, str], Tensor], parallel.Shard | None]:
-        """Says which slice of a whole a tensor of the state is, by its shape: it may come from another job."""
-        shapes = self._shapes()
-
-        def slice_of(key: tuple[str, str], value: Tensor) -> parallel.Shard | None:
-            name, entry = key
-            shape = shapes.get(name, ())
-            if tuple(value.shape) == model.slices.whole_shape(name, shape):
-                return None
-            return model.slices.of_state(name, entry, value, shape)
-
-        return slice_of
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each parameter on the ranks that hold it."""
-        known = _model().shapes()
-        return {n: known.get(n, tuple(p.shape)) for n, p in zip(self._names(), self._parameters(), strict=True)}
-
-    def _by_name(self, state_dict: Mapping[str, Any], names: list[str]) -> dict[str, dict[str, Any]]:
-        """The per-parameter part of a state by name. Raises CheckpointError if it belongs to other parameters."""
-        missing = [key for key in ("state", "param_groups") if key not in state_dict]
-        if missing:
-            raise CheckpointError(
-                f"optimizer state: expected the keys state and param_groups, found {list(state_dict)}"
-            )
-        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
-        found = [len(group["params"]) for group in state_dict["param_groups"]]
-        if sizes != found:
-            raise CheckpointError(f"optimizer state: expected groups of {sizes} parameters, found groups of {found}")
-        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-        translate: dict[Any, str] = dict(zip(saved, names, strict=True))  # torch numbers parameters in their order
-        if any(isinstance(key, str) for key in saved):
-            unknown = [key for key in saved if key not in names]
-            if unknown:
-                raise CheckpointError(
-                    f"optimizer state: {len(unknown)} parameters are not in this optimizer, {unknown[0]!r} among them"
-                )
-            translate = {key: key for key in saved}
-        return {translate[key]: dict(items) for key, items in state_dict["state"].items()}
-
-    def _names(self) -> list[str]:
-        """Names of the optimizer's parameters, in their order."""
-        known = {id(parameter): name for name, parameter in _model().named_parameters()}
-        return [known.get(id(parameter), f"#{i}") for i, parameter in enumerate(self._parameters())]
-
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-    def _local_names(self, model: DistributedModel) -> frozenset[str]:
-        foreign = {name for name, _ in model.named_parameters()}
-        if model.partitioned:
-            foreign -= {name for name, _ in model.local_named_parameters()}
-        else:
-            foreign = set()
-        return frozenset(name for name in self._names() if name not in foreign)
-
-    def _named_state(self, *, local: bool) -> dict[str, Any]:
-        names = self._names()
-        kept = self._local_names(_model()) if local else frozenset(names)
-        inner = self.optimizer.state_dict()
-        groups = [{**group, "params": [names[number] for number in group["params"]]} for group in inner["param_groups"]]
-        return {
-            "state": {names[number]: items for number, items in inner["state"].items() if names[number] in kept},
-            "param_groups": groups,
-        }
 
 
-def _own_slices(slices: Slices, name: str, shape: tuple[int, ...], items: Mapping[str, Any]) -> dict[str, Any]:
-    """Of whole values of a parameter's state, this rank's slices."""
-    whole = slices.whole_shape(name, shape)
-    return {
-        key: slices.own_part(name, value, shape).clone()
-        if isinstance(value, Tensor) and whole != shape and tuple(value.shape) == whole
-        else value
-        for key, value in items.items()
-    }
+def _make_shards() -> tuple[Shards | None, Control | None]:
+    """Owners of the optimizer state, and messages among all ranks; None where it is not sharded. Collective."""
+    if not state.initialized or not state.cfg.shard_optimizer_state or state.session.mesh.dp_size == 1:
+        return None, None
+    control = make_world_control(state.session)
+    state.closers.append(control.close)
+    return Shards(state.session), control
 
 
-def _nested(flat: Mapping[Any, Any], order: list[str]) -> dict[str, dict[str, Any]]:
-    """{(name, key): value} as {name: {key: value}}, names in order."""
-    nested: dict[str, dict[str, Any]] = {}
-    for (name, key), value in flat.items():
-        nested.setdefault(name, {})[key] = value
-    return {name: nested[name] for name in order if name in nested}
-
-
-def _model() -> DistributedModel:
+def _watched(what: str) -> contextlib.AbstractContextManager[None]:
+    """Limits how long the ranks may wait for each other."""
     model = state.model
-    if not isinstance(model, DistributedModel):
-        raise ConfigError("the optimizer's state has names once there is a smp.DistributedModel; construct it first")
-    return model
-
-
-def _check_loss_scale(static: Any, dynamic: Any, arguments: Mapping[str, Any]) -> None:
-    unknown = [name for name in arguments if name not in _LOSS_SCALE_ARGUMENTS]
-    if unknown:
-        close = difflib.get_close_matches(unknown[0], _LOSS_SCALE_ARGUMENTS, 1)
-        raise ConfigError(f"unknown argument {unknown[0]!r}{f'; did you mean {close[0]!r}?' if close else ''}")
-    if static not in (1.0, None) or dynamic or arguments:
-        warnings.warn("loss scaling has no effect: it is for float16, and this model trains in float32", stacklevel=3)
+    return model.watch_exchange(what) if isinstance(model, DistributedModel) else contextlib.nullcontext()

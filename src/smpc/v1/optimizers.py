@@ -12,7 +12,7 @@ Source: public SMP v1 API ("smdistributed.modelparallel.torch.optimizers").
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,9 @@ import smpc.optimizers as fused
 from smpc.mesh import Axis
 from smpc.optimizers import NormGroups
 from smpc.optimizers.gradients import clip_by
+from smpc.optimizers.norm_groups import sum_norms
 from smpc.v1.model import DistributedModel
+from smpc.v1.sharded_optimizer import Shards
 from smpc.v1.state import state
 
 __all__ = ["FusedAdamW", "FusedLAMB", "FusedLamb", "FusedNovoGrad", "clip_grad_norm_"]
@@ -36,19 +38,31 @@ class SessionNormGroups(NormGroups):
     def groups_of(self, parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
         """The tensor-parallel group, for a parameter that tensor parallelism splits."""
         found = NormGroups.groups_of(self, parameter)
-        model = _model()
+        model, parameter = _model(), _parameter_of(parameter)
         if model is None or not isinstance(parameter, nn.Parameter) or not model.is_distributed_parameter(parameter):
             return found
         return (*found, state.session.groups[Axis.TP])
 
     def spanning(self) -> dist.ProcessGroup | None:
-        """The stages of the pipeline."""
+        """The stages of the pipeline; while an optimizer updates what its rank owns, all ranks."""
+        if _shards() is not None:
+            return state.session.groups[Axis.WORLD]
         return None if _model() is None or state.cfg.pipeline_parallel_degree == 1 else state.session.groups[Axis.PP]
 
     def counts(self, parameter: Tensor) -> bool:
-        """Whether this is the first stage that holds the parameter."""
-        model = _model()
-        return model is None or not isinstance(parameter, nn.Parameter) or model.is_first_holder(parameter)
+        """Whether this is the first stage that holds the parameter, and of its owners the one that counts it."""
+        model, parameter, shards = _model(), _parameter_of(parameter), _shards()
+        is_first = model is None or not isinstance(parameter, nn.Parameter) or model.is_first_holder(parameter)
+        return is_first and (shards is None or shards.is_counted(parameter))
+
+    def total_norm(self, norms: Tensor, parameters: Sequence[Tensor], order: float = 2.0) -> Tensor:
+        """See NormGroups; with owners, not all ranks of a shard group count a parameter, but all take its norm."""
+        if _shards() is None:
+            return NormGroups.total_norm(self, norms, parameters, order)
+        kept = [place for place, parameter in enumerate(parameters) if self.counts(parameter)]
+        whole = self.whole_norms(norms, parameters, order)[kept]
+        total = torch.linalg.vector_norm(whole, order) if kept else norms.new_zeros(())
+        return sum_norms(total, order, state.session.groups[Axis.WORLD])
 
 
 class FusedAdamW(fused.FusedAdamW):
@@ -81,6 +95,15 @@ def clip_grad_norm_(
 ) -> Tensor:
     """`smpc.optimizers.clip_grad_norm_` for the parameters of the DistributedModel. Collective over its ranks."""
     return clip_by(parameters, max_norm, norm_type, error_if_nonfinite, SessionNormGroups(), kernel)
+
+
+def _parameter_of(entry: Tensor) -> Tensor:
+    """The model's parameter, for a master."""
+    return entry if state.optimizer is None else state.optimizer.parameter_of(entry)
+
+
+def _shards() -> Shards | None:
+    return None if state.optimizer is None else state.optimizer.stepping_shards
 
 
 def _model() -> DistributedModel | None:

@@ -36,18 +36,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from smpc.codegen.actions import split_backwards
 from smpc.codegen.stage import StageModule
 from smpc.compile import Compilation, Inputs, PipelineOptions, compile_plan, make_plan, plan_warnings, with_kernels
-from smpc.errors import StepError, TraceError, UsageError
+from smpc.errors import ConfigUnsupportedError, StepError, TraceError, UsageError
 from smpc.executor.bind import StepHooks
 from smpc.executor.transport import Transport
 from smpc.executor.wires import measure_wire
 from smpc.mesh import Axis
 from smpc.observe import Observer
-from smpc.partitioner.cost import NodeTimes
+from smpc.partitioner.cost import NodeTimes, Workspace, node_times
 from smpc.partitioner.device import DEVICES, find_device
 from smpc.partitioner.plan import KernelUse, Plan
 from smpc.partitioner.timing import measure_times
+from smpc.partitioner.workspace import measure_workspace
 from smpc.runtime import Roots, Runtime
 from smpc.tracer.guards import broken_guard
 from smpc.tracer.ir import Guard, Trace
@@ -57,6 +59,7 @@ from smpc.tracer.replay import input_values
 from smpc.v1.arguments import ArgumentForm, form_of, merge_arguments
 from smpc.v1.calls import Capture, Captured, ModelCalls, Tail
 from smpc.v1.comm import gather_objects
+from smpc.v1.compiled_tensors import CompiledTensors
 from smpc.v1.control import Control
 from smpc.v1.failures import Description, describe, raise_everywhere, raise_first
 from smpc.v1.join import Join
@@ -64,6 +67,7 @@ from smpc.v1.microbatch import map_tensors
 from smpc.v1.nonfinite import Losses, agree, loss_from_bits
 from smpc.v1.partition import manual_partition
 from smpc.v1.placement import Placement
+from smpc.v1.precision import half_dtype, loss_scale
 from smpc.v1.programs import ProgramTable
 from smpc.v1.results import ResultForm, pack, read_results, unpack
 from smpc.v1.signature import ModeReader, Signature, check_equal, read_signature
@@ -128,10 +132,13 @@ class Pipeline:
         average: bool,
         on_compile: Callable[[], None],
         measures: bool = False,
+        measures_memory: bool = False,
         observer: Observer | None = None,
+        tensors: CompiledTensors | None = None,
     ) -> None:
         config = session.config
-        self._measures, self._transport = measures, transport
+        self._tensors = tensors
+        self._measures, self._measures_memory, self._transport = measures, measures_memory, transport
         self._times: NodeTimes | None = None  # measured before the first plan
         self._on_compile = on_compile
         self._module, self._session, self._control, self._enter = module, session, control, enter
@@ -149,6 +156,9 @@ class Pipeline:
             activation_loading_horizon=config.activation_loading_horizon,
             skip_tracing=config.skip_tracing,
             kernels=config.kernels,
+            optimizer="adam" if half_dtype(config) is None else "adam-fp32-master",
+            data_parallel_degree=session.mesh.dp_size if config.shard_optimizer_state else 1,
+            shard_optimizer_state=config.shard_optimizer_state,
         )
         self._kernels: tuple[KernelUse, ...] = ()  # what became of the ops in the last recording
         self.placement = Placement(module, control.rank, session.device)
@@ -278,7 +288,7 @@ class Pipeline:
                     f"step function {body.name} returned without calling the model; call model(...) in it once"
                 )
             inputs.append(capture.inputs)
-            signatures.append(read_signature(capture.inputs, modes, capture.grad_enabled))
+            signatures.append(read_signature(capture.inputs, modes, capture.grad_enabled, capture.autocast))
         check_equal(signatures, body.name)
         form, tensors = form_of(arguments)
         return Request(inputs, self._answered(signatures[0], inputs), form, tensors)
@@ -403,9 +413,10 @@ class Pipeline:
         leaders = [r for r in range(mesh.world_size) if mesh.pp_rank(r) == mesh.tp_rank(r) == 0]
         leaders.sort(key=mesh.rdp_rank)
         leader = leaders[0]
-        times: tuple[list[float], list[float]] | None = None
-        if self._measures and request is not None and session.rank == leader:
+        times: list[list[float]] | None = None
+        if (self._measures or self._measures_memory) and request is not None and session.rank == leader:
             try:
+                self.placement.draw()  # what is measured runs for real
                 times = self._measure(request)
             except Exception as error:
                 failure = error
@@ -415,8 +426,11 @@ class Pipeline:
         leader = next(r for r in leaders if found[r][1] is not None)
         times = found[leader][2]
         if times is not None:  # one rank's for all, so that all replicas are cut alike
-            self._times = NodeTimes(np.asarray(times[0]), np.asarray(times[1]))
-            self._measure_wire(leader)
+            arrays = [np.asarray(numbers) for numbers in times]
+            workspace = Workspace(arrays[2], arrays[3]) if self._measures_memory else None
+            self._times = NodeTimes(arrays[0], arrays[1], workspace)
+            if self._measures:
+                self._measure_wire(leader)
         self._add(found[leader][1])
 
     def _add(self, signature: Signature) -> int:
@@ -425,9 +439,15 @@ class Pipeline:
             self.modes.check_none_unfrozen(self.programs.signature(0).modes, signature.modes)
         self._on_compile()
         compilation = self._compile(signature)
+        if self._session.config.fully_shard and any(split_backwards(p.instructions) for p in compilation.programs):
+            raise ConfigUnsupportedError(
+                f"fully_shard: the schedule {compilation.plan.schedule.name} splits backwards; use one whose backwards are whole"
+            )
         self.placement.add(compilation.plan)
         if self.first is None:
             self.placement.apply()
+            if self._tensors is not None:
+                self._tensors.place(self.placement)
             self.first = compilation
         program = self.programs.next_number()
         for memory in self._memories.values():
@@ -465,8 +485,16 @@ class Pipeline:
                     self._options, manual=manual_partition(self._module, self._session.config)
                 )
                 times = None if self.first else self._times
+                if self._tensors is not None:
+                    times = self._tensors.times(trace, options)
                 plan = make_plan(
-                    trace, options, like=self.first, times=times, kernels=self._kernels, saved=self.saved_plan
+                    trace,
+                    options,
+                    like=self.first,
+                    times=times,
+                    kernels=self._kernels,
+                    saved=self.saved_plan,
+                    measured=self._measures,
                 )
                 for text in plan_warnings(plan) if self.first is None else ():
                     warnings.warn(text, stacklevel=2)
@@ -479,17 +507,24 @@ class Pipeline:
             raise_everywhere(description, failure)
         return compile_plan(trace, plan or Plan.from_json(text))
 
-    def _measure(self, request: Request) -> tuple[list[float], list[float]]:
-        """Seconds of the forwards and backwards of the nodes, on this rank's device and the first microbatch."""
+    def _measure(self, request: Request) -> list[list[float]]:
+        """Seconds of the forwards and backwards of the nodes, on this rank and the first microbatch; if wanted, their workspace."""
         assert self._recorded is not None, "the first request is recorded"
+        trace, device = self._recorded[1], self._session.device
         state.tracing = True
         try:
             with torch.inference_mode(False), torch.enable_grad():
                 args, kwargs = request.inputs[0]
-                times = measure_times(self._recorded[1], self._module, args, kwargs, device=self._session.device)
+                times = node_times(trace, self._options.cost_model)
+                if self._measures:
+                    times = measure_times(trace, self._module, args, kwargs, device=device)
+                found: list[list[float]] = [times.forward.tolist(), times.backward.tolist()]
+                if self._measures_memory:
+                    workspace = measure_workspace(trace, self._module, args, kwargs, device)
+                    found += [workspace.forward.tolist(), workspace.backward.tolist()]
         finally:
             state.tracing = False
-        return times.forward.tolist(), times.backward.tolist()
+        return found
 
     def _measure_wire(self, leader: int) -> None:
         """Plan with messages as they are here: those of the leader's pipeline, for all. Collective over all ranks."""
@@ -508,9 +543,13 @@ class Pipeline:
                 torch.set_grad_enabled(signature.grad_enabled),
                 self.placement.skeleton(),
             ):
-                trace = record(self._module, *inputs, device=self._session.device, answers=answers)
+                trace = record(
+                    self._module, *inputs, device=self._session.device, answers=answers, autocast=signature.autocast
+                )
         finally:
             state.tracing = False
+        if self._tensors is not None:
+            trace = self._tensors.rewrite(trace)
         rewritten = with_kernels(trace, self._options, on_gpu=self._session.device.type == "cuda")
         self._kernels = rewritten.uses
         return rewritten.trace
@@ -556,7 +595,7 @@ class _LastRank:
         if self._microbatches is None:
             self._microbatches = self.arguments()
         scale = pipeline._options.microbatches if pipeline._average else 1
-        tail = Tail(body.name, output, scale)
+        tail = Tail(body.name, output, scale / loss_scale())
         pipeline._enter(tail)
         try:
             self._values[microbatch] = body.call(self._microbatches[microbatch])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from smpc.errors import PartitionError
+from smpc.nn.delayed import draw_delayed
 from smpc.partitioner.plan import Plan
 from smpc.tracer.fakes import FakeState, installed
 
@@ -29,9 +30,11 @@ class Placement:
         self._model = model
         self._rank = rank
         self._device = device
+        self._seed = torch.initial_seed()  # of what is drawn late
         self._parameters = dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._holders: dict[str, tuple[int, ...]] = {}
+        self._sizes: dict[str, torch.Size] = {}  # of slices
         self._skeleton = {name: _meta(tensor) for name, tensor in self._state().items()}
 
     def add(self, plan: Plan) -> None:
@@ -56,11 +59,25 @@ class Placement:
         return self._holders.get(self._names.get(id(parameter), ""), (self._rank,))[0] == self._rank
 
     def shape(self, name: str) -> torch.Size:
-        """The original shape."""
-        return self._skeleton[name].shape
+        """The shape on the ranks that hold a parameter or buffer: the original one, unless they have slices of it."""
+        return self._sizes.get(name, self._skeleton[name].shape)
+
+    def resize(self, name: str, shape: torch.Size) -> None:
+        """The ranks that hold a parameter have slices of this shape from now on."""
+        self._sizes[name] = shape
+
+    def exchange(self, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Other parameters have the places of some, as with `fully_shard`."""
+        self._parameters = {name: exchanged.get(parameter, parameter) for name, parameter in self._parameters.items()}
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+
+    def draw(self) -> None:
+        """Draw all delayed parameters, whose values are asked for before the model is partitioned."""
+        draw_delayed(self._model, torch.device("cpu"), self._seed)
 
     def apply(self) -> None:
         """Free what is foreign, and put what is local on the device. Buffers are all kept: they are small, and may be read anywhere."""
+        draw_delayed(self._model, self._device, self._seed, self.is_local)
         for name, parameter in self._parameters.items():
             if self.is_local(name):
                 parameter.data = parameter.data.to(self._device)

@@ -8,7 +8,7 @@
       step200_partial/          partial=True: a checkpoint of `smpc.checkpoint`, of all ranks; loads on any topology
       newest                    names it
       step300                   partial=False: one safetensors file, or of a Hugging Face model a folder that from_pretrained opens
-      user_content_step300/     the rest: optimizer, random state, user_content
+      user_content_step300/     the rest: optimizer, random state, user_content; the model's files say which in there is theirs
       newest_full               names step300
 
 Before the first step of a pipeline nothing is on its rank yet: what is loaded then is compared at once and filled in once the model is
@@ -22,18 +22,21 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
-from smpc.checkpoint import Checkpoint, Content, Root, Shard, check, load, save, together
+from smpc.checkpoint import Checkpoint, Content, Root, Saving, Shard, check, load, together
+from smpc.checkpoint.views import TIED
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError, UsageError
-from smpc.v1 import full, topology
+from smpc.v1 import data_position, full, topology
 from smpc.v1.checkpointer import Checkpointer, checkpointer
+from smpc.v1.data_position import StatefulData, check_data
 from smpc.v1.model import DistributedModel
-from smpc.v1.optimizer import KIND, DistributedOptimizer
+from smpc.v1.optimizer import DistributedOptimizer
+from smpc.v1.optimizer_state import KIND
+from smpc.v1.precision import current_half_dtype
 from smpc.v1.state import state
 
-PARTIAL = "_partial"
+PARTIAL, GRAD_SCALER = "_partial", "grad_scaler"
 
 
 def save_checkpoint(
@@ -49,41 +52,47 @@ def save_checkpoint(
     asynchronous: bool = False,
     force: bool = False,
     pickle: Collection[str] = (),
+    data: StatefulData | None = None,
 ) -> None:
     """Save a checkpoint. Collective: every rank of the job calls this.
 
     `user_content`: plain values, lists, dicts and tensors, of rank 0. `pickle`: keys of it that hold anything else and are to be pickled.
     `translate_if_full`: write a Hugging Face model as a folder with its configuration. `num_kept_partial_checkpoints`: afterwards remove
     all but so many of the newest partial ones. `asynchronous`: return as soon as this rank's share is copied; a failure is raised by the
-    next step, the next save, or `smp.shutdown`. `force`: replace a partial checkpoint of this tag.
+    next step, the next save, or `smp.shutdown`. `force`: replace a checkpoint of this tag; the old one stays until the new one stands.
+    `data`: what knows where this rank is in its data, see `smpc.v1.data_position`.
 
     Raises CheckpointError on all ranks, naming the rank and the file, if it fails on one; nothing is published then, and what exists stays.
     """
     path, tag = _check_save(
         path, tag, partial, model, optimizer, num_kept_partial_checkpoints, asynchronous, force, pickle
     )
+    check_data(data)
     found, keep = checkpointer(), num_kept_partial_checkpoints
     found.wait()
     contents: list[Content] = []
 
     def collect() -> str:
         """What may fail on one rank alone."""
-        contents.append(_content(model, optimizer, *_split(user_content, pickle)))
+        contents.append(_content(model, optimizer, data, *_split(user_content, pickle)))
         return f"partial={partial}, asynchronous={asynchronous}, force={force}, num_kept_partial_checkpoints={keep}"
 
     said = sorted(set(together(found.channel, collect)))
     if len(said) > 1:
         raise CheckpointError(f"save_checkpoint: expected the same arguments on all ranks, found {'; '.join(said)}")
     (content,) = contents
-    if not partial:
-        assert model is not None, "checked above"
-        shards = [shard for shard in content.shards if shard.kind == "model"]
-        rest = replace(content, shards=[shard for shard in content.shards if shard.kind != "model"])
-        full.save_model(path, tag, shards, rest, model, translate_if_full, found.channel)
-    elif asynchronous:
-        found.saver.save(Root(path), f"{tag}{PARTIAL}", content, force=force, keep=keep)
+    channel = found.saver.channel if asynchronous else found.channel
+    saving: Saving | full.ModelSaving
+    if partial:
+        saving = Saving(Root(path), f"{tag}{PARTIAL}", content, channel, force=force, keep=keep)
     else:
-        save(Root(path), f"{tag}{PARTIAL}", content, found.channel, force=force, keep=keep)
+        assert model is not None, "checked above"
+        saving = full.ModelSaving(path, tag, content, model, translate_if_full, channel, force=force)
+    if asynchronous:
+        found.saver.start(saving)
+    else:
+        saving.agree()
+        saving.write()
 
 
 def resume_from_checkpoint(
@@ -96,6 +105,7 @@ def resume_from_checkpoint(
     translate_function: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None,
     *,
     unpickle: Collection[str] = (),
+    data: StatefulData | None = None,
 ) -> Any:
     """Load a checkpoint into the smp.DistributedModel and smp.DistributedOptimizer of this script, and return its user content. Collective.
 
@@ -103,7 +113,7 @@ def resume_from_checkpoint(
     or folder of a Hugging Face model in `path`, of which `load_optimizer=False` says that there is no more; files of torch.save are read
     with weights_only=True. `strict`: missing and unexpected keys and other dtypes are errors; otherwise dtypes are cast.
     `translate_function`: makes a full state dict one with the module's names; all of it is in memory then. `unpickle`: keys of the user
-    content that were pickled and are to be unpickled, which RUNS what the files say.
+    content that were pickled and are to be unpickled, which RUNS what the files say. `data`: takes up its position, see `data_position`.
 
     On the topology that saved it every rank takes up its random state; otherwise all ranks are seeded alike, with a warning.
     Raises CheckpointError on all ranks, listing all that does not fit; nothing has been changed then.
@@ -112,9 +122,11 @@ def resume_from_checkpoint(
         raise ConfigTypeError(f"path: expected the name of a folder, found {type(path).__name__}")
     if tag is not None and not isinstance(tag, str):
         raise ConfigTypeError(f"tag: expected a str or None, found {type(tag).__name__}")
+    check_data(data)
     model, optimizer = _script(load_optimizer)
-    if not load_sharded_optimizer_state and state.session.rank == 0:
-        warnings.warn("load_sharded_optimizer_state has no effect: optimizer states are not sharded", stacklevel=2)
+    only_masters = not load_sharded_optimizer_state and state.cfg.shard_optimizer_state
+    if not load_sharded_optimizer_state and not only_masters and state.session.rank == 0:
+        warnings.warn("load_sharded_optimizer_state has no effect: shard_optimizer_state is not set", stacklevel=2)
     if partial and translate_function is not None:
         raise ConfigError(
             "translate_function: for full checkpoints (partial=False); partial ones have the module's names"
@@ -125,24 +137,33 @@ def resume_from_checkpoint(
     if found_tag is None:
         return None
     if partial:
-        return _resume(lambda: Root(path).find(found_tag), True, optimizer, strict, unpickle, found)
+        return _resume(lambda: Root(path).find(found_tag), True, optimizer, only_masters, strict, unpickle, data, found)
     rest = together(found.channel, lambda: full.rest_of(os.fspath(path), found_tag))[found.channel.rank]
     if rest is None and load_optimizer:
         raise CheckpointError(
             f"{os.path.join(path, found_tag)} has no optimizer state beside it; pass load_optimizer=False to load the model alone"
         )
-    full.load_model(os.fspath(path), found_tag, model, strict, translate_function, found.channel)
-    if rest is None:
-        return full.legacy_content(os.fspath(path), found_tag)
-    return _resume(lambda: rest, False, optimizer, strict, unpickle, found)
+    with full.opened_model(os.fspath(path), found_tag, model, strict, translate_function, found.channel) as load_model:
+        if rest is None:
+            content = full.legacy_content(os.fspath(path), found_tag)
+            if data is not None and state.session.rank == 0:
+                warnings.warn(
+                    "data: there is no position beside this model; the data begins where it stands", stacklevel=2
+                )
+        else:
+            content = _resume(lambda: rest, False, optimizer, only_masters, strict, unpickle, data, found)
+        load_model()  # last: all that can be wrong with the rest has been found
+    return content
 
 
 def _resume(
     find: Callable[[], str],
     with_model: bool,
     optimizer: DistributedOptimizer | None,
+    only_masters: bool,
     strict: bool,
     unpickle: Collection[str],
+    data: StatefulData | None,
     found: Checkpointer,
 ) -> Any:
     """Load what a folder of `smpc.checkpoint` has, the model too if it is there; its user content."""
@@ -153,7 +174,7 @@ def _resume(
         opened.append(Checkpoint.open(find()))
         saved = opened[0].metadata.get("optimizer")
         if optimizer is not None and saved is not None:
-            optimizer.check_groups(saved["param_groups"])
+            optimizer.checkpoint_state.check_groups(saved["param_groups"])
         elif optimizer is not None and strict:
             raise CheckpointError(
                 f"{opened[0].folder} has no optimizer state; pass load_optimizer=False to load the model alone"
@@ -168,14 +189,16 @@ def _resume(
             optimizer = None
         if with_model:
             shards = model.checkpoint_state.shards()
-            check(folder, shards, found.channel, strict=strict, cast=not strict, kinds=["model"])
+            known = _tied(model)
+            check(folder, shards, found.channel, strict=strict, cast=_casts(strict), kinds=["model"], known=known)
         _use_plan(model, checkpoint)
-        if model.partitioned:
-            _fill(folder, model if with_model else None, optimizer, strict, found)
-        else:
-            model.when_partitioned(lambda: _fill(folder, model if with_model else None, optimizer, strict, found))
+        into = model if with_model else None
+        model.when_partitioned(lambda: _fill(folder, into, optimizer, only_masters, strict, found))
         model.checkpoint_state.load_extra(checkpoint.metadata.get("extra_state", {}))
+        data_position.restore(checkpoint, data, state.session, found.channel)
         topology.restore(checkpoint, state.session, found.channel)
+        if optimizer is not None and state.scaler is not None and GRAD_SCALER in checkpoint.metadata:
+            state.scaler.load_state_dict(checkpoint.metadata[GRAD_SCALER])
     finally:
         for each in opened[:1]:
             each.close()
@@ -186,6 +209,7 @@ def _fill(
     folder: str,
     model: DistributedModel | None,
     optimizer: DistributedOptimizer | None,
+    only_masters: bool,
     strict: bool,
     found: Checkpointer,
 ) -> None:
@@ -196,34 +220,54 @@ def _fill(
         state_targets: list[Shard] = []
         if optimizer is not None:
             entries = {n: (entry.shape, entry.dtype) for (kind, n), entry in checkpoint.entries.items() if kind == KIND}
-            state_targets = optimizer.targets(entries)
-            kinds.append(KIND)
-        load(folder, [*shards, *state_targets], found.channel, strict=strict, cast=not strict, kinds=kinds)
+            state_targets = optimizer.checkpoint_state.targets(entries, only_masters=only_masters)
+            kinds += [] if only_masters else [KIND]
+        known = [] if model is None else _tied(model)
+        wanted = [*shards, *state_targets]
+        load(folder, wanted, found.channel, strict=strict, cast=_casts(strict), kinds=kinds, known=known)
         if optimizer is not None:
             ranks = range(checkpoint.manifest.world_size)
             plain = [checkpoint.rank_state(r) for r in ranks if checkpoint.manifest.ranks[r].get("optimizer")]
-            optimizer.install_saved(
-                state_targets, [found["optimizer"] for found in plain], checkpoint.metadata["optimizer"]["param_groups"]
+            saved = checkpoint.metadata["optimizer"]
+            optimizer.checkpoint_state.install_saved(
+                state_targets, [found["optimizer"] for found in plain], saved, only_masters=only_masters
             )
 
 
 def _content(
-    model: DistributedModel | None, optimizer: DistributedOptimizer | None, user: Any, pickled: Any
+    model: DistributedModel | None,
+    optimizer: DistributedOptimizer | None,
+    data: StatefulData | None,
+    user: Any,
+    pickled: Any,
 ) -> Content:
     session = state.session
     metadata: dict[str, Any] = {"topology": topology.describe(session)}
-    rank_state = topology.capture(session)
+    rank_state = topology.capture(session) | data_position.capture(data)
     shards: list[Shard] = []
     if model is not None:
         shards += model.checkpoint_state.shards()
         metadata["extra_state"] = model.checkpoint_state.extra()
+        metadata[TIED] = model.checkpoint_state.aliases()
     if optimizer is not None:
-        tensors, plain = optimizer.shards()
+        tensors, plain = optimizer.checkpoint_state.shards()
         shards += tensors
         rank_state["optimizer"] = plain
-        metadata["optimizer"] = {"param_groups": optimizer.param_groups_by_name()}
+        metadata["optimizer"] = optimizer.checkpoint_state.metadata()
+        if state.scaler is not None:
+            metadata[GRAD_SCALER] = state.scaler.state_dict()
     plan = model.plan_json if model is not None else None
     return Content(shards, metadata, rank_state, user, pickled, plan)
+
+
+def _tied(model: DistributedModel) -> list[tuple[str, str]]:
+    """Other names of tied parameters, which checkpoints of others may have besides."""
+    return [("model", name) for name in model.checkpoint_state.aliases()]
+
+
+def _casts(strict: bool) -> bool:
+    """Whether tensors are loaded into other dtypes: also from jobs in other precisions."""
+    return not strict or current_half_dtype() is not None
 
 
 def _use_plan(model: DistributedModel, checkpoint: Checkpoint) -> None:
@@ -282,11 +326,10 @@ def _check_save(
     if keep is not None and (type(keep) is not int or keep < 1):
         wrong.append(f"num_kept_partial_checkpoints: expected at least 1, or None to keep all, found {keep!r}")
     if not partial:
-        ignored = [("asynchronous", asynchronous), ("force", force), ("num_kept_partial_checkpoints", keep is not None)]
-        wrong += [
-            f"{name}: for partial checkpoints; leave it out with partial=False" for name, given in ignored if given
-        ]
-        wrong += ["model: a full checkpoint needs one"] if model is None else []
+        if keep is not None:
+            wrong.append("num_kept_partial_checkpoints: for partial checkpoints; leave it out with partial=False")
+        if model is None:
+            wrong.append("model: a full checkpoint needs one")
     if wrong:
         raise ConfigError("\n".join(wrong))
     return os.path.abspath(os.fspath(path)), tag

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from smpc.compile import Inputs
 from smpc.errors import StepError
-from smpc.tracer.ir import TensorSpec, Trace
+from smpc.tracer.ir import Autocast, TensorSpec, Trace
 from smpc.tracer.literals import decode, encode, is_constant, normalise
 from smpc.tracer.recorder import Answers
 from smpc.tracer.structure import Structure, flatten
@@ -45,6 +45,7 @@ class Signature:
     modes: bytes
     grad_enabled: bool
     answers: str = "[]"
+    autocast: Autocast | None = None  # that of the step function, around the model
 
     def with_answers(self, trace: Trace) -> Signature:
         """This signature, for the values that the trace was recorded on."""
@@ -101,7 +102,7 @@ class ModeReader:
         raise AssertionError("the modes are equal")
 
 
-def read_signature(inputs: Inputs, modes: bytes, grad_enabled: bool) -> Signature:
+def read_signature(inputs: Inputs, modes: bytes, grad_enabled: bool, autocast: Autocast | None = None) -> Signature:
     """The signature of one microbatch's model inputs.
 
     Raises StepError for tensors that want gradients, and for objects that other ranks cannot be sent.
@@ -117,7 +118,7 @@ def read_signature(inputs: Inputs, modes: bytes, grad_enabled: bool) -> Signatur
             "or compute it inside the model"
         )
     described = tuple(_describe(leaf, path) for leaf, path in zip(leaves, paths, strict=True))
-    return Signature(structure, described, modes, grad_enabled)
+    return Signature(structure, described, modes, grad_enabled, autocast=autocast)
 
 
 def check_equal(signatures: Sequence[Signature], step_name: str) -> None:
@@ -130,6 +131,8 @@ def check_equal(signatures: Sequence[Signature], step_name: str) -> None:
             what = f"the form {first.structure.paths()}, then {other.structure.paths()}"
         elif other.grad_enabled != first.grad_enabled:
             what = "autograd on in one and off in the other"
+        elif other.autocast != first.autocast:
+            what = f"under autocast {first.autocast}, then {other.autocast}"
         else:
             pairs = zip(first.structure.paths(), first.leaves, other.leaves, strict=True)
             path, a, b = next((path, a, b) for path, a, b in pairs if a != b)

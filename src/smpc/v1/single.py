@@ -16,8 +16,10 @@ from smpc.errors import StepError
 from smpc.executor.bind import StepHooks
 from smpc.observe import Watch, batch_of
 from smpc.v1.calls import ModelCalls, Whole
+from smpc.v1.direct import Direct
 from smpc.v1.join import Join
 from smpc.v1.nonfinite import Losses, agree
+from smpc.v1.precision import loss_scale
 from smpc.v1.results import read_results
 from smpc.v1.signature import ModeReader
 from smpc.v1.state import Session
@@ -41,6 +43,7 @@ class Single:
         self._first_modes = self._modes.read()
         self._evaluations: set[int] = set()  # step functions that were never followed by a backward
         self.join: Join | None = None
+        self.direct = Direct(module, replicas)  # outside of steps
 
     def run(self, body: StepBody, arguments: Arguments, watch: Watch) -> tuple[object, int]:
         """One step; what it returns, and the verdict on its losses. Raises StepError for a batch that does not divide."""
@@ -50,9 +53,10 @@ class Single:
             self._modes.check_none_unfrozen(self._first_modes, self._modes.read())
             replicas.start_of_step()
         values, backwards, losses = [], [], Losses()
+        scale = self._scale / loss_scale()
         for index, microbatch in enumerate(microbatches):
             is_last = index == len(microbatches) - 1
-            whole = Whole(body.name, self._module, self._scale, self._more_roots(replicas) if is_last else None)
+            whole = Whole(body.name, self._module, scale, self._more_roots(replicas) if is_last else None)
             self._enter(whole)
             try:
                 values.append(body.call(microbatch))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from smpc import checkpoint
@@ -30,6 +31,10 @@ class Slices:
                     found[id(parameter)] = owner.shards[name]
         self._shards = {name: found[id(p)] for name, p in module.named_parameters() if id(p) in found}
 
+    def add(self, name: str, shard: Shard) -> None:
+        """A parameter has become a slice."""
+        self._shards[name] = shard
+
     def get(self, name: str) -> Shard | None:
         """The slice of a parameter; None of what a rank has all of."""
         return self._shards.get(name)
@@ -40,9 +45,16 @@ class Slices:
         return tuple(own) if shard is None else whole_shape(shard, own)
 
     def own_part(self, name: str, whole: Tensor, own: Sequence[int]) -> Tensor:
-        """This rank's part of shape `own` of a whole value; a view."""
+        """This rank's part of shape `own` of a whole value."""
         shard = self._shards.get(name)
-        return whole if shard is None else whole.narrow(shard.dim, shard.start, own[shard.dim])
+        if shard is None:
+            return whole
+        return self.joined(name, [whole.narrow(shard.dim, at, n) for _, at, n in shard.runs_of(own[shard.dim])])
+
+    def joined(self, name: str, runs: Sequence[Tensor]) -> Tensor:
+        """The slice that these runs, all that it has, make up; of one run, the run itself."""
+        shard = self._shards.get(name)
+        return runs[0] if shard is None or len(runs) == 1 else torch.cat(tuple(runs), shard.dim)
 
     def of_state(self, name: str, key: str, value: Tensor, own: Sequence[int]) -> Shard | None:
         """The slice that `value`, the state `key` of a parameter of shape `own`, is. Raises CheckpointError if that cannot be known."""
@@ -62,9 +74,24 @@ def whole_shape(shard: Shard, own: Sequence[int]) -> tuple[int, ...]:
     return tuple(shard.size if dim == shard.dim else size for dim, size in enumerate(own))
 
 
-def place(kind: str, name: str, tensor: Tensor, shard: Shard | None) -> checkpoint.Shard:
-    """A tensor of this rank, which is the slice `shard` of a whole, as a checkpoint has it."""
-    shape = tuple(tensor.shape)
-    offsets = tuple(shard.start if shard is not None and dim == shard.dim else 0 for dim in range(len(shape)))
-    whole = shape if shard is None else whole_shape(shard, shape)
-    return checkpoint.Shard.of(kind, name, tensor.detach(), whole, offsets)
+def place(kind: str, name: str, tensor: Tensor, shard: Shard | None) -> list[checkpoint.Shard]:
+    """A tensor of this rank, which is the slice `shard` of a whole, as a checkpoint has it: a part for every run.
+
+    Of a DTensor: this rank's part of the slice. CheckpointError for one of other ranks, or of a slice of several runs.
+    """
+    own = checkpoint.shard_of(kind, name, tensor)
+    if own is None:
+        raise CheckpointError(f"{kind} {name}: a DTensor of other ranks than this one")
+    if shard is None:
+        return [own]
+    whole, offsets = whole_shape(shard, own.global_shape), own.offsets
+    if not shard.runs:
+        moved = tuple(o + shard.start if dim == shard.dim else o for dim, o in enumerate(offsets))
+        return [checkpoint.Shard.of(kind, name, own.tensor, whole, moved)]
+    if tuple(own.global_shape) != tuple(own.tensor.shape):
+        raise CheckpointError(f"{kind} {name}: a DTensor of a slice that is {len(shard.runs)} runs of the whole")
+    found = []
+    for start, at, length in shard.runs_of(own.tensor.shape[shard.dim]):
+        moved = tuple(at if dim == shard.dim else 0 for dim in range(len(whole)))
+        found.append(checkpoint.Shard.of(kind, name, own.tensor.narrow(shard.dim, start, length), whole, moved))
+    return found

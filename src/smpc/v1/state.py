@@ -59,6 +59,7 @@ class State:
         self.tracing = False  # whether a model is being recorded
         self.model: Any = None  # the one smp.DistributedModel of the script
         self.optimizer: Any = None  # the smp.DistributedOptimizer of the script
+        self.scaler: Any = None  # the smp.amp.GradScaler of the script
         self.checkpointer: Any = None  # how the ranks save and load together, once they have
         self.closers: list[Callable[[], None]] = []  # what smp.shutdown calls first
 

@@ -27,8 +27,9 @@ from smpc.executor.tensor_replicas import TensorReplicas
 from smpc.mesh import Axis
 from smpc.nn.distribute import distribute
 from smpc.nn.parallel import DistributedModule, distributed_modules
-from smpc.nn.registry import StateHook, Translation
+from smpc.nn.registration import StateHook, Translation
 from smpc.v1.comm import gather_objects
+from smpc.v1.compiled_tensors import CompiledTensors
 from smpc.v1.state import Session, state
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -69,6 +70,7 @@ class Distribution:
         self._session = session
         self._parallel = session.parallel
         self.module = distribute(module, state.registry, self._parallel)
+        self._compiled: CompiledTensors | None = None
         self._checked_batch = (
             self._parallel.group.size == 1
             or not self._parallel.prescaled_batch
@@ -84,21 +86,25 @@ class Distribution:
                     scaled[id(parameter)] = None
         self._sharded, self._scaled = frozenset(sharded), frozenset(scaled)
 
+    def take_over(self, compiled: CompiledTensors) -> None:
+        """The compiler distributes the model, which has no distributed modules: all of it acts on what the group is given."""
+        self._compiled = compiled
+
     def modules(self) -> Iterator[DistributedModule]:
         """The distributed modules."""
         return (module for _, module in distributed_modules(self.module))
 
     def is_sharded(self, tensor: Tensor) -> bool:
         """Whether each rank holds its own slice of the parameter."""
-        return id(tensor) in self._sharded
+        return id(tensor) in self._sharded if self._compiled is None else self._compiled.is_sliced(tensor)
 
     def is_scaled(self, tensor: Tensor) -> bool:
         """Whether the parameter acts on the samples of the whole tensor-parallel group."""
-        return id(tensor) in self._scaled
+        return id(tensor) in self._scaled or self._compiled is not None
 
     def hooks(self, stages: Mapping[int, nn.Module], inner: StepHooks | None, passes: int) -> StepHooks | None:
         """What reduces the gradients of these stages; `inner` averages over replicas."""
-        if self._parallel.group.size == 1:
+        if self._parallel.group.size == 1 or self._compiled is not None:
             return inner
         named: dict[int, tuple[str, nn.Parameter]] = {}
         for index in sorted(stages):

@@ -1,5 +1,7 @@
 """`smp.nn`: the modules of `smpc.nn`, split as the session's configuration says.
 
+`smp.nn.huggingface` has what translates state dicts of Hugging Face's models.
+
 Source: public SMP v1 API ("Supported Modules for Tensor Parallelism").
 """
 
@@ -16,6 +18,7 @@ from smpc.nn import (
     FusedLayerNorm,
     FusedRMSNorm,
 )
+from smpc.v1.nn import huggingface
 
 __all__ = [
     "DistributedAttentionLayer",
@@ -29,4 +32,5 @@ __all__ = [
     "FlashAttentionLayer",
     "FusedLayerNorm",
     "FusedRMSNorm",
+    "huggingface",
 ]

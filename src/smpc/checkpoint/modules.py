@@ -1,0 +1,216 @@
+"""Checkpoints of PyTorch modules and optimizers as they are: plain, in DistributedDataParallel, or of DTensors (FSDP2, tensor parallelism).
+
+    save(root, "step_100", module_content(model, optimizer, metadata={"step": 100}), channel)
+    load_modules(root.find("step_100"), model, optimizer, channel)
+
+Every rank brings and takes its part of each DTensor: nothing is gathered, and another mesh, or none, loads what one has saved. Names are
+those of the module without what wrappers add to them; a tied parameter is there once. Such checkpoints and those of `smp.save_checkpoint`
+are the same: each reads the other's, but for the fp32 masters of jobs in half precision, which are left.
+
+    kind "model"        parameters and persistent buffers by name
+    kind "optimizer"    tensors of the optimizer's state, `parameter::key`; other values of it in the ranks' state
+    metadata            what is given, and "extra_state", "tied" (other names), and "optimizer", the options of the parameter groups
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from smpc.checkpoint.channel import Channel, together
+from smpc.checkpoint.content import Content, Shard
+from smpc.checkpoint.dtensor import empty_like, shard_of
+from smpc.checkpoint.load import Loaded, load
+from smpc.checkpoint.manifest import Entry
+from smpc.checkpoint.reader import Checkpoint
+from smpc.checkpoint.rng import capture_rng
+from smpc.checkpoint.views import TIED
+from smpc.errors import CheckpointError
+
+MODEL, OPTIMIZER, SEPARATOR = "model", "optimizer", "::"
+_MASTER = "master"  # fp32 parameters of a job of `smpc.v1` in half precision
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # of torch.compile, checkpointing, FSDP
+
+
+def module_content(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    user: Any = None,
+) -> Content:
+    """What this rank brings to save a model and its optimizer; views, not copies. The random state of this rank is with it."""
+    named = _named(model)
+    found = [shard_of(MODEL, name, tensor) for name, tensor in named.items()]
+    described: dict[str, Any] = {**(metadata or {}), "extra_state": _extra(model), TIED: _tied(model)}
+    rank_state: dict[str, Any] = {"rng": capture_rng()}
+    if optimizer is not None:
+        state = optimizer.state_dict()
+        names = _parameter_names(model, optimizer)
+        plain: dict[str, dict[str, Any]] = {}
+        for number, items in state["state"].items():
+            for key, value in items.items():
+                if isinstance(value, Tensor):
+                    found.append(shard_of(OPTIMIZER, f"{names[number]}{SEPARATOR}{key}", value))
+                else:
+                    plain.setdefault(names[number], {})[key] = value
+        groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]]
+        described[OPTIMIZER] = {"param_groups": groups}
+        rank_state[OPTIMIZER] = plain
+    return Content([shard for shard in found if shard is not None], described, rank_state, user)
+
+
+def load_modules(
+    folder: str,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    channel: Channel,
+    *,
+    strict: bool = True,
+    cast: bool = False,
+) -> Loaded:
+    """Fill a model and, unless None, its optimizer, which is constructed as it was when it was saved. Collective; see `load`.
+
+    Raises CheckpointError on every rank, listing what does not fit; nothing has been changed then.
+    """
+    opened: list[Checkpoint] = []
+    states: list[_OptimizerState] = []
+    wanted: list[Shard] = []
+
+    def prepare() -> None:
+        """What may fail on one rank alone."""
+        opened.append(Checkpoint.open(folder))
+        if optimizer is not None:
+            states.append(_OptimizerState(model, optimizer, opened[0]))
+        shards = [shard_of(MODEL, name, tensor) for name, tensor in _named(model).items()]
+        shards += [shard for each in states for shard in each.shards]
+        wanted.extend(shard for shard in shards if shard is not None)
+
+    try:
+        together(channel, prepare)
+        kinds = [MODEL, *([OPTIMIZER] if states else [])]
+        known = [(MODEL, name) for name in _tied(model)] + [(OPTIMIZER, name) for each in states for name in each.left]
+        loaded = load(folder, wanted, channel, strict=strict, cast=cast, kinds=kinds, known=known)
+        for each in states:
+            each.install()
+        saved = opened[0].metadata.get("extra_state", {})
+        for key in _extra_keys(model):
+            if _plain_name(model, key) in saved:
+                model.get_submodule(key.rpartition(".")[0]).set_extra_state(saved[_plain_name(model, key)])
+    finally:
+        for checkpoint in opened:
+            checkpoint.close()
+    return loaded
+
+
+class _OptimizerState:
+    """The state that a checkpoint has for an optimizer, in new tensors that lie as its parameters do."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
+        self._optimizer = optimizer
+        self._names = _parameter_names(model, optimizer)
+        saved = checkpoint.metadata.get(OPTIMIZER)
+        if saved is None:
+            raise CheckpointError(f"{checkpoint.folder} has no optimizer state; load the model alone, with None")
+        self._groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
+        found, own = [list(group["params"]) for group in self._groups], self._grouped()
+        if found != own:
+            raise CheckpointError(
+                f"optimizer: expected groups of {[len(names) for names in own]} parameters, found groups of "
+                f"{[len(names) for names in found]}, or other parameters or another order; construct the optimizer as it was saved"
+            )
+        numbers = {name: number for number, name in enumerate(self._names)}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._state: dict[int, dict[str, Any]] = {}
+        self.shards: list[Shard | None] = []
+        self.left: list[str] = []  # what no optimizer of torch's has
+        for (kind, full), entry in checkpoint.entries.items():
+            name, _, key = full.rpartition(SEPARATOR)
+            if kind == OPTIMIZER and key == _MASTER:
+                self.left.append(full)
+            elif kind == OPTIMIZER and name in numbers:
+                number = numbers[name]
+                known = optimizer.state.get(parameters[number], {}).get(key)
+                value = _room(full, entry, parameters[number], known)
+                self._state.setdefault(number, {})[key] = value
+                self.shards.append(shard_of(OPTIMIZER, full, value))
+        for rank in range(checkpoint.manifest.world_size):
+            plain = checkpoint.rank_state(rank) if checkpoint.manifest.ranks[rank] else {}
+            for name, items in plain.get(OPTIMIZER, {}).items():
+                if name in numbers:
+                    self._state.setdefault(numbers[name], {}).update(items)
+
+    def install(self) -> None:
+        """Give the optimizer what has been filled."""
+        groups, first = [], 0
+        for group in self._groups:
+            count = len(group["params"])
+            groups.append({**group, "params": list(range(first, first + count))})
+            first += count
+        self._optimizer.load_state_dict({"state": self._state, "param_groups": groups})
+
+    def _grouped(self) -> list[list[str]]:
+        groups, first = [], 0
+        for group in self._optimizer.param_groups:
+            groups.append(self._names[first : first + len(group["params"])])
+            first += len(group["params"])
+        return groups
+
+
+def _room(name: str, entry: Entry, parameter: Tensor, known: object) -> Tensor:
+    """A tensor for a saved one: as the optimizer has it already, or as the parameter lies."""
+    if isinstance(known, Tensor) and tuple(known.shape) == entry.shape:
+        return empty_like(known, entry.dtype)
+    if tuple(parameter.shape) == entry.shape:
+        return empty_like(parameter, entry.dtype)
+    if isinstance(parameter, DTensor) and torch.Size(entry.shape).numel() != 1:
+        raise CheckpointError(
+            f"optimizer {name}: has the shape {list(entry.shape)}, its parameter is a DTensor of {list(parameter.shape)}, so where it lies "
+            "is not known; take one step before loading"
+        )
+    device = parameter.device if entry.shape else torch.device("cpu")  # counts of steps
+    return torch.empty(entry.shape, dtype=entry.dtype, device=device)
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name."""
+    saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
+    pairs = [*model.named_parameters(), *model.named_buffers()]
+    return {_plain_name(model, name): tensor for name, tensor in pairs if id(tensor) in saved}
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """The names under which parameters and buffers are in the state dict besides, and the first name of each."""
+    names = {id(tensor): name for name, tensor in _named(model).items()}
+    keys = {_plain_name(model, key): names.get(id(value)) for key, value in model.state_dict(keep_vars=True).items()}
+    return {key: name for key, name in keys.items() if name is not None and name != key}
+
+
+def _extra(model: nn.Module) -> dict[str, Any]:
+    """Extra state by name; the same on every rank."""
+    values = model.state_dict(keep_vars=True)
+    return {_plain_name(model, key): values[key] for key in _extra_keys(model)}
+
+
+def _extra_keys(model: nn.Module) -> list[str]:
+    """The keys of the state dict that are neither parameters nor buffers."""
+    named = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return [key for key, value in model.state_dict(keep_vars=True).items() if id(value) not in named]
+
+
+def _parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    known = {id(parameter): _plain_name(model, name) for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [known.get(id(parameter), f"#{number}") for number, parameter in enumerate(parameters)]
+
+
+def _plain_name(model: nn.Module, name: str) -> str:
+    parts = name.split(".")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        parts = parts[1:]
+    return ".".join(part for part in parts if part not in _WRAPPERS)

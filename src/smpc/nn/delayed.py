@@ -1,0 +1,184 @@
+"""Creating a model without memory for its parameters, which are drawn where they belong once that is known.
+
+    with delay_param_initialization():
+        model = MyModel()                              # parameters on the meta device, all else as always
+    draw_delayed(model, device, seed, wanted)          # memory and values for the parameters whose names are wanted, none for the others
+
+Delayed are the parameters that are made of `torch.empty`, whose values come from an initializer afterwards. That initializer is run
+when they are drawn: `reset_parameters` of the module that has the parameter, or of Hugging Face's models their `_init_weights`. A
+parameter that none of them fills is an error.
+
+What is drawn for a parameter depends on the seed and its name alone, so ranks that draw some of them draw what one that draws all does;
+slices of tensor-parallel modules are those of the same whole. It is not what the model would have drawn without the delay.
+
+Source: `delay_param_initialization` in the public SMP v1 API.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import swap_tensors
+
+from smpc.errors import ConfigError, ConfigTypeError
+from smpc.nn.embedding import DistributedEmbedding
+from smpc.nn.linear import DistributedLinear
+from smpc.nn.parallel import DistributedModule
+
+_DRAWN = "_is_hf_initialized"  # of a tensor: Hugging Face's initializers leave it alone
+
+
+@contextmanager
+def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
+    """Delays the initialization of the parameters of the modules that are created in this context, which can also decorate a function."""
+    if not isinstance(enabled, bool):
+        raise ConfigTypeError(
+            f"delay_param_initialization: expected enabled to be a bool, found {type(enabled).__name__} {enabled!r}"
+        )
+    with _NoMemory() if enabled else nullcontext():
+        yield
+
+
+class _NoMemory(TorchFunctionMode):
+    """Puts tensors without values on the meta device."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func is torch.empty and given.get("device") is None:
+            given["device"] = "meta"
+        return func(*args, **given)
+
+
+def is_delayed(model: nn.Module) -> bool:
+    """Whether parameters of the model are still to be drawn."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+@torch.no_grad()
+def draw_delayed(
+    model: nn.Module, device: torch.device, seed: int, wanted: Callable[[str], bool] = lambda name: True
+) -> None:
+    """Draws the delayed parameters that are wanted, on `device`; the others become empty. Parameter objects stay what they are.
+
+    Raises ConfigError, listing them, for parameters and buffers that nothing fills.
+    """
+    late = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
+    if not late:
+        return
+    for name, parameter in late.items():
+        _allocate(parameter, parameter.shape if wanted(name) else torch.Size([0]), device)
+    due = {name: parameter for name, parameter in late.items() if wanted(name)}
+    names = {id(parameter): name for name, parameter in due.items()}
+    done = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in names]
+    flagged = [tensor for tensor in done if _DRAWN not in vars(tensor)]
+    for tensor in flagged:
+        vars(tensor)[_DRAWN] = True
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for name, module, owner in _innermost_first(model, None, ""):
+                if any(id(parameter) in names for parameter in module.parameters()):
+                    torch.manual_seed(_seed(seed, name))
+                    with _SeedByName(names, seed):
+                        _initialize(module, owner, names)
+    finally:
+        for tensor in flagged:
+            del vars(tensor)[_DRAWN]
+    _check_filled(model, due)
+
+
+def _allocate(parameter: nn.Parameter, shape: torch.Size, device: torch.device) -> None:
+    """Gives a parameter memory; NaN stands for what is not drawn yet."""
+    full = torch.full(shape, torch.nan, dtype=parameter.dtype, device=device)
+    new = nn.Parameter(full, requires_grad=parameter.requires_grad)
+    vars(new).update({key: value for key, value in vars(parameter).items() if key != _DRAWN})
+    swap_tensors(parameter, new)  # type: ignore[no-untyped-call]
+
+
+class _SeedByName(TorchFunctionMode):
+    """Seeds the generator whenever a parameter is drawn in place, so that it does not matter what was drawn before."""
+
+    def __init__(self, names: Mapping[int, str], seed: int) -> None:
+        super().__init__()
+        self._names, self._seed = names, seed
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if args and id(args[0]) in self._names and func in (Tensor.normal_, Tensor.uniform_):
+            torch.manual_seed(_seed(self._seed, self._names[id(args[0])]))
+        return func(*args, **(kwargs or {}))
+
+
+def _seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest())
+
+
+def _innermost_first(
+    module: nn.Module, owner: nn.Module | None, name: str
+) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
+    """All modules, children before their parents, with the model of Hugging Face's around each."""
+    if isinstance(module, _hugging_face()):
+        owner = module
+    for child_name, child in module.named_children():
+        yield from _innermost_first(child, owner, f"{name}.{child_name}" if name else child_name)
+    yield name, module, owner
+
+
+def _hugging_face() -> tuple[type[nn.Module], ...]:
+    """The class of Hugging Face's models, if the script has imported it."""
+    transformers = sys.modules.get("transformers")
+    return () if transformers is None else (transformers.PreTrainedModel,)
+
+
+def _initialize(module: nn.Module, owner: nn.Module | None, names: Mapping[int, str]) -> None:
+    """Runs what fills the parameters of a module."""
+    own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) in names]
+    if isinstance(module, DistributedModule):
+        if own:
+            if owner is not None:
+                _draw_as(owner, module)
+            module.reset_parameters()
+    elif owner is not None:
+        owner._init_weights(module)  # type: ignore[operator]
+    elif own:
+        for reset in ("reset_parameters", "_reset_parameters"):
+            method = getattr(module, reset, None)
+            if callable(method):
+                method()
+                return
+
+
+def _draw_as(owner: nn.Module, module: DistributedModule) -> None:
+    """Has a distributed linear layer or embedding drawn as a model of Hugging Face's draws plain ones."""
+    kinds: dict[type[nn.Module], type[nn.Module]] = {DistributedLinear: nn.Linear, DistributedEmbedding: nn.Embedding}
+    kind = kinds.get(type(module))
+    if kind is None:
+        return
+
+    def fill(block: Tensor) -> None:
+        plain = kind(1, 1, device="meta")
+        plain.weight = nn.Parameter(block)
+        owner._init_weights(plain)  # type: ignore[operator]
+
+    module.draw("weight", fill)
+    if "bias" in dict(module.named_parameters(recurse=False)):
+        module.draw("bias", Tensor.zero_)
+
+
+def _check_filled(model: nn.Module, due: Mapping[str, nn.Parameter]) -> None:
+    unfilled = [name for name, parameter in due.items() if bool(parameter.isnan().any())]
+    unfilled += [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if unfilled:
+        raise ConfigError(
+            f"delayed initialization: nothing fills {', '.join(unfilled)}; expected the modules that have them to have a method "
+            "reset_parameters; give them one, or create them outside of delay_param_initialization"
+        )

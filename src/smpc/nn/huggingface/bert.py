@@ -1,0 +1,77 @@
+"""BERT: norms last; as a decoder it is causal, and may have cross-attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from smpc.nn.huggingface.family import Family, Given, activation, attended, hidden_only, is_eager
+from smpc.nn.state_format import Format, renamed
+from smpc.nn.variant import Call, Variant
+
+PARTS = ("query", "key", "value")
+RULES = renamed(
+    {
+        **{f"attention.self.{name}": f"attention.{name}" for name in PARTS},
+        "attention.output.dense": "attention.dense",
+        "attention.output.LayerNorm": "attention.layernorm",
+        **{f"crossattention.self.{name}": f"cross_attention.{name}" for name in PARTS},
+        "crossattention.output.dense": "cross_attention.dense",
+        "crossattention.output.LayerNorm": "cross_attention.layernorm",
+        "intermediate.dense": "output.dense1",
+        "output.dense": "output.dense2",
+        "output.LayerNorm": "output.layernorm",
+    }
+)
+
+
+def arguments(layer: Any) -> dict[str, Any]:
+    """Arguments of the distributed version of a layer of BERT's or RoBERTa's."""
+    config, attention = layer.attention.self.config, layer.attention.self
+    return {
+        "num_attention_heads": attention.num_attention_heads,
+        "attention_head_size": attention.attention_head_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "attention_dropout_prob": config.attention_probs_dropout_prob,
+        "hidden_dropout_prob": config.hidden_dropout_prob,
+        "activation": activation(config.hidden_act),
+        "layernorm_epsilon": config.layer_norm_eps,
+        "initializer_range": config.initializer_range,
+        "add_cross_attention": layer.add_cross_attention,
+        "variant": Variant(is_eager=is_eager(config), is_causal=layer.is_decoder, layer_index=attention.layer_idx or 0),
+    }
+
+
+def call(given: Given) -> Call:
+    """A call of such a layer."""
+    return Call(
+        attended(given.get("attention_mask")),
+        given.get("encoder_hidden_states"),
+        attended(given.get("encoder_attention_mask")),
+        cache=given.get("past_key_values"),
+    )
+
+
+FAMILY = Family(
+    "transformers.models.bert.modeling_bert.BertLayer", Format("BERT", "layer", RULES), arguments, call, hidden_only
+)
+
+
+def translate_hf_state_dict_to_smdistributed_bert(
+    state_dict: Mapping[str, Any], max_seq_len: int | None = None
+) -> dict[str, Any]:
+    """The state dict of a BERT model of Hugging Face's, under the names and shapes of one whose layers are distributed.
+
+    `max_seq_len` has no effect: models of current releases of transformers have no causal masks as buffers.
+    """
+    return FAMILY.format.to_smdistributed(state_dict, max_seq_len)
+
+
+def translate_state_dict_to_hf_bert(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
+    """The inverse of `translate_hf_state_dict_to_smdistributed_bert`: of a full state dict, for from_pretrained and load_state_dict."""
+    return FAMILY.format.to_hf(state_dict, max_seq_len)
+
+
+translate_hf_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_bert
+translate_state_dict_to_hf = translate_state_dict_to_hf_bert

@@ -1,0 +1,103 @@
+"""GPT-2: norms first, causal; weights transposed, query, key and value in one. With cross-attention it has its own norm and weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from smpc.nn.huggingface.family import Family, Given, activation, attended, hidden_only, is_eager, normal
+from smpc.nn.registration import Fill
+from smpc.nn.state_format import Format, Rule, renamed
+from smpc.nn.variant import Call, Variant
+
+
+def _transposed(theirs: str, *ours: str) -> tuple[Rule, ...]:
+    return (
+        Rule(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed=True),
+        Rule(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours)),
+    )
+
+
+_FORMAT = Format(
+    "GPT-2",
+    "h",
+    (
+        *renamed({"ln_1": "attention.pre_layernorm"}),
+        *_transposed("attn.c_attn", "attention.query", "attention.key", "attention.value"),
+        *_transposed("attn.c_proj", "attention.dense"),
+        *renamed({"ln_2": "output.pre_layernorm"}),
+        *renamed({"ln_cross_attn": "cross_attention.pre_layernorm"}),
+        *_transposed("crossattention.q_attn", "cross_attention.query"),
+        *_transposed("crossattention.c_attn", "cross_attention.key", "cross_attention.value"),
+        *_transposed("crossattention.c_proj", "cross_attention.dense"),
+        *_transposed("mlp.c_fc", "output.dense1"),
+        *_transposed("mlp.c_proj", "output.dense2"),
+    ),
+    forgotten=("attn.bias", "attn.masked_bias", "crossattention.bias", "crossattention.masked_bias"),
+)
+
+
+def _arguments(layer: Any) -> dict[str, Any]:
+    config, attention = layer.attn.config, layer.attn
+    return {
+        "num_attention_heads": attention.num_heads,
+        "attention_head_size": attention.head_dim,
+        "hidden_size": attention.embed_dim,
+        "intermediate_size": layer.mlp.c_fc.nf,
+        "attention_dropout_prob": config.attn_pdrop,
+        "hidden_dropout_prob": config.resid_pdrop,
+        "activation": activation(config.activation_function),
+        "layernorm_epsilon": config.layer_norm_epsilon,
+        "initializer_range": config.initializer_range,
+        "add_cross_attention": config.add_cross_attention,
+        "pre_layernorm": True,
+        "post_layernorm": False,
+        "variant": Variant(
+            is_eager=is_eager(config), is_causal=True, scale=_scale(layer), layer_index=attention.layer_idx or 0
+        ),
+    }
+
+
+def _scale(layer: Any) -> float:
+    config = layer.attn.config
+    scale = 1 / math.sqrt(layer.attn.head_dim) if config.scale_attn_weights else 1.0
+    return scale / (layer.attn.layer_idx + 1) if config.scale_attn_by_inverse_layer_idx else scale
+
+
+def _call(given: Given) -> Call:
+    return Call(
+        attended(given.get("attention_mask")),
+        given.get("encoder_hidden_states"),
+        attended(given.get("encoder_attention_mask")),
+        cache=given.get("past_key_values"),
+    )
+
+
+def _fills(layer: Any) -> dict[str, Fill]:
+    """Layers that add to the residual start smaller."""
+    config = layer.attn.config
+    small = normal(config.initializer_range / math.sqrt(2 * config.n_layer))
+    return {"attention.dense.weight": small, "cross_attention.dense.weight": small, "output.dense2.weight": small}
+
+
+FAMILY = Family("transformers.models.gpt2.modeling_gpt2.GPT2Block", _FORMAT, _arguments, _call, hidden_only, _fills)
+
+
+def translate_hf_state_dict_to_smdistributed_gpt2(
+    state_dict: Mapping[str, Any], max_seq_len: int | None = None
+) -> dict[str, Any]:
+    """The state dict of a GPT-2 model of Hugging Face's, under the names and shapes of one whose layers are distributed.
+
+    `max_seq_len` has no effect: models of current releases of transformers have no causal masks as buffers.
+    """
+    return FAMILY.format.to_smdistributed(state_dict, max_seq_len)
+
+
+def translate_state_dict_to_hf_gpt2(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
+    """The inverse of `translate_hf_state_dict_to_smdistributed_gpt2`: of a full state dict, for from_pretrained and load_state_dict."""
+    return FAMILY.format.to_hf(state_dict, max_seq_len)
+
+
+translate_hf_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_gpt2
+translate_state_dict_to_hf = translate_state_dict_to_hf_gpt2

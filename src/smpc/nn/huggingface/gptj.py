@@ -1,0 +1,86 @@
+"""GPT-J: attention and output layer side by side after one norm, rotary positions by pairs, no biases in attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from smpc.nn.huggingface.family import Family, Given, activation, attended, needed
+from smpc.nn.state_format import Format, renamed
+from smpc.nn.variant import Call, Variant
+
+_FORMAT = Format(
+    "GPT-J",
+    "h",
+    (
+        *renamed({"ln_1": "attention.pre_layernorm"}),
+        *renamed({f"attn.{name[0]}_proj": f"attention.{name}" for name in ("query", "key", "value")}, ("weight",)),
+        *renamed({"attn.out_proj": "attention.dense"}, ("weight",)),
+        *renamed({"mlp.fc_in": "output.dense1", "mlp.fc_out": "output.dense2"}),
+    ),
+    forgotten=("attn.bias", "attn.masked_bias", "attn.embed_positions"),
+)
+
+
+def _arguments(layer: Any) -> dict[str, Any]:
+    config = layer.attn.config
+    variant = Variant(
+        is_causal=True,
+        rotary="pairs",
+        rotary_size=config.rotary_dim,
+        is_eager=True,
+        residual="shared",
+        input_bias=False,
+        context_bias=False,
+        layer_index=layer.attn.layer_idx or 0,
+    )
+    return {
+        "num_attention_heads": layer.attn.num_attention_heads,
+        "attention_head_size": layer.attn.head_dim,
+        "hidden_size": layer.attn.embed_dim,
+        "intermediate_size": layer.mlp.fc_in.out_features,
+        "attention_dropout_prob": config.attn_pdrop,
+        "hidden_dropout_prob": config.resid_pdrop,
+        "activation": activation(config.activation_function),
+        "layernorm_epsilon": config.layer_norm_epsilon,
+        "initializer_range": config.initializer_range,
+        "pre_layernorm": True,
+        "post_layernorm": False,
+        "variant": variant,
+    }
+
+
+def _call(given: Given) -> Call:
+    return Call(
+        attended(given.get("attention_mask")),
+        positions=needed(given, "position_ids"),
+        cache=given.get("layer_past"),
+    )
+
+
+def _result(hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
+    return hidden, None
+
+
+FAMILY = Family("transformers.models.gptj.modeling_gptj.GPTJBlock", _FORMAT, _arguments, _call, _result)
+
+
+def translate_hf_state_dict_to_smdistributed_gptj(
+    state_dict: Mapping[str, Any], max_seq_len: int | None = None
+) -> dict[str, Any]:
+    """The state dict of a GPT-J model of Hugging Face's, under the names and shapes of one whose layers are distributed.
+
+    `max_seq_len` has no effect: models of current releases of transformers have no causal masks as buffers.
+    """
+    return FAMILY.format.to_smdistributed(state_dict, max_seq_len)
+
+
+def translate_state_dict_to_hf_gptj(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
+    """The inverse of `translate_hf_state_dict_to_smdistributed_gptj`: of a full state dict, for from_pretrained and load_state_dict."""
+    return FAMILY.format.to_hf(state_dict, max_seq_len)
+
+
+translate_hf_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_gptj
+translate_state_dict_to_hf = translate_state_dict_to_hf_gptj

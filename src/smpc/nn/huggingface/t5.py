@@ -1,0 +1,148 @@
+"""T5: RMS norms first, no biases, scores not scaled but biased by relative position, a plain or gated output layer.
+
+The first layer of a stack computes the biases of the scores and hands them to the others. Each rank has those of its own heads, and only
+those leave a distributed layer. Sums that overflow float16 are clamped. Decoder layers have cross-attention, and write their output layer
+as the third part instead of the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from smpc.nn.huggingface.family import Family, Given, activation, attended, is_eager, normal
+from smpc.nn.registration import Fill
+from smpc.nn.state_format import Format, Rule, renamed
+from smpc.nn.variant import Call, PositionBuckets, Variant
+
+_PARTS = {"q": "query", "k": "key", "v": "value", "o": "dense"}
+_PLAIN = {"wi": "dense1", "wo": "dense2"}
+_GATED = {"wi_0": "dense1", "wi_1": "gate", "wo": "dense2"}
+
+
+def _output(place: str, names: Mapping[str, str]) -> tuple[Rule, ...]:
+    linear = {f"{place}.DenseReluDense.{theirs}": f"output.{ours}" for theirs, ours in names.items()}
+    return renamed({f"{place}.layer_norm": "output.pre_layernorm", **linear}, ("weight",))
+
+
+_SELF = renamed(
+    {
+        "layer.0.layer_norm": "attention.pre_layernorm",
+        "layer.0.SelfAttention.relative_attention_bias": "attention.positions",
+        **{f"layer.0.SelfAttention.{theirs}": f"attention.{ours}" for theirs, ours in _PARTS.items()},
+    },
+    ("weight",),
+)
+_CROSS = renamed(
+    {
+        "layer.1.layer_norm": "cross_attention.pre_layernorm",
+        **{f"layer.1.EncDecAttention.{theirs}": f"cross_attention.{ours}" for theirs, ours in _PARTS.items()},
+    },
+    ("weight",),
+)
+_FORMAT = Format(
+    "T5",
+    "block",
+    _SELF + _output("layer.1", _PLAIN),
+    (
+        _SELF + _output("layer.1", _GATED),
+        _SELF + _CROSS + _output("layer.2", _PLAIN),
+        _SELF + _CROSS + _output("layer.2", _GATED),
+    ),
+    forgotten=("layer.1.EncDecAttention.relative_attention_bias.weight",),
+)
+
+
+def _arguments(layer: Any) -> dict[str, Any]:
+    attention = layer.layer[0].SelfAttention
+    config = attention.config
+    buckets = PositionBuckets(
+        config.relative_attention_num_buckets, config.relative_attention_max_distance, not config.is_decoder
+    )
+    variant = Variant(
+        norm="rms",
+        is_eager=is_eager(config),
+        is_causal=config.is_decoder,
+        scale=1.0,
+        position_buckets=buckets if attention.has_relative_attention_bias else None,
+        is_gated=config.is_gated_act,
+        has_wide_dropout=True,
+        clamps_half=True,
+        input_bias=False,
+        context_bias=False,
+        output_bias=False,
+        layer_index=attention.layer_idx or 0,
+    )
+    return {
+        "num_attention_heads": attention.n_heads,
+        "attention_head_size": attention.key_value_proj_dim,
+        "hidden_size": config.d_model,
+        "intermediate_size": config.d_ff,
+        "attention_dropout_prob": config.dropout_rate,
+        "hidden_dropout_prob": config.dropout_rate,
+        "activation": activation(config.dense_act_fn),
+        "layernorm_epsilon": config.layer_norm_epsilon,
+        "initializer_range": config.initializer_factor * config.d_model**-0.5,
+        "add_cross_attention": config.is_decoder,
+        "pre_layernorm": True,
+        "post_layernorm": False,
+        "variant": variant,
+    }
+
+
+def _call(given: Given) -> Call:
+    return Call(
+        attended(given.get("attention_mask")),
+        given.get("encoder_hidden_states"),
+        attended(given.get("encoder_attention_mask")),
+        position_bias=given.get("position_bias"),
+        cache=given.get("past_key_values"),
+    )
+
+
+def _result(hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
+    return hidden, bias, None
+
+
+def _fills(layer: Any) -> dict[str, Fill]:
+    """As the scores are not scaled, the queries' weights are small; the other exceptions are those of the widths, and the norms."""
+    attention = layer.layer[0].SelfAttention
+    config, inner = attention.config, attention.n_heads * attention.key_value_proj_dim
+    factor, size = config.initializer_factor, attention.key_value_proj_dim
+
+    def fill_norm(block: Tensor) -> object:
+        return block.fill_(factor)
+
+    found = {
+        "output.dense2.weight": normal(factor * config.d_ff**-0.5),
+        "output.pre_layernorm.weight": fill_norm,
+    }
+    for part in ("attention", "cross_attention"):
+        found[f"{part}.query.weight"] = normal(factor * (config.d_model * size) ** -0.5)
+        found[f"{part}.dense.weight"] = normal(factor * inner**-0.5)
+        found[f"{part}.pre_layernorm.weight"] = fill_norm
+    return found
+
+
+FAMILY = Family("transformers.models.t5.modeling_t5.T5Block", _FORMAT, _arguments, _call, _result, _fills)
+
+
+def translate_hf_state_dict_to_smdistributed_t5(
+    state_dict: Mapping[str, Any], max_seq_len: int | None = None
+) -> dict[str, Any]:
+    """The state dict of a T5 model of Hugging Face's, under the names and shapes of one whose layers are distributed.
+
+    `max_seq_len` has no effect: models of current releases of transformers have no causal masks as buffers.
+    """
+    return FAMILY.format.to_smdistributed(state_dict, max_seq_len)
+
+
+def translate_state_dict_to_hf_t5(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
+    """The inverse of `translate_hf_state_dict_to_smdistributed_t5`: of a full state dict, for from_pretrained and load_state_dict."""
+    return FAMILY.format.to_hf(state_dict, max_seq_len)
+
+
+translate_hf_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_t5
+translate_state_dict_to_hf = translate_state_dict_to_hf_t5

@@ -1,0 +1,76 @@
+"""ViT: norms first, attention to all patches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from smpc.nn.huggingface.family import Family, Given, activation, attended, hidden_only, is_eager
+from smpc.nn.state_format import Format, renamed
+from smpc.nn.variant import Call, Variant
+
+_FORMAT = Format(
+    "ViT",
+    "layers",
+    renamed(
+        {
+            "layernorm_before": "attention.pre_layernorm",
+            **{f"attention.{name[0]}_proj": f"attention.{name}" for name in ("query", "key", "value")},
+            "attention.o_proj": "attention.dense",
+            "layernorm_after": "output.pre_layernorm",
+            "mlp.fc1": "output.dense1",
+            "mlp.fc2": "output.dense2",
+        }
+    ),
+    in_files=(
+        (r"\bencoder\.layer\.(\d+)\.", r"layers.\1."),
+        (r"\.attention\.attention\.([qkv])\w+\.", r".attention.\1_proj."),
+        (r"\.attention\.output\.dense\.", ".attention.o_proj."),
+        (r"\.intermediate\.dense\.", ".mlp.fc1."),
+        (r"(\blayers\.\d+)\.output\.dense\.", r"\1.mlp.fc2."),
+    ),
+)
+
+
+def _arguments(layer: Any) -> dict[str, Any]:
+    config, attention = layer.attention.config, layer.attention
+    return {
+        "num_attention_heads": attention.num_attention_heads,
+        "attention_head_size": attention.head_dim,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "attention_dropout_prob": config.attention_probs_dropout_prob,
+        "hidden_dropout_prob": config.hidden_dropout_prob,
+        "activation": activation(config.hidden_act),
+        "layernorm_epsilon": config.layer_norm_eps,
+        "initializer_range": config.initializer_range,
+        "pre_layernorm": True,
+        "post_layernorm": False,
+        "variant": Variant(is_eager=is_eager(config), input_bias=attention.q_proj.bias is not None),
+    }
+
+
+def _call(given: Given) -> Call:
+    return Call(attended(given.get("attention_mask")))
+
+
+FAMILY = Family("transformers.models.vit.modeling_vit.ViTLayer", _FORMAT, _arguments, _call, hidden_only)
+
+
+def translate_hf_state_dict_to_smdistributed_vit(
+    state_dict: Mapping[str, Any], max_seq_len: int | None = None
+) -> dict[str, Any]:
+    """The state dict of a ViT model of Hugging Face's, under the names and shapes of one whose layers are distributed.
+
+    `max_seq_len` has no effect: models of current releases of transformers have no causal masks as buffers.
+    """
+    return FAMILY.format.to_smdistributed(state_dict, max_seq_len)
+
+
+def translate_state_dict_to_hf_vit(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
+    """The inverse of `translate_hf_state_dict_to_smdistributed_vit`: of a full state dict, for from_pretrained and load_state_dict."""
+    return FAMILY.format.to_hf(state_dict, max_seq_len)
+
+
+translate_hf_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_vit
+translate_state_dict_to_hf = translate_state_dict_to_hf_vit

@@ -1,0 +1,80 @@
+"""How to distribute the instances of a module class, and how to get from one to the other.
+
+Terms
+    init_hook      arguments of the module's __init__ to (args, kwargs) of the distributed one's
+    forward_hook   arguments of the module's forward to (args, kwargs) of the distributed one's
+    return_hook    what the distributed module returns to what the module returns
+    state_hook     the module's state dict to the whole values of the distributed module's parameters
+    arguments      what a module was constructed with. Registering a class makes its instances remember them; those of known classes are
+                   read from their attributes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from smpc.errors import UsageError
+from smpc.nn.parallel import DistributedModule
+from smpc.nn.state_format import Format
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Translation = Callable[..., Any]
+Fill = Callable[[Tensor], object]  # in place
+StateHook = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+ARGUMENTS = "_smpc_arguments"  # of a module: what it was constructed with
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """How to distribute the instances of a module class."""
+
+    module: type[nn.Module]
+    distributed: type[DistributedModule]
+    init_hook: Translation | None = None
+    forward_hook: Translation | None = None
+    return_hook: Translation | None = None
+    state_hook: StateHook | None = None
+    read_arguments: Callable[[Any], Arguments] | None = None  # None: the module remembers them
+    format: Format | None = None  # how Hugging Face writes the module's state, instead of a state_hook
+    fills: Callable[[Any], Mapping[str, Fill]] | None = None  # how weights are drawn, by name, where not as always
+
+    def arguments(self, module: nn.Module) -> Arguments | None:
+        """Arguments of the distributed module; None if the module was made before its class was registered."""
+        own = vars(module).get(ARGUMENTS) if self.read_arguments is None else self.read_arguments(module)
+        if own is None:
+            return None
+        args, kwargs = own
+        if self.init_hook is None:
+            return tuple(args), dict(kwargs)
+        return _pair(self.init_hook(*args, **kwargs), "init_hook", self.module)
+
+    def values(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+        """Whole values of the distributed module, from the module's state dict; None where these are not known."""
+        if self.format is not None:
+            return self.format.layer_to_smdistributed(state)
+        return None if self.state_hook is None else self.state_hook(state)
+
+    def attach(self, distributed: DistributedModule) -> None:
+        """Makes a distributed module take and return what the original does."""
+        forward, back, owner = self.forward_hook, self.return_hook, self.module
+        if forward is not None:
+
+            def translate(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+                return _pair(forward(*args, **kwargs), "forward_hook", owner)
+
+            distributed.register_forward_pre_hook(translate, with_kwargs=True)
+        if back is not None:
+            distributed.register_forward_hook(lambda module, args, output: back(output))
+
+
+def _pair(found: Any, name: str, owner: type[nn.Module]) -> Arguments:
+    is_pair = isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[1], Mapping)
+    if not is_pair or isinstance(found[0], str | Mapping | Tensor):
+        raise UsageError(
+            f"the {name} of {owner.__name__} returned {type(found).__name__}, expected a tuple (positional arguments, keyword arguments)"
+        )
+    return tuple(found[0]), dict(found[1])

@@ -1,0 +1,79 @@
+"""`smp.amp.GradScaler`: torch's, for a model that lies on several ranks. For autocast in fp32 training; `fp16` has a scale of its own.
+
+    scaler = smp.amp.GradScaler()
+
+    @smp.step
+    def train_step(model, scaler, inputs, targets):
+        with torch.autocast("cuda", torch.float16):
+            loss = loss_function(model(inputs), targets)
+        model.backward(scaler.scale(loss))
+        return loss
+
+    train_step(model, scaler, inputs, targets)
+    scaler.step(optimizer)                              # perhaps after scaler.unscale_(optimizer) and clipping
+    scaler.update()
+
+What a rank finds in its gradients counts for all: the same steps are skipped everywhere, and the scale is the same. `unscale_`, and `step`
+where it was not called before, are collective over all ranks.
+
+Source: public SMP v1 API ("smdistributed.modelparallel.torch.amp.GradScaler"); torch.amp.GradScaler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smpc.errors import ConfigError, ConfigTypeError
+from smpc.v1.precision import current_half_dtype, found_anywhere
+from smpc.v1.state import state
+
+__all__ = ["GradScaler"]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler with its arguments and methods; construct it after smp.init. `device`: None for where the session computes.
+
+    `smp.save_checkpoint` saves its state and `smp.resume_from_checkpoint` restores it.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        session = state.session
+        if device is not None and not isinstance(device, str):
+            raise ConfigTypeError(
+                f"GradScaler: expected device to be a str such as 'cuda', found {device!r}; pass init_scale by its name"
+            )
+        half = current_half_dtype()
+        if enabled and half is not None:
+            raise ConfigError(
+                f"GradScaler: the model's parameters are {half}; fp16 has a loss scale of its own (smp.DistributedOptimizer(optimizer, "
+                "static_loss_scale=None, dynamic_loss_scale=True)) and bf16 needs none; leave GradScaler out or pass enabled=False"
+            )
+        if enabled and not init_scale > 0.0:
+            raise ConfigError(f"GradScaler: expected init_scale above 0, found {init_scale!r}")
+        super().__init__(
+            device or session.device.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        if self.is_enabled():
+            # Only the rank of the last stage calls `scale`, which would do this.
+            self._lazy_init_scale_growth_tracker(session.device)
+            state.scaler = self
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Torch's; what is found is that of all ranks, also where there is no gradient."""
+        found: dict[torch.device, Any] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        anywhere = found_anywhere(max((float(each) for each in found.values()), default=0.0))
+        device = state.session.device
+        return {device: torch.full((1,), float(anywhere), device=device)}

@@ -1,0 +1,104 @@
+"""Where each rank is in its data: saved for every rank, taken up where the data is divided as it was.
+
+    smp.save_checkpoint(path, tag, ..., data=loader)
+    smp.resume_from_checkpoint(path, data=loader)
+
+`data` has `state_dict()` and `load_state_dict(state)`, as stateful data loaders and samplers do; the state is plain values and tensors.
+
+A rank's samples follow from its dp_rank. So with as many data-parallel ranks as before, whatever the other degrees, a rank takes up the
+position that pipeline rank 0 of its dp_rank had: the other pipeline ranks may read other things, or nothing. With another number a position
+is taken up if all had the same one; otherwise none is, on any rank, with a warning.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from smpc.checkpoint import Channel, Checkpoint, together
+from smpc.errors import CheckpointError, ConfigTypeError
+from smpc.mesh import Axis, Mesh
+from smpc.v1.state import Session
+
+DATA = "data"
+
+
+@runtime_checkable
+class StatefulData(Protocol):
+    """What has a position."""
+
+    def state_dict(self) -> Any:
+        """The position, as plain values and tensors."""
+
+    def load_state_dict(self, state_dict: Any) -> object:
+        """Go to a position."""
+
+
+def check_data(data: Any) -> None:
+    """Raises ConfigTypeError unless `data` is None or has a position."""
+    if data is not None and not isinstance(data, StatefulData):
+        raise ConfigTypeError(
+            f"data: expected an object with state_dict() and load_state_dict(), found {type(data).__name__}; keep the position in "
+            "user_content instead"
+        )
+
+
+def capture(data: StatefulData | None) -> dict[str, Any]:
+    """What the state of this rank says of its data."""
+    return {} if data is None else {DATA: data.state_dict()}
+
+
+def restore(checkpoint: Checkpoint, data: StatefulData | None, session: Session, channel: Channel) -> None:
+    """Take up the positions that were saved, or warn and leave them alone. Collective."""
+    if data is None:
+        return
+    ranks, reason = _sources(checkpoint, session.mesh)
+    found: list[Any] = []
+
+    def read() -> None:
+        if ranks is not None:
+            found.append(checkpoint.rank_state(ranks[session.mesh.axis_rank(Axis.DP, session.rank)])[DATA])
+
+    together(channel, read)
+    if not found:
+        if session.rank == 0:
+            warnings.warn(f"{checkpoint.folder}: {reason}; the data begins where it stands", stacklevel=4)
+        return
+
+    def load() -> None:
+        try:
+            data.load_state_dict(found[0])
+        except Exception as error:  # whatever the user's class raises
+            raise CheckpointError(f"data: load_state_dict failed: {type(error).__name__}: {error}") from error
+
+    together(channel, load)
+
+
+def _sources(checkpoint: Checkpoint, mesh: Mesh) -> tuple[list[int] | None, str]:
+    """Of which saved rank each data-parallel rank takes the position; None, and why, if none can."""
+    states = [state if isinstance(state, Mapping) else {} for state in checkpoint.manifest.ranks]
+    saved = checkpoint.metadata.get("topology")
+    if not isinstance(saved, Mapping) or not any(DATA in state for state in states):
+        return None, "no data position was saved"
+    old = Mesh(len(states), saved["pipeline"], saved["tensor"], saved["placement"])
+    first = next(group for group in old.groups(Axis.DP) if old.pp_rank(group[0]) == 0)
+    if any(DATA not in states[rank] for rank in first):
+        return None, "the data position of some ranks was not saved"
+    if old.dp_size == mesh.dp_size:
+        return list(first), ""
+    values = [states[rank][DATA] for rank in first]
+    if len(first) == 1 or (len(set(map(json.dumps, values))) == 1 and not _has_tensors(values)):
+        return [first[0]] * mesh.dp_size, ""
+    return (
+        None,
+        f"saved with {old.dp_size} data-parallel ranks, of which each had its own data position, and there are {mesh.dp_size}",
+    )
+
+
+def _has_tensors(values: Any) -> bool:
+    """Whether the JSON of a state refers to tensors, of which equal names say nothing."""
+    if isinstance(values, list):
+        return any(map(_has_tensors, values))
+    return isinstance(values, dict) and (values.get("$") == "tensor" or any(map(_has_tensors, values.values())))

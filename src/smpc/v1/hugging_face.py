@@ -1,0 +1,165 @@
+"""Full checkpoints of Hugging Face's models under Hugging Face's names, also where layers are distributed; tensor by tensor.
+
+    Terms
+    theirs    names and shapes of the model as Hugging Face has it, which from_pretrained opens
+    ours      those of the model whose layers are distributed (`smpc.nn.state_format` has the rules between both)
+
+    texts_of(module)          config.json and generation_config.json, to lie beside the tensors
+    format_of(module)         the rules, None where ours are theirs; raises CheckpointError where no rules lead to theirs
+    Theirs(source, format)    a source of ours, as theirs
+    Ours(source, format)      a source of theirs, as ours
+
+transformers is not imported: a script that has such a model has done so.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smpc.checkpoint.sources import Item, Source
+from smpc.checkpoint.views import View
+from smpc.errors import CheckpointError
+from smpc.nn.huggingface.families import FAMILIES
+from smpc.nn.state_format import Format, Rule
+
+
+def is_hugging_face(module: nn.Module) -> bool:
+    """Whether this is a model of Hugging Face's."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
+
+
+def texts_of(module: nn.Module) -> dict[str, str]:
+    """The files beside the tensors, by name."""
+    found: Any = module
+    config = json.loads(found.config.to_json_string(use_diff=True))
+    config |= {
+        "architectures": [type(found).__name__],
+        "dtype": str(next(iter(found.parameters())).dtype).removeprefix("torch."),
+    }
+    texts = {"config.json": json.dumps(config, indent=2, sort_keys=True) + "\n"}
+    if found.can_generate():
+        texts["generation_config.json"] = found.generation_config.to_json_string(use_diff=True)
+    return texts
+
+
+def format_of(module: nn.Module) -> Format | None:
+    """The rules between ours and theirs; None if they are the same. Raises CheckpointError if none lead from one to the other."""
+    found: Any = module
+    with torch.device("meta"):
+        theirs = set(type(found)(found.config).state_dict())
+    ours = [Item("model", name, value.dtype, tuple(value.shape)) for name, value in _tensors(module)]
+    if {item.name for item in ours} == theirs:
+        return None
+    formats: list[Format] = [family.format for family in FAMILIES.values()]
+    for form in formats:
+        if {made.item.name for made in _theirs(ours, form)} == theirs:
+            return form
+    differ = sorted(theirs.symmetric_difference(item.name for item in ours))
+    raise CheckpointError(f"its modules have other names than Hugging Face's: {', '.join(differ[:3])}, ...")
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A tensor, and how it is made of those of a source: `names`, all in the dtype of the first."""
+
+    item: Item
+    names: tuple[str, ...]
+    make: Callable[[list[Tensor]], Tensor]
+
+
+class _Translated(View):
+    """A source whose tensors are made of another's."""
+
+    def __init__(self, source: Source, made: Iterator[_Made]) -> None:
+        super().__init__(source, [])
+        self._made = {each.item.name: each for each in made}
+        self._from = {item.name: item for item in source.items if item.kind == "model"}
+        self.items = [each.item for each in self._made.values()]
+
+    def read(self, item: Item) -> Tensor:
+        """See Source."""
+        made = self._made[item.name]
+        return made.make([self.source.read(self._from[name]) for name in made.names]).contiguous()
+
+
+class Theirs(_Translated):
+    """A source of ours as Hugging Face's."""
+
+    def __init__(self, source: Source, form: Format) -> None:
+        super().__init__(source, _theirs([item for item in source.items if item.kind == "model"], form))
+
+
+class Ours(_Translated):
+    """A source of Hugging Face's as ours."""
+
+    def __init__(self, source: Source, form: Format) -> None:
+        super().__init__(source, _ours([item for item in source.items if item.kind == "model"], form))
+
+
+def _theirs(items: list[Item], form: Format) -> Iterator[_Made]:
+    for prefix, layer in _layers(items, form):
+        used: dict[str, None] = {}
+        for rule in form.rules_of(list(layer)) if prefix is not None else ():
+            if all(name in layer for name in rule.ours):
+                used |= dict.fromkeys(rule.ours)
+                parts = [layer[name] for name in rule.ours]
+                shape = rule.joined_shape([part.shape for part in parts])
+                yield _Made(_like(parts[0], f"{prefix}{rule.theirs}", shape), _names(parts), rule.join)
+        yield from (_Made(item, (item.name,), _alone) for name, item in layer.items() if name not in used)
+
+
+def _ours(items: list[Item], form: Format) -> Iterator[_Made]:
+    for prefix, layer in _layers(items, form):
+        known = {rule.theirs: rule for rule in form.rules_of(list(layer))} if prefix is not None else {}
+        for name, item in layer.items():
+            if name in known:
+                yield from _parts(item, prefix or "", known[name])
+            elif prefix is None or name not in form.forgotten:
+                yield _Made(item, (item.name,), _alone)
+
+
+def _parts(item: Item, prefix: str, rule: Rule) -> Iterator[_Made]:
+    shape = rule.part_shape(item.shape)
+    for index, own in enumerate(rule.ours):
+        yield _Made(_like(item, f"{prefix}{own}", shape), (item.name,), functools.partial(_part, rule, index))
+
+
+def _layers(items: list[Item], form: Format) -> Iterator[tuple[str | None, dict[str, Item]]]:
+    """The tensors of each layer, by their names in it, with the layer's prefix; None and those of no layer."""
+    pattern = re.compile(rf"((?:.*?\.)??{form.container}\.\d+\.)(.*)")
+    layers: dict[str | None, dict[str, Item]] = {None: {}}
+    for item in items:
+        match = pattern.fullmatch(item.name)
+        prefix, name = (None, item.name) if match is None else (match[1], match[2])
+        layers.setdefault(prefix, {})[name] = item
+    yield from layers.items()
+
+
+def _part(rule: Rule, index: int, whole: list[Tensor]) -> Tensor:
+    return rule.part(whole[0], index)
+
+
+def _alone(tensors: list[Tensor]) -> Tensor:
+    return tensors[0]
+
+
+def _like(item: Item, name: str, shape: tuple[int, ...]) -> Item:
+    return Item(item.kind, name, item.dtype, shape)
+
+
+def _names(items: list[Item]) -> tuple[str, ...]:
+    return tuple(item.name for item in items)
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, value) for name, value in module.state_dict().items() if isinstance(value, Tensor)]

@@ -1,0 +1,68 @@
+"""What `smp.DistributedModel` refuses, and what it warns of, before it touches the module."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError, UsageError
+from smpc.v1.model_view import ModelView
+from smpc.v1.partition import manual_partition, read_marks
+from smpc.v1.state import Session, state
+
+
+def check_marks(module: nn.Module, session: Session) -> None:
+    """Raise ConfigError for partitions that do not exist; warn, once in a job, where partitions have no effect."""
+    if manual_partition(module, session.config) is None and session.rank == 0 and read_marks(module):
+        warnings.warn(
+            "smp.partition and smp.set_partition have no effect: auto_partition is true, so the partitioner chooses; set it to "
+            "false, and default_partition, to partition by hand",
+            stacklevel=3,
+        )
+
+
+def check_fully_shard(options: Mapping[str, Any], session: Session) -> None:
+    """Raise ConfigUnsupportedError for `fully_shard` with several passes per step; warn, once in a job, of what it makes useless."""
+    if options["backward_passes_per_step"] > 1:
+        raise ConfigUnsupportedError(
+            "fully_shard: backward_passes_per_step must be 1, since gradients are averaged in every step, found "
+            f"{options['backward_passes_per_step']}; use more microbatches"
+        )
+    if session.rank:
+        return
+    if session.mesh.rdp_size == 1:
+        warnings.warn("fully_shard has no effect: there is one replica", stacklevel=3)
+    defaults = {"bucket_cap_mb": 25, "gradient_as_bucket_view": False, "overlapping": True}
+    ignored = [name for name, default in defaults.items() if options[name] != default]
+    if ignored:
+        names = ", ".join("overlapping_allreduce" if name == "overlapping" else name for name in ignored)
+        warnings.warn(
+            f"{names}: without effect under fully_shard, which has no buckets and averages in the last backward",
+            stacklevel=3,
+        )
+
+
+def check_arguments(module: Any, trace_device: Any, trace_execution_times: Any, backward_passes_per_step: Any) -> None:
+    """Raise ConfigError or UsageError for arguments, or a second model, that DistributedModel does not take."""
+    if not isinstance(module, nn.Module):
+        raise ConfigTypeError(f"module: expected a torch.nn.Module, found {type(module).__name__}")
+    if isinstance(module, (ModelView, nn.parallel.DistributedDataParallel)):
+        raise ConfigError(
+            f"module: expected the plain model, found a {type(module).__name__}; DistributedModel handles data parallelism itself"
+        )
+    if trace_device not in ("cpu", "gpu"):
+        raise ConfigError(f"trace_device: expected 'cpu' or 'gpu', found {trace_device!r}")
+    if trace_execution_times and trace_device == "cpu":
+        raise ConfigError(
+            "trace_execution_times: must be False if trace_device is 'cpu': times are measured where the model will run, which is what "
+            "trace_device 'gpu' stands for"
+        )
+    if state.model is not None:
+        raise UsageError("there is a DistributedModel in this process already, and there can be only one")
+    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
+        raise ConfigError(
+            f"backward_passes_per_step: expected an int of at least 1, found {backward_passes_per_step!r}"
+        )

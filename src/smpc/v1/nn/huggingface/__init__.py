@@ -1,0 +1,8 @@
+"""Translates state dicts of Hugging Face's models to those of models with distributed layers, and back; one module for each family.
+
+from smpc.v1.nn.huggingface.gptneox import translate_state_dict_to_hf_gptneox
+"""
+
+from smpc.v1.nn.huggingface import bert, gpt2, gptj, gptneox, roberta, t5, vit
+
+__all__ = ["bert", "gpt2", "gptj", "gptneox", "roberta", "t5", "vit"]

@@ -1,0 +1,91 @@
+"""Training in half precision: what the keys `fp16` and `bf16` make of a model.
+
+    parameters, floating buffers    cast when smp.DistributedModel is constructed, as `module.half()` or `module.bfloat16()` does
+    inputs of the model             fp32 tensors among them are cast to the parameters' dtype
+    outputs of the model            fp16 and bf16 tensors are cast to fp32, so that losses of the step function are computed in it
+    gradients                       have the parameters' dtype; with fp16 they are those of the loss times a loss scale
+    updates                         of fp32 masters, of which the parameters are rounded copies: see `smpc.v1.masters`
+
+Without these keys nothing is cast.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smpc.config import Config
+from smpc.mesh import Axis
+from smpc.v1.microbatch import map_tensors
+from smpc.v1.state import state
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def half_dtype(config: Config) -> torch.dtype | None:
+    """What parameters are cast to; None for fp32 training, in which they stay as they are."""
+    return torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
+
+
+def current_half_dtype() -> torch.dtype | None:
+    """That of the session, if there is one."""
+    return half_dtype(state.cfg) if state.initialized else None
+
+
+def cast_module(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Casts parameters and floating buffers, in place: parameters stay the objects that they are."""
+    if dtype is torch.float16:
+        module.half()
+    elif dtype is torch.bfloat16:
+        module.bfloat16()
+
+
+def cast_inputs(values: Any, dtype: torch.dtype | None) -> Any:
+    """What the model is given, with fp32 tensors as `dtype`."""
+    if dtype is None:
+        return values
+    return map_tensors(values, lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor)
+
+
+def cast_outputs(values: Any, dtype: torch.dtype | None) -> Any:
+    """What the model returns, with half-precision tensors as fp32."""
+    if dtype is None:
+        return values
+    return map_tensors(values, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor)
+
+
+def loads_as(saved: torch.dtype, own: torch.dtype) -> bool:
+    """Whether a state of one dtype may be loaded into another without being asked to cast: floating ones, in half precision."""
+    return current_half_dtype() is not None and saved.is_floating_point and own.is_floating_point
+
+
+def loss_scale() -> float:
+    """What gradients are multiplied by in this step."""
+    return 1.0 if state.optimizer is None else float(state.optimizer.loss_scale)
+
+
+def found_anywhere(found: float) -> bool:
+    """Whether any rank has found a number other than 0. Collective over all ranks.
+
+    In `join` over those of a replica: others may be over, and gradients are the same on all replicas.
+    """
+    session = state.session
+    joins = state.model is not None and state.model.is_joining
+    group = session.groups[Axis.MP if joins else Axis.WORLD]
+    number = torch.full((1,), found, device=session.message_device)
+    if group.size() > 1:
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
+    return bool(number)
+
+
+def overflow_is_curable() -> bool:
+    """Whether a loss that is not finite may owe that to a loss scale, which will then be lowered and the step skipped.
+
+    A scale that cannot or need not be lowered is no excuse: `nan_policy` says what happens.
+    """
+    own = state.optimizer is not None and state.optimizer.scale_can_shrink
+    scaler = state.scaler
+    return own or (scaler is not None and scaler.is_enabled() and scaler.get_scale() > 1.0)

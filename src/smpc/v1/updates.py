@@ -1,0 +1,104 @@
+"""What the optimizer of a rank updates, and with what: the parameters themselves, or fp32 masters of them; all, or those that it owns.
+
+    updates.prepare(model)          once the model is partitioned, and again when parameters have come
+    updates.take(1 / scale)         masters' gradients
+    updates.step()                  the optimizer's step; parameters are rounded masters again, and alike on all replicas
+
+The groups of the wrapped optimizer hold, at the place of each parameter, what it updates there. What this rank does not update has no
+gradient while the optimizer steps, so that any optimizer skips it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from smpc.v1.masters import Masters
+from smpc.v1.model import DistributedModel
+from smpc.v1.sharded_optimizer import Entry, Shards
+
+
+class Updates:
+    """This rank's part in the updates of `optimizer`. `half`: the dtype of parameters that have masters; `shards`: if state is sharded."""
+
+    def __init__(self, optimizer: Optimizer, half: torch.dtype | None, shards: Shards | None, tp_size: int = 1) -> None:
+        self._optimizer, self._tp_size = optimizer, tp_size
+        self.half, self.shards = half, shards
+        self.masters = Masters()
+        self.is_stepping = False  # gradients of what this rank does not own are hidden
+        self._known: tuple[bool, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the wrapped optimizer updates parameters as it would without us."""
+        return self.half is None and self.shards is None
+
+    def parameters(self) -> list[Tensor]:
+        """The model's parameters, in the optimizer's order."""
+        parameter_of = self.masters.parameter_of
+        return [parameter_of(entry) for group in self._optimizer.param_groups for entry in group["params"]]
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether this rank updates a parameter that it holds."""
+        return self.shards is None or self.shards.owns(parameter)
+
+    def prepare(self, model: DistributedModel) -> None:
+        """Make what is missing of owners and masters, and take over what has been written into parameters."""
+        if self.is_plain or not model.partitioned:
+            return
+        parameters = self.parameters()
+        known = tuple(parameter.requires_grad for parameter in parameters)
+        if known != self._known:
+            self._known = known
+            names = {id(parameter): name for name, parameter in model.named_parameters()}
+            local = {id(parameter) for parameter in model.local_parameters()}
+            if self.shards is not None:
+                held = [p for p in parameters if id(p) in local]
+                self.shards.assign([self._entry(model, names[id(p)], p) for p in held])
+            if self.half is not None:
+                foreign = names.keys() - local
+                self.masters.adopt(self._optimizer, lambda p: id(p) not in foreign and p.requires_grad and self.owns(p))
+        self.masters.refresh()
+
+    def _entry(self, model: DistributedModel, name: str, parameter: Tensor) -> Entry:
+        is_scaled = model.is_scaled_batch_parameter(parameter)  # type: ignore[arg-type]
+        if not model.is_distributed_parameter(parameter):  # type: ignore[arg-type]
+            return Entry(parameter, parameter.numel(), is_scaled)
+        # Slices may be of different sizes, and the ranks that hold them must agree.
+        whole = model.slices.whole_shape(name, tuple(parameter.shape))
+        return Entry(parameter, math.prod(whole) // self._tp_size, is_scaled)
+
+    def step(self) -> Any:
+        """Update. Collective over the ranks that hold the same parameters, if state is sharded."""
+        self.is_stepping = True
+        try:
+            with self._hidden():
+                result = self._optimizer.step()
+        finally:
+            self.is_stepping = False
+        self.masters.write_back()
+        self.masters.drop_gradients()
+        if self.shards is not None:
+            self.shards.gather()
+        return result
+
+    @contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """Takes the gradients away from what this rank does not update."""
+        hidden: list[tuple[Tensor, Tensor]] = []
+        for group in self._optimizer.param_groups:
+            for entry in group["params"]:
+                if entry.grad is not None and not self.owns(entry):
+                    hidden.append((entry, entry.grad))
+                    entry.grad = None
+        try:
+            yield
+        finally:
+            for entry, grad in hidden:
+                entry.grad = grad

@@ -1,0 +1,203 @@
+"""`fully_shard`: parameters, gradients and optimizer state in parts on the replicas, and the training that of whole ones."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from executor_harness import run_workers
+from torch import nn
+from torch.distributed.tensor import DTensor
+from v1_harness import batches, evaluate, feed, preload, start, train_step
+
+import smpc.v1 as smp
+from smpc.errors import ConfigUnsupportedError
+from smpc.executor.fully_shard import StageShards
+from smpc.executor.sharded_tensor import whole
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    preload()
+
+
+# (model, schedule, whether blocks are checkpointed); of gpt2_tied both pipeline ranks hold the embedding
+FEW = [("gpt2_tied", "1f1b", True)]
+OTHERS = [
+    ("gpt2", "interleaved-1f1b", True),
+    ("gpt2", "gpipe", False),
+    ("gpt2_tied", "gpipe", True),
+    ("t5", "1f1b", False),
+    ("llama", "interleaved-1f1b", False),
+]
+
+
+def begin(name, schedule, checkpoints, shards):
+    module, model, _, kwargs = start(name, world=4, config={"schedule": schedule, "fully_shard": shards})
+    for layer in module.transformer.h if checkpoints else ():
+        smp.set_activation_checkpointing(layer)
+    # Where a gradient is nothing but rounding errors, Adam would make steps of them without so large an eps.
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3))
+    return model, optimizer, kwargs
+
+
+def train(name, schedule, checkpoints, shards):
+    model, optimizer, kwargs = begin(name, schedule, checkpoints, shards)
+    losses = []
+    for step, ids in enumerate(batches(kwargs, smp.rdp_rank())):
+        ids = ids[:, : 12 - 4 * (step % 2)].contiguous()  # another program in the second step
+        losses += [loss.detach() for loss in train_step(model, feed(ids), 1.0)["loss"].outputs]
+        if step == 1:
+            with torch.no_grad():
+                losses += evaluate(model, feed(ids)).outputs
+        norm = optimizer.clip_master_grads(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = list(model.local_parameters())
+    return {
+        "losses": torch.stack(losses),
+        "norm": norm,
+        "size": sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters),
+        "state": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+    }
+
+
+def both(rank, folder, cases):
+    found = []
+    for name, schedule, checkpoints in cases:
+        pair = []
+        for shards in (False, True):
+            pair.append(train(name, schedule, checkpoints, shards))
+            smp.shutdown()
+        found.append(pair)
+    return found
+
+
+def assert_close(found, expected, rtol=1e-6, atol=1e-7):
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+
+def check(folder, cases):
+    for results in run_workers(both, 4, folder, cases):
+        for plain, shards in results:
+            assert_close(shards["losses"], plain["losses"])
+            assert_close(shards["norm"], plain["norm"])
+            assert shards["size"] <= 0.5 * plain["size"] + 64  # tensors of an odd number of rows
+            assert shards["state"].keys() == plain["state"].keys()
+            for key, value in plain["state"].items():
+                assert_close(shards["state"][key], value, rtol=1e-5, atol=1e-6)
+            assert shards["optimizer"]["param_groups"] == plain["optimizer"]["param_groups"]
+            assert shards["optimizer"]["state"].keys() == plain["optimizer"]["state"].keys()
+            for name, items in plain["optimizer"]["state"].items():
+                for key, value in items.items():
+                    assert_close(shards["optimizer"]["state"][name][key], value, rtol=1e-4, atol=1e-7)
+
+
+def test_training_is_that_of_whole_parameters(tmp_path):
+    check(tmp_path, FEW)
+
+
+@pytest.mark.slow
+def test_training_is_that_of_whole_parameters_of_every_kind(tmp_path):
+    check(tmp_path, OTHERS)
+
+
+def saved_and_loaded(rank, folder):
+    """A checkpoint of parts is one of whole tensors; state dicts go from whole to parts and back."""
+    model, optimizer, kwargs = begin("gpt2_tied", "1f1b", False, True)
+    data = [feed(ids) for ids in batches(kwargs, smp.rdp_rank())]
+    before = dict(model.named_parameters())
+    train_step(model, data[0], 1.0)
+    old = [name for name, parameter in model.local_named_parameters() if parameter is before[name]]
+    assert not old, f"still whole: {old}"
+    optimizer.step()
+    optimizer.zero_grad()
+    smp.save_checkpoint(folder / "saved", "one", model=model, optimizer=optimizer)
+    smp.save_checkpoint(folder / "saved", "one", partial=False, model=model, optimizer=optimizer)
+    states = model.state_dict(), optimizer.state_dict(), model.local_state_dict(), optimizer.local_state_dict()
+    losses = train_step(model, data[1], 1.0)["loss"].outputs
+    optimizer.zero_grad()
+    refused = []
+    for act in (lambda: model.cpu(), lambda: model.register_comm_hook(None, None), lambda: model.join().__enter__()):
+        with pytest.raises(ConfigUnsupportedError) as error:
+            act()
+        refused.append(str(error.value))
+
+    def again():
+        found = train_step(model, data[1], 1.0)["loss"].outputs
+        optimizer.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(found, losses, strict=True))
+
+    def spoil():
+        with torch.no_grad():
+            for parameter in model.local_parameters():
+                parameter.fill_(0.1)
+
+    spoil()
+    model.load_state_dict(states[0])
+    again()
+    spoil()
+    model.load_state_dict(states[2])
+    optimizer.load_state_dict(states[3])
+    again()
+    optimizer.load_state_dict(states[1])
+    spoil()
+    smp.resume_from_checkpoint(folder / "saved", "one")
+    again()
+    spoil()
+    smp.resume_from_checkpoint(folder / "saved", "one", partial=False)
+    again()
+    for name, items in optimizer.state_dict()["state"].items():
+        for key, value in items.items():
+            assert torch.equal(value, states[1]["state"][name][key]), (name, key)
+    smp.shutdown()
+    plain, other, _ = begin("gpt2_tied", "1f1b", False, False)  # from parts to whole parameters, before the first step
+    smp.resume_from_checkpoint(folder / "saved", "one")
+    found = train_step(plain, data[1], 1.0)["loss"].outputs
+    for loss, expected in zip(found, losses, strict=True):
+        assert_close(loss, expected)
+    assert_close(other.state_dict()["state"], states[1]["state"])
+    return refused
+
+
+def test_checkpoints_and_state_dicts(tmp_path):
+    for refused in run_workers(saved_and_loaded, 4, tmp_path):
+        assert all("fully_shard" in text for text in refused)
+
+
+@smp.step
+def step_without_last_backward(model, ids, number):
+    loss = model(input_ids=ids, labels=ids).loss
+    if int(number[0]) < 3:
+        model.backward(loss)
+    return loss
+
+
+def without_last_backward(rank, folder):
+    """Gradients are averaged all the same, and the next step goes on; by kind, by name."""
+    found = []
+    for shards in (False, True):
+        model, _, kwargs = begin("gpt2", "interleaved-1f1b", False, shards)
+        number = torch.arange(4).repeat_interleave(kwargs["input_ids"].shape[0] // 4)
+        steps = [batches(kwargs, smp.rdp_rank())[0] for _ in range(2)]
+        for ids in steps:
+            step_without_last_backward(model, feed(ids), feed(number))
+        train_step(model, feed(steps[0]), 1.0)
+        found.append({name: whole(p.grad) for name, p in model.local_named_parameters()})
+        smp.shutdown()
+    return found
+
+
+def test_a_step_whose_last_microbatch_has_no_backward(tmp_path):
+    for expected, found in run_workers(without_last_backward, 4, tmp_path):
+        assert found.keys() == expected.keys()
+        for name, grad in expected.items():
+            assert_close(found[name], grad, rtol=1e-5)
+
+
+def test_stages_that_cannot_be_sharded():
+    linear = nn.Linear(2, 2)
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    with pytest.raises(ConfigUnsupportedError) as error:
+        StageShards({0: linear, 2: nn.Sequential(linear, nn.Linear(2, 2)), 3: mixed}, dist.GroupMember.NON_GROUP_MEMBER)
+    assert "parameter '0.weight' is used by stages 0 and 2 of one rank, expected one of them" in str(error.value)
+    assert "the parameters of stage 3 that train have the dtypes torch.float32, torch.float64" in str(error.value)
