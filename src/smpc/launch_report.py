@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_CONNECTION_ERRORS = ("DistBackendError", "DistNetworkError")
+_CONNECTION_WORDS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
@@ -35,11 +38,18 @@ class RankFailure:
     def order(self) -> tuple[int, float, int]:
         """Failures sort by cause first, consequences last."""
         if self.report:
-            return (2 if "PeerError" in self.report["smpc_classes"] else 0, self.report["time"], self.rank)
+            told = 2 if "PeerError" in self.report["smpc_classes"] else int(self.lost_connection)
+            return (told, self.report["time"], self.rank)
         # Deaths without a report: SIGTERM is the launcher's own way to end the others, SIGABRT is how communication
         # libraries end a process whose peer is gone. Any other comes before the peers that saw the connection break.
         kind = 3 if self.forced else {-signal.SIGTERM: 3, -signal.SIGABRT: 1}.get(self.exit_code or 0, 0)
         return (kind, self.observed - 1, self.rank)
+
+    @property
+    def lost_connection(self) -> bool:
+        """Whether the report is of torch.distributed, that a peer is gone: whatever ended that one came before."""
+        text = str(self.report.get("text", ""))
+        return self.report.get("type") in _CONNECTION_ERRORS or any(words in text for words in _CONNECTION_WORDS)
 
     @property
     def at_fault(self) -> int:

@@ -60,6 +60,8 @@ def _died(rank, observed, exit_code):
         ([_raised(0, 10.2), _died(1, 10, -signal.SIGKILL)], 1),  # a killed rank, before those that lost it
         ([_raised(0, 9.97), _died(1, 10, -signal.SIGSEGV)], 1),  # ... observed in the next second
         ([_raised(0, 10.2), _died(1, 10, 42)], 1),  # os._exit(42)
+        ([_raised(0, 10.2, "RuntimeError", "[gloo] Connection closed by peer"), _died(1, 15, 42)], 1),  # seen late
+        ([_raised(0, 10.2, "DistBackendError"), _raised(1, 10.4)], 1),
         ([_died(0, 10, -signal.SIGTERM), _raised(1, 10.5)], 1),  # the launcher ends ranks with SIGTERM
         ([_died(0, 10, -signal.SIGABRT), _raised(1, 10.5)], 1),  # nccl's watchdog aborts when a peer is gone
         ([_died(0, 40, -signal.SIGKILL), _raised(1, 10.5)], 1),  # killed by the launcher, for it ignored SIGTERM

@@ -14,14 +14,47 @@ EVERYTHING = tuple(rewrite.op for rewrite in REWRITES)
 LAYERS = 3
 # What each model has of everything: places by op.
 USED = {
-    "llama": {"cross_entropy": 1, "flash_attention": LAYERS, "add_rms_norm": LAYERS, "rms_norm": LAYERS + 1, "rotary": 2 * LAYERS, "swiglu": LAYERS},
-    "qwen3": {"cross_entropy": 1, "flash_attention": LAYERS, "add_rms_norm": LAYERS, "rms_norm": 3 * LAYERS + 1, "rotary": 2 * LAYERS, "swiglu": LAYERS},
-    "gemma": {"cross_entropy": 1, "flash_attention": LAYERS, "add_rms_norm": LAYERS, "rms_norm": LAYERS + 1, "rotary": 2 * LAYERS, "bias_gelu": LAYERS},
+    "llama": {
+        "cross_entropy": 1,
+        "flash_attention": LAYERS,
+        "add_rms_norm": LAYERS,
+        "rms_norm": LAYERS + 1,
+        "rotary": 2 * LAYERS,
+        "swiglu": LAYERS,
+    },
+    "qwen3": {
+        "cross_entropy": 1,
+        "flash_attention": LAYERS,
+        "add_rms_norm": LAYERS,
+        "rms_norm": 3 * LAYERS + 1,
+        "rotary": 2 * LAYERS,
+        "swiglu": LAYERS,
+    },
+    "gemma": {
+        "cross_entropy": 1,
+        "flash_attention": LAYERS,
+        "add_rms_norm": LAYERS,
+        "rms_norm": LAYERS + 1,
+        "rotary": 2 * LAYERS,
+        "bias_gelu": LAYERS,
+    },
     "gpt2": {"cross_entropy": 1, "flash_attention": 4, "add_layer_norm": 4, "layer_norm": 5, "bias_gelu": 4},
-    "gpt_neox": {"cross_entropy": 1, "flash_attention": LAYERS, "layer_norm": 2 * LAYERS + 1, "rotary": 2 * LAYERS, "bias_gelu": LAYERS},
-    "bert": {"cross_entropy": 1, "flash_attention": LAYERS, "add_layer_norm": 2 * LAYERS, "layer_norm": 1, "bias_gelu": LAYERS},
+    "gpt_neox": {
+        "cross_entropy": 1,
+        "flash_attention": LAYERS,
+        "layer_norm": 2 * LAYERS + 1,
+        "rotary": 2 * LAYERS,
+        "bias_gelu": LAYERS,
+    },
+    "bert": {
+        "cross_entropy": 1,
+        "flash_attention": LAYERS,
+        "add_layer_norm": 2 * LAYERS,
+        "layer_norm": 1,
+        "bias_gelu": LAYERS,
+    },
     "t5": {"cross_entropy": 1, "rms_norm": 12},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)

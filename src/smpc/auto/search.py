@@ -11,8 +11,9 @@ The sample inputs are the GLOBAL batch: what all replicas process together in on
 How. The model is recorded once for each size of a microbatch. Candidates are planned in the order of their lower bounds on the step,
 each as its best contiguous cut for balanced computation (`memory_weight` 0) within the limit, until the next bound is above 99% of the
 best step: what is left cannot be much faster. The best is then planned with all means. A candidate whose bound on the peak exceeds the
-limit is not planned, and a size of microbatches at which no candidate can fit rules out the larger ones. Nothing depends on the clock,
-so the same search gives the same bytes.
+limit is not planned, nor is one that differs from a planned one in its schedule alone and is slower with the same cut; and a size of
+microbatches at which no candidate can fit rules out the larger ones. Nothing depends on the clock, so the same search gives the same
+bytes.
 
 With t tensor-parallel ranks, what is planned is the trace of one of them: the compiler's best layouts (`smpc.codegen.rewrite`), which
 split what t divides (heads, channels, vocabularies) and leave the rest whole, with collectives that take what they send over the
@@ -238,6 +239,7 @@ class _Searcher:
         self.sharded: dict[tuple[int, int], ShardedTrace] = {}
         self.samples: dict[tuple[int, int, str, Wire], Sample] = {}
         self.results: list[Result] = []
+        self.cuts: dict[Candidate, Plan] = {}  # the first plan of the candidates that differ in their schedules alone
         self.best: tuple[Result, Plan] | None = None
         self.blocks: tuple[str, ...] = ()
         self.least: tuple[int, Candidate] | None = None  # memory that would do
@@ -387,10 +389,29 @@ class _Searcher:
                     for rest in pending[done:]
                 ]
                 return
+            foretold = self._foretold(bounded)
+            if foretold is not None and self.best is not None and foretold.step_time >= self.best[0].step_time:
+                self.results.append(foretold)
+                continue
             result, plan = self._plan(bounded, self.setting.limit)
             self.results.append(result)
+            if plan is not None:
+                self.cuts.setdefault(_cut_of(bounded.candidate), plan)
             if plan is not None and (self.best is None or result.step_time < self.best[0].step_time):
                 self.best = result, plan
+
+    def _foretold(self, bounded: _Bounded) -> Result | None:
+        """What a candidate takes that differs in its schedule alone from one that was planned: the cut is the same, or a slower one."""
+        candidate = bounded.candidate
+        plan, choice = self.cuts.get(_cut_of(candidate)), self._options(candidate).choice
+        if plan is None or tuple(stage.rank for stage in plan.stages) != choice.placement:
+            return None
+        stages = tuple(
+            replace(stage, num_in_flight=number) for stage, number in zip(plan.stages, choice.in_flight, strict=True)
+        )
+        summary = replace(plan.schedule, name=choice.name, active_microbatches=choice.active_microbatches)
+        found = self._measured(candidate, replace(plan, stages=stages, schedule=summary))
+        return replace(found, peak_bytes=bounded.peak, peak_is_bound=True)
 
     def _plan(self, bounded: _Bounded, limit: int) -> tuple[Result, Plan | None]:
         """The result of a candidate, and its plan if it has one."""
@@ -477,6 +498,11 @@ class _Searcher:
             f"and the {candidate.schedule} schedule; raise memory_limit, use more ranks, or a smaller batch",
             least,
         )
+
+
+def _cut_of(candidate: Candidate) -> Candidate:
+    """The same for candidates that are cut alike: computation is balanced, whatever the schedule."""
+    return replace(candidate, schedule="")
 
 
 def _batch_size(inputs: Inputs) -> int:
