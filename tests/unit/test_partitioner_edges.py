@@ -113,14 +113,18 @@ def test_a_returned_parameter_is_held_by_the_last_stage():
     assert [stage.parameters for stage in plan.stages] == [(), ("w",)]
 
 
-def test_activations_count_what_is_saved_received_and_sent():
-    # a is saved by b, so stage 1 holds it, and gloo holds it on stage 0 as well; c is returned by the last stage.
+def test_activations_count_what_is_saved_and_received():
+    # a is saved by b, so stage 1 holds it; c is returned by the last stage. Two a's wait on stage 0 over gloo, where the message of
+    # the first is known to have arrived only when its gradient comes back, when the second has been made.
     trace = trace_of([x(), node("a", "x"), node("b", "a", saved=(1,)), node("c", "b", saved=())], ["c"])
-    for device, sent in (("h100", 0), ("cpu", WIDE.num_bytes)):
+    peaks = []
+    for device in ("h100", "cpu"):
         cost_model = CostModel.of(find_device(device), 2)
         assignment = {"a": 0, "b": 1, "c": 1}
-        plan = plan_from_assignment(trace, assignment, num_stages=2, in_flight=(1, 1), cost_model=cost_model)
-        assert [stage.activation_bytes_per_microbatch for stage in plan.stages] == [sent, 2 * WIDE.num_bytes]
+        plan = plan_from_assignment(trace, assignment, num_stages=2, in_flight=(2, 1), cost_model=cost_model)
+        assert [stage.activation_bytes_per_microbatch for stage in plan.stages] == [0, 2 * WIDE.num_bytes]
+        peaks.append(plan.stages[0].peak_memory_bytes)
+    assert peaks[1] - peaks[0] == WIDE.num_bytes
 
 
 @pytest.mark.parametrize(

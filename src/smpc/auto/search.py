@@ -9,11 +9,11 @@ The sample inputs are the GLOBAL batch: what all replicas process together in on
 `smpc.auto.space`), and what is minimised is the predicted step (`smpc.auto.estimate`).
 
 How. The model is recorded once for each size of a microbatch. Candidates are planned in the order of their lower bounds on the step,
-each as its best contiguous cut for balanced computation (`memory_weight` 0) within the limit, until the next bound is above 99% of the
-best step: what is left cannot be much faster. The best is then planned with all means. A candidate whose bound on the peak exceeds the
-limit is not planned, nor is one that differs from a planned one in its schedule alone and is slower with the same cut; and a size of
-microbatches at which no candidate can fit rules out the larger ones. Nothing depends on the clock, so the same search gives the same
-bytes.
+each as its best contiguous cut for balanced computation (`memory_weight` 0), until the next bound is above 99% of the best step: what is
+left cannot be much faster. A cut that breaks the limit is itself a bound, for a limit makes none faster: it is cut within the limit when
+its turn comes again. The best is then planned with all means. A candidate whose bound on the peak exceeds the limit is not planned, nor is
+one that differs from a planned one in its schedule alone and is slower with the same cut; and a size of microbatches at which no candidate
+can fit rules out the larger ones. Nothing depends on the clock, so the same search gives the same bytes.
 
 With t tensor-parallel ranks, what is planned is the trace of one of them: the compiler's best layouts (`smpc.codegen.rewrite`), which
 split what t divides (heads, channels, vocabularies) and leave the rest whole, with collectives that take what they send over the
@@ -22,6 +22,7 @@ wires that these ranks share. A degree at which nothing can be split is impossib
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -51,6 +52,7 @@ from smpc.tracer.structure import flatten
 
 ALL_SCHEDULES = tuple(known for known, _ in SCHEDULES)
 _SHARDED = {"tensor_parallel_plan": "auto", "prescaled_batch": True}  # settings that tensor-parallel ranks need
+_NO_LIMIT = 1 << 60  # bytes
 TOLERANCE = 0.01  # how much faster a way that is not planned could be
 ShowProgress = Callable[[str, int, int], object]  # (phase, done, total)
 
@@ -374,26 +376,22 @@ class _Searcher:
 
     def _plan_in_order(self, pending: Sequence[_Bounded]) -> None:
         """Plan candidates until no bound is below the best step."""
-        for done, bounded in enumerate(pending):
-            self.show(f"Planning {len(pending)} ways to train", done, len(pending))
-            if self.best is not None and bounded.step >= self.best[0].step_time * (1.0 - TOLERANCE):
-                self.results += [
-                    Result(
-                        rest.candidate,
-                        Verdict.SLOWER,
-                        rest.step,
-                        peak_bytes=rest.peak,
-                        step_is_bound=True,
-                        peak_is_bound=True,
-                    )
-                    for rest in pending[done:]
-                ]
+        queue = [(bounded.step, turn, bounded, False) for turn, bounded in enumerate(pending)]
+        while queue:
+            step, turn, bounded, breaks_limit = heapq.heappop(queue)
+            self.show(f"Planning {len(pending)} ways to train", len(pending) - len(queue) - 1, len(pending))
+            if self.best is not None and step >= self.best[0].step_time * (1.0 - TOLERANCE):
+                self.results += [_too_slow(*rest) for rest in sorted([(step, turn, bounded, breaks_limit), *queue])]
                 return
-            foretold = self._foretold(bounded)
-            if foretold is not None and self.best is not None and foretold.step_time >= self.best[0].step_time:
-                self.results.append(foretold)
+            if not breaks_limit:
+                foretold = self._foretold(bounded)
+                if foretold is not None and self.best is not None and foretold.step_time >= self.best[0].step_time:
+                    self.results.append(foretold)
+                    continue
+            result, plan = self._plan(bounded, self.setting.limit if breaks_limit else _NO_LIMIT)
+            if plan is not None and max(rank_peaks(plan).values()) > self.setting.limit:
+                heapq.heappush(queue, (max(step, result.step_time), turn, bounded, True))
                 continue
-            result, plan = self._plan(bounded, self.setting.limit)
             self.results.append(result)
             if plan is not None:
                 self.cuts.setdefault(_cut_of(bounded.candidate), plan)
@@ -498,6 +496,13 @@ class _Searcher:
             f"and the {candidate.schedule} schedule; raise memory_limit, use more ranks, or a smaller batch",
             least,
         )
+
+
+def _too_slow(step: float, turn: int, bounded: _Bounded, breaks_limit: bool) -> Result:
+    """Of a candidate that was not planned, or not within the limit: it takes at least `step`."""
+    return Result(
+        bounded.candidate, Verdict.SLOWER, step, peak_bytes=bounded.peak, step_is_bound=True, peak_is_bound=True
+    )
 
 
 def _cut_of(candidate: Candidate) -> Candidate:
