@@ -25,10 +25,9 @@ from smpc.codegen.emit import describe_channel, emit_rank
 from smpc.codegen.lower import lower
 from smpc.codegen.offload import insert_offloads, resident
 from smpc.codegen.program import Channel, Instruction, RankProgram, StageCode
+from smpc.codegen.rewrite.by_plan import rewrite_by_plan
 from smpc.codegen.rewrite.kernels import Rewritten, rewrite_kernels, select_rewrites
-from smpc.codegen.rewrite.outputs import keep_outputs
-from smpc.codegen.rewrite.plan import choose_by_plan, find_plan
-from smpc.codegen.rewrite.tensor_parallel import ShardedTrace, rewrite, with_collectives
+from smpc.codegen.rewrite.tensor_parallel import ShardedTrace, with_collectives
 from smpc.codegen.schedule import evaluation
 from smpc.codegen.schedules.choice import Choice, choose
 from smpc.codegen.simulate import Costs, Link, Timeline, chain, simulate, timeline_text
@@ -224,12 +223,11 @@ def compile_model(
 ) -> Compilation:
     """Compiles a model for a batch like `sample_inputs` (see the module docstring for its forms).
 
-    `leaf_modules` are names of modules to be called whole, with nothing recorded inside. `device` (see `smpc.partitioner.device`;
-    several: one for each rank) and `optimizer` (see `smpc.partitioner.optimizer`) are what times and memory are predicted for.
-    `memory_limit` is the most that a rank may hold at its predicted peak: "80GB", or a number of bytes. With
-    `trace_execution_times`, times are
-    measured on the device that the model is on, not predicted; with `trace_memory_usage`, so is what operations take and give back
-    while they work, which is otherwise left out. `show_phase` is called with the name of each phase as it starts.
+    `leaf_modules` are called whole, with nothing recorded inside. `device` (see `smpc.partitioner.device`; several: one for each rank) and
+    `optimizer` (see `smpc.partitioner.optimizer`) are what times and memory are predicted for. `memory_limit` is the most that a rank may
+    hold at its predicted peak: "80GB", or a number of bytes. With `trace_execution_times`, times are measured on the device that the model
+    is on, not predicted; with `trace_memory_usage`, so is what operations take and give back while they work, which is otherwise left
+    out. `show_phase` is called with the name of each phase as it starts.
     With `warn`, what was asked for and is not done becomes a warning (see `plan_warnings`).
     `data_parallel_degree` is the number of replicas of the pipeline, each with a batch like this: their gradients are summed in
     buckets, which take memory; with `shard_optimizer_state` they split the optimizer state among them.
@@ -240,11 +238,10 @@ def compile_model(
     by name pattern, see docs/tensor_parallel_compiler.md): plan and programs are those of one of them. `tensor_parallel_outputs` are the
     only tensors that they return whole, such as ("loss",), so that logits need not be gathered; by default all are.
     With `skip_tracing`, parameter sizes and the order of modules alone decide about the cut, not what is recorded of them.
-    `schedule` and `virtual_pipeline_degree`: see docs/schedules.md. `manual` puts modules on ranks by name, see
-    `smpc.partitioner.manual`.
+    `schedule` and `virtual_pipeline_degree`: see docs/schedules.md. `manual` puts modules on ranks by name: `smpc.partitioner.manual`.
 
-    Raises ConfigError for settings out of bounds or a batch that `microbatches` does not divide, TraceError for a model that
-    cannot be recorded, PartitionError when there are more stages than modules, or no plan within the memory limit.
+    Raises ConfigError for settings out of bounds or a batch that `microbatches` does not divide, TraceError for a model that cannot be
+    recorded, PartitionError when there are more stages than modules, or no plan within the memory limit.
     """
     options = PipelineOptions(
         pipeline_parallel_degree,
@@ -269,15 +266,12 @@ def compile_model(
     args, kwargs = first_microbatch(as_inputs(sample_inputs), microbatches)
     show = show_phase or (lambda phase: None)
     show("Tracing the model")
-    trace, sharded = record(model, args, kwargs, leaf_modules=leaf_modules), None
-    asked = tensor_parallel_plan not in ("auto", "off") or tensor_parallel_outputs is not None
-    if tensor_parallel_degree != 1 or asked:
-        _check_tensor_parallel(tensor_parallel_degree, trace_execution_times, trace_memory_usage)
+    trace = record(model, args, kwargs, leaf_modules=leaf_modules)
+    if tensor_parallel_degree > 1:
+        _check_not_measured(trace_execution_times=trace_execution_times, trace_memory_usage=trace_memory_usage)
         show("Choosing tensor-parallel layouts")
-        styles = find_plan(model, tensor_parallel_plan)
-        trace = trace if tensor_parallel_outputs is None else keep_outputs(trace, tensor_parallel_outputs)
-        sharded = rewrite(trace, choose_by_plan(trace, tensor_parallel_degree, styles))
-        trace = sharded.trace
+    sharded = rewrite_by_plan(model, trace, tensor_parallel_degree, tensor_parallel_plan, tensor_parallel_outputs)
+    trace = trace if sharded is None else sharded.trace
     rewritten = with_kernels(trace, options)
     trace, times = rewritten.trace, None
     if sharded is not None:
@@ -298,17 +292,10 @@ def compile_model(
     return dataclasses.replace(compile_plan(trace, plan), sharded=sharded)
 
 
-def _check_tensor_parallel(degree: int, trace_execution_times: bool, trace_memory_usage: bool) -> None:
-    if degree == 1:
-        raise ConfigError(
-            "tensor_parallel_plan and tensor_parallel_outputs have no effect with tensor_parallel_degree 1; leave them out, or set "
-            "the degree"
-        )
-    wrong = [f"tensor_parallel_degree: expected at least 1, found {degree}"] if degree < 1 else []
-    asked = {"trace_execution_times": trace_execution_times, "trace_memory_usage": trace_memory_usage}
-    wrong += [
+def _check_not_measured(**measured: bool) -> None:
+    wrong = [
         f"{name}: not with tensor_parallel_degree, the model at hand is whole; leave one of them out"
-        for name, is_asked in asked.items()
+        for name, is_asked in measured.items()
         if is_asked
     ]
     if wrong:

@@ -84,12 +84,18 @@ class Format:
         return max((self.rules, *self.others), key=coverage)
 
     def to_smdistributed(self, state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
-        """The state dict of the model whose layers are distributed."""
+        """The state dict of Hugging Face's model, under the names and shapes of one whose layers are distributed.
+
+        `max_seq_len` has no effect: models of current releases of transformers have no causal masks as buffers.
+        """
         _check(state_dict, max_seq_len, self.name)
         return self._translate({self.in_model(key): value for key, value in state_dict.items()}, self._ours)
 
     def to_hf(self, state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
-        """The state dict of Hugging Face's model. Without layers that are distributed it is the one that is given."""
+        """The inverse of `to_smdistributed`: of a full state dict, for from_pretrained and load_state_dict.
+
+        Without layers that are distributed it is the one that is given.
+        """
         _check(state_dict, max_seq_len, self.name)
         return self._translate(state_dict, self._theirs)
 

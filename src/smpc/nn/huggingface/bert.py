@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from smpc.nn.huggingface.family import Family, Given, activation, attended, hidden_only, is_eager
@@ -57,21 +56,8 @@ FAMILY = Family(
     "transformers.models.bert.modeling_bert.BertLayer", Format("BERT", "layer", RULES), arguments, call, hidden_only
 )
 
-
-def translate_hf_state_dict_to_smdistributed_bert(
-    state_dict: Mapping[str, Any], max_seq_len: int | None = None
-) -> dict[str, Any]:
-    """The state dict of a BERT model of Hugging Face's, under the names and shapes of one whose layers are distributed.
-
-    `max_seq_len` has no effect: models of current releases of transformers have no causal masks as buffers.
-    """
-    return FAMILY.format.to_smdistributed(state_dict, max_seq_len)
-
-
-def translate_state_dict_to_hf_bert(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
-    """The inverse of `translate_hf_state_dict_to_smdistributed_bert`: of a full state dict, for from_pretrained and load_state_dict."""
-    return FAMILY.format.to_hf(state_dict, max_seq_len)
-
-
-translate_hf_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_bert
-translate_state_dict_to_hf = translate_state_dict_to_hf_bert
+# See Format; by the names of the public API, which exist with and without that of the family.
+translate_hf_state_dict_to_smdistributed_bert = translate_hf_state_dict_to_smdistributed = (
+    FAMILY.format.to_smdistributed
+)
+translate_state_dict_to_hf_bert = translate_state_dict_to_hf = FAMILY.format.to_hf

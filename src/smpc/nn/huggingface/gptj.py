@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -66,21 +65,8 @@ def _result(hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
 
 FAMILY = Family("transformers.models.gptj.modeling_gptj.GPTJBlock", _FORMAT, _arguments, _call, _result)
 
-
-def translate_hf_state_dict_to_smdistributed_gptj(
-    state_dict: Mapping[str, Any], max_seq_len: int | None = None
-) -> dict[str, Any]:
-    """The state dict of a GPT-J model of Hugging Face's, under the names and shapes of one whose layers are distributed.
-
-    `max_seq_len` has no effect: models of current releases of transformers have no causal masks as buffers.
-    """
-    return FAMILY.format.to_smdistributed(state_dict, max_seq_len)
-
-
-def translate_state_dict_to_hf_gptj(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
-    """The inverse of `translate_hf_state_dict_to_smdistributed_gptj`: of a full state dict, for from_pretrained and load_state_dict."""
-    return FAMILY.format.to_hf(state_dict, max_seq_len)
-
-
-translate_hf_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_gptj
-translate_state_dict_to_hf = translate_state_dict_to_hf_gptj
+# See Format; by the names of the public API, which exist with and without that of the family.
+translate_hf_state_dict_to_smdistributed_gptj = translate_hf_state_dict_to_smdistributed = (
+    FAMILY.format.to_smdistributed
+)
+translate_state_dict_to_hf_gptj = translate_state_dict_to_hf = FAMILY.format.to_hf

@@ -5,7 +5,6 @@ The one weight has its rows head by head, each head's query, key and value toget
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from smpc.nn.huggingface.family import Family, Given, activation, attended, hidden_only, is_eager, needed
@@ -69,21 +68,8 @@ def _call(given: Given) -> Call:
 
 FAMILY = Family("transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXLayer", _FORMAT, _arguments, _call, hidden_only)
 
-
-def translate_hf_state_dict_to_smdistributed_gptneox(
-    state_dict: Mapping[str, Any], max_seq_len: int | None = None
-) -> dict[str, Any]:
-    """The state dict of a GPT-NeoX model of Hugging Face's, under the names and shapes of one whose layers are distributed.
-
-    `max_seq_len` has no effect: models of current releases of transformers have no causal masks as buffers.
-    """
-    return FAMILY.format.to_smdistributed(state_dict, max_seq_len)
-
-
-def translate_state_dict_to_hf_gptneox(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
-    """The inverse of `translate_hf_state_dict_to_smdistributed_gptneox`: of a full state dict, for from_pretrained and load_state_dict."""
-    return FAMILY.format.to_hf(state_dict, max_seq_len)
-
-
-translate_hf_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_gptneox
-translate_state_dict_to_hf = translate_state_dict_to_hf_gptneox
+# See Format; by the names of the public API, which exist with and without that of the family.
+translate_hf_state_dict_to_smdistributed_gptneox = translate_hf_state_dict_to_smdistributed = (
+    FAMILY.format.to_smdistributed
+)
+translate_state_dict_to_hf_gptneox = translate_state_dict_to_hf = FAMILY.format.to_hf

@@ -128,21 +128,6 @@ def _fills(layer: Any) -> dict[str, Fill]:
 
 FAMILY = Family("transformers.models.t5.modeling_t5.T5Block", _FORMAT, _arguments, _call, _result, _fills)
 
-
-def translate_hf_state_dict_to_smdistributed_t5(
-    state_dict: Mapping[str, Any], max_seq_len: int | None = None
-) -> dict[str, Any]:
-    """The state dict of a T5 model of Hugging Face's, under the names and shapes of one whose layers are distributed.
-
-    `max_seq_len` has no effect: models of current releases of transformers have no causal masks as buffers.
-    """
-    return FAMILY.format.to_smdistributed(state_dict, max_seq_len)
-
-
-def translate_state_dict_to_hf_t5(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
-    """The inverse of `translate_hf_state_dict_to_smdistributed_t5`: of a full state dict, for from_pretrained and load_state_dict."""
-    return FAMILY.format.to_hf(state_dict, max_seq_len)
-
-
-translate_hf_state_dict_to_smdistributed = translate_hf_state_dict_to_smdistributed_t5
-translate_state_dict_to_hf = translate_state_dict_to_hf_t5
+# See Format; by the names of the public API, which exist with and without that of the family.
+translate_hf_state_dict_to_smdistributed_t5 = translate_hf_state_dict_to_smdistributed = FAMILY.format.to_smdistributed
+translate_state_dict_to_hf_t5 = translate_state_dict_to_hf = FAMILY.format.to_hf
