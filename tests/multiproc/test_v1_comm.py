@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 import smpc.v1 as smp
 from smpc.errors import ConfigError, UsageError
 from smpc.mesh import Axis, Mesh
-from smpc.v1.init import _make_groups
+from smpc.v1.session.init import _make_groups
 
 WORLD_SIZE = 4
 TIMEOUT = 120.0  # seconds for a whole test

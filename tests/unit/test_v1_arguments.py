@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from smpc.errors import StepError
-from smpc.v1.arguments import Plain, Slot, form_of, merge_arguments
+from smpc.v1.steps.arguments import Plain, Slot, form_of, merge_arguments
 
 
 class Unknown:

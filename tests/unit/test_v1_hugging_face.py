@@ -8,7 +8,7 @@ import smpc.v1 as smp
 from smpc.checkpoint.sources import Item
 from smpc.errors import CheckpointError
 from smpc.nn.huggingface.families import FAMILIES
-from smpc.v1.hugging_face import Ours, Theirs, format_of, is_hugging_face, texts_of
+from smpc.v1.saving.hugging_face import Ours, Theirs, format_of, is_hugging_face, texts_of
 
 FORMATS = {name.split(".")[2]: family.format for name, family in FAMILIES.items()}
 

@@ -1,4 +1,4 @@
-"""`smpc.v1.init`: the launcher's environment, sessions of one process, and what is listened on."""
+"""`smpc.v1.session.init`: the launcher's environment, sessions of one process, and what is listened on."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import smpc.v1 as smp
 from smpc.errors import ConfigError, ConfigUnsupportedError, UsageError
-from smpc.v1.init import Launch
+from smpc.v1.session.init import Launch
 
 TORCHRUN = {
     "RANK": "3",

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smpc.errors import CheckpointError, ConfigError
-from smpc.v1.loss_scaling import DynamicOptions, make_scaler
+from smpc.v1.optimization.loss_scaling import DynamicOptions, make_scaler
 
 
 @given(

@@ -11,8 +11,8 @@ from smpc.errors import CheckpointError
 from smpc.nn import DistributedLinear
 from smpc.nn.parallel import Shard, TensorParallel
 from smpc.tracer.ir import TensorSpec
-from smpc.v1.merge import Piece, fill
-from smpc.v1.slices import Slices, place
+from smpc.v1.saving.merge import Piece, fill
+from smpc.v1.saving.slices import Slices, place
 
 
 @given(data=st.data(), size=st.integers(1, 8), dim=st.integers(0, 1), whole=st.booleans())

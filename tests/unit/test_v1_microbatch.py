@@ -8,7 +8,7 @@ import torch
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
-from smpc.v1.microbatch import check_argument, map_leaves, split_argument
+from smpc.v1.steps.microbatch import check_argument, map_leaves, split_argument
 
 Point = namedtuple("Point", "x y")
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import smpc.v1 as smp
 from smpc.errors import ConfigError, ConfigTypeError
-from smpc.v1.partition import manual_partition, read_marks
+from smpc.v1.models.partition import manual_partition, read_marks
 
 
 class Child(nn.Module):

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from smpc.tracer import record
-from smpc.v1.programs import ProgramTable
-from smpc.v1.signature import read_signature
+from smpc.v1.steps.programs import ProgramTable
+from smpc.v1.steps.signature import read_signature
 
 TRACE = record(nn.Linear(2, 2), (torch.zeros(1, 2),))
 SIGNATURES = [read_signature(((torch.zeros(length, 2),), {}), b"", True) for length in range(1, 9)]

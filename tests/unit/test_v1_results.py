@@ -9,8 +9,8 @@ import torch
 from transformers.modeling_outputs import CausalLMOutput
 
 from smpc.errors import StepError
-from smpc.v1.results import pack, read_results, unpack
-from smpc.v1.step_output import StepOutput
+from smpc.v1.steps.results import pack, read_results, unpack
+from smpc.v1.steps.step_output import StepOutput
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from smpc.errors import StepError
-from smpc.v1.signature import ModeReader, check_equal, read_signature
+from smpc.v1.steps.signature import ModeReader, check_equal, read_signature
 
 
 def signature(*args, grad_enabled=True, **kwargs):

@@ -367,7 +367,7 @@ def _print(path: str, table: TextTable) -> None:
 def _as_hugging_face(source: Source, model_type: str) -> Source:
     """The tensors of distributed layers as those of Hugging Face's. Raises ConfigError for a type that is not known."""
     from smpc.nn.huggingface.families import FAMILIES
-    from smpc.v1.hugging_face import Theirs
+    from smpc.v1.saving.hugging_face import Theirs
 
     types = {name.split(".")[2]: family.format for name, family in FAMILIES.items()}  # transformers.models.TYPE....
     if model_type not in types:

@@ -161,7 +161,7 @@ def _loaded(target: str, specs: tuple[InputSpec, ...]) -> Iterator[tuple[nn.Modu
 def _compile(target: str, specs: tuple[InputSpec, ...], settings: Config, planner: dict[str, Any]) -> Compilation:
     """The target's compilation, with the phases shown; modules are marked by smp.partition where auto_partition is off."""
     from smpc.compile import compile_model, plan_warnings
-    from smpc.v1.partition import manual_partition
+    from smpc.v1.models.partition import manual_partition
 
     with _loaded(target, specs) as (model, sample_inputs, show):
         compilation = compile_model(

@@ -1,8 +1,8 @@
 """`smpc run --report` and `--trace`: asks the ranks for their records, and turns those into a report and a trace when they have ended.
 
-Every rank writes what it has measured to a folder (`smpc.v1.watching`): the one of `--trace`, or a temporary one. Launchers of several
-nodes write to the same folder if it is on a shared disk, and the last one to end makes the trace of all ranks; otherwise each makes
-that of its own. Files of an earlier job in the folder are removed first, by the launcher of node 0.
+Every rank writes what it has measured to a folder (`smpc.v1.steps.watching`): the one of `--trace`, or a temporary one. Launchers of
+several nodes write to the same folder if it is on a shared disk, and the last one to end makes the trace of all ranks; otherwise each
+makes that of its own. Files of an earlier job in the folder are removed first, by the launcher of node 0.
 """
 
 from __future__ import annotations

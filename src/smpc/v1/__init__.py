@@ -3,8 +3,15 @@
 from smpc.nn.delayed import delay_param_initialization
 from smpc.nn.distribute import set_tensor_parallelism, tensor_parallelism
 from smpc.v1 import amp, nn, optimizers, patches
-from smpc.v1.checkpointing import checkpoint, checkpoint_sequential, set_activation_checkpointing
-from smpc.v1.comm import (
+from smpc.v1.models.checkpointing import checkpoint, checkpoint_sequential, set_activation_checkpointing
+from smpc.v1.models.creation import model_creation
+from smpc.v1.models.model import DistributedModel
+from smpc.v1.models.partition import partition, set_partition
+from smpc.v1.models.tensor_parallel import tp_register, tp_register_with_module
+from smpc.v1.optimization.optimizer import DistributedOptimizer
+from smpc.v1.saving.saving import resume_from_checkpoint, save_checkpoint
+from smpc.v1.saving.serialization import load, save
+from smpc.v1.session.comm import (
     DP_GROUP,
     MP_GROUP,
     PP_GROUP,
@@ -24,12 +31,8 @@ from smpc.v1.comm import (
     send,
     tp_barrier,
 )
-from smpc.v1.creation import model_creation
-from smpc.v1.init import init, shutdown
-from smpc.v1.model import DistributedModel
-from smpc.v1.optimizer import DistributedOptimizer
-from smpc.v1.partition import partition, set_partition
-from smpc.v1.ranks import (
+from smpc.v1.session.init import init, shutdown
+from smpc.v1.session.ranks import (
     dp_rank,
     dp_size,
     get_dp_group,
@@ -58,12 +61,9 @@ from smpc.v1.ranks import (
     tp_rank,
     tp_size,
 )
-from smpc.v1.saving import resume_from_checkpoint, save_checkpoint
-from smpc.v1.serialization import load, save
 from smpc.v1.state import state
-from smpc.v1.step import step
-from smpc.v1.step_output import StepOutput
-from smpc.v1.tensor_parallel import tp_register, tp_register_with_module
+from smpc.v1.steps.step import step
+from smpc.v1.steps.step_output import StepOutput
 
 __all__ = [
     "DP_GROUP",

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from smpc.errors import ConfigError, ConfigTypeError
-from smpc.v1.precision import current_half_dtype, found_anywhere
+from smpc.v1.optimization.precision import current_half_dtype, found_anywhere
 from smpc.v1.state import state
 
 __all__ = ["GradScaler"]

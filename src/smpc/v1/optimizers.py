@@ -24,8 +24,8 @@ from smpc.mesh import Axis
 from smpc.optimizers import NormGroups
 from smpc.optimizers.gradients import clip_by
 from smpc.optimizers.norm_groups import sum_norms
-from smpc.v1.model import DistributedModel
-from smpc.v1.sharded_optimizer import Shards
+from smpc.v1.models.model import DistributedModel
+from smpc.v1.optimization.sharded_optimizer import Shards
 from smpc.v1.state import state
 
 __all__ = ["FusedAdamW", "FusedLAMB", "FusedLamb", "FusedNovoGrad", "clip_grad_norm_"]

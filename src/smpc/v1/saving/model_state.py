@@ -20,11 +20,11 @@ from smpc import checkpoint
 from smpc.errors import CheckpointError
 from smpc.executor.sharded_tensor import local, own_part, whole
 from smpc.nn.parallel import Shard
-from smpc.v1.control import Control
-from smpc.v1.merge import Item, fill, merge, stream, survey
-from smpc.v1.placement import Placement
-from smpc.v1.precision import loads_as
-from smpc.v1.slices import Slices, place
+from smpc.v1.models.placement import Placement
+from smpc.v1.optimization.precision import loads_as
+from smpc.v1.saving.merge import Item, fill, merge, stream, survey
+from smpc.v1.saving.slices import Slices, place
+from smpc.v1.steps.control import Control
 
 PARTIAL = "_smp_is_partial"
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from smpc.tracer.ir import Trace
-from smpc.v1.signature import Signature
+from smpc.v1.steps.signature import Signature
 
 
 class ProgramTable:

@@ -4,7 +4,7 @@
     inputs of the model             fp32 tensors among them are cast to the parameters' dtype
     outputs of the model            fp16 and bf16 tensors are cast to fp32, so that losses of the step function are computed in it
     gradients                       have the parameters' dtype; with fp16 they are those of the loss times a loss scale
-    updates                         of fp32 masters, of which the parameters are rounded copies: see `smpc.v1.masters`
+    updates                         of fp32 masters, of which the parameters are rounded copies: see `smpc.v1.optimization.masters`
 
 Without these keys nothing is cast.
 """
@@ -19,8 +19,8 @@ from torch import nn
 
 from smpc.config import Config
 from smpc.mesh import Axis
-from smpc.v1.microbatch import map_tensors
 from smpc.v1.state import state
+from smpc.v1.steps.microbatch import map_tensors
 
 HALVES = (torch.float16, torch.bfloat16)
 

@@ -45,25 +45,25 @@ from smpc.executor.fully_shard import StageShards
 from smpc.mesh import Axis
 from smpc.observe import Watch
 from smpc.partitioner.plan import Plan
-from smpc.v1.calls import Gradients, ModelCalls, Tensors, current_autocast
-from smpc.v1.checkpointing import apply_marks
-from smpc.v1.compiled_tensors import make_compiled_tensors
-from smpc.v1.connections import make_control, make_monitor, make_state_control, make_transport
-from smpc.v1.control import Control
-from smpc.v1.join import EarlyTerminationError, Join
-from smpc.v1.model_checks import check_arguments, check_fully_shard, check_marks
-from smpc.v1.model_state import PARTIAL, IncompatibleKeys, ModelState
-from smpc.v1.model_view import ModelView
-from smpc.v1.nonfinite import describe_verdict
-from smpc.v1.pipeline import Pipeline
-from smpc.v1.placement import Placement
-from smpc.v1.precision import cast_inputs, cast_module, cast_outputs, half_dtype, overflow_is_curable
-from smpc.v1.single import Single
-from smpc.v1.slices import Slices
+from smpc.v1.models.checkpointing import apply_marks
+from smpc.v1.models.compiled_tensors import make_compiled_tensors
+from smpc.v1.models.model_checks import check_arguments, check_fully_shard, check_marks
+from smpc.v1.models.model_view import ModelView
+from smpc.v1.models.placement import Placement
+from smpc.v1.models.tensor_parallel import Distribution
+from smpc.v1.optimization.precision import cast_inputs, cast_module, cast_outputs, half_dtype, overflow_is_curable
+from smpc.v1.saving.model_state import PARTIAL, IncompatibleKeys, ModelState
+from smpc.v1.saving.slices import Slices
 from smpc.v1.state import state
-from smpc.v1.step_body import Arguments, StepBody
-from smpc.v1.tensor_parallel import Distribution
-from smpc.v1.watching import make_observer
+from smpc.v1.steps.calls import Gradients, ModelCalls, Tensors, current_autocast
+from smpc.v1.steps.connections import make_control, make_monitor, make_state_control, make_transport
+from smpc.v1.steps.control import Control
+from smpc.v1.steps.join import EarlyTerminationError, Join
+from smpc.v1.steps.nonfinite import describe_verdict
+from smpc.v1.steps.pipeline import Pipeline
+from smpc.v1.steps.single import Single
+from smpc.v1.steps.step_body import Arguments, StepBody
+from smpc.v1.steps.watching import make_observer
 
 if TYPE_CHECKING:
     pass

@@ -27,14 +27,14 @@ from smpc.errors import CheckpointError, ConfigError
 from smpc.executor.data_parallel import broadcast
 from smpc.executor.sharded_tensor import as_state_of, whole
 from smpc.nn import parallel
-from smpc.v1.control import Control
-from smpc.v1.loss_scaling import LossScaler
-from smpc.v1.merge import fill, merge, stream, survey
-from smpc.v1.model import DistributedModel
-from smpc.v1.model_state import PARTIAL
-from smpc.v1.slices import Slices, place
+from smpc.v1.models.model import DistributedModel
+from smpc.v1.optimization.loss_scaling import LossScaler
+from smpc.v1.optimization.updates import Updates
+from smpc.v1.saving.merge import fill, merge, stream, survey
+from smpc.v1.saving.model_state import PARTIAL
+from smpc.v1.saving.slices import Slices, place
 from smpc.v1.state import state
-from smpc.v1.updates import Updates
+from smpc.v1.steps.control import Control
 
 KIND, SEPARATOR = "optimizer", "::"  # of the tensors in a checkpoint
 MASTER, SCALER, SHARDED = "master", "loss_scaler", "_smp_is_sharded"

@@ -19,7 +19,7 @@ from typing import Any
 
 from smpc.checkpoint import read_file, write_file
 from smpc.errors import ConfigError, ConfigTypeError
-from smpc.v1.ranks import mp_rank, pp_rank, rdp_rank, tp_rank
+from smpc.v1.session.ranks import mp_rank, pp_rank, rdp_rank, tp_rank
 
 
 def save(

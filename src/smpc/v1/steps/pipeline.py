@@ -9,7 +9,7 @@
                                                             where its outputs appear
     results                     results                  <- results
 
-By hand (`smpc.v1.partition`) a model may be cut so that rank 0 has the last stage too: it then does what its column and the last say.
+By hand (`smp.partition`) a model may be cut so that rank 0 has the last stage too: it then does what its column and the last say.
 
 Terms
     header      which program runs, and whether the form of the arguments is the last one of this step function
@@ -56,23 +56,23 @@ from smpc.tracer.ir import Guard, Trace
 from smpc.tracer.record import record
 from smpc.tracer.recorder import Answers
 from smpc.tracer.replay import input_values
-from smpc.v1.arguments import ArgumentForm, form_of, merge_arguments
-from smpc.v1.calls import Capture, Captured, ModelCalls, Tail
-from smpc.v1.comm import gather_objects
-from smpc.v1.compiled_tensors import CompiledTensors
-from smpc.v1.control import Control
-from smpc.v1.failures import Description, describe, raise_everywhere, raise_first
-from smpc.v1.join import Join
-from smpc.v1.microbatch import map_tensors
-from smpc.v1.nonfinite import Losses, agree, loss_from_bits
-from smpc.v1.partition import manual_partition
-from smpc.v1.placement import Placement
-from smpc.v1.precision import half_dtype, loss_scale
-from smpc.v1.programs import ProgramTable
-from smpc.v1.results import ResultForm, pack, read_results, unpack
-from smpc.v1.signature import ModeReader, Signature, check_equal, read_signature
+from smpc.v1.models.compiled_tensors import CompiledTensors
+from smpc.v1.models.partition import manual_partition
+from smpc.v1.models.placement import Placement
+from smpc.v1.optimization.precision import half_dtype, loss_scale
+from smpc.v1.session.comm import gather_objects
 from smpc.v1.state import Session, state
-from smpc.v1.step_body import Arguments, StepBody
+from smpc.v1.steps.arguments import ArgumentForm, form_of, merge_arguments
+from smpc.v1.steps.calls import Capture, Captured, ModelCalls, Tail
+from smpc.v1.steps.control import Control
+from smpc.v1.steps.failures import Description, describe, raise_everywhere, raise_first
+from smpc.v1.steps.join import Join
+from smpc.v1.steps.microbatch import map_tensors
+from smpc.v1.steps.nonfinite import Losses, agree, loss_from_bits
+from smpc.v1.steps.programs import ProgramTable
+from smpc.v1.steps.results import ResultForm, pack, read_results, unpack
+from smpc.v1.steps.signature import ModeReader, Signature, check_equal, read_signature
+from smpc.v1.steps.step_body import Arguments, StepBody
 
 OwnArguments = Callable[[], Arguments]  # this rank's arguments of a step; binding them may fail
 Enter = Callable[[ModelCalls | None], None]  # sets what model(...) and model.backward(...) do
@@ -102,7 +102,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step returns on every rank, or the StepError that all of them raise. `verdict`: see `smpc.v1.nonfinite`."""
+    """What a step returns on every rank, or the StepError that all of them raise. `verdict`: see `smpc.v1.steps.nonfinite`."""
 
     value: Any
     verdict: int = 0

@@ -28,8 +28,8 @@ from smpc.mesh import Axis
 from smpc.nn.distribute import distribute
 from smpc.nn.parallel import DistributedModule, distributed_modules
 from smpc.nn.registration import StateHook, Translation
-from smpc.v1.comm import gather_objects
-from smpc.v1.compiled_tensors import CompiledTensors
+from smpc.v1.models.compiled_tensors import CompiledTensors
+from smpc.v1.session.comm import gather_objects
 from smpc.v1.state import Session, state
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -24,7 +24,7 @@ from typing import Any, overload
 
 from smpc.errors import ConfigTypeError, UsageError
 from smpc.v1.state import state
-from smpc.v1.step_body import StepBody
+from smpc.v1.steps.step_body import StepBody
 
 
 class StepFunction:

@@ -20,7 +20,7 @@ from torch import Tensor
 from smpc.errors import StepError
 from smpc.tracer.ir import TensorSpec
 from smpc.tracer.structure import Structure, flatten
-from smpc.v1.step_output import StepOutput
+from smpc.v1.steps.step_output import StepOutput
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,13 +27,13 @@ from typing import Any
 from smpc.checkpoint import Checkpoint, Content, Root, Saving, Shard, check, load, together
 from smpc.checkpoint.views import TIED
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError, UsageError
-from smpc.v1 import data_position, full, topology
-from smpc.v1.checkpointer import Checkpointer, checkpointer
-from smpc.v1.data_position import StatefulData, check_data
-from smpc.v1.model import DistributedModel
-from smpc.v1.optimizer import DistributedOptimizer
-from smpc.v1.optimizer_state import KIND
-from smpc.v1.precision import current_half_dtype
+from smpc.v1.models.model import DistributedModel
+from smpc.v1.optimization.optimizer import DistributedOptimizer
+from smpc.v1.optimization.optimizer_state import KIND
+from smpc.v1.optimization.precision import current_half_dtype
+from smpc.v1.saving import data_position, full, topology
+from smpc.v1.saving.checkpointer import Checkpointer, checkpointer
+from smpc.v1.saving.data_position import StatefulData, check_data
 from smpc.v1.state import state
 
 PARTIAL, GRAD_SCALER = "_partial", "grad_scaler"
@@ -60,7 +60,7 @@ def save_checkpoint(
     `translate_if_full`: write a Hugging Face model as a folder with its configuration. `num_kept_partial_checkpoints`: afterwards remove
     all but so many of the newest partial ones. `asynchronous`: return as soon as this rank's share is copied; a failure is raised by the
     next step, the next save, or `smp.shutdown`. `force`: replace a checkpoint of this tag; the old one stays until the new one stands.
-    `data`: what knows where this rank is in its data, see `smpc.v1.data_position`.
+    `data`: what knows where this rank is in its data, see `smpc.v1.saving.data_position`.
 
     Raises CheckpointError on all ranks, naming the rank and the file, if it fails on one; nothing is published then, and what exists stays.
     """

@@ -24,8 +24,8 @@ from smpc.errors import StepError
 from smpc.executor.transport.layout import WireFormat
 from smpc.tracer.ir import TensorSpec
 from smpc.tracer.literals import is_constant, normalise
-from smpc.v1.microbatch import map_leaves
-from smpc.v1.step_body import Arguments
+from smpc.v1.steps.microbatch import map_leaves
+from smpc.v1.steps.step_body import Arguments
 
 
 @dataclass(frozen=True, slots=True)

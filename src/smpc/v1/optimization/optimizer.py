@@ -12,10 +12,10 @@
 The wrapped optimizer does the work: after the partition it finds gradients at this rank's parameters only, and leaves the others alone.
 
     fp32                    it updates the parameters
-    fp16, bf16              it updates fp32 masters, which take the parameters' places in its groups (`smpc.v1.masters`)
+    fp16, bf16              it updates fp32 masters, which take the parameters' places in its groups (`masters` beside this)
     fp16                    gradients are those of the loss times `loss_scale`. If one of them is not finite, on any rank, that is an
-                            overflow: `step` updates nothing, on no rank, but the scale (`smpc.v1.loss_scaling`)
-    shard_optimizer_state   it updates what this rank owns, and ranks exchange parameters afterwards (`smpc.v1.sharded_optimizer`)
+                            overflow: `step` updates nothing, on no rank, but the scale (`loss_scaling` beside this)
+    shard_optimizer_state   it updates what this rank owns, and ranks exchange parameters afterwards (`sharded_optimizer` beside this)
 
 Source: public SMP v1 API ("smdistributed.modelparallel.torch.DistributedOptimizer").
 """
@@ -37,23 +37,23 @@ from torch.utils.hooks import RemovableHandle
 from smpc.errors import ConfigError, ConfigTypeError, UsageError
 from smpc.executor.sharded_tensor import as_state_of
 from smpc.optimizers.gradients import clip_by, norm_of
-from smpc.v1.connections import make_world_control
-from smpc.v1.control import Control
-from smpc.v1.loss_scaling import LossScaler, make_scaler
-from smpc.v1.model import DistributedModel
-from smpc.v1.optimizer_state import OptimizerState
+from smpc.v1.models.model import DistributedModel
+from smpc.v1.optimization.loss_scaling import LossScaler, make_scaler
+from smpc.v1.optimization.optimizer_state import OptimizerState
+from smpc.v1.optimization.precision import current_half_dtype, found_anywhere
+from smpc.v1.optimization.sharded_optimizer import Shards
+from smpc.v1.optimization.updates import Updates
 from smpc.v1.optimizers import SessionNormGroups
-from smpc.v1.precision import current_half_dtype, found_anywhere
-from smpc.v1.sharded_optimizer import Shards
 from smpc.v1.state import state
-from smpc.v1.updates import Updates
+from smpc.v1.steps.connections import make_world_control
+from smpc.v1.steps.control import Control
 
 
 class DistributedOptimizer(Optimizer):
     """Wraps an optimizer of the DistributedModel's parameters; `optimizer` is the wrapped one.
 
-    `static_loss_scale`, `dynamic_loss_scale` and its arguments concern fp16 training: see `smpc.v1.loss_scaling`. The latter may be given
-    by name or in a dict called `dynamic_loss_args`. Construct it on every rank.
+    `static_loss_scale`, `dynamic_loss_scale` and its arguments concern fp16 training: see `loss_scaling` beside this. The latter
+    may be given by name or in a dict called `dynamic_loss_args`. Construct it on every rank.
     """
 
     def __init__(

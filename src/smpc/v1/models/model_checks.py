@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError, UsageError
-from smpc.v1.model_view import ModelView
-from smpc.v1.partition import manual_partition, read_marks
+from smpc.v1.models.model_view import ModelView
+from smpc.v1.models.partition import manual_partition, read_marks
 from smpc.v1.state import Session, state
 
 

@@ -37,9 +37,9 @@ from smpc.mesh import Axis
 from smpc.nn.parallel import Shard, distributed_modules
 from smpc.partitioner.cost import NodeTimes
 from smpc.tracer.ir import Trace
-from smpc.v1.comm import gather_objects
-from smpc.v1.placement import Placement
-from smpc.v1.slices import Slices
+from smpc.v1.models.placement import Placement
+from smpc.v1.saving.slices import Slices
+from smpc.v1.session.comm import gather_objects
 from smpc.v1.state import Session
 
 

@@ -45,9 +45,9 @@ from smpc.checkpoint.tensorfile import is_tensorfile
 from smpc.checkpoint.views import Canonical, Computed, Named, View
 from smpc.errors import CheckpointError
 from smpc.nn.state_format import Format
-from smpc.v1.hugging_face import Ours, Theirs, format_of, is_hugging_face, texts_of
-from smpc.v1.model import DistributedModel
-from smpc.v1.precision import loads_as
+from smpc.v1.models.model import DistributedModel
+from smpc.v1.optimization.precision import loads_as
+from smpc.v1.saving.hugging_face import Ours, Theirs, format_of, is_hugging_face, texts_of
 
 MARKER, CONTENT = "newest_full", "user_content_"
 _INNER, _NOTE = "content", "smpc_content"

@@ -39,7 +39,7 @@ from smpc.mesh import Axis, Mesh
 from smpc.nn.parallel import TensorParallel, set_parallel
 from smpc.nn.random import RandomStreams
 from smpc.observation import Observation, Window
-from smpc.v1.comm import gather_objects
+from smpc.v1.session.comm import gather_objects
 from smpc.v1.state import Session, state
 
 _HERE = "smpc_here"  # store key: which processes have called smp.init

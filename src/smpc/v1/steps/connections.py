@@ -17,10 +17,10 @@ from smpc.executor import FailureMonitor
 from smpc.executor.transport import GlooTransport, NcclTransport, Transport
 from smpc.launch_store import STORE_PREFIX
 from smpc.mesh import Axis
-from smpc.v1 import control, join
-from smpc.v1.control import Control
-from smpc.v1.failures import tell_launcher
 from smpc.v1.state import Session
+from smpc.v1.steps import control, join
+from smpc.v1.steps.control import Control
+from smpc.v1.steps.failures import tell_launcher
 
 # Ranks wait for pipeline rank 0 between steps too, while it reads data or writes a checkpoint. Ranks that die close their connections.
 _PATIENCE = datetime.timedelta(days=7)

@@ -16,12 +16,12 @@ from smpc.errors import UsageError
 from smpc.mesh import Axis
 from smpc.observe import Observer, StepCallback
 from smpc.partitioner.plan import Plan
-from smpc.v1.comm import gather_objects
-from smpc.v1.control import Control
-from smpc.v1.pipeline import Pipeline
-from smpc.v1.placement import Placement
+from smpc.v1.models.placement import Placement
+from smpc.v1.models.tensor_parallel import Distribution
+from smpc.v1.session.comm import gather_objects
 from smpc.v1.state import state
-from smpc.v1.tensor_parallel import Distribution
+from smpc.v1.steps.control import Control
+from smpc.v1.steps.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from smpc.report.measured import Comparison

@@ -19,9 +19,9 @@ from torch import Tensor
 from smpc.errors import CheckpointError
 from smpc.nn.parallel import Shard
 from smpc.tracer.ir import TensorSpec
-from smpc.v1.control import Control
-from smpc.v1.results import pack, unpack
-from smpc.v1.slices import whole_shape
+from smpc.v1.saving.slices import whole_shape
+from smpc.v1.steps.control import Control
+from smpc.v1.steps.results import pack, unpack
 
 K = TypeVar("K", bound=Hashable)
 Described = tuple[int, TensorSpec, Shard | None]  # owner, what it has, and which part of the whole that is

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from smpc.v1.masters import Masters
-from smpc.v1.model import DistributedModel
-from smpc.v1.sharded_optimizer import Entry, Shards
+from smpc.v1.models.model import DistributedModel
+from smpc.v1.optimization.masters import Masters
+from smpc.v1.optimization.sharded_optimizer import Entry, Shards
 
 
 class Updates:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import datetime
 
 from smpc.checkpoint import Alone, BackgroundSaver, Channel, StoreChannel
-from smpc.v1.connections import job_store
 from smpc.v1.state import Session, state
+from smpc.v1.steps.connections import job_store
 
 
 class Checkpointer:

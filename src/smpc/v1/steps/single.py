@@ -15,15 +15,15 @@ from torch.utils._pytree import tree_leaves
 from smpc.errors import StepError
 from smpc.executor.bind import StepHooks
 from smpc.observe import Watch, batch_of
-from smpc.v1.calls import ModelCalls, Whole
-from smpc.v1.direct import Direct
-from smpc.v1.join import Join
-from smpc.v1.nonfinite import Losses, agree
-from smpc.v1.precision import loss_scale
-from smpc.v1.results import read_results
-from smpc.v1.signature import ModeReader
+from smpc.v1.optimization.precision import loss_scale
 from smpc.v1.state import Session
-from smpc.v1.step_body import Arguments, StepBody
+from smpc.v1.steps.calls import ModelCalls, Whole
+from smpc.v1.steps.direct import Direct
+from smpc.v1.steps.join import Join
+from smpc.v1.steps.nonfinite import Losses, agree
+from smpc.v1.steps.results import read_results
+from smpc.v1.steps.signature import ModeReader
+from smpc.v1.steps.step_body import Arguments, StepBody
 
 
 class Single:

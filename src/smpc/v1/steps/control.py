@@ -20,7 +20,7 @@ from torch import Tensor
 
 from smpc.errors import CheckpointError, TransportError
 from smpc.executor.transport.layout import WireFormat
-from smpc.v1.comm import gather_objects
+from smpc.v1.session.comm import gather_objects
 
 _DATA, _ACKNOWLEDGE = 0, 1  # tags
 

@@ -40,8 +40,8 @@ from torch import Tensor
 from smpc.errors import NonFiniteLossError, SmpcError, StepError
 from smpc.executor import StageReplicas
 from smpc.mesh import Axis
-from smpc.v1.nonfinite import agree, describe_verdict
 from smpc.v1.state import Session
+from smpc.v1.steps.nonfinite import agree, describe_verdict
 
 
 class Phase(IntEnum):

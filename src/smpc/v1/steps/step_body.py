@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from smpc.errors import StepError
-from smpc.v1.microbatch import check_argument, map_tensors, split_argument
+from smpc.v1.steps.microbatch import check_argument, map_tensors, split_argument
 
 Arguments = dict[str, Any]
 

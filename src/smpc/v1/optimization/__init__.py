@@ -1,0 +1,1 @@
+"""`smp.DistributedOptimizer`: precision, masters, loss scaling, and optimizer state sharded over the replicas."""

@@ -1,0 +1,1 @@
+"""A session of the SMP v1 API: starting and ending it, ranks and groups, messages between ranks."""
