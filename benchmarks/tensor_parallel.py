@@ -10,17 +10,21 @@ one host, one thread a process.
     layers     `smpc.nn`: a column-parallel layer and a row-parallel one, whole inputs and outputs
     compiled   `smpc.tensor_parallel.shard` of the plain block, with the plan that the others have
     dtensor    `parallelize_module` of torch, with ColwiseParallel and RowwiseParallel
-    wire       nothing but the two all-reduces that every one of them needs: one forward, one backward
+    wire       nothing but the two all-reduces that every one of them needs, one forward and one backward, as our layers do them: through
+               shared memory
+    gloo       the same over gloo, as torch's do them; and ours, with SMPC_SHARED_MEMORY=0
 
-Steps alternate, so that whatever else the machine does hits all; a ratio is the median over rounds of the ratio within a round. The
-column "layers - wire" is the time of our layers less that of the all-reduces in the same round, as a part of the plain block's: the
-overhead of our code, whatever the wires cost.
+Steps alternate, so that whatever else the machine does hits all; a ratio is the median over rounds of the ratio within a round. Ranks
+start a step together, to a few microseconds: they meet in shared memory, as gloo's barrier wakes them one after another, and a rank
+that has to wait for another's start would count that as its own step. The columns "less wire" are the time of our layers less that of
+the all-reduces in the same round, as a part of the plain block's: the overhead of our code, whatever the wires cost.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import os
 import statistics
 import tempfile
@@ -35,7 +39,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from smpc.executor.collectives import TensorGroup
+from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.nn.linear import ColumnLinear, RowLinear
 from smpc.nn.parallel import TensorParallel
 from smpc.tensor_parallel import shard
@@ -77,11 +81,10 @@ class Layers(nn.Module):
         return self.down(self.act(self.up(self.parallel.before_columns(x + self.before))))
 
 
-def variants(rows: int, width: int, world: int) -> tuple[dict[str, nn.Module], Tensor]:
+def variants(rows: int, width: int, group: TensorGroup) -> tuple[dict[str, nn.Module], Tensor]:
     torch.manual_seed(0)
     plain, x = Mlp(rows, width), torch.randn(rows, width)
-    group = TensorGroup.of(dist.group.WORLD) if world > 1 else TensorGroup()
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh("cpu", (group.size,))
     styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     modules = {
         "plain": plain,
@@ -107,12 +110,12 @@ def stepper(module: nn.Module, x: Tensor) -> Step:
     return step
 
 
-def wire(x: Tensor, world: int) -> Step:
+def wire(x: Tensor, group: TensorGroup, all_reduce: Callable[[Tensor], object]) -> Step:
     buffer = torch.zeros_like(x)
 
     def step() -> tuple[Tensor, ...]:
-        for _ in range(2 if world > 1 else 0):
-            dist.all_reduce(buffer)
+        for _ in range(2 if group.size > 1 else 0):
+            all_reduce(buffer)
         return (buffer,)
 
     return step
@@ -121,17 +124,19 @@ def wire(x: Tensor, world: int) -> Step:
 def measure(size: str, world: int, steps: int) -> dict[str, list[float]]:
     """Seconds of every step, by variant."""
     rows, width, fewer = SIZES[size]
-    modules, x = variants(rows, width, world)
+    group = TensorGroup.of(dist.group.WORLD) if world > 1 else TensorGroup()
+    modules, x = variants(rows, width, group)
     runs: dict[str, Step] = {name: stepper(module, x) for name, module in modules.items()}
     expected = runs["plain"]()
     for name, run in runs.items():
         torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
-    runs["wire"] = wire(x, world)
+    runs["wire"] = wire(x, group, lambda buffer: sum_over(buffer, group))
+    runs["gloo"] = wire(x, group, dist.all_reduce)
     times: dict[str, list[float]] = {name: [] for name in runs}
+    meeting = torch.zeros(1)
     for step in range(steps // fewer + WARM_UP):
         for name, run in runs.items():
-            if world > 1:
-                dist.barrier()
+            sum_over(meeting, group)
             start = time.perf_counter()
             run()
             if step >= WARM_UP:
@@ -155,11 +160,13 @@ def worker(rank: int, world: int, folder: str, steps: int, sizes: list[str]) -> 
             us = {name: f"{1e6 * statistics.median(values):8.0f}" for name, values in times.items()}
             ours = [ratio(times, name, other) for name in ("layers", "compiled") for other in ("plain", "dtensor")]
             print(
-                f"{world:5} {size:14} {us['plain']} {us['layers']} {us['compiled']} {us['dtensor']} {us['wire']}"
+                f"{world:5} {size:14} {us['plain']} {us['layers']} {us['compiled']} {us['dtensor']} {us['wire']} {us['gloo']}"
                 f"   {ours[0]:5.2f} {ours[1]:7.2f}     {ours[2]:5.2f} {ours[3]:7.2f}"
                 f"   {ratio(times, 'layers', 'plain', 'wire'):5.2f} {ratio(times, 'compiled', 'plain', 'wire'):8.2f}",
                 flush=True,
             )
+    gc.collect()  # modules in cycles hold the group, whose threads should end before the interpreter does
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -170,10 +177,10 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     args = parser.parse_args()
     print(
-        f"{'':20} {'median time of a step, us':^44}   {'layers /':^13}     {'compiled /':^13}   {'less wire / plain':^14}"
+        f"{'':20} {'median time of a step, us':^53}   {'layers /':^13}     {'compiled /':^13}   {'less wire / plain':^14}"
     )
     print(
-        f"{'world':5} {'size':14} {'plain':>8} {'layers':>8} {'compiled':>8} {'dtensor':>8} {'wire':>8}   "
+        f"{'world':5} {'size':14} {'plain':>8} {'layers':>8} {'compiled':>8} {'dtensor':>8} {'wire':>8} {'gloo':>8}   "
         f"{'plain':>5} {'dtensor':>7}     {'plain':>5} {'dtensor':>7}   {'layers':>5} {'compiled':>8}"
     )
     with tempfile.TemporaryDirectory() as folder:

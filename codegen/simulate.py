@@ -3,15 +3,16 @@
 Terms
     link        what one stage passes to another for each microbatch, and what it gets back as gradients
     costs       seconds of each stage's forward, backward and of the part of the backward that W does if the schedule
-                has one; latency and bandwidth of a directed pair of ranks
+                has one; latency and bandwidth of a directed pair of ranks; what a rank does for each message
     event       an action with its rank, start and end
     makespan    end of the last event
     bubble      the idle part of the step: 1 - (sum of busy times) / (num_ranks x makespan)
 
-Model: a rank runs one action at a time, in its order, as soon as the values it needs are there. Sends cost the sender
-nothing; the messages of one directed pair of ranks follow each other on the wire:
+Model: a rank runs one action at a time, in its order, as soon as the values it needs are there. It hands its messages over after the
+action, one by one (`sending` seconds each, by default none), and takes one that it needs (`receiving`) before the action, when it has
+nothing else to do; neither counts as busy. The messages of one directed pair of ranks follow each other on the wire:
 
-    arrival = max(end of the producing action, wire free) + bytes / bandwidth + latency
+    arrival = max(handed over, wire free) + bytes / bandwidth + latency
 
 Values that stay on a rank arrive at once, and so do the model's inputs, which are sent ahead of need (see `lower`).
 
@@ -75,6 +76,8 @@ class Costs:
     latency: float = 0.0
     bandwidth: float = math.inf
     weight: tuple[float, ...] | None = None
+    sending: float = 0.0
+    receiving: float = 0.0
 
     @classmethod
     def uniform(cls, num_stages: int, forward: float = 1.0, backward: float = 2.0) -> Costs:
@@ -248,7 +251,7 @@ class _Simulation:
                 action = actions[self.position[index]]
                 time = self.ready(action)
                 if time is not None:
-                    start = max(time, self.free[rank])
+                    start = max(time, self.free[rank]) + self.costs.receiving * self.num_taken(action)
                     ready.append((start, _RANKING[action.op], action.microbatch, -action.stage, index))
         if not ready:
             return None
@@ -264,6 +267,13 @@ class _Simulation:
         else:
             indices = [index for index in self.outgoing[action.stage] if self.links[index].has_gradient]
         return [(index, action.op, action.microbatch) for index in indices]
+
+    def num_taken(self, action: Action) -> int:
+        """How many messages from other ranks the action needs."""
+        if not self.costs.receiving:
+            return 0
+        senders = [self.producer(message).stage for message in self.needs(action)]
+        return sum(self.rank_of[stage] != self.rank_of[action.stage] for stage in senders)
 
     def own_needs(self, action: Action) -> list[Action]:
         """The actions of the same stage without which the action cannot start."""
@@ -301,7 +311,8 @@ class _Simulation:
             receivers = [(i, self.links[i].source, self.links[i].gradient_bytes) for i in returning]
         for link, stage, num_bytes in receivers:
             peer = self.rank_of[stage]
-            self.arrived[link, action.op, action.microbatch] = self.deliver(rank, peer, num_bytes, end)
+            self.free[rank] += self.costs.sending if peer != rank else 0.0
+            self.arrived[link, action.op, action.microbatch] = self.deliver(rank, peer, num_bytes, self.free[rank])
             touched.append(peer)
         return touched
 

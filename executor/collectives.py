@@ -16,7 +16,8 @@ Terms
 
 (`replicate_in` and `all_reduce` are f and g of Shoeybi et al. 2019, arXiv 1909.08053, `gather_in` and `reduce_scatter` those of
 Korthikanti et al. 2022, arXiv 2205.05198.) In a group of one rank each returns its argument. Fake tensors are answered by shape alone,
-so that a recorder can run the modules that call these.
+so that a recorder can run the modules that call these. Small CPU tensors go through memory where all ranks are on one host
+(`smpc.executor.shared_slots`), everything else through the process group: which way does not depend on the rank.
 
 Example, a linear layer whose weight is split by columns, then one whose weight is split by rows, on [N, H] inputs:
 
@@ -27,13 +28,16 @@ Example, a linear layer whose weight is split by columns, then one whose weight 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+
+from smpc.executor.shared_memory import HostLink
+from smpc.executor.shared_slots import SUMMED, SharedSlots
 
 OnRank = Callable[[Tensor], Tensor]  # of this rank's tensor, communicating inside, to this rank's tensor
 
@@ -45,10 +49,13 @@ class TensorGroup:
     process_group: dist.ProcessGroup | None = None  # None: a group of one
     rank: int = 0
     size: int = 1
+    _link: HostLink | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size, f"rank {self.rank} of a group of {self.size}"
         assert self.size == 1 or self.process_group is not None, "several ranks need a process group"
+        if self.process_group is not None and self.size > 1:
+            object.__setattr__(self, "_link", HostLink.of(self.process_group))
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> TensorGroup:
@@ -71,6 +78,12 @@ class TensorGroup:
         """Every rank's part of `size` elements."""
         each, rest = divmod(size, self.size)
         return tuple(each + (rank < rest) for rank in range(self.size))
+
+    def slots_for(self, tensor: Tensor) -> SharedSlots | None:
+        """The shared memory that a tensor goes through, None: the process group. Collective at the first small CPU tensor."""
+        if self._link is None or not tensor.is_cpu or tensor.nbytes > self._link.limit:
+            return None
+        return self._link.slots
 
 
 def replicate_in(tensor: Tensor, group: TensorGroup) -> Tensor:
@@ -124,23 +137,34 @@ def collective(tensor: Tensor, group: TensorGroup, there: OnRank, back: OnRank) 
 class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, there: OnRank, back: OnRank) -> Tensor:
-        ctx.back = back
+        ctx.there, ctx.back = there, back
         return there(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled():  # for a gradient of gradients (create_graph)
+            found: Tensor = _Collective.apply(grad, ctx.back, ctx.there)  # type: ignore[no-untyped-call]
+            return found, None, None
         return ctx.back(grad), None, None
 
 
 def sum_over(tensor: Tensor, group: TensorGroup) -> Tensor:
     """Sums a contiguous tensor in place over the ranks, outside autograd; returns it."""
     if group.size > 1 and not is_fake(tensor):
-        _process_group(group).allreduce([tensor]).wait()
+        slots = group.slots_for(tensor) if tensor.dtype in SUMMED else None
+        if slots is not None:
+            slots.sum(tensor, tensor)
+        else:
+            _process_group(group).allreduce([tensor]).wait()
     return tensor
 
 
 def summed(tensor: Tensor, group: TensorGroup) -> Tensor:
     """The sum over all ranks, contiguous, outside autograd."""
+    if tensor.dtype in SUMMED and group.size > 1 and not is_fake(tensor):
+        slots = group.slots_for(tensor)
+        if slots is not None:
+            return slots.sum(tensor)
     return sum_over(tensor.clone(memory_format=torch.contiguous_format), group)
 
 
@@ -150,21 +174,38 @@ def gathered(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
         return tensor
     if tensor.dtype is torch.bool:
         return gathered(tensor.to(torch.uint8), dim, group).to(torch.bool)
-    first = tensor.movedim(dim, 0).contiguous()
-    whole = first.new_empty((group.size * first.shape[0], *first.shape[1:]))
-    if not is_fake(tensor):
-        _process_group(group)._allgather_base(whole, first).wait()
+    first = tensor.movedim(dim, 0)
+    whole = _gathered(first, group)
     return whole.movedim(0, dim) if dim % tensor.dim() else whole
+
+
+def _gathered(tensor: Tensor, group: TensorGroup) -> Tensor:
+    slots = None if is_fake(tensor) else group.slots_for(tensor)
+    if slots is not None:
+        return slots.gather(tensor)
+    own = tensor.contiguous()
+    whole = own.new_empty((group.size * own.shape[0], *own.shape[1:]))
+    if not is_fake(tensor):
+        _process_group(group)._allgather_base(whole, own).wait()
+    return whole
 
 
 def scattered_sum(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
     """This rank's slice along `dim` of the sum over all ranks, outside autograd."""
     _check_divides(tensor, dim, group)
-    first = tensor.movedim(dim, 0).contiguous()
+    own = _scattered_sum(tensor.movedim(dim, 0), group)
+    return own.movedim(0, dim) if dim % tensor.dim() else own
+
+
+def _scattered_sum(tensor: Tensor, group: TensorGroup) -> Tensor:
+    slots = group.slots_for(tensor) if tensor.dtype in SUMMED and not is_fake(tensor) else None
+    if slots is not None:
+        return slots.scattered_sum(tensor)
+    first = tensor.contiguous()
     own = first.new_empty((first.shape[0] // group.size, *first.shape[1:]))
     if not is_fake(tensor):
         _process_group(group)._reduce_scatter_base(own, first, dist.ReduceScatterOptions()).wait()
-    return own.movedim(0, dim) if dim % tensor.dim() else own
+    return own
 
 
 def own_slice(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
@@ -176,11 +217,14 @@ def own_slice(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
 def exchanged(tensor: Tensor, split_dim: int, gather_dim: int, group: TensorGroup) -> Tensor:
     """Sends slice i along `split_dim` to rank i; joins what arrives along `gather_dim`. Outside autograd."""
     _check_divides(tensor, split_dim, group)
-    outgoing = torch.stack(tensor.chunk(group.size, split_dim))
+    outgoing = torch.cat(tensor.chunk(group.size, split_dim))
+    slots = None if is_fake(tensor) else group.slots_for(outgoing)
+    if slots is not None:
+        return slots.all_to_all(outgoing, gather_dim)
     incoming = torch.empty_like(outgoing)
     if not is_fake(tensor):
         _process_group(group).alltoall_base(incoming, outgoing, [], []).wait()
-    return torch.cat(incoming.unbind(), gather_dim)
+    return torch.cat(incoming.chunk(group.size), gather_dim)
 
 
 def _process_group(group: TensorGroup) -> dist.ProcessGroup:

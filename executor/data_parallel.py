@@ -27,6 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from smpc.executor.wide_gradients import is_wide, stand_in
+
 
 class _Replica(nn.Module):
     """A stage and its anchor, which is last so that it belongs to the first bucket."""
@@ -43,7 +45,8 @@ class StageReplicas:
     Construction broadcasts the parameters and buffers of the group's rank 0. A parameter that several of
     these stages share is reduced with the first of them, which is the last to be reduced. `broadcast_buffers`: rank
     0's buffers replace the others' at the start of every training step. `backward_passes_per_step`: gradients
-    accumulate locally over that many steps before they are averaged. The other options are DDP's.
+    accumulate locally over that many steps before they are averaged. The other options are DDP's. The
+    gradients of parameters that `smpc.executor.wide_gradients` has widened are reduced in fp32, and never during a backward.
     """
 
     def __init__(
@@ -68,13 +71,14 @@ class StageReplicas:
         self._buffers_of = [stages[index] for index in sorted(stages)] if broadcast_buffers else []
         self._replicas: dict[int, DistributedDataParallel] = {}
         self._anchors: dict[int, nn.Parameter] = {}
+        self._stand_ins: dict[int, list[tuple[nn.Parameter, nn.Parameter]]] = {}
         owned: set[int] = set()
         for index in sorted(stages):
             stage = stages[index]
             broadcast([*stage.parameters(), *stage.buffers()], group)
             trainable = [p for p in stage.parameters() if p.requires_grad and id(p) not in owned]
             if trainable:
-                replica = _Replica(stage, trainable[0])
+                replica = self._make_replica(index, stage, trainable)
                 _ignore(replica, owned)
                 self._anchors[index] = replica.anchor
                 self._replicas[index] = DistributedDataParallel(
@@ -86,6 +90,15 @@ class StageReplicas:
                     init_sync=False,
                 )
                 owned.update(id(parameter) for parameter in trainable)
+
+    def _make_replica(self, index: int, stage: nn.Module, trainable: Sequence[nn.Parameter]) -> _Replica:
+        """What DDP wraps: the stage, or, as its buckets are like parameters, others that are like the gradients."""
+        if not any(is_wide(parameter) for parameter in trainable):
+            return _Replica(stage, trainable[0])
+        others = [stand_in(parameter) if is_wide(parameter) else parameter for parameter in trainable]
+        self._stand_ins[index] = list(zip(trainable, others, strict=True))
+        self._overlapping = False
+        return _Replica(nn.ParameterList(others), others[0])
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Replace the all-reduce of every stage: see DistributedDataParallel.register_comm_hook."""
@@ -118,10 +131,10 @@ class StageReplicas:
             return
         for stage in sorted(self._replicas, reverse=True):
             parameters = [p for p in self._replicas[stage].parameters() if p.requires_grad]
+            parameters += [parameter for parameter, _ in self._stand_ins.get(stage, [])]
             for parameter in parameters:
                 parameter.grad = None
-            root, grad = self._arm(stage, [])
-            torch.autograd.backward([root], [grad])
+            self._reduce(stage)
             for parameter in parameters:
                 parameter.grad = None
 
@@ -158,8 +171,24 @@ class StageReplicas:
         """Reduce everything, unless the backwards have done so."""
         if self._averages and not self._overlapping:
             for stage in sorted(self._replicas, reverse=True):
-                root, grad = self._arm(stage, [])
-                torch.autograd.backward([root], [grad])
+                self._reduce(stage)
+
+    def _reduce(self, stage: int) -> None:
+        """All gradients of a stage at once."""
+        pairs = self._stand_ins.get(stage, [])
+        used = [other for parameter, other in pairs if parameter.grad is not None]
+        for parameter, other in pairs:
+            other.grad = parameter.grad
+        # DDP counts what backwards reach: they add nothing to what stands there.
+        with torch.enable_grad():
+            reached = [other.view_as(other) for other in used]
+        nothing = [torch.zeros((), dtype=other.dtype, device=other.device).expand_as(other) for other in used]
+        root, grad = self._arm(stage, reached)
+        torch.autograd.backward([root, *reached], [grad, *nothing])
+        for parameter, other in pairs:
+            parameter.grad = other.grad
+            if other is not parameter:
+                other.grad = None
 
 
 def _ignore(replica: _Replica, owned: set[int]) -> None:
@@ -175,7 +204,8 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int =
             kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     with torch.no_grad():
         for same in kinds.values():
-            flat = torch.cat([tensor.reshape(-1) for tensor in same])
+            alone = same[0].reshape(-1)  # large ones come one by one: no copy of a single one
+            flat = alone if len(same) == 1 else torch.cat([tensor.reshape(-1) for tensor in same])
             dist.broadcast(flat, group=group, group_src=source)
             if group.rank() != source:
                 for tensor, part in zip(same, torch.split(flat, [t.numel() for t in same]), strict=True):

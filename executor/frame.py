@@ -7,7 +7,7 @@
                saved it for backward, its memory is free as soon as it has been sent
     roots      what B starts from: (edge, gradient), in the order in which the gradients arrived
     grads      gradients of the inputs that SEND_GRAD and MOVE_GRAD still have to take
-    pending    what a split backward has left for W: see `smpc.executor.deferral`
+    pending    what a split backward has left for W: see `smpc.executor.deferred`
     kept       between F and OFFLOAD: what checkpointed regions keep and may be moved
     stay       ... and the addresses of storages that must not be
     away       between OFFLOAD and RELOAD: what has been moved, see `smpc.executor.offload`
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from smpc.executor.deferral import Pending
+from smpc.executor.deferred import Pending
 from smpc.executor.offload import Away, restore_sizes
 
 Root: TypeAlias = tuple[Tensor | GradientEdge, Tensor | None]

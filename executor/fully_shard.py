@@ -5,6 +5,8 @@
                       the last one averages them over the replicas, leaves each its part, and lets go of the whole parameters
     evaluation        the same without gradients; the parameters are let go of at the end
 
+Gradients are averaged in their own dtype: that of the parameters, or fp32 if `smpc.executor.wide_gradients` has widened them.
+
 `fully_shard` puts other objects in the place of parameters; `StageShards.exchanged` says which, for whoever holds one (the model,
 optimizers that were made before). The old ones are left empty.
 
@@ -23,11 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from smpc.errors import ConfigUnsupportedError
 from smpc.executor.data_parallel import broadcast
+from smpc.executor.wide_gradients import is_wide, keep_wide, widen
 
 
 class _Root(nn.Module):
@@ -87,6 +90,7 @@ class StageShards:
         self.exchanged: dict[nn.Parameter, nn.Parameter] = {}
         self._roots: dict[int, nn.Module] = {}
         self._sharded: dict[int, FSDPModule] = {}
+        self._wide: list[FSDPModule] = []
         for index in sorted(stages):
             stage = stages[index]
             broadcast([*stage.parameters(), *stage.buffers()], group)
@@ -96,9 +100,14 @@ class StageShards:
 
     def _shard(self, root: nn.Module, mesh: DeviceMesh) -> FSDPModule:
         before = dict(root.named_parameters(remove_duplicate=False))
-        sharded = fully_shard(root, mesh=mesh, reshard_after_forward=False)
+        wide = any(is_wide(parameter) for parameter in before.values())
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if wide else None, cast_forward_inputs=False)
+        sharded = fully_shard(root, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
         for name, new in root.named_parameters(remove_duplicate=False):
             self.exchanged[before[name]] = new
+        if wide:
+            widen(root.parameters())
+            self._wide.append(sharded)
         for old in before.values():
             old.grad = None
             old.data = torch.empty(0, dtype=old.dtype, device=old.device)
@@ -123,17 +132,28 @@ class StageShards:
     def before_last_backward(self, stage: int, roots: Sequence[Tensor]) -> None:
         """Average gradients in the backward that follows, and let go of the whole parameters."""
         if stage in self._sharded:
-            _set_last(self._sharded[stage], True)
+            self._reduce_next(self._sharded[stage])
 
     def end_of_step(self) -> None:
         """Average what the last backward of a stage has not: there was none, or it did not reach the stage."""
         for index in sorted(self._sharded, reverse=True):
             root = self._roots[index]
-            if any(p.grad is not None and not isinstance(p, DTensor) for p in root.parameters()):
-                _set_last(self._sharded[index], True)
+            if self._has_whole_gradients(index):
+                self._reduce_next(self._sharded[index])
                 with torch.enable_grad():
                     token = torch.zeros((), device=self._device, requires_grad=True)
                     root(lambda value: value.view_as(value), token).backward()
+
+    def _has_whole_gradients(self, index: int) -> bool:
+        """Of those that are to be reduced in fp32 FSDP keeps the sum elsewhere: then parameters that are whole may have some."""
+        wide = self._sharded[index] in self._wide
+        parameters = [p for p in self._roots[index].parameters() if not isinstance(p, DTensor)]
+        return any(wide or parameter.grad is not None for parameter in parameters)
+
+    def _reduce_next(self, sharded: FSDPModule) -> None:
+        _set_last(sharded, True)
+        if sharded in self._wide:
+            keep_wide(sharded)
 
     def did_not_train(self) -> None:
         """Nothing was counted."""

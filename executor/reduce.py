@@ -22,6 +22,7 @@ from smpc.errors import TransportError
 from smpc.executor.inbox import Delivery, Inbox, Presence, mask_form
 from smpc.executor.sharded_tensor import local, sharded_like
 from smpc.executor.transport import Transport, WireFormat
+from smpc.executor.wide_gradients import gradient_dtype
 from smpc.tracer.ir import TensorSpec
 
 
@@ -33,7 +34,7 @@ class Reduction:
         self._name = name
         self._rank = rank
         self._transport = transport
-        self._form = WireFormat.of(name, TensorSpec.of(local(parameter)))
+        self._form = WireFormat.of(name, TensorSpec.of(local(parameter).to(gradient_dtype(parameter))))
         self._peers: list[int] = []
         self._found: dict[int, Tensor | None] = {}
 

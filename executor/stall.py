@@ -5,7 +5,7 @@ Terms
     activity    what the main thread does, from its innermost frames:
                     waiting      in smpc's own receives: for a peer
                     reducing     in a backward pass, at whose end replicas reduce gradients: for a peer, or for itself
-                    collective   in a call of torch.distributed
+                    collective   in a call of torch.distributed, or in a tensor-parallel collective
                     busy         anything else: the model, user code, data loading, asleep
                     silent       the rank did not answer: it is stopped, or native code holds Python's lock
     stalled     the rank at fault. Waiting ranks are victims, so it is the one of the most active kind; among those, the one furthest behind
@@ -38,7 +38,10 @@ from smpc.executor.reports import Report
 _EXECUTOR = Path(__file__).parent
 _WAITS = tuple(str(path) for path in (_EXECUTOR / "transport", _EXECUTOR / "inbox.py"))
 _TORCH = Path(torch.__file__).parent
-_COLLECTIVES = str(_TORCH / "distributed")
+_COLLECTIVES = (
+    str(_TORCH / "distributed"),
+    *(str(_EXECUTOR / name) for name in ("collectives.py", "shared_memory.py", "shared_slots.py")),
+)
 _AUTOGRAD = str(_TORCH / "autograd")
 _MAX_FRAMES = 25
 _MAX_COLLECTIVES = 3

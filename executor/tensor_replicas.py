@@ -19,6 +19,7 @@ from smpc.errors import StepError
 from smpc.executor.bind import StepHooks
 from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.executor.data_parallel import broadcast
+from smpc.executor.wide_gradients import gradient_dtype
 
 
 class TensorReplicas:
@@ -99,16 +100,16 @@ class TensorReplicas:
         for (name, parameter), count in zip(self._others, anywhere, strict=True):
             if count:
                 _check_dense(name, parameter)
-                kinds.setdefault(parameter.dtype, []).append(parameter)
-        for parameters in kinds.values():
-            self._average_together(parameters)
+                kinds.setdefault(gradient_dtype(parameter), []).append(parameter)
+        for dtype, parameters in kinds.items():
+            self._average_together(parameters, dtype)
 
-    def _average_together(self, parameters: Sequence[nn.Parameter]) -> None:
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    def _average_together(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+        grads = [torch.zeros_like(p, dtype=dtype) if p.grad is None else p.grad for p in parameters]
         flat = sum_over(torch.cat([grad.reshape(-1) for grad in grads]), self._group) / self._group.size
         for parameter, part in zip(parameters, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
             if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
+                parameter.grad = torch.empty_like(parameter, dtype=dtype)
             parameter.grad.copy_(part.view(parameter.shape))
 
 

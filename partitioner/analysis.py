@@ -36,15 +36,21 @@ def analyse(
     trace: Trace, cost_model: CostModel, times: NodeTimes | None = None, recompute: Sequence[str] = ()
 ) -> Analysis:
     """Index the trace and cost its nodes; `times` are measured ones, if there are any. `recompute`: names of modules to checkpoint."""
-    requested = requested_regions(trace, recompute)
-    graph = with_regions(build_graph(trace), requested.regions)
-    clusters = find_clusters(graph)
+    wanted = tuple(recompute)
+    requested, graph, clusters = trace.remembered((_index, wanted), lambda: _index(trace, wanted))
     once = times or node_times(trace, cost_model)
     graph = replace(graph, workspace=once.workspace)
     times = once.with_reruns(depths(requested.regions))
     recomputable = find_recomputable(graph, clusters, cost_model)
     units = node_units(graph, times, cost_model)
     return Analysis(graph, clusters, times, once, recomputable, units, cost_model, requested)
+
+
+def _index(trace: Trace, recompute: tuple[str, ...]) -> tuple[Requested, Graph, Clusters]:
+    """What depends on no cost."""
+    requested = requested_regions(trace, recompute)
+    graph = with_regions(build_graph(trace), requested.regions)
+    return requested, graph, find_clusters(graph)
 
 
 def keep_regions_whole(analysis: Analysis, num_stages: int) -> Analysis:

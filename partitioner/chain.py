@@ -88,13 +88,14 @@ class Intervals:
 
     def costs(self, start: int, stop: int, in_flight: int, stage: int = 0) -> FloatArray:
         """Cost of start..j on a stage for j = start + 1, ..., stop (exclusive ends). It never falls along the row."""
+        static = self.static[start + 1 : stop + 1] - self.static[start]
+        activation = self.activation[start + 1 : stop + 1] - self.activation[start]
         lo, hi = self.use_offset[start], self.use_offset[stop]
-        fresh = self.previous_use[lo:hi] < start
-        at = self.use_offset[start + 1 : stop + 1] - lo
-        static = _prefix_sums(self.use_static[lo:hi] * fresh)[at]
-        activation = _prefix_sums(self.use_activation[lo:hi] * fresh)[at]
-        static += self.static[start + 1 : stop + 1] - self.static[start]
-        activation += self.activation[start + 1 : stop + 1] - self.activation[start]
+        if lo < hi:
+            fresh = self.previous_use[lo:hi] < start
+            at = self.use_offset[start + 1 : stop + 1] - lo
+            static += _prefix_sums(self.use_static[lo:hi] * fresh)[at]
+            activation += _prefix_sums(self.use_activation[lo:hi] * fresh)[at]
         time = self.time[start + 1 : stop + 1] - self.time[start]
         return self.scale.cost_on(stage, time, static + in_flight * activation)
 
@@ -188,7 +189,9 @@ def _optimum(model: ChainModel) -> float:
     n, num_stages = model.forward.num_units, len(model.in_flight)
     high = model.bottleneck([n * (stage + 1) // num_stages for stage in range(num_stages)])
     low = _bisect(model.forward, model.in_flight, high, may_be_empty=False)
-    if _cheapest_cuts(model, low) is not None:
+    ends, _, _ = model.forward.reach(low, model.in_flight)
+    whole = ends[-1] == n and all(start < end for start, end in zip((0, *ends[:-1]), ends, strict=True))
+    if whole or _cheapest_cuts(model, low) is not None:
         return low
     if high == math.inf:
         cuts = _cheapest_cuts(model, _ANY)

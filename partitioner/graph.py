@@ -82,12 +82,20 @@ class Graph:
         return spec is None or spec.requires_grad
 
     def num_modules(self) -> int:
-        """Number of innermost module calls that compute something; a module called whole is one."""
+        """Number of innermost module calls that compute something; a module called whole is one, and so is each node outside of
+        these that reads a parameter: `F.linear(x, self.weights[i])`."""
         spans = self.call_spans.tolist()
         parents = {call.parent for call, (first, last) in zip(self.trace.calls, spans, strict=True) if last > first}
-        whole = Counter(node.call for node in self.trace.nodes if node.kind is NodeKind.CALL_MODULE)
+        alone = Counter(self.trace.nodes[i].call for i in self.compute.tolist() if self._is_module(i))
         innermost = (bool(last > first) and i not in parents for i, (first, last) in enumerate(spans))
-        return max(1, sum(max(int(is_innermost), whole[i]) for i, is_innermost in enumerate(innermost)))
+        return max(1, sum(max(int(is_innermost), alone[i]) for i, is_innermost in enumerate(innermost)))
+
+    def _is_module(self, position: int) -> bool:
+        """Whether a node is like a module: one called whole, or a call of a function with a parameter."""
+        if self.trace.nodes[position].kind is NodeKind.CALL_MODULE:
+            return True
+        states = (self.state_of[i] for i in self.inputs[position])
+        return any(state >= 0 and self.trace.state[state].is_parameter for state in states)
 
 
 def build_graph(trace: Trace) -> Graph:

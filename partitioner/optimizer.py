@@ -4,6 +4,7 @@
     float32     tensors in float32
     master      a float32 copy of a parameter that has less precision; a float32 parameter is its own master
     main_grad   gradients are summed in a float32 buffer that stays, beside those that a backward pass yields
+    wide_grad   gradients are float32, and are there from the first backward pass on
 
 torch.optim keeps its state in the dtype of the parameters: `adam` on bfloat16 parameters has two bfloat16 moments. Names
 that end in -fp32-master are what mixed-precision training adds: moments and a master copy in float32.
@@ -41,6 +42,7 @@ class Optimizer:
     byte: int = 0  # tensors of one byte for each element
     master: bool = False
     main_grad: bool = False
+    wide_grad: bool = False
     scratch: int = 0  # tensors of the own dtype that a step makes and drops
     shards: int = 1  # ranks that the state is split over
     buckets: bool = False  # gradients have a copy in buckets that are summed over replicas
@@ -49,7 +51,7 @@ class Optimizer:
         """Bytes of state of a trained parameter, buckets included."""
         copies = self.float32 + (self.master and _is_narrow(spec))
         whole = self.own * spec.num_bytes + (4 * copies + self.byte) * spec.num_elements
-        return -(-whole // self.shards) + self.buckets * spec.num_bytes
+        return -(-whole // self.shards) + self.buckets * self._summed_bytes(spec)
 
     def replicated(self, num_replicas: int, sharded: bool = False) -> Optimizer:
         """The same on a rank that is one of several replicas; `sharded`: they split the state among them."""
@@ -61,7 +63,10 @@ class Optimizer:
     def gradient_bytes(self, spec: TensorSpec) -> int:
         """Bytes of the gradient of a trained parameter."""
         main = 4 * spec.num_elements if self.main_grad and _is_narrow(spec) else 0
-        return spec.num_bytes + main
+        return self._summed_bytes(spec) + main
+
+    def _summed_bytes(self, spec: TensorSpec) -> int:
+        return 4 * spec.num_elements if self.wide_grad and _is_narrow(spec) else spec.num_bytes
 
 
 def _is_narrow(spec: TensorSpec) -> bool:
@@ -85,6 +90,8 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
             Optimizer("adam-fp32-master", float32=2, master=True),
             Optimizer("adamw-fp32-master", float32=2, master=True),
             Optimizer("adamw-fp32-master-fp32-grad", float32=2, master=True, main_grad=True),
+            Optimizer("adam-fp32-master-wide-grad", float32=2, master=True, wide_grad=True),
+            Optimizer("adamw-fp32-master-wide-grad", float32=2, master=True, wide_grad=True),
         )
     }
 )

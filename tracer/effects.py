@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from smpc.tracer import targets
+from smpc.tracer.ir import Autocast
 
 # Positions of the running mean and variance, which these write in place when `training` (position, default) says so.
 _RUNNING_STATISTICS = {
@@ -38,6 +39,17 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
     elif isinstance(tree, slice):
         yield from tensors_in((tree.start, tree.stop, tree.step))
+
+
+def dense(value: Any) -> torch.Tensor | None:
+    """The value if it is one tensor with strides: others, such as sparse ones, stay where they are made."""
+    return value if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
+
+
+def autocast_state(kind: str) -> Autocast:
+    """The state of autocast for a type of device."""
+    dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+    return Autocast(kind, dtype, torch.is_autocast_enabled(kind))
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
 
+from smpc.errors import TraceError
 from smpc.tracer.ir import StateSpec, TensorSpec
 
 
@@ -43,6 +45,10 @@ def make_fakes(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
         (False, model.named_buffers(remove_duplicate=False)),
     ):
         for name, tensor in pairs:
+            if is_lazy(tensor):
+                raise TraceError(
+                    f"expected parameters with shapes, found {name} without one (a lazy module): run the model once before tracing it"
+                )
             groups.setdefault(id(tensor), (tensor, [], is_parameter))[1].append(name)
     transient = _non_persistent_names(model)
     with mode:
@@ -65,6 +71,8 @@ def installed(model: nn.Module, state: FakeState) -> Iterator[None]:
     """Puts the fakes in the model's place and takes them out again, whatever happens in between."""
     before = [_Snapshot(module) for module in model.modules()]
     for prefix, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its tables are C++, its calls are never recorded: it runs over its own tensors
         for table in (module._parameters, module._buffers):
             for key, tensor in table.items():
                 if tensor is not None:

@@ -9,7 +9,7 @@ What depends on parameters, on random numbers or on a module called whole has no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,12 @@ from torch import Tensor, nn
 from smpc.tracer import targets
 from smpc.tracer.effects import tensors_in
 from smpc.tracer.ir import Guard, Node, NodeKind, Trace
-from smpc.tracer.literals import map_references, references
-from smpc.tracer.replay import evaluate, read_attribute
+from smpc.tracer.literals import Ref, references
+from smpc.tracer.replay import evaluate, read_attribute, resolved
+
+_PACK = "torch._pack_padded_sequence"
+# The values of their first argument do not matter for the shapes of what they return, only those of the index or the lengths.
+_SHAPED_BY_THE_REST = (targets.GETITEM, _PACK, "torch._pad_packed_sequence")
 
 Read = Callable[[str], Tensor]
 
@@ -40,9 +44,12 @@ def answer(
 
     `read` gives real buffers by FQN, and raises NoAnswerError for parameters. Raises NoAnswerError.
     """
-    values = _values(nodes, references((args, dict(kwargs))), inputs, read, _spare(target, args))
-    real_args = map_references(args, values.__getitem__)
-    real_kwargs = map_references(dict(kwargs), values.__getitem__)
+    spare = references(args[:1]) if target in _SHAPED_BY_THE_REST else ()
+    wanted = references((args[1:] if spare else args, dict(kwargs)))
+    device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
+    values = _values(nodes, wanted, spare, inputs, read, device)
+    real_args = [resolved(arg, values, device) for arg in args]
+    real_kwargs = {key: resolved(value, values, device) for key, value in kwargs.items()}
     with torch.no_grad():
         return targets.function(target)(*real_args, **real_kwargs)
 
@@ -68,23 +75,21 @@ def shapes(value: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(tensor.shape) for tensor in tensors_in(value))
 
 
-def _spare(target: str, args: tuple[Any, ...]) -> frozenset[str]:
-    """Nodes whose values do not matter for the shape of the result: what is indexed, unlike its index."""
-    return frozenset(references(args[:1])) if target == targets.GETITEM else frozenset()
-
-
 def _values(
     nodes: Sequence[Node],
     wanted: Sequence[str],
+    spare: Sequence[str],
     inputs: Mapping[str, Tensor],
     read: Read,
-    spare: frozenset[str],
+    device: torch.device,
 ) -> dict[str, Any]:
-    """Real values of the wanted nodes."""
-    cone = _cone(nodes, wanted, spare)
+    """Real values of the wanted nodes; of the spare ones only the shapes matter, unless the others need them."""
+    cone, shapes_only = _cone(nodes, wanted, spare)
     values: dict[str, Any] = {}
-    device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
     for node in nodes:
+        if node.name in shapes_only:
+            assert node.spec is not None, f"{node.name} is indexed, but is no tensor"
+            values[node.name] = torch.zeros(node.spec.shape, dtype=node.spec.torch_dtype, device=device)
         if node.name not in cone:
             continue
         if node.kind is NodeKind.PLACEHOLDER:
@@ -93,18 +98,15 @@ def _values(
             values[node.name] = inputs[node.name].detach().clone()  # the model may write into it
         elif node.kind is NodeKind.GET_ATTR:
             values[node.name] = read(node.target).detach().clone()
-        elif node.name in spare:
-            assert node.spec is not None, f"{node.name} is indexed, but is no tensor"
-            values[node.name] = torch.zeros(node.spec.shape, dtype=node.spec.torch_dtype, device=device)
         else:
             with torch.no_grad():
                 values[node.name] = evaluate(node, values, device)
     return values
 
 
-def _cone(nodes: Sequence[Node], wanted: Sequence[str], spare: frozenset[str]) -> frozenset[str]:
-    """The wanted nodes and all that they are computed from, writes into their memory included."""
-    cone = set(wanted)
+def _cone(nodes: Sequence[Node], wanted: Sequence[str], spare: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """The wanted nodes and all that they are computed from, writes into their memory included; and what is spare beside them."""
+    cone, shapes_only = set(wanted), set(spare)
     storages: set[int] = set()
     found = -1
     while found != len(cone):  # a write may bring in nodes whose memory was written in turn
@@ -113,14 +115,22 @@ def _cone(nodes: Sequence[Node], wanted: Sequence[str], spare: frozenset[str]) -
             if node.name not in cone and not (node.mutates and _storage_of(nodes, node) & storages):
                 continue
             cone.add(node.name)
-            if node.name in spare:
-                continue
             if node.random or node.kind in (NodeKind.CALL_MODULE, NodeKind.SET_ATTR):
                 raise NoAnswerError(f"{node.name} ({node.target}) is known only when the model runs")
-            cone.update(node.inputs)
+            data = _packed_data(nodes, node, cone)
+            cone.update(name for name in node.inputs if name not in data)
+            shapes_only.update(data)
             if node.storage >= 0:
                 storages.add(node.storage)
-    return frozenset(cone)
+    return frozenset(cone), frozenset(shapes_only - cone)
+
+
+def _packed_data(nodes: Sequence[Node], node: Node, cone: Container[str]) -> tuple[str, ...]:
+    """What a sequence is packed from, where only the lengths of the packed batches are wanted."""
+    if node.target != _PACK:
+        return ()
+    items = (other for other in nodes if other.target == targets.GETITEM and other.args == (Ref(node.name), 0))
+    return () if any(item.name in cone for item in items) else references(node.args[:1])
 
 
 def _storage_of(nodes: Sequence[Node], writer: Node) -> set[int]:

@@ -23,14 +23,17 @@ import functools
 import hashlib
 import json
 import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from smpc.tracer.literals import decode, encode, references, register, to_source
 from smpc.tracer.structure import Structure
+
+T = TypeVar("T")
 
 
 @register
@@ -52,9 +55,7 @@ class TensorSpec:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The torch dtype."""
-        dtype = getattr(torch, self.dtype)
-        assert isinstance(dtype, torch.dtype), self.dtype
-        return dtype
+        return _dtype(self.dtype)
 
     @property
     def num_elements(self) -> int:
@@ -68,6 +69,13 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@functools.cache
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
 
 
 class NodeKind(StrEnum):
@@ -90,9 +98,17 @@ class Autocast:
     enabled: bool
 
 
+class _Inputs:
+    """Room for the names of a node's inputs: everybody asks for them, and they are found by a walk through its arguments."""
+
+    __slots__ = ("_inputs",)
+
+    _inputs: tuple[str, ...]
+
+
 @register
 @dataclass(frozen=True, slots=True)
-class Node:
+class Node(_Inputs):
     """One recorded operation.
 
     `spec` is None for operations that return no single tensor; their parts are read by `operator.getitem` nodes.
@@ -120,7 +136,11 @@ class Node:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the nodes it reads, each once, in argument order."""
-        return references((self.args, dict(self.kwargs)))
+        try:
+            return self._inputs
+        except AttributeError:
+            object.__setattr__(self, "_inputs", references((self.args, dict(self.kwargs))))
+            return self._inputs
 
 
 @register
@@ -230,6 +250,18 @@ class Trace:
     def position(self, name: str) -> int:
         """Where in execution order the node of that name stands."""
         return self._index[name]
+
+    def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made once for each key: what is found out about a trace stays true, since it never changes."""
+        known = self._known
+        if key not in known:
+            known[key] = make()
+        found: T = known[key]
+        return found
+
+    @functools.cached_property
+    def _known(self) -> dict[Hashable, Any]:
+        return {}
 
     @functools.cached_property
     def live(self) -> frozenset[str]:

@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from smpc.tracer.effects import same_memory
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
@@ -30,6 +32,8 @@ _OWN_FORMULAS: dict[Any, Callable[..., int]] = {
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the FLOPs of the aten operations that pass, and notes whether one draws random numbers."""
 
+    supports_higher_order_operators = True  # `torch.cond` and the like pass, not counted
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
@@ -43,6 +47,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return out
         packet = func._overloadpacket
         if packet in flop_registry:
             self.flops += int(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
@@ -51,6 +57,13 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random = True
         return out
+
+
+def moved_bytes(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], writes: bool) -> int:
+    """Bytes that a call reads and writes; none if it only makes views."""
+    if not writes and all(any(same_memory(output, tensor) for tensor in inputs) for output in outputs):
+        return 0
+    return sum(touched_bytes(tensor) for tensor in (*inputs, *outputs))
 
 
 def touched_bytes(tensor: torch.Tensor) -> int:

@@ -1,7 +1,8 @@
 """Modules that are called whole: what they return and what they cost, when their forward cannot be recorded.
 
-A module whose Python depends on the values of tensors (expert routing), that has no shape rule for a fake run, or that uses custom
-autograd functions becomes an opaque leaf: one node, nothing recorded inside. The shapes of its outputs come from, in this order,
+A module whose Python depends on the values of tensors (expert routing), that has no shape rule for a fake run, or that calls a custom
+autograd function which cannot stand alone becomes an opaque leaf: one node, nothing recorded inside. The shapes of its outputs come
+from, in this order,
 
     1. a rule that the user registered for its class (`register_shape_rule`);
     2. a run over fake tensors, where only its backward could not be recorded;

@@ -23,16 +23,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from smpc.errors import SmpcError, TraceError
 from smpc.tracer.effects import tensors_in
 from smpc.tracer.fakes import installed, make_fakes
+from smpc.tracer.functions import Functions
 from smpc.tracer.ir import Autocast, Trace
 from smpc.tracer.opaque import shape_rule
 from smpc.tracer.places import innermost_line
-from smpc.tracer.recorder import Answers, Recorder, UntraceableError
+from smpc.tracer.questions import Answers
+from smpc.tracer.recorder import Recorder, UntraceableError, current_recorder
+from smpc.tracer.scripts import call_script
 
 _CUSTOM_OPS = "torch._library.autograd"  # where torch defines the autograd functions of custom ops
 _CHECK_INPUTS = "what to do: check that the model runs by itself on inputs of these shapes and dtypes"
@@ -45,8 +49,8 @@ _MAX_CACHED_FAKES = 4096  # FakeTensorMode remembers operations on shapes, for t
 def mark_leaf(module: nn.Module) -> nn.Module:
     """Marks a module to be called whole by every trace, with nothing recorded inside; returns it.
 
-    For modules whose Python depends on the values of tensors, or that use custom autograd functions. What such a module returns must
-    have shapes that do not depend on values. In the Python that runs inside it, fake tensors stand for the real ones.
+    For modules whose Python depends on the values of tensors. What such a module returns must have shapes that do not depend on values.
+    In the Python that runs inside it, fake tensors stand for the real ones.
     """
     vars(module)[_LEAF_MARK] = True
     return module
@@ -78,7 +82,7 @@ def record(
     unknown = [name for name in leaf_modules if name not in names.values()]
     if unknown:
         raise TraceError(f"leaf_modules: the model has no module called {', '.join(map(repr, unknown))}")
-    marked = (name for name, module in model.named_modules() if vars(module).get(_LEAF_MARK) or shape_rule(module))
+    marked = (name for name, module in model.named_modules() if _is_leaf(module))
     leaves = dict.fromkeys((*leaf_modules, *marked))
     first_error: UntraceableError | None = None
     while True:
@@ -99,6 +103,15 @@ def record(
             if not more:
                 raise TraceError(str(first_error)) from first_error.__cause__
             leaves.update(more)
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    """Whether nothing is to be recorded inside: so it is marked, a rule gives its shapes, or it is no Python (TorchScript)."""
+    return (
+        isinstance(module, torch.jit.ScriptModule)
+        or bool(vars(module).get(_LEAF_MARK))
+        or shape_rule(module) is not None
+    )
 
 
 def _to_call_whole(model: nn.Module, failed: nn.Module | None, leaves: Mapping[str, None]) -> dict[str, None]:
@@ -165,23 +178,38 @@ def _saved_tensors(recorder: Recorder) -> Iterator[None]:
         kept.append(noted(tensor))
         return len(kept) - 1
 
-    with saved_tensors_hooks(pack, kept.__getitem__):
+    unpack, without = kept.__getitem__, graph.disable_saved_tensors_hooks
+
+    @contextmanager
+    def stepping_aside(error_message: str) -> Iterator[None]:
+        # torch.func refuses to run under such hooks: what it saves is not counted.
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            with without(error_message):
+                yield
+        finally:
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+    with saved_tensors_hooks(pack, unpack):
+        graph.disable_saved_tensors_hooks = stepping_aside
         try:
             yield
         finally:
+            graph.disable_saved_tensors_hooks = without
             kept.clear()
 
 
 @contextmanager
 def _python_calls(recorder: Recorder) -> Iterator[None]:
-    """Routes every call of a module through the recorder, and stops at custom autograd functions.
+    """Routes every call of a module, and of a custom autograd function, through the recorder.
 
-    What happens inside such a function's forward can be recorded, but its own backward would be lost without a trace. Only
-    activation checkpointing is known to have the backward of what it runs: it becomes a region. An op of `torch.library.custom_op`
-    has its backward with it wherever it is called: the call is recorded.
+    Activation checkpointing, one of these functions, has the backward of what it runs: it becomes a region. An op of
+    `torch.library.custom_op` has its backward with it wherever it is called: the call of the op is recorded.
     """
     original, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+    script, set_attribute = torch.jit.ScriptFunction.__call__, nn.Module.__setattr__
     without_reentrant = checkpoint._checkpoint_without_reentrant_generator
+    functions = Functions(recorder)
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return recorder.module_call(module, lambda: original(module, *args, **kwargs), args, kwargs)
@@ -192,9 +220,10 @@ def _python_calls(recorder: Recorder) -> Iterator[None]:
             grad_enabled = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(rest))
             with torch.set_grad_enabled(grad_enabled), recorder.region(preserve_rng_state, own=True):
                 return run(*rest)
-        if recorder.muted or cls.__module__ in (checkpoint.__name__, _CUSTOM_OPS):
+        is_inside = recorder.muted or current_recorder() is None  # the latter in a torch call
+        if is_inside or cls.__module__ in (checkpoint.__name__, _CUSTOM_OPS):
             return apply.__func__(cls, *args, **kwargs)
-        raise recorder.error(f"custom autograd function {cls.__qualname__} has a backward of its own")
+        return functions.call(cls, lambda: apply.__func__(cls, *args, **kwargs), args, kwargs)
 
     def around(run: Any, preserve_rng_state: bool = True, *args: Any, **kwargs: Any) -> Iterator[None]:
         if recorder.muted:
@@ -203,15 +232,29 @@ def _python_calls(recorder: Recorder) -> Iterator[None]:
         with recorder.region(preserve_rng_state, own=True):
             yield
 
+    def noting(module: nn.Module, name: str, value: Any) -> None:
+        recorder.note_write(module, name)
+        set_attribute(module, name, value)
+
+    def scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder.muted or current_recorder() is None:
+            return script(function, *args, **kwargs)
+        return call_script(recorder, function, lambda: script(function, *args, **kwargs), args, kwargs)
+
     nn.Module.__call__ = call  # type: ignore[method-assign]
+    nn.Module.__setattr__ = noting  # type: ignore[method-assign, assignment]
+    torch.jit.ScriptFunction.__call__ = scripted  # type: ignore[method-assign, assignment]
     checkpoint._checkpoint_without_reentrant_generator = around  # type: ignore[assignment]
     torch.autograd.Function.apply = classmethod(guarded)  # type: ignore[assignment]
     try:
         yield
     finally:
         nn.Module.__call__ = original  # type: ignore[method-assign]
+        nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
+        torch.jit.ScriptFunction.__call__ = script  # type: ignore[method-assign]
         checkpoint._checkpoint_without_reentrant_generator = without_reentrant
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        functions.restore()
 
 
 @contextmanager

@@ -7,7 +7,6 @@ so that identities stay unique. What a call writes in place is found by comparin
 from __future__ import annotations
 
 import dataclasses
-import keyword
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,20 +20,24 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
-    unset_fake_temporarily,
 )
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from smpc.errors import TraceError
-from smpc.tracer import targets
-from smpc.tracer.effects import running_statistics, same_memory, tensors_in, version_of
+from smpc.tracer import intake, targets
+from smpc.tracer.attribute_writes import AttributeWrites
+from smpc.tracer.effects import autocast_state, dense, running_statistics, tensors_in, version_of
 from smpc.tracer.fakes import FakeState
-from smpc.tracer.guards import NoAnswerError, answer, shapes
-from smpc.tracer.ir import Autocast, Guard, ModuleCall, Node, NodeKind, TensorSpec, Trace
+from smpc.tracer.guards import NoAnswerError
+from smpc.tracer.ir import Autocast, ModuleCall, Node, NodeKind, TensorSpec, Trace
 from smpc.tracer.literals import Opaque, Ref, TraceDevice, is_constant, normalise
-from smpc.tracer.measure import Meter, touched_bytes
+from smpc.tracer.measure import Meter, moved_bytes, touched_bytes
+from smpc.tracer.node_names import NodeNames, short_name
 from smpc.tracer.opaque import Same, probe, shape_rule
+from smpc.tracer.open_call import OpenCall
+from smpc.tracer.packed import is_packed, run_packed
 from smpc.tracer.places import current_line, innermost_line
+from smpc.tracer.questions import Answers, Questions
 from smpc.tracer.region_log import RegionLog
 from smpc.tracer.regions import checkpoint_mark
 from smpc.tracer.structure import Structure, flatten
@@ -45,8 +48,10 @@ _UNTRACEABLE = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+_NO_DATA = "its data is not allocated yet"  # a kernel has read the memory of a fake tensor
 # They return their argument, and what they change about it is no version.
-_MARKING = ("requires_grad_", "detach_")
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+_MARKING = ("requires_grad_", "detach_", *_HOOKS)
 _WAY_OUT = (
     "what to do: compute the value outside the model and pass it in, "
     "or have the module called whole (leaf_modules=[...], smpc.mark_leaf)"
@@ -54,7 +59,8 @@ _WAY_OUT = (
 _SHAPE_RULE = "what to do: give the shapes of what it returns with smpc.register_shape_rule"
 
 
-Answers = Sequence[tuple[Any, tuple[str, ...]]]  # of each guard: what was expected, dtypes
+Arguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]  # of a node: args, kwargs
+TorchCall = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]  # (func, args, kwargs)
 
 
 class UntraceableError(TraceError):
@@ -63,33 +69,6 @@ class UntraceableError(TraceError):
     def __init__(self, text: str, module: nn.Module | None) -> None:
         super().__init__(text)
         self.module = module
-
-
-class _OpenCall:
-    """A module call that has not returned."""
-
-    __slots__ = (
-        "arguments",
-        "autocast",
-        "bare",
-        "first",
-        "fqn",
-        "grad_enabled",
-        "index",
-        "leaves",
-        "module",
-        "parent",
-        "sequence",
-    )
-
-    def __init__(self, index: int, fqn: str, module: nn.Module, parent: int, first: int) -> None:
-        self.index, self.fqn, self.module, self.parent, self.first = index, fqn, module, parent, first
-        self.leaves: tuple[Any, ...] = ()
-        self.arguments = Structure()
-        self.grad_enabled = True
-        self.autocast: Autocast | None = None
-        self.bare = False
-        self.sequence = -1  # number of the sequence that its children are the layers of
 
 
 class Recorder(TorchFunctionMode):
@@ -106,28 +85,29 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.state, self.modules, self.leaf_modules, self.device = state, names, leaf_modules, device
         self.meter = Meter()
-        self.answers = answers
+        self.questions = Questions(state, device, answers)
+        self.writes = AttributeWrites()
         self.nodes: list[Node] = []
-        self.guards: list[Guard] = []
-        self._samples: dict[str, torch.Tensor] = {}  # real inputs, by placeholder
         self.calls: list[ModuleCall | None] = []
-        self.open: list[_OpenCall] = []
+        self.open: list[OpenCall] = []
         self.regions = RegionLog()
         self.muted = 0
+        self._inside: TorchCall | None = None  # what torch calls inside a call that is recorded as one go through
         self._node_of: dict[int, str] = {}  # id(tensor) -> node
         self._tensor_of: dict[str, torch.Tensor] = {}  # the inverse
         self._canonical = {name: spec.names[0] for spec in state.specs for name in spec.names}
         self._buffers = {
             spec.names[0]: fake for spec, fake in zip(state.specs, state.fakes, strict=True)
         }  # as last seen
+        self._globals: dict[str, None] = {}  # constants that stand for tensors which outlive the run
         self._alive: list[Any] = []  # ids are unique only among living objects
         self._storages: dict[int, int] = {}
         self._storage_bytes: list[int] = []
         self._attributes: dict[str, str] = {}  # FQN -> node that reads it
-        self._used_names: dict[str, int] = {}
+        self._names = NodeNames()
         self._saved: list[int] = []
         self._inputs: tuple[Structure, tuple[Any, ...]] = (Structure(), ())
-        self._ambient = {kind: self._autocast_state(kind) for kind in dict.fromkeys(("cpu", device.type))}
+        self._ambient = {kind: autocast_state(kind) for kind in dict.fromkeys(("cpu", device.type))}
         self._state_storage = [self._storage(fake) for fake in state.fakes]
         self._state_storages = frozenset(self._state_storage)
 
@@ -142,7 +122,7 @@ class Recorder(TorchFunctionMode):
             if isinstance(leaf, torch.Tensor):
                 fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
                 target = input_path(path)
-                name = self._unique(re.sub(r"\W+", "_", target).strip("_"))
+                name = self._names.unique(re.sub(r"\W+", "_", target).strip("_"))
                 self._add(
                     Node(
                         name,
@@ -154,7 +134,7 @@ class Recorder(TorchFunctionMode):
                 )
                 self._bind(fake, name)
                 if leaf.device.type != "meta" and not isinstance(leaf, FakeTensor):
-                    self._samples[name] = leaf
+                    self.questions.samples[name] = leaf
                 fakes.append(fake)
                 refs.append(Ref(name))
             else:
@@ -174,6 +154,7 @@ class Recorder(TorchFunctionMode):
         )
         calls = tuple(call for call in self.calls if call is not None)
         assert len(calls) == len(self.calls), "a module call did not return"
+        calls = self.writes.marked(calls)
         return Trace(
             f"{type(model).__module__}.{type(model).__qualname__}",
             model.training,
@@ -184,7 +165,7 @@ class Recorder(TorchFunctionMode):
             outputs,
             specs,
             tuple(self._storage_bytes),
-            tuple(self.guards),
+            tuple(self.questions.guards),
             self.regions.finished(calls),
         )
 
@@ -207,10 +188,19 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self.muted:
-            return self._run(func, args, kwargs)
+            return self._run(func, args, kwargs) if self._inside is None else self._inside(func, args, kwargs)
+        if intake.in_kernel():
+            return self._in_kernel(func, args, kwargs)
+        if intake.in_transform(args, kwargs):
+            raise self.error(
+                f"torch.{getattr(func, '__name__', func)} is called under torch.vmap, torch.func.grad or the like"
+            )
+        other = intake.override(tuple(types))
+        if other is not None:
+            with self:
+                return other.__torch_function__(func, types, args, kwargs)
         before = [(tensor, version_of(tensor)) for tensor in tensors_in((args, kwargs))]
-        self.meter.reset()
-        self._saved = []
+        self.begin_call()
         out = self._run(func, args, kwargs)
         results = list(tensors_in(out))
         kind = getattr(func, "__name__", "")
@@ -219,13 +209,48 @@ class Recorder(TorchFunctionMode):
         unchanged = not results or (isinstance(out, torch.Tensor) and any(out is tensor for tensor, _ in before))
         if unchanged and not written and kind not in _MARKING and kind != "__set__":
             return out  # nothing happened, or `x.to(dtype)` returned x itself
-        self._record_call(func, args, kwargs, out, before, written)
+        real = intake.from_array(args, kwargs, out)
+        if real is not None:
+            self._add_constant(real, out)
+            return out
+        if kind in _HOOKS:
+            written = [args[0]]  # an effect: what comes later finds another tensor
+        try:
+            target, args = targets.name_call(func, args)
+        except KeyError as error:
+            raise self.error(f"a function without a name was called: {error.args[0]}") from error
+        moved = moved_bytes([tensor for tensor, _ in before], results, bool(written))
+        self.add_call(target, self.arguments(target, args, kwargs), out, written, moved)
         return out
 
+    def _in_kernel(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs what C++ code calls by itself; only data that it takes into the run is recorded."""
+        out, real = func(*args, **kwargs), intake.lifted(func, args)
+        if real is not None and not self.known(real):
+            self._add_constant(real, out)
+        return out
+
+    def _add_constant(self, real: torch.Tensor, out: torch.Tensor) -> str:
+        """The node that makes a tensor which comes from elsewhere."""
+        with torch._C.DisableTorchFunction():
+            arguments = intake.constant(real)
+            if arguments is None:
+                raise self._unknown(real, "a tensor")
+            self.begin_call()
+            self.add_call(intake.CONSTANT, arguments, out, (), 0)
+            return self._node_of[id(out)]
+
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if intake.works_on_elements(func):
+            raise self.error(f"torch.Tensor.{func.__name__} calls Python with the values of a tensor")
+        if is_packed(func, args):
+            out, self.meter.flops = run_packed(args)
+            return out
         try:
             return func(*args, **kwargs)
-        except _UNTRACEABLE as error:
+        except (RuntimeError, *_UNTRACEABLE) as error:
+            if not isinstance(error, _UNTRACEABLE) and _NO_DATA not in str(error):
+                raise
             what = f"torch.{getattr(func, '__name__', func)} needs the values of a tensor, or has no shape rule"
             if self.muted:
                 raise
@@ -233,78 +258,55 @@ class Recorder(TorchFunctionMode):
                 with torch._C.DisableTorchFunction():
                     return self._ask(func, args, kwargs)
             except NoAnswerError as reason:
-                raise self.error(f"{what} ({type(error).__name__}: {error}), and {reason}") from error
+                found = self._with_numbers(func, args, kwargs)
+                if found is None:
+                    raise self.error(f"{what} ({type(error).__name__}: {error}), and {reason}") from error
+                return found
+
+    def _with_numbers(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What a call gives with numbers in place of tensors of one element, such as sizes, if these are known; else None."""
+
+        def number(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value if value.dim() else self._ask(torch.Tensor.item, (value,), {})
+            return type(value)(map(number, value)) if type(value) in (tuple, list) else value
+
+        try:
+            with torch._C.DisableTorchFunction():
+                numbers = number(list(args)), {key: number(value) for key, value in kwargs.items()}
+            return func(*numbers[0], **numbers[1])
+        except (NoAnswerError, *_UNTRACEABLE):
+            return None
 
     def _ask(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What a call gives, known from the sample inputs or from `answers`; a guard says on what it rests."""
-        target, args = targets.name_call(func, args)
-        where = f"an argument of {target}"
-        node_args = tuple(self._tree(arg, where) for arg in args)
-        node_kwargs = tuple((key, self._tree(value, where)) for key, value in kwargs.items())
-        if self.answers is not None:
-            if len(self.guards) == len(self.answers):
-                raise NoAnswerError("it was not asked when the answers were given")
-            expected, dtypes = self.answers[len(self.guards)]
-        else:
-            with unset_fake_temporarily():
-                found = answer(self.nodes, target, node_args, dict(node_kwargs), self._samples, self._read_buffer)
-            tensors = list(tensors_in(found))
-            expected = shapes(found) if tensors else found
-            dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
-        self.guards.append(Guard(target, node_args, node_kwargs, expected, dtypes, current_line()))
-        if not dtypes:
-            return expected
-        fakes = [
-            torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-            for shape, dtype in zip(expected, dtypes, strict=True)
-        ]
+        """What a call gives, known from the sample inputs or from earlier answers; a guard says on what it rests."""
         wanting = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
-        fakes = [fake.requires_grad_().clone() if wanting and fake.is_floating_point() else fake for fake in fakes]
-        return fakes[0] if len(fakes) == 1 else tuple(fakes)
+        target, args = targets.name_call(func, args)
+        arguments = self.arguments(target, args, kwargs)
+        with self.inside_call():
+            return self.questions.ask(self.nodes, target, *arguments, wanting)
 
-    def _read_buffer(self, fqn: str) -> torch.Tensor:
-        """The real buffer or tensor attribute of that name."""
-        tensor = self.state.real_buffers.get(fqn)
-        if tensor is None:
-            raise NoAnswerError(f"it depends on parameter {fqn}")
-        if tensor.device.type == "meta":
-            raise NoAnswerError(f"buffer {fqn} has no values here, only a shape")
-        return tensor
-
-    def _record_call(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        out: Any,
-        before: list[tuple[torch.Tensor, int]],
-        written: list[torch.Tensor],
-    ) -> None:
-        try:
-            target, args = targets.name_call(func, args)
-        except KeyError as error:
-            raise self.error(f"a function without a name was called: {error.args[0]}") from error
+    def arguments(self, target: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        """What a node that calls `target` has as arguments."""
         where = f"an argument of {target}"
         node_args = tuple(self._tree(arg, where) for arg in args)
-        node_kwargs = tuple((key, self._tree(value, where)) for key, value in kwargs.items())
-        mutates = tuple(dict.fromkeys(self._name(tensor, where) for tensor in written))
-        inputs = [tensor for tensor, _ in before]
-        is_view = not written and all(any(same_memory(t, tensor) for tensor in inputs) for t in tensors_in(out))
-        moved = 0 if is_view else sum(touched_bytes(tensor) for tensor in (*inputs, *tensors_in(out)))
-        node = Node(
-            self._unique(_short(target, node_args)),
-            NodeKind.CALL_FUNCTION,
-            target,
-            node_args,
-            node_kwargs,
-            bytes_moved=moved,
-            mutates=mutates,
-        )
+        return node_args, tuple((key, self._tree(value, where)) for key, value in kwargs.items())
+
+    def add_call(
+        self, target: str, arguments: Arguments, out: Any, written: Sequence[torch.Tensor], bytes_moved: int
+    ) -> None:
+        """Adds the node of a call that has just returned `out` and has written into some of its arguments."""
+        args, kwargs = arguments
+        name = self._names.unique(short_name(target, args))
+        mutates = tuple(dict.fromkeys(self._name(tensor, f"an argument of {target}") for tensor in written))
+        if any(written_name in self._globals for written_name in mutates):
+            raise self.error(f"{target} writes into a tensor that no module holds: register it as a buffer")
+        node = Node(name, NodeKind.CALL_FUNCTION, target, args, kwargs, bytes_moved=bytes_moved, mutates=mutates)
         self._add_measured(node, out)
 
     def _add_measured(self, node: Node, out: Any) -> None:
         """Adds the node of a call that has just returned `out`, with what the meter and autograd's hooks say of it."""
-        single = out if isinstance(out, torch.Tensor) else None
+        single = dense(out)
         grad_enabled, autocast = self._context()
         self._add(
             dataclasses.replace(
@@ -321,6 +323,26 @@ class Recorder(TorchFunctionMode):
             )
         )
         self._bind_result(out, node.name)
+
+    def begin_call(self) -> None:
+        """What is measured from now on is that of the call that `add_call` adds."""
+        self.meter.reset()
+        self._saved = []
+
+    @contextmanager
+    def inside_call(self, run: TorchCall | None = None) -> Iterator[None]:
+        """What happens in this context is part of one call, and not recorded; torch calls in it go through `run`."""
+        self.muted += 1
+        self._inside, around = run, self._inside
+        try:
+            yield
+        finally:
+            self.muted -= 1
+            self._inside = around
+
+    def known(self, tensor: torch.Tensor) -> str:
+        """The name of a tensor that a node has returned, or of a parameter or buffer; "" for others."""
+        return self._node_of.get(id(tensor)) or self.state.names.get(id(tensor), "")
 
     def note_saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Called for every tensor that autograd saves."""
@@ -349,12 +371,18 @@ class Recorder(TorchFunctionMode):
                 return self._call(fqn, module, run, args, kwargs)
         return self._call(fqn, module, run, args, kwargs)
 
+    def note_write(self, module: nn.Module, name: str) -> None:
+        """Called for every attribute that is set on a module; buffers are looked at when its call ends."""
+        owner = self.modules.get(id(module))
+        if owner is not None and self.open and not self.muted and name not in (*module._buffers, *module._parameters):
+            self.writes.note(owner, self.open[-1].fqn)
+
     def _call(
         self, fqn: str, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         if fqn in self.leaf_modules:
             return self._leaf_call(fqn, module, run, args, dict(kwargs))
-        opened = _OpenCall(len(self.calls), fqn, module, self.open[-1].index if self.open else -1, len(self.nodes))
+        opened = OpenCall(len(self.calls), fqn, module, self.open[-1].index if self.open else -1, len(self.nodes))
         overrides = next(cls for cls in type(module).__mro__ if "__call__" in vars(cls)) is not nn.Module
         opened.bare = overrides and self.regions.is_innermost(opened.parent)
         mark = checkpoint_mark(module)
@@ -372,7 +400,7 @@ class Recorder(TorchFunctionMode):
             self._close(opened, out)
         return out
 
-    def _close(self, opened: _OpenCall, out: Any) -> None:
+    def _close(self, opened: OpenCall, out: Any) -> None:
         assert self.open.pop() is opened
         leaves, structure = flatten(out)
         self.calls[opened.index] = ModuleCall(
@@ -407,23 +435,18 @@ class Recorder(TorchFunctionMode):
     def _leaf_call(
         self, fqn: str, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        where = f"an argument of leaf module {fqn}"
-        node_args = tuple(self._tree(arg, where) for arg in args)
-        node_kwargs = tuple((key, self._tree(value, where)) for key, value in kwargs.items())
-        self.meter.reset()
-        self._saved = []
+        where = f"leaf module {fqn}"
+        node_args, node_kwargs = self.arguments(where, args, kwargs)
         watched = (*tensors_in((args, kwargs)), *module.parameters(), *module.buffers())
         before = [(tensor, version_of(tensor)) for tensor in watched]
-        self.muted += 1
-        try:
+        self.begin_call()
+        with self.inside_call():
             out, written = self._run_whole(module, run, args, kwargs)
-        finally:
-            self.muted -= 1
         with torch._C.DisableTorchFunction():
             written += [tensor for tensor, version in before if version_of(tensor) != version]
-            mutates = tuple(dict.fromkeys(self._name(tensor, where) for tensor in written))
+            mutates = tuple(dict.fromkeys(self._name(tensor, f"an argument of {where}") for tensor in written))
             moved = sum(touched_bytes(tensor) for tensor in (*tensors_in((args, kwargs)), *tensors_in(out)))
-            name = self._unique(re.sub(r"\W", "_", fqn))
+            name = self._names.unique(re.sub(r"\W", "_", fqn))
             node = Node(name, NodeKind.CALL_MODULE, fqn, node_args, node_kwargs, bytes_moved=moved, mutates=mutates)
             self._add_measured(node, out)
         return out
@@ -462,7 +485,7 @@ class Recorder(TorchFunctionMode):
         # A clone is no leaf of autograd, so that what follows may write into it.
         return fake.requires_grad_().clone() if described.requires_grad else fake
 
-    def _note_rebound_buffers(self, opened: _OpenCall) -> None:
+    def _note_rebound_buffers(self, opened: OpenCall) -> None:
         """`self.count = self.count + 1` on a buffer is an effect: the module holds another tensor afterwards.
 
         Noted at the end of the module's call, or, when another module has done it, at the end of the model's.
@@ -475,7 +498,7 @@ class Recorder(TorchFunctionMode):
                 if value is None or value is self._buffers.get(known):
                     continue
                 self._buffers[known] = value
-                ref, name = Ref(self._name(value, f"buffer {fqn}")), self._unique(f"set_{key}")
+                ref, name = Ref(self._name(value, f"buffer {fqn}")), self._names.unique(f"set_{key}")
                 self._add(Node(name, NodeKind.SET_ATTR, known, (ref,), call=opened.index, source=current_line()))
 
     # -- tensors to names ----------------------------------------------------------------------------------------------
@@ -516,16 +539,24 @@ class Recorder(TorchFunctionMode):
             return found
         fqn = self.state.names.get(id(tensor))
         if fqn is None:
-            raise self.error(
-                f"{where} is a tensor {tuple(tensor.shape)} that no recorded call returned and no module holds "
-                "(from a custom autograd Function, numpy, or a global?)"
-            )
+            if intake.constant(tensor) is None:
+                raise self._unknown(tensor, where)
+            name = self._add_constant(tensor, tensor)
+            del (
+                self._node_of[id(tensor)],
+                self._tensor_of[name],
+            )  # a global, made again for each use, so that modules stay intact
+            self._globals[name] = None
+            return name
         if fqn not in self._attributes:
-            self._attributes[fqn] = name = self._unique(re.sub(r"\W+", "_", fqn).strip("_"))
+            self._attributes[fqn] = name = self._names.unique(re.sub(r"\W+", "_", fqn).strip("_"))
             spec, storage = TensorSpec.of(tensor), self._storage(tensor)
             call = self.open[-1].index if self.open else 0
             self._add(Node(name, NodeKind.GET_ATTR, fqn, spec=spec, storage=storage, call=call))
         return self._attributes[fqn]
+
+    def _unknown(self, tensor: torch.Tensor, where: str) -> UntraceableError:
+        return self.error(f"{where} is a tensor {tuple(tensor.shape)} that {intake.why_unknown(tensor)}")
 
     def _bind(self, tensor: torch.Tensor, name: str) -> None:
         self._tensor_of.pop(self._node_of.get(id(tensor), ""), None)
@@ -547,8 +578,8 @@ class Recorder(TorchFunctionMode):
         for key, item in parts:
             if not any(True for _ in tensors_in(item)):
                 continue
-            part = self._unique(f"{name}_{key}")
-            single = item if isinstance(item, torch.Tensor) else None
+            part = self._names.unique(f"{name}_{key}")
+            single = dense(item)
             grad_enabled, autocast = self._context()
             self._add(
                 Node(
@@ -569,20 +600,6 @@ class Recorder(TorchFunctionMode):
     def _add(self, node: Node) -> None:
         self.nodes.append(node)
 
-    def _unique(self, base: str) -> str:
-        if not base.isidentifier() or keyword.iskeyword(base):
-            base = f"_{base}"
-        count = self._used_names.get(base)
-        if count is None:
-            self._used_names[base] = 0
-            return base
-        while True:
-            count += 1
-            self._used_names[base] = count
-            if f"{base}_{count}" not in self._used_names:
-                self._used_names[f"{base}_{count}"] = 0
-                return f"{base}_{count}"
-
     def _storage(self, tensor: torch.Tensor) -> int:
         if tensor.layout is not torch.strided:
             return -1
@@ -600,15 +617,10 @@ class Recorder(TorchFunctionMode):
 
     def _context(self) -> tuple[bool, Autocast | None]:
         for kind, ambient in self._ambient.items():
-            now = self._autocast_state(kind)
+            now = autocast_state(kind)
             if now != ambient:
                 return torch.is_grad_enabled(), now
         return torch.is_grad_enabled(), None
-
-    @staticmethod
-    def _autocast_state(kind: str) -> Autocast:
-        dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
-        return Autocast(kind, dtype, torch.is_autocast_enabled(kind))
 
     def error(self, what: str, line: str | None = None, way_out: str = _WAY_OUT) -> UntraceableError:
         """An error that says where in the model it happened."""
@@ -632,10 +644,3 @@ def input_path(path: str) -> str:
     match = re.match(r"\[1\]\['(\w+)'\](.*)", path, re.DOTALL)
     assert match, path
     return match[1] + match[2]
-
-
-def _short(target: str, args: tuple[Any, ...]) -> str:
-    """A node name from a target: "torch.Tensor.__rsub__" gives rsub, reading an attribute gives the attribute."""
-    if target == targets.GETATTR:
-        return str(args[1]).strip("_") or "attribute"
-    return re.sub(r"\W", "_", target.rpartition(".")[2]).strip("_") or "call"

@@ -1,8 +1,9 @@
 """Names for torch functions, and the functions behind the names.
 
 A recorded call is known by the qualified name under which a person would call it: "torch.nn.functional.linear",
-"torch.Tensor.view", "torch.ops.aten.add.Tensor". Reading an attribute of a tensor (`x.T`) is "builtins.getattr" with the attribute's
-name as second argument, writing one (`x.data = y`) is "builtins.setattr", taking an item is "_operator.getitem".
+"torch.Tensor.view", "torch.ops.aten.add.Tensor", of a custom autograd function "package.module.Class.apply". Reading an attribute of
+a tensor (`x.T`) is "builtins.getattr" with the attribute's name as second argument, writing one (`x.data = y`) is "builtins.setattr",
+taking an item is "_operator.getitem".
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import operator
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,10 @@ GETATTR = "builtins.getattr"
 SETATTR = "builtins.setattr"
 GETITEM = "_operator.getitem"
 SETITEM = "_operator.setitem"
+APPLY = ".apply"  # how the names of custom autograd functions end
+
+# As torch defines it: while a model is recorded, another one stands in its place.
+_TORCH_APPLY: Callable[..., Any] = torch.autograd.Function.__dict__["apply"].__func__
 
 _OWN_OPS = "torch.ops.smpc."
 
@@ -72,9 +78,21 @@ def name_of(func: Callable[..., Any]) -> str:
     raise KeyError(f"{func!r} is called {name}, but that name does not lead to it")
 
 
+def name_of_apply(cls: type[torch.autograd.Function]) -> str:
+    """The name under which a custom autograd function is called. Raises KeyError when the class cannot be reached by its name."""
+    name = f"{cls.__module__}.{cls.__qualname__}{APPLY}"
+    apply = types.MethodType(_TORCH_APPLY, cls)
+    if _reaches(name, apply):
+        return name
+    function.cache_clear()  # a class that a notebook has defined again has the name of the one before
+    if _reaches(name, apply):
+        return name
+    raise KeyError(f"{name.removesuffix(APPLY)} does not lead to it")
+
+
 @functools.cache
 def function(name: str) -> Callable[..., Any]:
-    """The function of that qualified name."""
+    """The function of that qualified name. Raises KeyError if there is none."""
     if name.startswith(_OWN_OPS):
         importlib.import_module("smpc.kernels.ops")  # registers them
     parts = name.split(".")
@@ -83,11 +101,18 @@ def function(name: str) -> Callable[..., Any]:
             found: Any = importlib.import_module(".".join(parts[:length]))
         except ModuleNotFoundError:
             continue
+        owner: Any = None
         for part in parts[length:]:
-            found = getattr(found, part)
+            owner, found = found, getattr(found, part, None)
+        if found is None:
+            break
         assert callable(found), name
+        if name.endswith(APPLY) and isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+            return types.MethodType(_TORCH_APPLY, owner)
         return found  # type: ignore[no-any-return]
-    raise KeyError(name)
+    raise KeyError(
+        f"{name}, which a traced model calls, is not defined here; import what defines it before the model runs"
+    )
 
 
 def _attribute(func: Callable[..., Any]) -> str:
@@ -99,9 +124,10 @@ def _attribute(func: Callable[..., Any]) -> str:
 
 def _reaches(name: str, func: Callable[..., Any]) -> bool:
     try:
-        return function(name) is func
-    except (AttributeError, KeyError):
+        found = function(name)
+    except KeyError:
         return False
+    return found is func or (isinstance(found, types.MethodType) and found == func)
 
 
 @functools.cache

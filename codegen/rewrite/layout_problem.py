@@ -98,7 +98,7 @@ def collect(trace: Trace, degree: int, allowed: Restriction, weights: Weights, s
             for index, name in enumerate(node.inputs):
                 if name not in facts.constants:
                     problem.edges[problem.part[trace.position(name)], part, index] = None
-            known = problem.options.get(part, strategies(facts, node))
+            known = problem.options[part] if part in problem.options else strategies(facts, node)
             if node.name in whole_only:
                 known = known[:1]
             problem.options[part] = tuple(option for option in known if allowed(node, option))

@@ -82,11 +82,11 @@ def find_plan(model: nn.Module, plan: str | Mapping[str, str]) -> Plan:
     wrong = [
         f"{pattern!r}: expected a style of {', '.join(STYLES)}, found {style!r}"
         for pattern, style in styles.items()
-        if style not in STYLES and plan != HUGGING_FACE
+        if (not isinstance(style, str) or style not in STYLES) and plan != HUGGING_FACE
     ]
     if plan != HUGGING_FACE:  # a model's own plan is for all models of its kind, tied or not
         wrong += [
-            f"{pattern!r}: expected the name of a module or parameter, found none that fits"
+            f"{pattern!r}: expected the name of a module or parameter, found none that fits; the model has {_some(names)}"
             for pattern in styles
             if not any(_fits(pattern, name) for name in names)
         ]
@@ -100,9 +100,15 @@ def find_plan(model: nn.Module, plan: str | Mapping[str, str]) -> Plan:
     return Plan(tuple((pattern, style) for pattern, style in styles.items() if style in STYLES))
 
 
-def read_styles(plan: str, what: str) -> str | dict[str, str]:
-    """A plan's name as it is; of a .json file, the styles in it. ConfigError if it cannot be read, or has something else."""
-    if not plan.endswith(".json"):
+def _some(names: list[str]) -> str:
+    """The first names that say something, for messages."""
+    own = [name for name in names if name][:4]
+    return f"{', '.join(own)}, ..." if own else "none"
+
+
+def read_styles(plan: str | Mapping[str, str], what: str) -> str | Mapping[str, str]:
+    """A plan's name and styles as they are; of a .json file, the styles in it. ConfigError if it cannot be read, or has something else."""
+    if not isinstance(plan, str) or not plan.endswith(".json"):
         return plan
     try:
         styles = json.loads(Path(plan).read_text(encoding="utf-8"))
@@ -114,10 +120,11 @@ def read_styles(plan: str, what: str) -> str | dict[str, str]:
 
 
 def choose_by_plan(trace: Trace, degree: int, plan: Plan, weights: Weights | None = None) -> Choice:
-    """The best choice among those that the plan allows."""
+    """The best choice among those that the plan allows. ConfigError if sizes that it splits cannot be."""
     if plan.styles is None and plan.layouts is None:
         return choose(trace, degree, weights=weights)
     restriction = _Restriction(trace, plan)
+    restriction.check_sizes(trace, degree)
     return choose(trace, degree, restriction.allows, weights, share_blocks=False)
 
 
@@ -142,6 +149,27 @@ class _Restriction:
             own = [name for name in self._names if name.startswith(f"{node.target}.")]
             return all(self._allows(name, split.get(name, REPLICATED), None) for name in own)
         return True
+
+    def check_sizes(self, trace: Trace, degree: int) -> None:
+        """Raises ConfigError, listing the parameters that the plan's styles split and the ranks do not divide."""
+        wrong = []
+        for node in trace.nodes if self._fixed is None else ():
+            style = (
+                self._style(node.target) if node.kind is NodeKind.GET_ATTR and node.target in self._names else _WHOLE
+            )
+            if style == _WHOLE or node.spec is None or (style == _ROWS and not node.target.endswith("weight")):
+                continue
+            shape, columns = node.spec.shape, [_column_dim(user, node) for user in self._users.get(node.name, ())]
+            dims = [dim if style == _COLUMNS or len(shape) < 2 else 1 - dim for dim in dict.fromkeys(columns)]
+            wrong += [
+                f"{node.target}, {style}: expected dimension {dim} divisible by {degree} ranks, found {shape[dim]}"
+                for dim in dims
+                if shape[dim] % degree
+            ]
+        if wrong:
+            raise ConfigError(
+                "tensor_parallel_plan: " + "; ".join(dict.fromkeys(wrong)) + "; leave them out of the plan"
+            )
 
     def _allows(self, name: str, layout: Layout, node: Node | None) -> bool:
         if self._fixed is not None:

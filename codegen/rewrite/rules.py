@@ -10,7 +10,8 @@ For linear(x[B, S, K], w[N, K], b[N]) on a layout table of `smpc.codegen.rewrite
     B      S(0)   S(0)   S(2)      column parallel
     S(2)   S(1)   P      P         row parallel
 
-Operations that no rule knows have the first two alone: they are never wrong, only never shared. In-place operations, and whatever reads
+Operations that no rule knows have the first two alone: they are never wrong, only never shared. Custom autograd functions have the
+first alone, as their backward need not be linear: it may clip what it gets. In-place operations, and whatever reads
 a tensor before it is written for the last time, take and give whole values.
 """
 
@@ -26,6 +27,7 @@ from smpc.codegen.rewrite.sharding import BROADCAST, PARTIAL, REPLICATED, Layout
 from smpc.codegen.rewrite.strategy import Facts, Strategy, argument, short_name
 from smpc.tracer.ir import Node, NodeKind
 from smpc.tracer.literals import Ref
+from smpc.tracer.targets import APPLY
 
 Rule = Callable[[Facts, Node], Iterator[Strategy]]
 
@@ -47,7 +49,7 @@ def strategies(facts: Facts, node: Node) -> tuple[Strategy, ...]:
     if node.mutates or node.kind is NodeKind.SET_ATTR:
         return (whole,)
     if node.kind is NodeKind.CALL_FUNCTION:
-        if facts.requires_grad(node.name):
+        if facts.requires_grad(node.name) and not node.target.endswith(APPLY):
             found[Strategy((BROADCAST,) * len(node.inputs), BROADCAST)] = None
         rule = _RULES.get(short_name(node.target)) or rules_shape.RULES.get(node.target)
     else:

@@ -150,6 +150,7 @@ class _Writer:
     collectives: list[Collective] = field(default_factory=list)
     taken: dict[str, None] = field(default_factory=dict)
     fakes: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)  # of calls on fakes, by all that they depend on
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
 
     def __post_init__(self) -> None:
@@ -300,9 +301,13 @@ class _Writer:
         if node.target.startswith(TENSOR_OPS) or node.kind is NodeKind.CALL_MODULE:
             return contiguous_stride(shape or ())
         values = {name: self._fake(name) for name in node.inputs}
+        call = map_references((node.args, dict(node.kwargs)), lambda name: _form(values[name]))
+        form = repr((node.target, call, node.grad_enabled, node.autocast))
         try:
-            with self.mode, torch.no_grad():
-                found = evaluate(node, values, torch.device("cpu"))
+            if form not in self.results:  # blocks of a model do the same again and again
+                with self.mode, torch.no_grad():
+                    self.results[form] = evaluate(node, values, torch.device("cpu"))
+            found = self.results[form]
         except (RuntimeError, TypeError, ValueError) as error:
             raise CodegenError(
                 f"expected {node.target} at {node.source} to run on slices of its inputs, found {error}; give its module the "
@@ -398,6 +403,13 @@ class _Writer:
             name = f"{base}_{number}"
         self.taken[name] = None
         return name
+
+
+def _form(value: Any) -> Any:
+    """What the result of a call on fakes depends on."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.storage_offset()
+    return tuple(_form(item) for item in value) if isinstance(value, (tuple, list)) else value
 
 
 _SUFFIXES: Mapping[str, str] = {

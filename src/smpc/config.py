@@ -44,7 +44,7 @@ PLACEMENT_STRATEGIES = ("cluster", "spread", "PDT", "PTD", "DPT", "DTP", "TPD", 
 MODULES = "modules"
 PLANS = (MODULES, "auto", "huggingface")  # by name, what tensor-parallel ranks split
 _ALIASES = {"partitions": "pipeline_parallel_degree"}
-_KINDS: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
+_KINDS: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str, "str | Mapping[str, str]": str}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +192,10 @@ class Config:
         "Number of ranks that a tensor-parallel module is split over",
         minimum=1,
     )
-    tensor_parallel_plan: str = _key(
+    tensor_parallel_plan: str | Mapping[str, str] = _key(
         MODULES,
         "What tensor-parallel ranks split: `modules`, those that smp.tensor_parallelism declares; or any model, by the compiler: `auto`, "
-        "`huggingface` (the model's own plan) or a .json file of styles by name pattern (docs/tensor_parallel_compiler.md)",
+        "`huggingface` (the model's own plan), or styles by name pattern, as they are or a .json file (docs/tensor_parallel_compiler.md)",
     )
     tensor_parallel_outputs: str = _key(
         "",
@@ -284,8 +284,7 @@ class Config:
     _match_weights: bool = _key(False, "Give distributed modules the weights of the originals", no_effect=_TRANSLATED)
     _fp32_grad_accumulation: bool = _key(
         False,
-        "Accumulate gradients of half-precision parameters in float32",
-        unsupported="gradients accumulate in the dtype of their parameters: leave it out",
+        "Whether gradients accumulate in float32 under fp16 and bf16, over microbatches, steps and replicas",
     )
 
     def __post_init__(self) -> None:
@@ -300,6 +299,8 @@ class Config:
             "active_microbatches": min(given.get("active_microbatches", degree + 2), self.microbatches),
             "partition_file": given.get("partition_file", ""),
         }
+        if isinstance(self.tensor_parallel_plan, Mapping):
+            derived["tensor_parallel_plan"] = dict(self.tensor_parallel_plan)  # not the caller's own
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
@@ -333,6 +334,8 @@ class Config:
             for name, value in report.values.items()
             if KEYS[name].no_effect and value != _FIELDS[name].default
         ]
+        if config._fp32_grad_accumulation and not (config.fp16 or config.bf16):
+            ignored.append("_fp32_grad_accumulation: True has no effect here: it is for fp16: true and bf16: true")
         if warn and ignored:
             warnings.warn("\n".join(ignored), UserWarning, stacklevel=2)
         return config
@@ -408,12 +411,15 @@ class _Report:
 
     def _check_value(self, name: str, value: Any) -> bool:
         """Whether a value has the right type and lies within its bounds and options; reports it if not."""
+        if isinstance(value, Mapping) and "Mapping" in str(_FIELDS[name].type):
+            return self._check_texts(name, value)
         key, kind = KEYS[name], _KINDS[str(_FIELDS[name].type)]
         accepted: tuple[type, ...] = (int, float) if kind is float else (kind,)
         fits = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
         if not fits:
             found = f"{type(value).__name__} {value!r}"
-            self.types.append(f"{name}: expected {kind.__name__}, found {found}{self._where(name)}")
+            expected = str(_FIELDS[name].type).replace(" | ", " or ").replace("Mapping", "dict")
+            self.types.append(f"{name}: expected {expected}, found {found}{self._where(name)}")
             return False
         if key.options and value not in key.options:
             self.errors.append(f"{name}: expected one of {', '.join(key.options)}, found {value!r}{self._where(name)}")
@@ -424,6 +430,15 @@ class _Report:
             bounds = f"at least {low}" if high is None else f"from {low} to {high}"
             self.errors.append(f"{name}: expected {bounds}, found {value!r}{self._where(name)}")
         return inside
+
+    def _check_texts(self, name: str, value: Mapping[Any, Any]) -> bool:
+        """Whether a mapping, of which there must be something, is one from str to str; reports it if not."""
+        wrong = [f"{k!r}: {v!r}" for k, v in value.items() if not isinstance(k, str) or not isinstance(v, str)]
+        if wrong:
+            self.types.append(f"{name}: expected str: str, found {', '.join(wrong)}{self._where(name)}")
+        if not value:
+            self.errors.append(f"{name}: expected at least one entry, found {value!r}{self._where(name)}")
+        return bool(value) and not wrong
 
     def _check_dependencies(self, sound: Mapping[str, Any]) -> None:
         """Check the rules between keys, as far as the keys involved are valid themselves."""
@@ -477,17 +492,15 @@ class _Report:
             self.errors.append(
                 f"fully_shard: true requires tensor_parallel_degree: 1, found {sound['tensor_parallel_degree']}"
             )
-        self.errors.extend(
-            f"fully_shard: true and {name}: true exclude each other; keep one"
-            for name in ("fp16", "bf16", "fp16_params", "shard_optimizer_state")
-            if sound.get(name, False)
-        )
+        if sound.get("shard_optimizer_state", False):
+            self.errors.append("fully_shard: true and shard_optimizer_state: true exclude each other; keep one")
 
     def _check_plan(self, sound: Mapping[str, Any]) -> None:
         plan, where = sound.get("tensor_parallel_plan", MODULES), self._where("tensor_parallel_plan")
-        if plan not in PLANS and not plan.endswith(".json"):
+        if isinstance(plan, str) and plan not in PLANS and not plan.endswith(".json"):
             self.errors.append(
-                f"tensor_parallel_plan: expected one of {', '.join(PLANS)} or a .json file, found {plan!r}{where}"
+                f"tensor_parallel_plan: expected one of {', '.join(PLANS)}, styles by name pattern, or a .json file of such, found "
+                f"{plan!r}{where}"
             )
         elif plan != MODULES and sound.get("tensor_parallel_degree", 1) > 1 and not sound.get("prescaled_batch", False):
             self.errors.append(

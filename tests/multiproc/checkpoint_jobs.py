@@ -59,7 +59,7 @@ class Job:
         degrees = {"pipeline_parallel_degree": pp, "tensor_parallel_degree": tp}
         ddp = {"ddp": True, "shard_optimizer_state": half} if tp * rdp > 1 else {}
         ddp |= {"fp16": half}
-        scaling = {"dynamic_loss_scale": True, "init_scale": 2.0**27, "scale_window": 2} if half else {}
+        scaling = {"dynamic_loss_scale": True, "init_scale": 2.0**18, "scale_window": 2} if half else {}
         smp.init({**degrees, "microbatches": MB, "checkpoint_timeout": 40.0, **ddp, **config})
         torch.manual_seed(seed)
         with smp.tensor_parallelism():

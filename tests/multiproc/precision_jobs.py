@@ -65,11 +65,21 @@ def optimizer_of(parameters, name="AdamW"):
 class Job:
     """One rank of a job, after smp.init."""
 
-    def __init__(self, topology=(1, 1, 1), config=None, optimizer=optimizer_of, distributed=False, **options):
+    def __init__(
+        self,
+        topology=(1, 1, 1),
+        config=None,
+        optimizer=optimizer_of,
+        distributed=False,
+        module=None,
+        model_options=None,
+        **options,
+    ):
         pp, tp, rdp = topology
         degrees = {"pipeline_parallel_degree": pp, "tensor_parallel_degree": tp, "ddp": tp * rdp > 1}
         smp.init({**degrees, "microbatches": MB, "checkpoint_timeout": 60.0, **(config or {})})
-        self.model = smp.DistributedModel(make_model(distributed))
+        module = make_model(distributed) if module is None else module()
+        self.model = smp.DistributedModel(module, **(model_options or {}))
         self.optimizer = smp.DistributedOptimizer(optimizer(self.model.parameters()), **options)
 
     def forward_backward(self, step, huge=()):

@@ -167,6 +167,41 @@ def test_what_any_mesh_saves_every_other_loads(tmp_path, saver):
     check_meshes(tmp_path, saver, [("fsdp", 2), ("fsdp", 3), ("2d", 4), ("hybrid", 4), ("ddp", 2)])
 
 
+def halves(rank, channel, folder):
+    """A bf16 module in parts whose masters are, too; what whole masters and moments are, and whether they come back."""
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = Net().bfloat16()
+        fully_shard(model, mesh=init_device_mesh("cpu", (channel.size,)))
+        masters = {p: nn.Parameter(p.detach().float()) for p in model.parameters()}
+        optimizer = torch.optim.AdamW(masters.values(), lr=0.1)
+        for master in masters.values():
+            master.grad = torch.full_like(master, 1 / 3)
+        optimizer.step()
+        if seed == 1:
+            with torch.no_grad():
+                for parameter, master in masters.items():
+                    parameter.copy_(master)
+            save(Root(folder), "halves", module_content(model, optimizer, masters=masters), channel)
+        else:
+            load_modules(f"{folder}/halves", model, optimizer, channel, masters=masters)
+        found.append([full(tensor) for tensor in (*model.parameters(), *masters.values())])
+    assert found[0] == found[1]
+    return found[0]
+
+
+def test_masters_in_parts_are_saved_and_loaded_in_parts(tmp_path):
+    saved = values_of(run_ranks(2, halves, tmp_path, str(tmp_path)))
+    assert saved[0] == saved[1]
+    with Checkpoint.open(tmp_path / "halves") as checkpoint:
+        assert len(checkpoint.entries["optimizer", "up.weight::master"].pieces) == 2
+    torch.manual_seed(3)
+    model = Net()  # one process, in fp32
+    load_modules(str(tmp_path / "halves"), model, torch.optim.AdamW(model.parameters()), Alone(), cast=True)
+    assert [full(parameter) for parameter in model.parameters()] == saved[0][4:]
+
+
 def refusals(rank, channel, folder):
     mesh = init_device_mesh("cpu", (channel.size,))
     summed = DTensor.from_local(torch.ones(2), mesh, [Partial()])

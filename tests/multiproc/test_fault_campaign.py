@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import random
 import shutil
@@ -22,6 +23,7 @@ STEP_TIMEOUT = 6.0
 SEED = int(os.environ.get("SMPC_FAULT_SEED", "0"))
 NUM_FAULTS = int(os.environ.get("SMPC_NUM_FAULTS", "200"))
 NUM_DRIVERS = int(os.environ.get("SMPC_FAULT_DRIVERS", "2"))  # at a time
+PROGRESS = 10  # faults between two lines
 STATUS = {KILL: 137, SEGV: 139}
 
 
@@ -123,6 +125,16 @@ def complaints(fault, found):
     return wrong
 
 
+def lines_of(folder, number):
+    """What a driver has written so far."""
+    results = folder / f"driver{number}" / "results.jsonl"
+    return (
+        [line for line in results.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        if results.exists()
+        else []
+    )
+
+
 def run_campaign(faults, folder, num_drivers):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["smpc.v1", "forked_launch"])
@@ -134,15 +146,21 @@ def run_campaign(faults, folder, num_drivers):
         drivers.append(context.Process(target=drive, args=arguments))
         drivers[-1].start()
     limit = time.monotonic() + 60.0 + 60.0 * len(faults) / num_drivers
+    shown = 0
+    while any(driver.is_alive() for driver in drivers) and time.monotonic() < limit:
+        multiprocessing.connection.wait([driver.sentinel for driver in drivers if driver.is_alive()], timeout=1.0)
+        done = sum(len(lines_of(folder, number)) for number in range(num_drivers))
+        if done // PROGRESS > shown // PROGRESS:
+            shown = done
+            print(f"{done} of {len(faults)} faults", flush=True)
     for driver in drivers:
-        driver.join(max(0.0, limit - time.monotonic()))
         if driver.is_alive():
             driver.kill()
-            driver.join()
+        driver.join()
     wrong, times = [], []
     for number in range(num_drivers):
         mine = faults[number::num_drivers]
-        lines = (folder / f"driver{number}" / "results.jsonl").read_text().splitlines()
+        lines = lines_of(folder, number)
         for fault, line in zip(mine, lines, strict=False):
             found = json.loads(line)
             bad = complaints(fault, found)
@@ -172,7 +190,8 @@ def test_a_few_faults(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(6 * 3600)
-def test_campaign(tmp_path):
+def test_campaign(tmp_path, capfd):
     generator = random.Random(SEED)
-    wrong = run_campaign([draw(generator) for _ in range(NUM_FAULTS)], tmp_path, NUM_DRIVERS)
+    with capfd.disabled():  # it takes an hour: show how far it is
+        wrong = run_campaign([draw(generator) for _ in range(NUM_FAULTS)], tmp_path, NUM_DRIVERS)
     assert not wrong, f"{len(wrong)} of {NUM_FAULTS}, seed {SEED}:\n\n" + "\n\n".join(wrong)

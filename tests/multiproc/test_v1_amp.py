@@ -7,6 +7,7 @@ import pytest
 import torch
 from executor_harness import run_workers
 from precision_jobs import MB, Job, batch, differences, gain_at, make_model, optimizer_of
+from precision_jobs import train_step as unscaled_step
 from torch import nn
 
 import smpc.v1 as smp
@@ -78,6 +79,8 @@ def disagree():
     assert all(map(torch.equal, before, job.model.local_parameters()))
     x, targets = batch(0)
     nothing = torch.full_like(gain_at(0), torch.nan)
+    with pytest.raises(NonFiniteLossError, match="nan in microbatch 0"):
+        unscaled_step(job.model, x, nothing, targets)  # the scaler has scaled the step before, not this one
     train_step(job.model, scaler, x, nothing, targets, torch.bfloat16)  # the scale is 2: the loss may owe it to that
     scaler.step(job.optimizer)
     scaler.update()

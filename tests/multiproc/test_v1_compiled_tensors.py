@@ -1,7 +1,6 @@
 """Tensor parallelism by the compiler in training scripts: no annotation, any arrangement of ranks, one process's results."""
 
 import functools
-import json
 import multiprocessing
 import multiprocessing.forkserver
 
@@ -237,9 +236,7 @@ def draw_and_refuse(rank, folder):
     """Ranks come with other random states and with their own weights; then what cannot go together is refused."""
     with pytest.raises(ConfigError, match="prescaled_batch: true"):
         init(2, 1, prescaled_batch=False)
-    styles = folder / "styles.json"
-    styles.write_text(json.dumps({"up": "colwise", "down": "rowwise"}))
-    init(2, 1, tensor_parallel_plan=str(styles), microbatches=1)
+    init(2, 1, tensor_parallel_plan={"up": "colwise", "down": "rowwise"}, microbatches=1)
     with smp.tensor_parallelism():
         declared = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(ConfigError, match=r"found 0 and 0 more; leave out smp.tensor_parallelism"):

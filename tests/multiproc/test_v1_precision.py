@@ -283,7 +283,7 @@ def whole_after(job):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [{"fp16": True}, {"bf16": True}])
+@pytest.mark.parametrize("config", [{"fp16": True}, {"bf16": True}, {"bf16": True, "_fp32_grad_accumulation": True}])
 def test_join_leaves_all_replicas_alike(tmp_path, config):
     (first, after_first), (second, after_second) = run_workers(join, 2, tmp_path, config)
     assert [differences(a, b) for a, b in zip(first[0], second[0], strict=True)] == [[], []]

@@ -216,6 +216,33 @@ def test_tensor_parallelism_of_the_config_file_counts(smpc, factories, tmp_path)
     assert by_file[0] == whole[0] == 0
 
 
+def test_styles_in_the_config_file_are_a_plan(smpc, factories, tmp_path):
+    config, styles = tmp_path / "smp.json", tmp_path / "styles.json"
+    keys = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True}
+
+    def compiled(plan):
+        config.write_text(json.dumps({**keys, "tensor_parallel_plan": plan}))
+        return smpc("compile", f"{factories}:build", "--config", str(config), "--out", str(tmp_path / "out"))
+
+    plan = {"blocks.*.inner": "colwise", "blocks.*.outer": "rowwise"}
+    styles.write_text(json.dumps(plan))
+    by_dict, by_file = compiled(plan), compiled(str(styles))
+    assert by_dict == by_file
+    assert by_dict[0] == 0
+    assert "all_reduce P -> R" in by_dict[1]
+    for wrong, says in (
+        (
+            {"blocks.*.left": "colwise"},
+            "'blocks.*.left': expected the name of a module or parameter, found none that fits",
+        ),
+        ({"blocks.*.inner": "diagonal"}, "'blocks.*.inner': expected a style of colwise, "),
+        ({"blocks.*.inner": 1}, "tensor_parallel_plan: expected str: str, found 'blocks.*.inner': 1"),
+    ):
+        status, _, err = compiled(wrong)
+        assert status != 0
+        assert says in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -134,6 +134,7 @@ def test_prune(smpc):
 BAD = {
     "missing": (["inspect", "nowhere"], "nowhere: no such file or folder"),
     "nothing to verify": (["verify", "."], "other forms have no checksums"),
+    "no form to verify": (["verify", "script.py"], "other forms have no checksums"),
     "prune nothing": (["prune", "empty", "--keep", "1"], "expected a folder of checkpoints, found none in it"),
     "size": (["convert", "run/s1", "x", "--to", "hf", "--max-file-size", "nan"], "--max-file-size: expected a number"),
     "a script": (["inspect", "script.py"], "script.py holds objects that are not tensors or plain values"),

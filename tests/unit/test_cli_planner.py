@@ -107,6 +107,24 @@ def test_the_same_bytes_under_every_hash_seed(target, compile_plan):
     assert len(digests) == 1
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_configuration_in_half_precision_is_planned_as_it_trains(target, tmp_path, capsys, precision):
+    settings = tmp_path / "config.json"
+    settings.write_text(f'{{"pipeline_parallel_degree": 2, "microbatches": 4, "{precision}": true}}')
+
+    def run(*options):
+        assert main(["compile", target, "--config", str(settings), *options]) == 0
+        return capsys.readouterr().out
+
+    elements = 3 * 10000 + 3 + 6 * (16 * 16 + 16)
+    plan = json.loads(run("--json"))
+    assert plan["optimizer"] == "adamw-fp32-master"
+    totals = {key: sum(stage[key] for stage in plan["stages"]) for key in ("parameter_bytes", "optimizer_bytes")}
+    assert totals == {"parameter_bytes": 2 * elements, "optimizer_bytes": 12 * elements}
+    assert json.loads(run("--json", "--optimizer", "sgd"))["optimizer"] == "sgd"
+    assert "adamw-fp32-master" in run()
+
+
 def test_a_configuration_file_can_cut_by_hand(tmp_path, capsys):
     script = tmp_path / "by_hand.py"
     script.write_text(

@@ -47,6 +47,26 @@ def test_latency_and_bandwidth_delay_what_crosses_ranks():
     assert on_one_rank.makespan == 12.0
 
 
+def test_messages_take_the_time_of_the_ranks_that_send_and_receive_them():
+    schedule = SCHEDULES["simple"](2, (0, 1), 2, 9)
+    costs = Costs((1.0, 1.0), (2.0, 2.0), latency=0.25, sending=0.5, receiving=0.125)
+    timeline = simulate(schedule, chain(2), costs)
+    # Handed over at 1.5, there at 1.75, taken by 1.875. Rank 0 goes on at 1.5, and rank 1 after its backward at 6.375.
+    assert events(timeline) == [
+        (0, "F s0 m0", 0.0, 1.0),
+        (0, "F s0 m1", 1.5, 2.5),
+        (1, "F s1 m0", 1.875, 2.875),
+        (1, "F s1 m1", 3.375, 4.375),
+        (1, "B s1 m0", 4.375, 6.375),
+        (1, "B s1 m1", 6.875, 8.875),
+        (0, "B s0 m0", 7.25, 9.25),
+        (0, "B s0 m1", 9.75, 11.75),
+    ]
+    assert timeline.busy == (6.0, 6.0)
+    on_one_rank = simulate(SCHEDULES["simple"](2, (0, 0), 2, 9), chain(2), costs)
+    assert on_one_rank.makespan == 12.0
+
+
 def test_an_unbalanced_stage_sets_the_pace():
     schedule = SCHEDULES["interleaved"](2, (0, 1), 4, 9)
     timeline = simulate(schedule, chain(2), Costs((1.0, 3.0), (2.0, 6.0)))

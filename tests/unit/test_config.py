@@ -41,7 +41,6 @@ LATER = {
     "sdp_hierarchical_allgather": False,
     "sdp_gradient_clipping": 0.5,
     "checkpoint_attentions": True,
-    "_fp32_grad_accumulation": True,
     "horovod": True,
 }
 NO_EFFECT = {
@@ -234,6 +233,15 @@ def test_a_key_without_effect_warns_and_says_why(key):
     assert Config.parse({"partitions": 2, key: NO_EFFECT[key]}, warn=False) == config
 
 
+def test_fp32_gradients_are_for_half_precision():
+    for precision in ("fp16", "bf16"):
+        assert Config.parse({"partitions": 1, "_fp32_grad_accumulation": True, precision: True})._fp32_grad_accumulation
+    with pytest.warns(
+        UserWarning, match="_fp32_grad_accumulation: True has no effect here: it is for fp16: true and bf"
+    ):
+        Config.parse({"partitions": 1, "_fp32_grad_accumulation": True})
+
+
 def test_every_key_that_is_neither_used_nor_refused_nor_warned_about_is_known():
     quiet = {name for name, key in KEYS.items() if not key.unsupported and not key.no_effect}
     assert quiet == {
@@ -261,6 +269,7 @@ def test_every_key_that_is_neither_used_nor_refused_nor_warned_about_is_known():
         "program_cache_size",
         "nan_policy",
         "fp16",
+        "_fp32_grad_accumulation",
         "bf16",
         "fp16_params",
         "shard_optimizer_state",
@@ -402,7 +411,15 @@ def test_an_error_in_a_file_names_the_file_beside_the_key(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"tensor_parallel_plan": "best"}, "expected one of modules, auto, huggingface or a .json file, found 'best'"),
+        (
+            {"tensor_parallel_plan": "best"},
+            "expected one of modules, auto, huggingface, styles by name pattern, or a .json file of such, found 'best'",
+        ),
+        ({"tensor_parallel_plan": {"up": "colwise"}}, "requires prescaled_batch: true"),
+        ({"tensor_parallel_plan": {}}, "tensor_parallel_plan: expected at least one entry, found {}"),
+        ({"tensor_parallel_plan": {"up": 3, 4: "x"}}, "tensor_parallel_plan: expected str: str, found 'up': 3, 4: 'x'"),
+        ({"tensor_parallel_plan": 3}, r"tensor_parallel_plan: expected str or dict\[str, str\], found int 3"),
+        ({"kernels": {"up": "colwise"}}, "kernels: expected str, found dict"),
         ({"tensor_parallel_plan": "auto"}, "auto requires prescaled_batch: true"),
         ({"tensor_parallel_outputs": "loss"}, "loss requires a tensor_parallel_plan, found modules"),
     ],
@@ -410,6 +427,20 @@ def test_an_error_in_a_file_names_the_file_beside_the_key(tmp_path):
 def test_tensor_parallel_plans_that_cannot_be(keys, message):
     with pytest.raises(ConfigError, match=message):
         Config.parse({"partitions": 1, "tensor_parallel_degree": 2, "ddp": True, **keys})
+
+
+def test_a_tensor_parallel_plan_of_styles(tmp_path):
+    styles = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    keys = {"partitions": 1, "tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True}
+    config = Config.parse({**keys, "tensor_parallel_plan": styles})
+    assert config.tensor_parallel_plan == styles
+    assert config.tensor_parallel_plan is not styles
+    (tmp_path / "c.json").write_text(json.dumps({**keys, "tensor_parallel_plan": styles}))
+    assert Config.from_file(tmp_path / "c.json") == config
+    other = Config.parse(
+        {**keys, "tensor_parallel_plan": {"up": "rowwise"}}, overrides={"tensor_parallel_plan": styles}
+    )
+    assert other == config
 
 
 def test_a_tensor_parallel_plan_for_any_degree():
@@ -426,7 +457,6 @@ def test_a_tensor_parallel_plan_for_any_degree():
         ({"schedule": "zb-v"}, "requires a schedule with whole backwards, found schedule: 'zb-v'"),
         ({"tensor_parallel_degree": 2}, "requires tensor_parallel_degree: 1, found 2"),
         ({"shard_optimizer_state": True}, "fully_shard: true and shard_optimizer_state: true exclude each other"),
-        ({"bf16": True}, "fully_shard: true and bf16: true exclude each other"),
     ],
 )
 def test_what_fully_shard_goes_with(others, text):

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from smpc.executor.deferral import WORTHWHILE, Deferral, Pending
+from smpc.executor.deferral import WORTHWHILE, Deferral
+from smpc.executor.deferred import Pending
 
 
 @pytest.fixture(autouse=True)
@@ -195,6 +196,131 @@ def test_deferred_work_is_not_done_in_the_first_half():
             half()
         counts.append(sum(event.count for event in profile.key_averages() if event.key == "aten::mm"))
     assert counts == [1, 1]
+
+
+def transposed(rows, columns):
+    return nn.Parameter(torch.randn(columns, rows).t())
+
+
+OPERANDS = {
+    "weight by rows": lambda: (nn.Parameter(torch.randn(5, 6)), nn.Parameter(torch.randn(5))),
+    "weight by columns": lambda: (transposed(5, 6), nn.Parameter(torch.randn(5))),
+    "one output": lambda: (nn.Parameter(torch.randn(1, 6)), None),
+    "frozen bias": lambda: (nn.Parameter(torch.randn(5, 6)), torch.randn(5)),
+    "trained bias, frozen weight": lambda: (torch.randn(5, 6), nn.Parameter(torch.randn(5))),
+    "weight within another": lambda: (nn.Parameter(torch.randn(5, 9)[:, 1:7]), None),
+}
+ROWS = {
+    "matrix": lambda: torch.randn(7, 6),
+    "columns": lambda: torch.randn(6, 7).t(),
+    "batch": lambda: torch.randn(2, 7, 6),
+    "batch with gaps": lambda: torch.randn(2, 7, 9)[..., :6],
+    "four dimensions": lambda: torch.randn(2, 2, 3, 6),
+    "no rows": lambda: torch.randn(0, 6),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("operands", OPERANDS)
+def test_products_of_operands_in_any_layout(operands, rows, dtype):
+    """F.linear and torch.addmm as autograd does them, with gradients that are contiguous, transposed and expanded."""
+    torch.manual_seed(0)
+    parameters = [p if p is None else _cast(p, dtype) for p in OPERANDS[operands]()]
+    value = ROWS[rows]().to(dtype)
+    for multiply in (F.linear, _addmm):
+        operands_of = parameters
+        if multiply is _addmm:
+            if value.dim() > 2 or parameters[1] is None:
+                continue
+            operands_of = [_cast(parameters[0], dtype, turned=True), parameters[1]]
+        shape = (*value.shape[:-1], parameters[0].shape[0])
+        plain = torch.randn(shape, dtype=dtype)
+        turned = torch.randn((*shape[:-2], shape[-1], shape[-2]), dtype=dtype).transpose(-1, -2)
+        for grad in (plain, turned, torch.ones((), dtype=dtype).expand(shape)):
+            found = []
+            for run in (whole, halves):
+                own = [p if p is None else _cast(p, dtype) for p in operands_of]
+                leaf = value.detach().requires_grad_()
+                module = Call(multiply, own)
+                run(module, [leaf * 1], [grad])
+                found.append([leaf.grad, *(p.grad for p in own if p is not None)])
+            for a, b in zip(*found, strict=True):
+                assert (a is None) == (b is None)
+                assert a is None or (torch.equal(a, b) and a.stride() == b.stride())
+
+
+def _cast(value, dtype, *, turned=False):
+    """A parameter, or a tensor, of its own with the same layout; `turned`: of the other one."""
+    old = value.detach().t() if turned else value.detach()
+    copied = torch.empty_strided(old.shape, old.stride(), dtype=dtype).copy_(old)
+    return nn.Parameter(copied) if isinstance(value, nn.Parameter) else copied
+
+
+def _addmm(rows, weight, bias):
+    return torch.addmm(bias, rows, weight)
+
+
+class Call(nn.Module):
+    """A function of rows and operands."""
+
+    def __init__(self, function, operands):
+        super().__init__()
+        self.function, self.operands = function, operands
+
+    def parameters(self, recurse=True):
+        return iter([p for p in self.operands if isinstance(p, nn.Parameter)])
+
+    def forward(self, x):
+        return self.function(x, *self.operands)
+
+
+def test_an_argument_that_is_changed_in_place_is_an_error_as_without_the_split():
+    x = torch.randn(4, 6, requires_grad=True)
+    for deferred in (False, True):
+        module, pending = nn.Linear(6, 5), Pending()
+        rows = x * 1
+        if deferred:
+            with Deferral(pending, worthwhile=0):
+                y = module(rows)
+            rows.relu_()
+            y.sum().backward()
+            with pytest.raises(
+                RuntimeError, match=r"in place: expected the argument of linear, of shape .4, 6., at version 0"
+            ):
+                pending.run()
+        else:
+            y = module(rows)
+            rows.relu_()
+            with pytest.raises(RuntimeError, match="inplace operation"):
+                y.sum().backward()
+
+
+@pytest.mark.parametrize("uses", [2, 3, 5])
+@pytest.mark.parametrize("dims", [(7,), (2, 7)])
+def test_a_parameter_that_is_used_again_with_hooks_and_in_place_operations_on_the_results(uses, dims):
+    class Repeated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.scale = nn.Linear(6, 6), nn.Parameter(torch.randn(6))
+
+        def forward(self, x):
+            for index in range(uses):
+                x = self.inner(x)
+                x.register_hook(lambda grad: grad * 1.5)  # what the gradient of the weight is computed from, too
+                x.mul_(self.scale) if index % 2 else x.tanh_()
+                x = x + self.inner.bias
+            return x
+
+    torch.manual_seed(0)
+    module, x, grad = Repeated(), torch.randn(*dims, 6), torch.randn(*dims, 6)
+    found = []
+    for run in (whole, halves, small_halves):
+        copied, leaf = copy.deepcopy(module), x.clone().requires_grad_()
+        run(copied, [leaf * 1, leaf * 2], [grad, grad])
+        found.append([leaf.grad, *(p.grad for p in copied.parameters())])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 def test_what_is_checkpointed_is_not_kept_for_the_second_half():

@@ -88,7 +88,12 @@ def test_what_was_said_of_layers_holds_for_what_replaces_them():
 
 @pytest.mark.parametrize(
     ("name", "wish"),
-    [("gpt2-eager", "output_attentions"), ("gptj", "output_attentions"), ("bert", "output_hidden_states")],
+    [
+        ("gpt2-eager", "output_attentions"),
+        ("gptj", "output_attentions"),
+        ("bert", "output_hidden_states"),
+        ("gptj", "output_hidden_states"),
+    ],
 )
 def test_what_layers_do_not_return_is_refused(name, wish):
     model, _ = distributed(hugging_face.build(name))

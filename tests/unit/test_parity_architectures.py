@@ -7,13 +7,8 @@ import pytest
 from smpc.compile import compile_model
 from smpc.tracer import NodeKind
 
-# What these call whole, and why: experts route tokens by value; BLOOM's GELU is a custom autograd function; the rest say so themselves.
-OPAQUE = {
-    "MixtralForCausalLM": "MixtralExperts",
-    "BloomForCausalLM": "BloomGelu",
-    "branching": "Choice",
-    "custom_function": "ScaledGradient",
-}
+# What these call whole, and why: experts route tokens by value, and a branch is taken by value. There are no others.
+OPAQUE = {"MixtralForCausalLM": "MixtralExperts", "branching": "Choice"}
 
 
 @pytest.mark.parametrize("stages", [2, 4])

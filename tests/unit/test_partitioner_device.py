@@ -129,6 +129,9 @@ def test_masters_are_for_narrow_parameters():
     wide, narrow = (TensorSpec((10,), dtype, (1,), True) for dtype in ("float32", "bfloat16"))
     assert (optimizer.state_bytes(wide), optimizer.gradient_bytes(wide)) == (80, 40)
     assert (optimizer.state_bytes(narrow), optimizer.gradient_bytes(narrow)) == (120, 60)
+    optimizer = find_optimizer("adamw-fp32-master-wide-grad").replicated(2)  # and a bucket, which is like the gradient
+    assert (optimizer.state_bytes(wide), optimizer.gradient_bytes(wide)) == (120, 40)
+    assert (optimizer.state_bytes(narrow), optimizer.gradient_bytes(narrow)) == (160, 40)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from smpc.auto.space import Candidate
 from smpc.codegen.program import Op
@@ -30,6 +30,7 @@ from smpc.partitioner.analysis import analyse
 from smpc.partitioner.cost import CostModel, NodeTimes
 from smpc.partitioner.device import Wire
 from smpc.partitioner.memory import distinct_state
+from smpc.partitioner.optimizer import Optimizer
 from smpc.partitioner.plan import Plan, Stage
 from smpc.partitioner.problem import FloatArray
 from smpc.tracer.ir import Trace
@@ -93,6 +94,29 @@ def optimizer_traffic(parameter_bytes: int, gradient_bytes: int, state_bytes: in
     return 2 * parameter_bytes + gradient_bytes + 2 * state_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class State:
+    """Bytes of the state of a whole model."""
+
+    kept_bytes: int  # parameters, buffers and what the optimizer keeps
+    gradient_bytes: int
+    optimizer_traffic: int  # what the optimizer reads and writes in a step
+
+    @classmethod
+    def of(cls, trace: Trace, cost_model: CostModel) -> State:
+        """That of a trace's model."""
+        kept = gradients = traffic = 0
+        for spec in distinct_state(trace, range(len(trace.state))):
+            own, state, gradient = (
+                spec.spec.num_bytes,
+                cost_model.optimizer_bytes(spec),
+                cost_model.gradient_bytes(spec),
+            )
+            kept, gradients = kept + own + state, gradients + gradient
+            traffic += optimizer_traffic(own, gradient, state) if spec.is_parameter else 0
+        return cls(kept, gradients, traffic)
+
+
 @dataclass(frozen=True)
 class Sample:
     """One recorded microbatch, in totals of the whole model."""
@@ -104,6 +128,9 @@ class Sample:
     path: float  # forward and backward of the longest chain of nodes
     forward_path: float  # forward of the longest chain by forwards
     activation_bytes: int
+    states: dict[Optimizer, State] = field(
+        default_factory=dict, repr=False, compare=False
+    )  # by what was asked for so far
 
     @classmethod
     def of(
@@ -122,12 +149,18 @@ class Sample:
             sum(units.activation_bytes) + sum(item.activation_bytes for item in units.shared),
         )
 
+    def state(self, cost_model: CostModel) -> State:
+        """The state of the whole model, with this optimizer."""
+        found = self.states.get(cost_model.optimizer)
+        if found is None:
+            found = self.states[cost_model.optimizer] = State.of(self.trace, cost_model)
+        return found
+
     def least_peak(self, candidate: Candidate, cost_model: CostModel) -> int:
         """Bytes that some rank holds at least: all that is held at once, shared out evenly."""
-        state = distinct_state(self.trace, range(len(self.trace.state)))
-        kept = sum(spec.spec.num_bytes + cost_model.optimizer_bytes(spec) for spec in state)
-        gradients = sum(cost_model.gradient_bytes(spec) for spec in state)
-        return (kept + max(gradients, self.activation_bytes)) // candidate.pipeline_parallel_degree
+        state = self.state(cost_model)
+        held = state.kept_bytes + max(state.gradient_bytes, self.activation_bytes)
+        return held // candidate.pipeline_parallel_degree
 
     def least_step(self, candidate: Candidate, cost_model: CostModel, wire: Wire) -> float:
         """Seconds that no plan of the candidate is below."""
@@ -140,23 +173,19 @@ class Sample:
             path = self.path if candidate.schedule in ("1f1b", "gpipe") else self.forward_path
             t = max(0.0, (m * whole - (p - 1) * path) / ((m - 1) * (p - 1) + m))
             pipeline = max(pipeline, path + (m - 1) * t)
-        state = [spec for spec in distinct_state(self.trace, range(len(self.trace.state))) if spec.is_parameter]
-        gradients = sum(cost_model.gradient_bytes(spec) for spec in state)
         if candidate.virtual_pipeline_degree == 1:
             bytes_only = replace(wire, latency=0.0)
-            reduce = all_reduce_time(gradients / p, candidate.data_parallel_degree, bytes_only)
+            reduce = all_reduce_time(
+                self.state(cost_model).gradient_bytes / p, candidate.data_parallel_degree, bytes_only
+            )
             pipeline = max(pipeline, (m * whole - self.backward) / p + reduce)
         return pipeline + self.least_optimizer(candidate, cost_model)
 
     def least_optimizer(self, candidate: Candidate, cost_model: CostModel) -> float:
         """Seconds of the optimizer where every rank has as much to do."""
-        state = distinct_state(self.trace, range(len(self.trace.state)))
-        traffic = sum(
-            optimizer_traffic(spec.spec.num_bytes, cost_model.gradient_bytes(spec), cost_model.optimizer_bytes(spec))
-            for spec in state
-            if spec.is_parameter
+        return (
+            self.state(cost_model).optimizer_traffic / candidate.pipeline_parallel_degree / cost_model.memory_bandwidth
         )
-        return traffic / candidate.pipeline_parallel_degree / cost_model.memory_bandwidth
 
 
 def _longest(trace: Trace, seconds: FloatArray) -> float:

@@ -8,8 +8,6 @@ have no values yet, and are refused.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -30,7 +28,9 @@ def shard_of(kind: str, name: str, tensor: Tensor) -> Shard | None:
     if tensor.device_mesh.get_coordinate() is None:
         return None  # this rank is not in its mesh
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local = cast(DTensor, tensor.detach()).to_local()
+    local = (
+        tensor.to_local().detach()
+    )  # in this order: writing into it then counts in the version of what the DTensor holds
     if tuple(local.shape) != tuple(shape):
         raise CheckpointError(
             f"{kind} {name}: expected a local part of shape {list(shape)}, found {list(local.shape)}; DTensors must be split as torch "

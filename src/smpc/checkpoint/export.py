@@ -8,7 +8,8 @@
 
 Both are published by a rename once they are on the disk, and replace nothing unless forced: then the old one stays until the new one
 stands, and is found by `standing` if the process dies between two renames. `rename` gives tensors other names (a translator to Hugging
-Face's), or None to leave one out; `dtype` casts floating-point tensors; `notes` are texts for the header of every file.
+Face's), or None to leave one out; `dtype` casts floating-point tensors; `notes` are texts for the header of every file, which has
+checksums besides (`smpc.checkpoint.seals`).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def write_file_of(
     """Write one safetensors file with all tensors of a kind. Raises CheckpointError if it exists or cannot be written."""
     shards = _shards(source, kind, rename, dtype)
     with new_path(path, force=force) as draft:
-        write_tensors(draft, shards, BLOCK_SIZE, metadata=_noted(notes), advance=advance)
+        write_tensors(draft, shards, BLOCK_SIZE, metadata=_noted(notes), advance=advance, seal=True)
     return os.path.abspath(os.fspath(path))
 
 
@@ -85,7 +86,8 @@ def write_folder(
     with new_path(path, force=force) as draft:
         os.mkdir(draft, 0o700)
         for name, group in zip(names, groups, strict=True):
-            write_tensors(os.path.join(draft, name), group, BLOCK_SIZE, metadata=_noted(notes), advance=advance)
+            path_ = os.path.join(draft, name)
+            write_tensors(path_, group, BLOCK_SIZE, metadata=_noted(notes), advance=advance, seal=True)
         texts = dict(files or {})
         if len(groups) > 1:
             total = sum(shard.num_bytes for group in groups for _, shard in group)

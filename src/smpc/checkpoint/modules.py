@@ -5,10 +5,20 @@
 
 Every rank brings and takes its part of each DTensor: nothing is gathered, and another mesh, or none, loads what one has saved. Names are
 those of the module without what wrappers add to them; a tied parameter is there once. Such checkpoints and those of `smp.save_checkpoint`
-are the same: each reads the other's, but for the fp32 masters of jobs in half precision, which are left.
+are the same: each reads the other's.
+
+An optimizer may update fp32 masters in the places of half-precision parameters. `masters` then has the master of each such parameter:
+
+    masters = {p: m for p, m in zip(model.parameters(), group["params"])}             # or, of a smp.DistributedOptimizer,
+    masters = {optimizer.parameter_of(m): m for m in optimizer.masters}               # whose own optimizer is optimizer.optimizer
+    load_modules(root.find("step_100"), model, optimizer, channel, masters=masters)
+
+They get the masters that were saved, bit by bit, and are made of the parameters where none were. Loaded with their optimizer, fp32
+parameters of which half-precision ones and masters were saved take the masters' values.
 
     kind "model"        parameters and persistent buffers by name
-    kind "optimizer"    tensors of the optimizer's state, `parameter::key`; other values of it in the ranks' state
+    kind "optimizer"    tensors of the optimizer's state, `parameter::key`, and masters, `parameter::master`; other values of it in the
+                        ranks' state
     metadata            what is given, and "extra_state", "tied" (other names), and "optimizer", the options of the parameter groups
 """
 
@@ -33,7 +43,7 @@ from smpc.checkpoint.views import TIED
 from smpc.errors import CheckpointError
 
 MODEL, OPTIMIZER, SEPARATOR = "model", "optimizer", "::"
-_MASTER = "master"  # fp32 parameters of a job of `smpc.v1` in half precision
+_MASTER = "master"
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # of torch.compile, checkpointing, FSDP
 
 
@@ -41,17 +51,19 @@ def module_content(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    masters: Mapping[Tensor, Tensor] | None = None,
     metadata: Mapping[str, Any] | None = None,
     user: Any = None,
 ) -> Content:
     """What this rank brings to save a model and its optimizer; views, not copies. The random state of this rank is with it."""
-    named = _named(model)
+    named, own_masters = _named(model), _named_masters(model, masters)
     found = [shard_of(MODEL, name, tensor) for name, tensor in named.items()]
+    found += [shard_of(OPTIMIZER, _master_key(name), master) for name, master in own_masters.items()]
     described: dict[str, Any] = {**(metadata or {}), "extra_state": _extra(model), TIED: _tied(model)}
     rank_state: dict[str, Any] = {"rng": capture_rng()}
     if optimizer is not None:
         state = optimizer.state_dict()
-        names = _parameter_names(model, optimizer)
+        names = _parameter_names(model, optimizer, own_masters)
         plain: dict[str, dict[str, Any]] = {}
         for number, items in state["state"].items():
             for key, value in items.items():
@@ -71,6 +83,7 @@ def load_modules(
     optimizer: Optimizer | None,
     channel: Channel,
     *,
+    masters: Mapping[Tensor, Tensor] | None = None,
     strict: bool = True,
     cast: bool = False,
 ) -> Loaded:
@@ -81,21 +94,32 @@ def load_modules(
     opened: list[Checkpoint] = []
     states: list[_OptimizerState] = []
     wanted: list[Shard] = []
+    known = [(MODEL, name) for name in _tied(model)]
+    unsaved: dict[str, Tensor] = {}  # masters that are to be made of the parameters
 
     def prepare() -> None:
         """What may fail on one rank alone."""
         opened.append(Checkpoint.open(folder))
+        own_masters = _named_masters(model, masters)
         if optimizer is not None:
-            states.append(_OptimizerState(model, optimizer, opened[0]))
-        shards = [shard_of(MODEL, name, tensor) for name, tensor in _named(model).items()]
+            states.append(_OptimizerState(model, optimizer, opened[0], own_masters))
+        named = _named(model)
+        places = _places_of_masters(opened[0], named, own_masters, is_for_parameters=optimizer is not None)
+        shards = [shard_of(OPTIMIZER, _master_key(name), place) for name, place in places.items()]
+        taken = [name for name, place in places.items() if place is named[name]]
+        shards += [shard_of(MODEL, name, tensor) for name, tensor in named.items() if name not in taken]
         shards += [shard for each in states for shard in each.shards]
         wanted.extend(shard for shard in shards if shard is not None)
+        known.extend((MODEL, name) for name in taken)
+        known.extend((OPTIMIZER, name) for each in states for name in each.left)
+        unsaved.update({name: master for name, master in own_masters.items() if name not in places})
 
     try:
         together(channel, prepare)
         kinds = [MODEL, *([OPTIMIZER] if states else [])]
-        known = [(MODEL, name) for name in _tied(model)] + [(OPTIMIZER, name) for each in states for name in each.left]
         loaded = load(folder, wanted, channel, strict=strict, cast=cast, kinds=kinds, known=known)
+        for name, master in unsaved.items():
+            _copy_local(master, _named(model)[name])
         for each in states:
             each.install()
         saved = opened[0].metadata.get("extra_state", {})
@@ -111,9 +135,11 @@ def load_modules(
 class _OptimizerState:
     """The state that a checkpoint has for an optimizer, in new tensors that lie as its parameters do."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint, masters: Mapping[str, Tensor]
+    ) -> None:
         self._optimizer = optimizer
-        self._names = _parameter_names(model, optimizer)
+        self._names = _parameter_names(model, optimizer, masters)
         saved = checkpoint.metadata.get(OPTIMIZER)
         if saved is None:
             raise CheckpointError(f"{checkpoint.folder} has no optimizer state; load the model alone, with None")
@@ -128,7 +154,7 @@ class _OptimizerState:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._state: dict[int, dict[str, Any]] = {}
         self.shards: list[Shard | None] = []
-        self.left: list[str] = []  # what no optimizer of torch's has
+        self.left: list[str] = []  # masters, which are no state
         for (kind, full), entry in checkpoint.entries.items():
             name, _, key = full.rpartition(SEPARATOR)
             if kind == OPTIMIZER and key == _MASTER:
@@ -203,8 +229,60 @@ def _extra_keys(model: nn.Module) -> list[str]:
     return [key for key, value in model.state_dict(keep_vars=True).items() if id(value) not in named]
 
 
-def _parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+def _named_masters(model: nn.Module, masters: Mapping[Tensor, Tensor] | None) -> dict[str, Tensor]:
+    """Masters by the names of their parameters. Raises CheckpointError for those of others than the model's, or of another shape."""
+    names = {id(parameter): _plain_name(model, name) for name, parameter in model.named_parameters()}
+    found, wrong = {}, []
+    for parameter, master in (masters or {}).items():
+        name = names.get(id(parameter))
+        if name is None:
+            wrong.append(
+                f"masters: one of shape {list(master.shape)} is that of a tensor that is no parameter of the model"
+            )
+        elif master.shape != parameter.shape or isinstance(master, DTensor) != isinstance(parameter, DTensor):
+            wrong.append(f"masters: {name}: expected what the parameter is, {_form(parameter)}, found {_form(master)}")
+        else:
+            found[name] = master
+    if wrong:
+        raise CheckpointError("\n".join(wrong))
+    return found
+
+
+def _form(tensor: Tensor) -> str:
+    return f"a {type(tensor).__name__} of shape {list(tensor.shape)}"
+
+
+def _places_of_masters(
+    checkpoint: Checkpoint, named: Mapping[str, Tensor], masters: Mapping[str, Tensor], *, is_for_parameters: bool
+) -> dict[str, Tensor]:
+    """Where saved masters go, by the parameters' names: to masters; if `is_for_parameters`, to fp32 parameters of which less was saved."""
+    places: dict[str, Tensor] = {}
+    for name, tensor in named.items():
+        entry, saved = checkpoint.entries.get((OPTIMIZER, _master_key(name))), checkpoint.entries.get((MODEL, name))
+        if entry is None:
+            continue
+        if name in masters:
+            places[name] = masters[name]
+        elif is_for_parameters and tensor.dtype is entry.dtype and saved is not None and saved.dtype is not entry.dtype:
+            places[name] = tensor
+    return places
+
+
+def _master_key(name: str) -> str:
+    return f"{name}{SEPARATOR}{_MASTER}"
+
+
+@torch.no_grad()
+def _copy_local(target: Tensor, source: Tensor) -> None:
+    """Copy this rank's part of one tensor into that of another, which lies alike."""
+    own, given = shard_of(OPTIMIZER, _MASTER, target), shard_of(MODEL, _MASTER, source)
+    if own is not None and given is not None:
+        own.tensor.copy_(given.tensor)
+
+
+def _parameter_names(model: nn.Module, optimizer: Optimizer, masters: Mapping[str, Tensor]) -> list[str]:
     known = {id(parameter): _plain_name(model, name) for name, parameter in model.named_parameters()}
+    known |= {id(master): name for name, master in masters.items()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [known.get(id(parameter), f"#{number}") for number, parameter in enumerate(parameters)]
 

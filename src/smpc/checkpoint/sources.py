@@ -115,7 +115,7 @@ class SafetensorsSource(_Closing):
         self._where: dict[str, str] = {}
         self.notes: dict[str, str] = {}
         try:
-            for file in [path] if os.path.isfile(path) else _files_of(path):
+            for file in [path] if os.path.isfile(path) else files_of(path):
                 descriptor = open_regular(file)
                 self._files[file] = (descriptor, Header(0, {}, {}))
                 header = read_header(descriptor, file)
@@ -173,7 +173,7 @@ class LegacySource(_Closing):
         return self._tensors[item.name].detach().contiguous()
 
 
-def _files_of(folder: str) -> list[str]:
+def files_of(folder: str) -> list[str]:
     """The safetensors files of a Hugging Face folder, of which an index may say the names."""
     index = os.path.join(folder, INDEX)
     if os.path.lexists(index):

@@ -24,6 +24,7 @@ from torch import Tensor
 from smpc.checkpoint.content import Shard
 from smpc.checkpoint.dtypes import byte_view, dtype_name, dtype_of, num_bytes
 from smpc.checkpoint.manifest import File, Piece
+from smpc.checkpoint.seals import KEY, sealed, unsealed
 from smpc.errors import CheckpointError
 
 MAX_HEADER = 100_000_000  # as the safetensors library has it
@@ -57,11 +58,18 @@ def write_tensors(
     *,
     metadata: dict[str, str] | None = None,
     advance: Advance | None = None,
+    seal: bool = False,
 ) -> Written:
-    """Write a new file of tensors by key, and bring it to the disk. Raises CheckpointError, naming the file."""
+    """Write a new file of tensors by key, and bring it to the disk. Raises CheckpointError, naming the file.
+
+    `seal`: with the checksums in its header (`smpc.checkpoint.seals`), for a file that has no manifest.
+    """
     # Widest first: every tensor then begins at a multiple of the size of its elements.
     order = sorted(range(len(shards)), key=lambda i: (-shards[i][1].dtype.itemsize, i))
-    header, begins = _header([shards[i] for i in order], metadata or {"format": "pt"})
+    notes = dict(metadata or {"format": "pt"})
+    if seal:
+        notes[KEY] = unsealed([shards[i][1].num_bytes for i in order], block_size)
+    header, begins = _header([shards[i] for i in order], notes)
     pieces: dict[int, Piece] = {}
     try:
         with _Stream(path) as stream:
@@ -77,6 +85,9 @@ def write_tensors(
                 sums = _write_blocks(stream, values, block_size, advance)
                 del values  # before the next one is fetched
                 pieces[index] = Piece(os.path.basename(path), begin, shard.offsets, shard.shape, sums)
+            if seal:
+                header = sealed(header, [each for i in order for each in pieces[i].checksums], block_size)
+                stream.rewrite(memoryview(header))
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
     size = len(header) + sum(shard.num_bytes for _, shard in shards)
@@ -153,6 +164,12 @@ class _Stream:
                 os.fsync(self._descriptor)
         finally:
             os.close(self._descriptor)
+
+    def rewrite(self, data: memoryview) -> None:
+        """Write the first bytes anew."""
+        position = 0
+        while position < len(data):
+            position += os.pwrite(self._descriptor, data[position:], position)
 
     def write(self, data: memoryview) -> None:
         while data:

@@ -74,30 +74,37 @@ def inspect_command(
 
 
 @checkpoint_app.command("verify")
-def verify_command(path: Annotated[str, _PATH]) -> None:
-    """Check every byte of a checkpoint, or of all checkpoints of a folder, against the checksums.
+def verify_command(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="A checkpoint, the folder of a run's, a .safetensors file or a folder of them.",
+            show_default=False,
+        ),
+    ],
+) -> None:
+    """Check every byte against its checksum.
 
-    Exit status: 0 if all is well; 1 if anything is damaged or incomplete, one line each; 2 if there is nothing to check.
+    Exit status 0 if all is well; 1 if anything is damaged or incomplete, one line each; 2 if there is nothing to check. Of
+    safetensors files that others have written, which have no checksums, the structure is checked, and a line says so.
     """
     from smpc.checkpoint.folders import Root, read_manifest
     from smpc.checkpoint.manifest import NAME
 
-    root = Root(path)
     problems: list[str] = []
-    is_root = _is_root(path)
-    if not is_root and not os.path.lexists(os.path.join(path, NAME)):
-        raise CheckpointError(
-            f"{path}: expected a checkpoint ({NAME}) or a folder of them; other forms have no checksums to check, convert it to one first"
-        )
-    if is_root:
-        tags = root.tags()
+    if _is_root(path):
+        root = Root(path)
         problems += root.damaged()
-        folders = [root.find(tag) for tag in tags]
+        for tag in root.tags():
+            problems += _verify(root.find(tag))
+        for tag in _full(root.path):
+            problems += _verify_full(root.path, tag)
+    elif os.path.lexists(os.path.join(path, NAME)):
+        read_manifest(Root(path).path)  # bad input, not damage
+        problems += _verify(Root(path).path)
     else:
-        read_manifest(root.path)  # bad input, not damage
-        folders = [root.path]
-    for folder in folders:
-        problems += _verify(folder)
+        problems += _verify_files(path)
     for problem in problems:
         typer.echo(problem)
     if problems:
@@ -226,6 +233,53 @@ def _verify(folder: str) -> list[str]:
             return damaged
     except CheckpointError as error:
         return str(error).splitlines()
+
+
+def _verify_full(folder: str, tag: str) -> list[str]:
+    """A full model, and what was saved beside it."""
+    from smpc.checkpoint.export import standing
+    from smpc.checkpoint.folders import Root
+
+    beside = Root(os.path.join(folder, f"{_CONTENT}{tag}"))
+    problems = _verify_files(standing(os.path.join(folder, tag)) or os.path.join(folder, tag))
+    if os.path.isdir(beside.path):
+        problems += beside.damaged()
+        for name in beside.tags():
+            problems += _verify(beside.find(name))
+    return problems
+
+
+def _verify_files(path: str) -> list[str]:
+    """Safetensors files without a manifest."""
+    from smpc.checkpoint.verify_files import safetensors_files, verify_file
+    from smpc.report.format import format_bytes
+
+    try:
+        files = safetensors_files(path)
+    except CheckpointError as error:
+        return str(error).splitlines()
+    if not files:
+        raise CheckpointError(
+            f"{path}: expected a checkpoint, a folder of them, or safetensors; other forms have no checksums to check, convert it to one "
+            "first"
+        )
+    problems: list[str] = []
+    for file in files:
+        try:
+            with _bar(f"Verifying {file}", os.path.getsize(file)) as advance:
+                found = verify_file(file, advance)
+        except CheckpointError as error:
+            problems += str(error).splitlines()
+            continue
+        problems += found.damaged
+        how = (
+            "all as written"
+            if found.has_checksums
+            else "in order; it has no checksums, so its values cannot be checked"
+        )
+        if not found.damaged:
+            typer.echo(f"{file}: {found.num_tensors} tensors, {format_bytes(found.num_bytes)}, {how}")
+    return problems
 
 
 def _show_root(root: Root) -> None:

@@ -43,7 +43,7 @@ def compile_command(
     memory_weight: opt.MemoryWeight = None,
     active_microbatches: opt.ActiveMicrobatches = None,
     device: opt.Device = None,
-    optimizer: opt.Optimizer = "adam",
+    optimizer: opt.Optimizer = None,
     trace_execution_times: opt.TraceExecutionTimes = False,
     trace_memory_usage: opt.TraceMemoryUsage = False,
     skip_tracing: opt.SkipTracing = False,
@@ -81,7 +81,7 @@ def compile_command(
     }
     planner: dict[str, Any] = {
         "device": device or "h100",
-        "optimizer": optimizer,
+        "optimizer": optimizer or "adam",
         "memory_limit": memory_limit,
         "shard_optimizer_state": shard_optimizer_state,
     }
@@ -104,6 +104,7 @@ def compile_command(
         settings = _settings(config, flags)
         measured |= _tensor_parallelism(settings, {k: v for k, v in measured.items() if v is not None})
         planner["shard_optimizer_state"] |= settings.shard_optimizer_state
+        planner["optimizer"] = optimizer or _planned_optimizer(settings)
     specs = parse_inputs(inputs or [])
     folder = None if out is None else _writable_folder(out)
     if plot is not None:
@@ -159,11 +160,18 @@ def _loaded(target: str, specs: tuple[InputSpec, ...]) -> Iterator[tuple[nn.Modu
 
 
 def _compile(target: str, specs: tuple[InputSpec, ...], settings: Config, planner: dict[str, Any]) -> Compilation:
-    """The target's compilation, with the phases shown; modules are marked by smp.partition where auto_partition is off."""
+    """The target's compilation, with the phases shown; modules are marked by smp.partition where auto_partition is off.
+
+    In half precision the model is cast as `smp.DistributedModel` casts it.
+    """
     from smpc.compile import compile_model, plan_warnings
     from smpc.v1.models.partition import manual_partition
+    from smpc.v1.optimization.precision import cast_inputs, cast_module, half_dtype
 
     with _loaded(target, specs) as (model, sample_inputs, show):
+        half = half_dtype(settings)
+        cast_module(model, half)
+        sample_inputs = cast_inputs(sample_inputs, half)
         compilation = compile_model(
             model,
             sample_inputs,
@@ -216,7 +224,7 @@ def _check_auto(auto: bool, world_size: int | None, chosen: dict[str, Any]) -> N
 def _tensor_parallelism(settings: Config, given: dict[str, Any]) -> dict[str, Any]:
     """The degree, plan and outputs that are given, or that the settings have; `auto` for `modules`, which only a script can declare."""
     plan = given.get("tensor_parallel_plan", settings.tensor_parallel_plan)
-    if plan.endswith(".json"):
+    if isinstance(plan, str) and plan.endswith(".json"):
         from smpc.codegen.rewrite.plan import read_styles
 
         plan = read_styles(plan, "--tensor-parallel-plan")
@@ -226,6 +234,13 @@ def _tensor_parallelism(settings: Config, given: dict[str, Any]) -> dict[str, An
         "tensor_parallel_plan": "auto" if plan == "modules" else plan,
         "tensor_parallel_outputs": given.get("tensor_parallel_outputs", outputs or None),
     }
+
+
+def _planned_optimizer(settings: Config) -> str:
+    """What a script with these settings is planned for."""
+    from smpc.v1.optimization.precision import planned_optimizer
+
+    return planned_optimizer(settings)
 
 
 def _settings(path: str | None, flags: dict[str, Any]) -> Config:

@@ -58,8 +58,11 @@ Device = Annotated[
     ),
 ]
 Optimizer = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="Predict memory for sgd, sgd-momentum, adam, adamw, adamw-fp32-master, ..."),
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Predict memory for sgd, sgd-momentum, adam (default; adamw-fp32-master with fp16 or bf16 in the configuration), adamw, ...",
+    ),
 ]
 TraceExecutionTimes = Annotated[
     bool, typer.Option("--trace-execution-times", help="Measure times on this machine instead of predicting them.")

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from smpc.nn.layer_norm import make_norm
-from smpc.nn.linear import ColumnLinear, RowLinear
+from smpc.nn.linear import ColumnLinear, RowLinear, column_products
 from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
 from smpc.nn.scores import RelativePositions, eager_attention, rotate, sdpa_mask, with_causality, with_position_bias
 from smpc.nn.variant import Call, Variant
@@ -115,9 +115,7 @@ class DistributedAttentionLayer(DistributedModule):
 
     def mix(self, normed: Tensor, call: Call) -> Tensor:
         """What is added to the residual, from the normalized hidden states."""
-        whole = self.parallel.before_columns(normed)
-        source = None if call.cross is None else self.parallel.before_columns(call.cross)
-        query, key, value = self._project(whole, source)
+        query, key, value = self._project(normed, call.cross)
         if call.rotary is not None:
             query, key = (rotate(heads, *call.rotary, self.variant.rotary) for heads in (query, key))
         if call.cache is not None:
@@ -125,18 +123,21 @@ class DistributedAttentionLayer(DistributedModule):
         context = self._context(query, key, value, call)
         return hidden_dropout(self, self.dense(context), self.hidden_dropout_prob)
 
-    def _project(self, whole: Tensor, source: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, normed: Tensor, source: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this rank's heads, [N, heads / tp, S, head size] each."""
 
         def heads(projected: Tensor) -> Tensor:
             return projected.view(*projected.shape[:2], -1, self.head_size).transpose(1, 2)
 
         if self.variant.is_fused:
-            fused = self.query_key_value(whole)
+            (fused,) = column_products(normed, self.query_key_value)
             query, key, value = fused.view(*fused.shape[:2], -1, 3, self.head_size).transpose(1, 2).unbind(3)
             return query, key, value
-        source = whole if source is None else source
-        return heads(self.query(whole)), heads(self.key(source)), heads(self.value(source))
+        if source is None:
+            query, key, value = column_products(normed, self.query, self.key, self.value)
+        else:
+            (query,), (key, value) = column_products(normed, self.query), column_products(source, self.key, self.value)
+        return heads(query), heads(key), heads(value)
 
     def _context(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
         """Attention of this rank's heads, to [N, S, channels / tp]."""

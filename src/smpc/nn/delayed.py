@@ -3,23 +3,25 @@
     with delay_param_initialization():
         model = MyModel()                              # parameters on the meta device, all else as always
     draw_delayed(model, device, seed, wanted)          # memory and values for the parameters whose names are wanted, none for the others
+    draw_delayed(model, device, seed, wanted, slices)  # ... and of some of them this rank's slices alone
 
 Delayed are the parameters that are made of `torch.empty`, whose values come from an initializer afterwards. That initializer is run
 when they are drawn: `reset_parameters` of the module that has the parameter, or of Hugging Face's models their `_init_weights`. A
 parameter that none of them fills is an error.
 
 What is drawn for a parameter depends on the seed and its name alone, so ranks that draw some of them draw what one that draws all does;
-slices of tensor-parallel modules are those of the same whole. It is not what the model would have drawn without the delay.
+slices are those of the same whole (`smpc.nn.drawing` says how they are drawn without it). It is not what the model would have drawn without
+the delay. An initializer that needs whole tensors (an orthogonal one, say) gets those of its module, which are given back at once.
 
 Source: `delay_param_initialization` in the public SMP v1 API.
 """
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,9 +30,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 
 from smpc.errors import ConfigError, ConfigTypeError
+from smpc.nn.drawing import Drawing, NotByBlocks, Target, seed_of
 from smpc.nn.embedding import DistributedEmbedding
 from smpc.nn.linear import DistributedLinear
-from smpc.nn.parallel import DistributedModule
+from smpc.nn.parallel import DistributedModule, Shard, own_part_of
 
 _DRAWN = "_is_hf_initialized"  # of a tensor: Hugging Face's initializers leave it alone
 
@@ -65,61 +68,106 @@ def is_delayed(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def draw_delayed(
-    model: nn.Module, device: torch.device, seed: int, wanted: Callable[[str], bool] = lambda name: True
+    model: nn.Module,
+    device: torch.device,
+    seed: int,
+    wanted: Callable[[str], bool] = lambda name: True,
+    slices: Mapping[str, tuple[Shard, torch.Size]] = MappingProxyType({}),
 ) -> None:
     """Draws the delayed parameters that are wanted, on `device`; the others become empty. Parameter objects stay what they are.
 
+    `slices`: those that this rank is to have of parameters, and their shapes, by name. Distributed modules know their own.
     Raises ConfigError, listing them, for parameters and buffers that nothing fills.
     """
     late = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
     if not late:
         return
+    parts: dict[str, Tensor] = {}
     for name, parameter in late.items():
-        _allocate(parameter, parameter.shape if wanted(name) else torch.Size([0]), device)
+        if wanted(name) and name in slices:
+            parts[name] = _empty(parameter, slices[name][1], device)
+        else:
+            _replace(parameter, _empty(parameter, parameter.shape if wanted(name) else torch.Size([0]), device))
     due = {name: parameter for name, parameter in late.items() if wanted(name)}
     names = {id(parameter): name for name, parameter in due.items()}
+    targets = [
+        Target(name, p, slices[name][0] if name in parts else None, parts.get(name, p)) for name, p in due.items()
+    ]
     done = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in names]
     flagged = [tensor for tensor in done if _DRAWN not in vars(tensor)]
     for tensor in flagged:
         vars(tensor)[_DRAWN] = True
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            for name, module, owner in _innermost_first(model, None, ""):
-                if any(id(parameter) in names for parameter in module.parameters()):
-                    torch.manual_seed(_seed(seed, name))
-                    with _SeedByName(names, seed):
-                        _initialize(module, owner, names)
+            _draw(model, names, targets, seed)
     finally:
         for tensor in flagged:
             del vars(tensor)[_DRAWN]
+    for target in targets:
+        if target.shard is not None:
+            _replace(due[target.name], target.part)
     _check_filled(model, due)
 
 
-def _allocate(parameter: nn.Parameter, shape: torch.Size, device: torch.device) -> None:
-    """Gives a parameter memory; NaN stands for what is not drawn yet."""
-    full = torch.full(shape, torch.nan, dtype=parameter.dtype, device=device)
-    new = nn.Parameter(full, requires_grad=parameter.requires_grad)
+def _draw(model: nn.Module, names: Mapping[int, str], targets: list[Target], seed: int) -> None:
+    """Runs the initializers of all modules; once more, on whole tensors, those that have left slices as they were."""
+    with_due = [
+        (name, module, owner)
+        for name, module, owner in _innermost_first(model, None, "")
+        if any(id(parameter) in names for parameter in module.parameters())
+    ]
+    for name, module, owner in with_due:
+        own = _inside(module, targets)
+        torch.manual_seed(seed_of(seed, name))
+        try:
+            with Drawing(own, seed):
+                _initialize(module, owner, names)
+        except (NotByBlocks, RuntimeError):
+            if all(target.shard is None for target in own):
+                raise
+            _initialize_whole(module, name, owner, names, own, seed)
+    unfilled = {id(t.parameter) for t in targets if t.shard is not None and bool(t.part.isnan().any())}
+    for name, module, owner in with_due if unfilled else ():  # initializers may pass over the meta device
+        if any(id(parameter) in unfilled for parameter in module.parameters(recurse=False)):
+            _initialize_whole(module, name, owner, names, _inside(module, targets), seed)
+
+
+def _initialize_whole(
+    module: nn.Module,
+    name: str,
+    owner: nn.Module | None,
+    names: Mapping[int, str],
+    own: list[Target],
+    seed: int,
+) -> None:
+    """Runs an initializer on whole tensors in place of those that it has slices of, and keeps of them what it has written."""
+    sliced = [target for target in own if target.shard is not None]
+    for target in sliced:
+        _replace(target.parameter, _empty(target.parameter, target.parameter.shape, target.part.device))
+    torch.manual_seed(seed_of(seed, name))
+    with Drawing([Target(t.name, t.parameter, None, t.parameter) for t in own], seed):
+        _initialize(module, owner, names)
+    for target in sliced:
+        found = own_part_of(target.parameter.detach(), target.shard, target.part.shape)
+        target.part.copy_(torch.where(found.isnan(), target.part, found))
+        _replace(target.parameter, torch.empty(target.parameter.shape, dtype=found.dtype, device="meta"))
+
+
+def _inside(module: nn.Module, targets: list[Target]) -> list[Target]:
+    inside = {id(parameter) for parameter in module.parameters()}
+    return [target for target in targets if id(target.parameter) in inside]
+
+
+def _empty(parameter: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
+    """Memory for a parameter; NaN stands for what is not drawn yet."""
+    return torch.full(shape, torch.nan, dtype=parameter.dtype, device=device)
+
+
+def _replace(parameter: nn.Parameter, value: Tensor) -> None:
+    """Gives a parameter other memory; it stays the same object."""
+    new = nn.Parameter(value, requires_grad=parameter.requires_grad)
     vars(new).update({key: value for key, value in vars(parameter).items() if key != _DRAWN})
     swap_tensors(parameter, new)  # type: ignore[no-untyped-call]
-
-
-class _SeedByName(TorchFunctionMode):
-    """Seeds the generator whenever a parameter is drawn in place, so that it does not matter what was drawn before."""
-
-    def __init__(self, names: Mapping[int, str], seed: int) -> None:
-        super().__init__()
-        self._names, self._seed = names, seed
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if args and id(args[0]) in self._names and func in (Tensor.normal_, Tensor.uniform_):
-            torch.manual_seed(_seed(self._seed, self._names[id(args[0])]))
-        return func(*args, **(kwargs or {}))
-
-
-def _seed(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest())
 
 
 def _innermost_first(

@@ -26,7 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from smpc.errors import ConfigError, ConfigTypeError, UsageError
+from smpc.nn.chains import link
 from smpc.nn.delayed import is_delayed
+from smpc.nn.huggingface import families
 from smpc.nn.parallel import DistributedModule, TensorParallel, distributed_modules
 from smpc.nn.registration import ARGUMENTS, Fill, Registration
 from smpc.nn.registry import Registry
@@ -78,6 +80,7 @@ def distribute(model: nn.Module, registry: Registry, parallel: TensorParallel) -
     _warn_of_unregistered(model, registry)
     uses = _parameter_uses(model)
     made: dict[int, DistributedModule] = {}  # a module that stands in several places is replaced by one
+    layers: dict[int, None] = {}  # of Hugging Face's, by the id of what replaces them
 
     def visit(module: nn.Module, name: str) -> nn.Module:
         if id(module) in made:
@@ -85,15 +88,22 @@ def distribute(model: nn.Module, registry: Registry, parallel: TensorParallel) -
         replacement = _replacement(module, name, registry, parallel, uses)
         if replacement is not None:
             made[id(module)] = replacement
+            found = registry.find(module)
+            if found is not None and found.format is not None:
+                layers[id(replacement)] = None
             return replacement
         if not isinstance(module, DistributedModule):
-            for child_name, child in list(module.named_children()):
+            for child_name, child in list(module._modules.items()):  # one that stands in two places of it comes twice
+                if child is None:
+                    continue
                 new = visit(child, f"{name}.{child_name}" if name else child_name)
                 if new is not child:
                     setattr(module, child_name, new)
         return module
 
-    return visit(model, "")
+    distributed = visit(model, "")
+    link(distributed, families.STACKS, layers)
+    return distributed
 
 
 def load_whole(module: nn.Module, values: Mapping[str, Tensor]) -> None:

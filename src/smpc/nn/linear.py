@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smpc.executor.collectives import all_reduce, all_to_all, reduce_scatter, split
+from smpc.nn.columns import gathered_products
 from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel, linear_fills
 
 
@@ -66,7 +67,10 @@ class DistributedLinear(DistributedModule):
 
 
 class ColumnLinear(DistributedModule):
-    """[.., in_features] to this rank's [.., out_features / tp]; takes what `TensorParallel.before_columns` returns."""
+    """[.., in_features] to this rank's [.., out_features / tp]; takes what `TensorParallel.before_columns` returns.
+
+    `column_products` takes several of them to the same hidden state inside, and keeps nothing whole for the backward pass.
+    """
 
     def __init__(
         self,
@@ -88,6 +92,16 @@ class ColumnLinear(DistributedModule):
     def forward(self, hidden: Tensor) -> Tensor:
         """Applies the layer."""
         return F.linear(hidden, self.get_parameter("weight"), self._parameters.get("bias"))
+
+
+def column_products(hidden: Tensor, *linears: ColumnLinear) -> tuple[Tensor, ...]:
+    """What each of some linear layers makes of a hidden state inside."""
+    parallel = linears[0].parallel
+    if parallel.splits_hidden and parallel.group.size > 1:
+        own = [(linear.get_parameter("weight"), linear._parameters.get("bias")) for linear in linears]
+        return gathered_products(hidden, own, parallel.group)
+    whole = parallel.before_columns(hidden)
+    return tuple(linear(whole) for linear in linears)
 
 
 class RowLinear(DistributedModule):

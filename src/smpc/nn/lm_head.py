@@ -17,6 +17,7 @@ from torch import Tensor
 from smpc.executor.collectives import all_gather, all_to_all, split
 from smpc.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 from smpc.nn.attention import hidden_dropout, tuple_of
+from smpc.nn.columns import gathered_products
 from smpc.nn.embedding import ChannelEmbedding, VocabularyEmbedding
 from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
 from smpc.nn.transformer import DistributedTransformer, Exit
@@ -187,7 +188,10 @@ class LMHead(DistributedModule):
 
     def forward(self, hidden: Tensor, labels: Tensor | None) -> Tensor:
         """Logits [N, S, V] of this rank's samples, or the mean loss over them."""
-        logits = F.linear(self.parallel.before_columns(hidden), self.weight)
+        if self.parallel.splits_hidden and self.parallel.group.size > 1:
+            (logits,) = gathered_products(hidden, [(self.weight, None)], self.parallel.group)
+        else:
+            logits = F.linear(self.parallel.before_columns(hidden), self.weight)
         if labels is None:
             return self._outside(logits)
         labels = self.parallel.enter_whole(labels)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from smpc.nn.attention import check_layer_norms, hidden_dropout
 from smpc.nn.layer_norm import make_norm
-from smpc.nn.linear import ColumnLinear, RowLinear
+from smpc.nn.linear import ColumnLinear, RowLinear, column_products
 from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
 from smpc.nn.variant import Variant
 
@@ -106,10 +106,10 @@ class DistributedTransformerOutputLayer(DistributedModule):
 
     def mix(self, normed: Tensor) -> Tensor:
         """What is added to the residual, from the normalized hidden states inside."""
-        whole = self.parallel.before_columns(normed)
-        wide = ACTIVATIONS[self.activation](self.dense1(whole))
-        if self.gate is not None:
-            wide = wide * self.gate(whole)
+        first, *gates = column_products(normed, self.dense1, *([] if self.gate is None else [self.gate]))
+        wide = ACTIVATIONS[self.activation](first)
+        for gate in gates:
+            wide = wide * gate
         if self.variant.has_wide_dropout:
             wide = self._wide_dropout(wide)
         return hidden_dropout(self, self.dense2(wide), self.hidden_dropout_prob)

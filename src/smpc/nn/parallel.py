@@ -215,6 +215,9 @@ class DistributedModule(nn.Module):
 def fill_slice(parameter: Tensor, shard: Shard | None, fill: Callable[[Tensor], object]) -> None:
     """Fills a slice with what `fill` gives for the whole tensor, drawn in blocks of its rows."""
     shape = list(parameter.shape)
+    if not shape:
+        fill(parameter)
+        return
     if shard is not None:
         shape[shard.dim] = shard.size
     rows_per_block = max(1, _BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
@@ -222,14 +225,21 @@ def fill_slice(parameter: Tensor, shard: Shard | None, fill: Callable[[Tensor], 
         block = parameter.new_empty((min(rows_per_block, shape[0] - first), *shape[1:]))
         fill(block)
         last = first + block.shape[0]
-        if shard is None:
-            parameter[first:last] = block
-        elif shard.dim == 0:
-            low, high = max(first, shard.start), min(last, shard.start + parameter.shape[0])
+        if shard is None or shard.dim:
+            parameter[first:last] = own_part_of(block, shard, parameter.shape)
+            continue
+        for own, start, length in shard.runs_of(parameter.shape[0]):
+            low, high = max(first, start), min(last, start + length)
             if low < high:
-                parameter[low - shard.start : high - shard.start] = block[low - first : high - first]
-        else:
-            parameter[first:last] = block.narrow(shard.dim, shard.start, parameter.shape[shard.dim])
+                parameter[own + low - start : own + high - start] = block[low - first : high - first]
+
+
+def own_part_of(whole: Tensor, shard: Shard | None, shape: torch.Size) -> Tensor:
+    """The slice, of this shape along its dimension, of a whole tensor or of some of its rows."""
+    if shard is None:
+        return whole
+    runs = [whole.narrow(shard.dim, start, length) for _, start, length in shard.runs_of(shape[shard.dim])]
+    return runs[0] if len(runs) == 1 else torch.cat(runs, shard.dim)
 
 
 def linear_fills(

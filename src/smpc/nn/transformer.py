@@ -21,6 +21,7 @@ from smpc.nn.layer_norm import DistributedLayerNorm
 from smpc.nn.output_layer import DistributedTransformerOutputLayer
 from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
 from smpc.nn.scores import pair_angles
+from smpc.nn.shared_inputs import SharedInputs
 from smpc.nn.variant import Call, Variant
 
 States = tuple[Tensor | None, ...]
@@ -63,7 +64,8 @@ class DistributedTransformerLayer(DistributedModule):
     ) -> None:
         super().__init__(parallel or current_parallel())
         self.variant = variant or Variant()
-        self.add_cross_attention, self.is_inside = add_cross_attention, is_inside
+        self.add_cross_attention = add_cross_attention
+        self.takes_inside = self.returns_inside = is_inside  # a chain changes them: see smpc.nn.chains
         self.num_local_heads = num_attention_heads // self.parallel.group.size
 
         def attention(crosses: bool) -> DistributedAttentionLayer:
@@ -111,18 +113,19 @@ class DistributedTransformerLayer(DistributedModule):
         if call is not None:
             return self._run(inputs, call)
         given = tuple_of(self, inputs, _NAMES[self.add_cross_attention])
-        states = given if self.is_inside else enter(self.parallel, given)
+        states = given if self.takes_inside else enter(self.parallel, given)
         hidden = self.attention((states[0], states[-2] if self.add_cross_attention else states[1]))
         if self.cross_attention is not None:
             hidden = self.cross_attention((hidden, states[1], states[3]))
         hidden = self.output(hidden)
-        return (hidden if self.is_inside else self.parallel.leave(hidden), *given[1:])
+        return (hidden if self.returns_inside else self.parallel.leave(hidden), *given[1:])
 
     def _run(self, inputs: States, call: Call) -> States:
         (hidden,) = tuple_of(self, inputs, ("hidden_states",))
         assert hidden is not None, "tuple_of has looked"
-        if not self.is_inside:
-            hidden, call = self.parallel.enter(hidden), self._inside(call, hidden.shape[0])
+        shared = SharedInputs.of(hidden)
+        call = self._inside(call, hidden.shape[0], shared)
+        hidden = hidden if self.takes_inside else self.parallel.enter(hidden)
         if call.positions is not None:
             call = replace(call, rotary=pair_angles(call.positions, self.variant.rotary_size, hidden.dtype))
         bias = self._position_bias(hidden.shape[1], call)
@@ -137,7 +140,10 @@ class DistributedTransformerLayer(DistributedModule):
             normed = self.attention.normed(hidden)
             attended = self.attention.mix(normed, own)
             hidden = self.output.mix(self.output.normed(hidden, normed)) + attended + hidden
-        return hidden if self.is_inside else self.parallel.leave(hidden), bias
+        if not self.returns_inside:
+            return self.parallel.leave(hidden), bias
+        shared.pass_on(hidden)
+        return hidden, bias
 
     def _clamped(self, hidden: Tensor) -> Tensor:
         if not self.variant.clamps_half or hidden.dtype is not torch.float16:
@@ -146,22 +152,25 @@ class DistributedTransformerLayer(DistributedModule):
         limit = torch.where(hidden.isinf().any(), largest - 1000, largest).to(hidden.dtype)
         return hidden.clamp(-limit, limit)
 
-    def _inside(self, call: Call, batch: int) -> Call:
-        """The call with tensors of the scaled batch."""
+    def _inside(self, call: Call, batch: int, shared: SharedInputs) -> Call:
+        """The call with tensors of the scaled batch. `batch`: how many samples the hidden state has that this layer is given."""
+        if self.takes_inside and not self.parallel.prescaled_batch:
+            batch //= self.parallel.group.size
 
-        def shared(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else self.parallel.enter_batch(tensor, batch)
+        def bring(tensor: Tensor) -> Tensor:
+            return self.parallel.enter_batch(tensor, batch)
+
+        def inside(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else shared.inside(tensor, bring)
 
         rotary = call.rotary
-        if rotary is not None:
-            rotary = self.parallel.enter_batch(rotary[0], batch), self.parallel.enter_batch(rotary[1], batch)
         return replace(
             call,
-            mask=shared(call.mask),
-            cross=None if call.cross is None else self.parallel.enter(call.cross),
-            cross_mask=shared(call.cross_mask),
-            rotary=rotary,
-            positions=shared(call.positions),
+            mask=inside(call.mask),
+            cross=None if call.cross is None else shared.inside(call.cross, self.parallel.enter),
+            cross_mask=inside(call.cross_mask),
+            rotary=None if rotary is None else (shared.inside(rotary[0], bring), shared.inside(rotary[1], bring)),
+            positions=inside(call.positions),
         )
 
     def _position_bias(self, queries: int, call: Call) -> Tensor | None:

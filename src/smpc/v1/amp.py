@@ -68,12 +68,30 @@ class GradScaler(torch.amp.GradScaler):
             # Only the rank of the last stage calls `scale`, which would do this.
             self._lazy_init_scale_growth_tracker(session.device)
             state.scaler = self
+        self.num_scaled = 0  # losses, so far: an enabled scaler that scales none has no say in what they are
+
+    def scale(self, outputs: Any) -> Any:
+        """Torch's."""
+        self.num_scaled += self.is_enabled()
+        return super().scale(outputs)
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Torch's; what is found is that of all ranks, also where there is no gradient."""
-        found: dict[torch.device, Any] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        whole: Any = _Parameters(optimizer)
+        found: dict[torch.device, Any] = super()._unscale_grads_(whole, inv_scale, found_inf, allow_fp16)
         anywhere = found_anywhere(max((float(each) for each in found.values()), default=0.0))
         device = state.session.device
         return {device: torch.full((1,), float(anywhere), device=device)}
+
+
+class _Parameters:
+    """The groups of an optimizer with the model's parameters, where it has parts of them (`shard_optimizer_state`)."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        own: Any = state.optimizer
+        parameter_of = (lambda entry: entry) if own is None else own.parameter_of
+        self.param_groups = [
+            {"params": [parameter_of(entry) for entry in group["params"]]} for group in optimizer.param_groups
+        ]

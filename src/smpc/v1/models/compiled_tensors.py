@@ -7,6 +7,10 @@
 The first step records the whole model, chooses layouts (`smpc.codegen.rewrite`), cuts what one tensor-parallel rank of them runs into
 stages, and leaves each rank its slices of its stage's parameters. Layouts are those of the first signature, for all later ones.
 
+    model is created        until the first step              what a rank holds in its first step, at most
+    with a delay            no memory for its parameters      its slices, and a block of one parameter being drawn
+    as always               whole, on the CPU                 that, and on its device its slices and one whole parameter; then slices alone
+
 Terms
     plan       "modules": what `smp.tensor_parallelism` declares is distributed, and this file has no part in it; otherwise as in
                `smpc.codegen.rewrite.plan`: "auto", "huggingface", or a .json file of styles by name pattern
@@ -80,23 +84,30 @@ class CompiledTensors:
         return with_collectives(trace, self._latest, options.cost_model, wire.bandwidth, wire.latency)
 
     def place(self, placement: Placement) -> None:
-        """After the first program: this rank's slices in place of the parameters that it holds. Collective over the group."""
+        """After the first program: this rank's slices in place of the parameters that it holds. Collective over the group.
+
+        What has values is sliced where this rank computes, one parameter after another; what is still to be drawn is drawn as slices.
+        """
         assert self._latest is not None, "a trace has been rewritten"
-        self._agree(self._latest.trace)
+        self._agree(self._latest.trace, placement)
         self._plan = dataclasses.replace(self._plan, layouts=self._latest.layouts)
-        layouts, group = dict(self._latest.layouts), self._group
+        layouts, group, device = dict(self._latest.layouts), self._group, self._session.device
         assert group.process_group is not None, "there are several ranks"
         for name, parameter in self._module.named_parameters():
             layout, whole = layouts.get(name), placement.shape(name)
-            if placement.is_local(name):
-                broadcast([parameter.data], group.process_group)
-                parameter.grad = None
-                if layout is not None:
-                    parameter.data = slice_of(parameter.data, layout, group).clone()
             if layout is not None:
+                shard = shard_of(layout, whole[layout.dim], group)
                 self._sliced[id(parameter)] = None
-                self._slices.add(name, shard_of(layout, whole[layout.dim], group))
-                placement.resize(name, torch.Size(layout.local_shape(tuple(whole), group.size)))
+                self._slices.add(name, shard)
+                placement.slice(name, shard, torch.Size(layout.local_shape(tuple(whole), group.size)))
+            if parameter.is_meta or not placement.is_local(name):
+                continue
+            parameter.grad = None
+            values = parameter.data.to(device)
+            broadcast([values], group.process_group)
+            parameter.data = values if layout is None else slice_of(values, layout, group).clone()
+            del values  # before the next one comes
+        placement.apply()
         broadcast([b for name, b in self._module.named_buffers() if placement.is_local(name)], group.process_group)
 
     def _with_fewer_outputs(self, trace: Trace) -> Trace:
@@ -108,20 +119,27 @@ class CompiledTensors:
                 return trace
             raise
 
-    def _agree(self, trace: Trace) -> None:
+    def _agree(self, trace: Trace, placement: Placement) -> None:
         """Draw the same where data is whole. Raises TraceError on all ranks of the group if they have different models."""
         session = self._session
+        delayed = tuple(name for name, parameter in self._module.named_parameters() if parameter.is_meta)
         on_gpu = session.device.type == "cuda"
         cuda = torch.cuda.get_rng_state(session.device) if on_gpu else None
-        mine = (trace.fingerprint, torch.get_rng_state(), cuda)
+        mine = (trace.fingerprint, delayed, placement.seed, torch.get_rng_state(), cuda)
         found = gather_objects(mine, session.groups[Axis.TP], session.message_device, session.device)
-        fingerprints = [fingerprint for fingerprint, _, _ in found]
+        fingerprints = [fingerprint for fingerprint, *_ in found]
         if len(dict.fromkeys(fingerprints)) > 1:
             raise TraceError(
                 "the ranks of a tensor-parallel group recorded different models, fingerprints by rank: "
                 f"{[fingerprint[:12] for fingerprint in fingerprints]}; build the same model on every rank, and give all the same batch"
             )
-        _, cpu, cuda = found[0]
+        if any(names != delayed for _, names, *_ in found):
+            raise TraceError(
+                "the ranks of a tensor-parallel group created their models differently: expected all to delay the initialization of the "
+                f"same parameters, found, by rank, {[len(names) for _, names, *_ in found]} of them; use "
+                "smp.delay_param_initialization on every rank or on none"
+            )
+        _, _, placement.seed, cpu, cuda = found[0]
         torch.set_rng_state(cpu.cpu())
         if cuda is not None:
             torch.cuda.set_rng_state(cuda.cpu(), session.device)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from smpc.checkpoint.stateful import Held, asked_by_torch
 from smpc.errors import (
     CheckpointError,
     CodegenError,
@@ -42,6 +43,7 @@ from smpc.errors import (
 from smpc.executor import FailureMonitor, StageReplicas
 from smpc.executor.bind import StepHooks
 from smpc.executor.fully_shard import StageShards
+from smpc.executor.wide_gradients import widen
 from smpc.mesh import Axis
 from smpc.observe import Watch
 from smpc.partitioner.plan import Plan
@@ -51,7 +53,7 @@ from smpc.v1.models.model_checks import check_arguments, check_fully_shard, chec
 from smpc.v1.models.model_view import ModelView
 from smpc.v1.models.placement import Placement
 from smpc.v1.models.tensor_parallel import Distribution
-from smpc.v1.optimization.precision import cast_inputs, cast_module, cast_outputs, half_dtype, overflow_is_curable
+from smpc.v1.optimization.precision import cast_inputs, cast_module, cast_outputs, half_dtype
 from smpc.v1.saving.model_state import PARTIAL, IncompatibleKeys, ModelState
 from smpc.v1.saving.slices import Slices
 from smpc.v1.state import state
@@ -181,6 +183,8 @@ class DistributedModel(ModelView):
     def _make_replicas(self, stages: Mapping[int, nn.Module]) -> StepHooks | None:
         """What averages the gradients of this rank's stages over replicas and tensor-parallel ranks; None where there are none."""
         session = state.session
+        if self._half is not None and session.config._fp32_grad_accumulation:
+            widen(parameter for index in sorted(stages) for parameter in stages[index].parameters())
         if session.mesh.rdp_size > 1 and session.config.fully_shard:
             return self._make_shards(stages)
         if session.mesh.rdp_size > 1:
@@ -317,7 +321,7 @@ class DistributedModel(ModelView):
 
     def _judge(self, verdict: int, body: StepBody) -> None:
         """Do what `nan_policy` says where a loss is not finite; the verdict is the same on all ranks."""
-        if not verdict or overflow_is_curable():
+        if not verdict:
             return
         for parameter in self.module.parameters():
             parameter.grad = None
@@ -410,7 +414,10 @@ class DistributedModel(ModelView):
 
         Call it on all ranks of a replica (`smp.rdp_rank() == 0`, say): it gathers, tensor by tensor, to the CPU. `gather_to_rank0`: only
         mp_rank 0 gets it, the others {}. Raises CheckpointError, naming the ranks that did not call it, after `checkpoint_timeout`.
+        torch.distributed.checkpoint gets what this rank holds (`smpc.checkpoint.stateful`).
         """
+        if self.partitioned and asked_by_torch() is not None:
+            return self._state.held()
         self._placement.draw()
         if self.meet("state_dict") is None:
             return self.module.state_dict()
@@ -426,6 +433,8 @@ class DistributedModel(ModelView):
         rank saved its own under the same partition. Partial ones are loaded once the model is partitioned; then None is returned before.
         Raises CheckpointError, listing every key that is missing, unexpected, or of another shape or dtype; nothing is loaded then.
         """
+        if isinstance(state_dict, Held):
+            return self._state.load_held(state_dict)
         partial = bool(state_dict.get(PARTIAL, False))
         if not partial or self._state_control is None:
             return self._state.load(state_dict, strict=strict)

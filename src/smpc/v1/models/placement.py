@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from smpc.errors import PartitionError
 from smpc.nn.delayed import draw_delayed
+from smpc.nn.parallel import Shard
 from smpc.partitioner.plan import Plan
 from smpc.tracer.fakes import FakeState, installed
 
@@ -34,7 +35,7 @@ class Placement:
         self._parameters = dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._holders: dict[str, tuple[int, ...]] = {}
-        self._sizes: dict[str, torch.Size] = {}  # of slices
+        self._slices: dict[str, tuple[Shard, torch.Size]] = {}
         self._skeleton = {name: _meta(tensor) for name, tensor in self._state().items()}
 
     def add(self, plan: Plan) -> None:
@@ -60,11 +61,20 @@ class Placement:
 
     def shape(self, name: str) -> torch.Size:
         """The shape on the ranks that hold a parameter or buffer: the original one, unless they have slices of it."""
-        return self._sizes.get(name, self._skeleton[name].shape)
+        return self._slices[name][1] if name in self._slices else self._skeleton[name].shape
 
-    def resize(self, name: str, shape: torch.Size) -> None:
-        """The ranks that hold a parameter have slices of this shape from now on."""
-        self._sizes[name] = shape
+    @property
+    def seed(self) -> int:
+        """Of what is drawn late."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._seed = seed
+
+    def slice(self, name: str, shard: Shard, shape: torch.Size) -> None:
+        """The ranks that hold a parameter have slices of this shape from now on; it is drawn as one, if it is still to be drawn."""
+        self._slices[name] = shard, shape
 
     def exchange(self, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Other parameters have the places of some, as with `fully_shard`."""
@@ -77,7 +87,7 @@ class Placement:
 
     def apply(self) -> None:
         """Free what is foreign, and put what is local on the device. Buffers are all kept: they are small, and may be read anywhere."""
-        draw_delayed(self._model, self._device, self._seed, self.is_local)
+        draw_delayed(self._model, self._device, self._seed, self.is_local, self._slices)
         for name, parameter in self._parameters.items():
             if self.is_local(name):
                 parameter.data = parameter.data.to(self._device)

@@ -8,6 +8,8 @@
 A master differs from its parameter by less than the parameter's precision. Where it does not, somebody has written into the parameter,
 and the master becomes what was written; elsewhere it keeps its bits. So it does not matter whether the parameters or the masters of a
 checkpoint are loaded first. That anything was written at all is seen from the parameter's version counter, at no cost.
+
+Of a parameter that lies in parts on the replicas (`fully_shard`) the master does, too, and each rank works on its parts.
 """
 
 from __future__ import annotations
@@ -20,17 +22,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smpc.errors import UsageError
+from smpc.executor.sharded_tensor import local
 
 
 @dataclass(slots=True)
 class _Pair:
     parameter: Tensor
     master: nn.Parameter
-    seen: tuple[int, int] = (-1, -1)
+    seen: tuple[int, int, int] = (-1, -1, -1)
 
-    def state(self) -> tuple[int, int]:
-        """What changes when somebody writes into the parameter, or gives it other memory."""
-        return self.parameter._version, self.parameter.data_ptr()
+    def state(self) -> tuple[int, int, int]:
+        """What changes when somebody writes into the parameter, or into this rank's part of it, or gives it other memory."""
+        own = local(self.parameter)
+        return self.parameter._version, own._version, own.data_ptr()
 
 
 class Masters:
@@ -82,9 +86,10 @@ class Masters:
             now = pair.state()
             if now != pair.seen:
                 pair.seen = now
-                parameter = pair.parameter.to(pair.master.device)
-                written = parameter != pair.master.to(parameter.dtype)
-                pair.master.copy_(torch.where(written, parameter.to(pair.master.dtype), pair.master))
+                master = local(pair.master)
+                parameter = local(pair.parameter).to(master.device)
+                written = parameter != master.to(parameter.dtype)
+                master.copy_(torch.where(written, parameter.to(master.dtype), master))
 
     @torch.no_grad()
     def take_gradients(self, inverse_scale: float | None) -> float:
@@ -101,8 +106,8 @@ class Masters:
             _check_dense(grad, pair.parameter)
             pair.master.grad = torch.empty_like(pair.master)
             own, given = kinds.setdefault((pair.master.device, pair.master.dtype), ([], []))
-            own.append(pair.master.grad)
-            given.append(grad)
+            own.append(local(pair.master.grad))
+            given.append(local(grad))
         found = []
         for (device, _), (own, given) in kinds.items():
             torch._foreach_copy_(own, given)
@@ -118,7 +123,7 @@ class Masters:
         places: dict[torch.device, list[Tensor]] = {}
         for pair in self._pairs.values():
             if pair.master.grad is not None:
-                places.setdefault(pair.master.device, []).append(pair.master.grad)
+                places.setdefault(pair.master.device, []).append(local(pair.master.grad))
         for device, grads in places.items():
             torch._foreach_mul_(grads, factor.to(device))
 
@@ -132,7 +137,7 @@ class Masters:
         """Round masters into the parameters that have been updated."""
         updated = [pair for pair in self._pairs.values() if pair.master.grad is not None]
         if updated:
-            torch._foreach_copy_([pair.parameter for pair in updated], [pair.master for pair in updated])
+            torch._foreach_copy_([local(pair.parameter) for pair in updated], [local(pair.master) for pair in updated])
         for pair in updated:
             pair.seen = pair.state()
 
@@ -140,7 +145,7 @@ class Masters:
     def write(self, parameter: Tensor) -> None:
         """Round the master of one parameter into it."""
         pair = self._pairs[id(parameter)]
-        pair.parameter.copy_(pair.master)
+        local(pair.parameter).copy_(local(pair.master))
         pair.seen = pair.state()
 
 

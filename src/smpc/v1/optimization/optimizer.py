@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from smpc.checkpoint.stateful import Held, Purpose, asked_by_torch
 from smpc.errors import ConfigError, ConfigTypeError, UsageError
 from smpc.executor.sharded_tensor import as_state_of
 from smpc.optimizers.gradients import clip_by, norm_of
@@ -223,7 +224,7 @@ class DistributedOptimizer(Optimizer):
         if self._scaler is not None:
             self._scaler.update(overflow=self._overflow)
         if self._overflow:
-            self._updates.masters.drop_gradients()
+            self._updates.drop_gradients()
             return None
         with _watched("the optimizer's step: exchanging updated parameters"):
             return self._updates.step()
@@ -231,21 +232,21 @@ class DistributedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
         self.gradients_changed()
-        self._updates.masters.drop_gradients()
+        self._updates.drop_gradients()
         self.optimizer.zero_grad(set_to_none)
-        for parameter in self._updates.parameters() if len(self._updates.masters) else ():
+        for parameter in () if self._updates.is_plain else self._updates.parameters():
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
             else:
-                parameter.grad.detach_().zero_()
+                parameter.grad = parameter.grad.detach().zero_()  # not in place: it may be a view of a bucket
 
     def gradients_changed(self) -> None:
         """There are other gradients than masters have taken; the model says so after every step function."""
         self._taken = False
 
     def parameter_of(self, entry: Tensor) -> Tensor:
-        """The model's parameter at whose place `entry` is in the groups; itself, but for masters."""
-        return self._updates.masters.parameter_of(entry)
+        """The model's parameter at whose place `entry` is in the groups; itself, but for masters and parts."""
+        return self._updates.parameter_of(entry)
 
     @property
     def masters(self) -> list[nn.Parameter]:
@@ -285,9 +286,12 @@ class DistributedOptimizer(Optimizer):
         """The optimizer state of the whole model, tensors on the CPU.
 
         Collective over the replica like `DistributedModel.state_dict`, with sharded state over all ranks. `gather_to_rank0`: only mp_rank 0
-        gets it, the others {}.
+        gets it, the others {}. torch.distributed.checkpoint gets what this rank holds (`smpc.checkpoint.stateful`).
         """
         self._prepare()
+        purpose = asked_by_torch()
+        if purpose is not None and self._state.is_ready:
+            return self._state.held(to_fill=purpose == Purpose.LOAD)
         return self._state.full(only_on_rank_0=gather_to_rank0)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -301,7 +305,10 @@ class DistributedOptimizer(Optimizer):
             self._deferred = state_dict
             return
         self._prepare()
-        self._state.load(state_dict)
+        if isinstance(state_dict, Held):
+            self._state.load_held(state_dict)
+        else:
+            self._state.load(state_dict)
 
     def load_deferred(self) -> None:
         """Load what was given before the partition; the model calls it."""

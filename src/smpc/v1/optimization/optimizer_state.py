@@ -5,7 +5,8 @@ Terms
                     their numbers, so that it fits any partition. In half precision the state of a parameter also has its fp32 `master`;
                     with fp16 there is a further key `loss_scaler`
     partial state   the same with the state of one rank only, and the key `_smp_is_partial`; `_smp_is_sharded` if it lacks the state
-                    that other replicas own
+                    that other replicas own, and then `_smp_ranges`: {name: (dimension, start, length)} of the parameters of which it
+                    has the state of some rows, in this rank's tensor
 
 Parameters that the model does not have are called `#i`, by their number in the optimizer.
 """
@@ -13,7 +14,7 @@ Parameters that the model does not have are called `#i`, by their number in the 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,21 +24,25 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from smpc.checkpoint import Shard
+from smpc.checkpoint.stateful import Held, held
 from smpc.errors import CheckpointError, ConfigError
 from smpc.executor.data_parallel import broadcast
-from smpc.executor.sharded_tensor import as_state_of, whole
+from smpc.executor.sharded_tensor import as_state_of, local, whole
 from smpc.nn import parallel
 from smpc.v1.models.model import DistributedModel
+from smpc.v1.optimization.fresh_state import make_state
 from smpc.v1.optimization.loss_scaling import LossScaler
+from smpc.v1.optimization.parts import Range
 from smpc.v1.optimization.updates import Updates
 from smpc.v1.saving.merge import fill, merge, stream, survey
 from smpc.v1.saving.model_state import PARTIAL
-from smpc.v1.saving.slices import Slices, place
+from smpc.v1.saving.slices import place
 from smpc.v1.state import state
 from smpc.v1.steps.control import Control
 
 KIND, SEPARATOR = "optimizer", "::"  # of the tensors in a checkpoint
-MASTER, SCALER, SHARDED = "master", "loss_scaler", "_smp_is_sharded"
+MASTER, SCALER, SHARDED, RANGES = "master", "loss_scaler", "_smp_is_sharded", "_smp_ranges"
+Place = tuple[tuple[int, ...], parallel.Shard | None]  # the shape of a tensor, and which slice of a whole it is
 
 
 class OptimizerState:
@@ -60,9 +65,15 @@ class OptimizerState:
         if self._world is None or not model.partitioned:
             return own
         if not gather:
-            return {**own, SHARDED: True}
+            ranges = {name: (own.dim, own.start, own.length) for name, own in self._ranges().items()}
+            return {**own, SHARDED: True, RANGES: ranges}
         self._meet(self._world, "optimizer.local_state_dict")
-        return {**own, "state": self._from_parts(model, own["state"], self._local_names(model), self._world)}
+        held, shapes = self._local_names(model), self._shapes()
+
+        def all_of(name: str, key: str, whole: tuple[int, ...]) -> Place | None:
+            return _place_of(model, name, whole, shapes[name], None) if name in held else None
+
+        return {**own, "state": self._from_parts(model, own["state"], all_of, self._world, self._ranges())}
 
     def full(self, *, only_on_rank_0: bool) -> dict[str, Any]:
         """The whole model's, on the CPU. Collective over the replica, or over all ranks if state is sharded."""
@@ -79,7 +90,7 @@ class OptimizerState:
         mesh, rank = state.session.mesh, state.session.rank
         wanted = not only_on_rank_0 or mesh.pp_rank(rank) == mesh.tp_rank(rank) == 0
         with model.watch_checkpoint("optimizer.state_dict"):
-            items = survey(part, control, "the optimizer's state", self._slicer(model))
+            items = survey(part, control, "the optimizer's state", self._slicer(model, self._ranges()))
             merged = merge(part, items, control, lambda key: wanted)
         return {**own, "state": _nested(merged, self._names())} if wanted else {}
 
@@ -88,13 +99,13 @@ class OptimizerState:
         model = _model()
         names = self._names()
         given = self._by_name(state_dict, names)
-        own = self._own_names(model)
         control = self._control_for(model, state_dict)
-        shapes = self._shapes()
+        wanted = self._wanted(model)
+        ranges = {name: Range(*own) for name, own in state_dict.get(RANGES, {}).items()}
         found = (
-            {name: _own_slices(model.slices, name, shapes[name], given[name]) for name in given if name in own}
+            {name: _own_parts(items, name, wanted) for name, items in given.items()}
             if control is None
-            else self._from_parts(model, given, own, control)
+            else self._from_parts(model, given, wanted, control, ranges)
         )
         self._load_scaler(state_dict.get(SCALER))
         self._install(found, state_dict["param_groups"])
@@ -117,25 +128,45 @@ class OptimizerState:
         control.meet(what, datetime.timedelta(seconds=state.cfg.checkpoint_timeout))
 
     def _from_parts(
-        self, model: DistributedModel, given: Mapping[str, Any], wanted: Collection[str], control: Control
+        self,
+        model: DistributedModel,
+        given: Mapping[str, Any],
+        wanted: Callable[[str, str, tuple[int, ...]], Place | None],
+        control: Control,
+        ranges: Mapping[str, Range],
     ) -> dict[str, dict[str, Any]]:
-        """This rank's state of `wanted`, out of the parts of all ranks, whatever partition they come from."""
+        """What is `wanted` out of the parts of all ranks, whatever partition they come from. `ranges`: of the given ones."""
         part = {(name, key): value for name, items in given.items() for key, value in items.items()}
         own: dict[tuple[str, str], Any] = {}
-        shapes = self._shapes()
         with model.watch_checkpoint("exchanging optimizer state"):
-            items = survey(part, control, "the optimizer state", self._slicer(model))
+            items = survey(part, control, "the optimizer state", self._slicer(model, ranges))
             for key, piece, value in stream(part, items, control):
-                if key[0] in wanted and piece is None:
+                place = wanted(*key, items[key].shape)
+                if place is not None and piece is None:
                     own[key] = value
-                elif key[0] in wanted and piece is not None:
-                    whole, shape = items[key].shape, shapes[key[0]]
-                    shard = model.slices.get(key[0]) if whole == model.slices.whole_shape(key[0], shape) else None
+                elif place is not None and piece is not None:
+                    shape, shard = place
                     if key not in own:
-                        own[key] = value.new_empty(whole if shard is None else shape)
+                        own[key] = value.new_empty(shape)
                     fill(own[key], shard, piece, value)
                 del value  # before the next one comes
         return _nested(own, self._names())
+
+    def _wanted(self, model: DistributedModel) -> Callable[[str, str, tuple[int, ...]], Place | None]:
+        """Says which part of a saved value of a shape this rank loads; None of what others load.
+
+        That is what this rank updates; a master for an fp32 parameter, which has no owner, is for all who hold the parameter.
+        """
+        shapes, ranges = self._shapes(), self._ranges()
+        held, own = self._local_names(model), self._own_names(model)
+
+        def wanted(name: str, key: str, whole: tuple[int, ...]) -> Place | None:
+            is_value = key == MASTER and self._updates.half is None
+            if name not in (held if is_value else own):
+                return None
+            return _place_of(model, name, whole, shapes[name], None if is_value else ranges.get(name))
+
+        return wanted
 
     # -- checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -146,42 +177,68 @@ class OptimizerState:
 
     def shards(self) -> tuple[list[Shard], dict[str, Any]]:
         """What a checkpoint holds of this rank's state: tensors, called `parameter::key`, and plain values by parameter and key."""
-        slices, shapes = _model().slices, self._shapes()
+        slice_of = self._slicer(_model(), self._ranges())
         found: list[Shard] = []
         plain: dict[str, Any] = {}
         for name, items in self._named_state(local=True)["state"].items():
             for key, value in items.items():
                 if isinstance(value, Tensor):
-                    slice_ = slices.of_state(name, key, value, shapes[name])
-                    found += place(KIND, f"{name}{SEPARATOR}{key}", value, slice_)
+                    found += place(KIND, f"{name}{SEPARATOR}{key}", value, slice_of((name, key), value))
                 else:
                     plain.setdefault(name, {})[key] = value
         return found, plain
+
+    def held(self, *, to_fill: bool) -> Held:
+        """This rank's state for torch.distributed.checkpoint to save, or to fill; in views. To fill, it is made if there was no step."""
+        if to_fill and not self._optimizer.state:
+            own = self._own_names(_model())
+            entries = [entry for group in self._optimizer.param_groups for entry in group["params"]]
+            named = zip(self._names(), entries, strict=True)
+            make_state(self._optimizer, [entry for name, entry in named if name in own and entry.requires_grad])
+        slice_of = self._slicer(_model(), self._ranges())
+        found = self._named_state(local=True)
+        states: dict[str, dict[str, Any]] = {}
+        for name, items in found["state"].items():
+            for key, value in items.items():
+                part: Any = value
+                if isinstance(value, Tensor):
+                    part = held(place(KIND, f"{name}{SEPARATOR}{key}", value, slice_of((name, key), value)))
+                if part is not None:
+                    states.setdefault(name, {})[key] = part
+        return Held({**found, "state": states})
+
+    def load_held(self, filled: Held) -> None:
+        """Take over what torch has filled: tensors are this optimizer's own, other values and options are not."""
+        found = self._named_state(local=True)["state"]
+        for name, items in filled["state"].items():
+            plain = {key: value for key, value in items.items() if not isinstance(value, Tensor)}
+            found.setdefault(name, {}).update(plain)
+        self._load_scaler(filled.get(SCALER))
+        self._install(found, filled["param_groups"])
 
     def targets(
         self, entries: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, only_masters: bool = False
     ) -> list[Shard]:
         """Tensors for this rank's part of saved ones, of which `entries` has shape and dtype by name: the masters, else new ones."""
-        model = _model()
-        own, slices, shapes = self._own_names(model), model.slices, self._shapes()
+        wanted, found = self._wanted(_model()), []
         parameters = dict(zip(self._names(), self._updates.parameters(), strict=True))
-        found = []
-        for entry, (shape, dtype) in entries.items():
+        for entry, (whole_shape, dtype) in entries.items():
             name, _, key = entry.rpartition(SEPARATOR)
-            if name not in own or (only_masters and key != MASTER):
+            place_ = wanted(name, key, whole_shape)
+            if place_ is None or (only_masters and key != MASTER):
                 continue
-            slice_ = slices.get(name) if shape == slices.whole_shape(name, shapes[name]) else None
-            device = (
-                parameters[name].device if shape else torch.device("cpu")
-            )  # counts of steps; torch moves what must not stay
-            master = self._place_of_master(parameters[name]) if key == MASTER else None
-            if master is not None and tuple(master.shape) == (shape if slice_ is None else shapes[name]):
+            shape, slice_ = place_
+            parameter = parameters[name]
+            # Counts of steps are on the CPU; torch moves what must not stay there.
+            device = parameter.device if whole_shape else torch.device("cpu")
+            master = self._place_of_master(parameter) if key == MASTER else None
+            if master is not None and tuple(master.shape) == shape:
                 found += place(KIND, entry, master, slice_)
                 continue
-            if shape == shapes[name] and isinstance(parameters[name], DTensor):
-                empty = torch.empty_like(parameters[name], dtype=dtype, device=device, requires_grad=False)
+            if shape == tuple(parameter.shape) and isinstance(parameter, DTensor):
+                empty = torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
             else:
-                empty = torch.empty(shape if slice_ is None else shapes[name], dtype=dtype, device=device)
+                empty = torch.empty(shape, dtype=dtype, device=device)
             found += place(KIND, entry, empty, slice_)
         return found
 
@@ -263,33 +320,44 @@ class OptimizerState:
             value, place = found.get(name, {}).get(MASTER), self._place_of_master(parameter)
             if value is None or place is None:
                 continue
-            if value.data_ptr() != place.data_ptr():
-                place.copy_(value)
+            own, given = local(place), local(as_state_of(parameter, value))
+            if given.data_ptr() != own.data_ptr():
+                own.copy_(given)
             if place is not parameter:
-                self._updates.masters.write(parameter)
+                self._updates.write_master(parameter)
 
     def _place_of_master(self, parameter: Tensor) -> Tensor | None:
         """Where a saved master goes: to the master; of an fp32 parameter, whose job was in half precision before, to the parameter."""
         if self._updates.half is None:
             return parameter if parameter.dtype is torch.float32 else None
-        return self._updates.masters.master_of(parameter)
+        return self._updates.master_of(parameter)
 
     def _load_scaler(self, found: Mapping[str, Any] | None) -> None:
         if found is not None and self._scaler is not None:
             self._scaler.load_state_dict(found)
 
-    def _slicer(self, model: DistributedModel) -> Callable[[tuple[str, str], Tensor], parallel.Shard | None]:
-        """Says which slice of a whole a tensor of the state is, by its shape: it may come from another job."""
+    def _slicer(
+        self, model: DistributedModel, ranges: Mapping[str, Range]
+    ) -> Callable[[tuple[str, str], Tensor], parallel.Shard | None]:
+        """Says which slice of a whole a tensor of the state is, by its shape: it may come from another job, which had these `ranges`."""
         shapes = self._shapes()
 
         def slice_of(key: tuple[str, str], value: Tensor) -> parallel.Shard | None:
             name, entry = key
-            shape = shapes.get(name, ())
+            shape, rows = shapes.get(name, ()), ranges.get(name)
+            if rows is not None and tuple(value.shape) == rows.shape(shape):
+                return rows.within(model.slices.get(name), shape[rows.dim])
             if tuple(value.shape) == model.slices.whole_shape(name, shape):
                 return None
             return model.slices.of_state(name, entry, value, shape)
 
         return slice_of
+
+    def _ranges(self) -> dict[str, Range]:
+        """The rows of which this rank has the state, for each parameter that is in parts."""
+        pairs = zip(self._names(), self._updates.parameters(), strict=True)
+        found = {name: self._updates.parts.range_of(parameter) for name, parameter in pairs}
+        return {name: rows for name, rows in found.items() if rows is not None}
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each parameter on the ranks that hold it."""
@@ -347,7 +415,7 @@ class OptimizerState:
         states: dict[str, dict[str, Any]] = {}
         for number, (name, parameter) in enumerate(zip(names, self._updates.parameters(), strict=True)):
             items = dict(inner["state"].get(number, {}))
-            master = self._updates.masters.master_of(parameter)
+            master = self._updates.master_of(parameter)
             if master is not None:
                 items[MASTER] = master.detach()
             if items and name in kept:
@@ -367,15 +435,33 @@ def _whole(named: Mapping[str, Any]) -> dict[str, Any]:
     return {**named, "state": states}
 
 
-def _own_slices(slices: Slices, name: str, shape: tuple[int, ...], items: Mapping[str, Any]) -> dict[str, Any]:
-    """Of whole values of a parameter's state, this rank's slices."""
-    whole = slices.whole_shape(name, shape)
-    return {
-        key: slices.own_part(name, value, shape).clone()
-        if isinstance(value, Tensor) and whole != shape and tuple(value.shape) == whole
-        else value
-        for key, value in items.items()
-    }
+def _place_of(
+    model: DistributedModel, name: str, saved: tuple[int, ...], shape: tuple[int, ...], rows: Range | None
+) -> Place:
+    """Where this rank's part of a value of the shape `saved` lies, for a parameter of `shape` here, of which it wants `rows`, or all."""
+    if saved != model.slices.whole_shape(name, shape):
+        return saved, None  # a number of steps, or another value of the whole parameter
+    shard = model.slices.get(name)
+    if rows is None:
+        return (saved, None) if shard is None else (shape, shard)
+    return rows.shape(shape), rows.within(shard, shape[rows.dim])
+
+
+def _own_parts(
+    items: Mapping[str, Any], name: str, wanted: Callable[[str, str, tuple[int, ...]], Place | None]
+) -> dict[str, Any]:
+    """Of whole values of a parameter's state, what this rank loads."""
+    found: dict[str, Any] = {}
+    for key, value in items.items():
+        place_ = wanted(name, key, tuple(value.shape) if isinstance(value, Tensor) else ())
+        if place_ is None:
+            continue
+        shape, shard = place_
+        if isinstance(value, Tensor) and shard is not None:
+            runs = [value.narrow(shard.dim, at, length) for _, at, length in shard.runs_of(shape[shard.dim])]
+            value = torch.cat(runs, shard.dim)
+        found[key] = value
+    return found
 
 
 def _nested(flat: Mapping[Any, Any], order: list[str]) -> dict[str, dict[str, Any]]:

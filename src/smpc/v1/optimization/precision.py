@@ -3,7 +3,8 @@
     parameters, floating buffers    cast when smp.DistributedModel is constructed, as `module.half()` or `module.bfloat16()` does
     inputs of the model             fp32 tensors among them are cast to the parameters' dtype
     outputs of the model            fp16 and bf16 tensors are cast to fp32, so that losses of the step function are computed in it
-    gradients                       have the parameters' dtype; with fp16 they are those of the loss times a loss scale
+    gradients                       have the parameters' dtype, or, with `_fp32_grad_accumulation`, add up in fp32 (see
+                                    `smpc.executor.wide_gradients`); with fp16 they are those of the loss times a loss scale
     updates                         of fp32 masters, of which the parameters are rounded copies: see `smpc.v1.optimization.masters`
 
 Without these keys nothing is cast.
@@ -28,6 +29,13 @@ HALVES = (torch.float16, torch.bfloat16)
 def half_dtype(config: Config) -> torch.dtype | None:
     """What parameters are cast to; None for fp32 training, in which they stay as they are."""
     return torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
+
+
+def planned_optimizer(config: Config) -> str:
+    """What memory is predicted for: see `smpc.partitioner.optimizer`."""
+    if half_dtype(config) is None:
+        return "adam"
+    return "adamw-fp32-master-wide-grad" if config._fp32_grad_accumulation else "adamw-fp32-master"
 
 
 def current_half_dtype() -> torch.dtype | None:
@@ -81,11 +89,17 @@ def found_anywhere(found: float) -> bool:
     return bool(number)
 
 
-def overflow_is_curable() -> bool:
+def num_scaled() -> int:
+    """How many losses the script's GradScaler has scaled, on this rank."""
+    return 0 if state.scaler is None else int(state.scaler.num_scaled)
+
+
+def overflow_is_curable(num_scaled_before: int) -> bool:
     """Whether a loss that is not finite may owe that to a loss scale, which will then be lowered and the step skipped.
 
-    A scale that cannot or need not be lowered is no excuse: `nan_policy` says what happens.
+    A scale that cannot or need not be lowered is no excuse: `nan_policy` says what happens. Nor is a GradScaler that has scaled nothing
+    in this step: `num_scaled_before` is what `num_scaled` was at its beginning. For the rank that runs the step function.
     """
-    own = state.optimizer is not None and state.optimizer.scale_can_shrink
-    scaler = state.scaler
-    return own or (scaler is not None and scaler.is_enabled() and scaler.get_scale() > 1.0)
+    if state.optimizer is not None and state.optimizer.scale_can_shrink:
+        return True
+    return num_scaled() > num_scaled_before and bool(state.scaler.get_scale() > 1.0)

@@ -1,4 +1,5 @@
-"""What the optimizer of a rank updates, and with what: the parameters themselves, or fp32 masters of them; all, or those that it owns.
+"""What the optimizer of a rank updates, and with what: the parameters themselves, or fp32 masters of them; all, or those that it
+owns, or parts of them.
 
     updates.prepare(model)          once the model is partitioned, and again when parameters have come
     updates.take(1 / scale)         masters' gradients
@@ -17,10 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from smpc.v1.models.model import DistributedModel
+from smpc.v1.optimization.elementwise import is_elementwise
 from smpc.v1.optimization.masters import Masters
+from smpc.v1.optimization.parts import Parts
 from smpc.v1.optimization.sharded_optimizer import Entry, Shards
 
 
@@ -30,7 +34,7 @@ class Updates:
     def __init__(self, optimizer: Optimizer, half: torch.dtype | None, shards: Shards | None, tp_size: int = 1) -> None:
         self._optimizer, self._tp_size = optimizer, tp_size
         self.half, self.shards = half, shards
-        self.masters = Masters()
+        self.parts, self.masters = Parts(), Masters()
         self.is_stepping = False  # gradients of what this rank does not own are hidden
         self._known: tuple[bool, ...] = ()
 
@@ -41,8 +45,19 @@ class Updates:
 
     def parameters(self) -> list[Tensor]:
         """The model's parameters, in the optimizer's order."""
-        parameter_of = self.masters.parameter_of
-        return [parameter_of(entry) for group in self._optimizer.param_groups for entry in group["params"]]
+        return [self.parameter_of(entry) for group in self._optimizer.param_groups for entry in group["params"]]
+
+    def parameter_of(self, entry: Tensor) -> Tensor:
+        """The model's parameter at whose place `entry` is in the groups: itself, a part or a master of it, or a master of a part."""
+        return self.parts.parameter_of(self.masters.parameter_of(entry))
+
+    def master_of(self, parameter: Tensor) -> Tensor | None:
+        """The master of a parameter, or of the part of it that this rank updates."""
+        return self.masters.master_of(self.parts.entry_of(parameter))
+
+    def write_master(self, parameter: Tensor) -> None:
+        """Round the master of a parameter, or of a part of it, into it."""
+        self.masters.write(self.parts.entry_of(parameter))
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this rank updates a parameter that it holds."""
@@ -61,18 +76,31 @@ class Updates:
             if self.shards is not None:
                 held = [p for p in parameters if id(p) in local]
                 self.shards.assign([self._entry(model, names[id(p)], p) for p in held])
+                for parameter in held:
+                    if not self.owns(parameter):  # some optimizers make state before the first step
+                        self._optimizer.state.pop(parameter, None)
+                self.parts.adopt(self._optimizer, self.shards.range_of)
             if self.half is not None:
                 foreign = names.keys() - local
                 self.masters.adopt(self._optimizer, lambda p: id(p) not in foreign and p.requires_grad and self.owns(p))
+        self.parts.refresh()
         self.masters.refresh()
 
     def _entry(self, model: DistributedModel, name: str, parameter: Tensor) -> Entry:
-        is_scaled = model.is_scaled_batch_parameter(parameter)  # type: ignore[arg-type]
-        if not model.is_distributed_parameter(parameter):  # type: ignore[arg-type]
-            return Entry(parameter, parameter.numel(), is_scaled)
-        # Slices may be of different sizes, and the ranks that hold them must agree.
-        whole = model.slices.whole_shape(name, tuple(parameter.shape))
-        return Entry(parameter, math.prod(whole) // self._tp_size, is_scaled)
+        slice_, is_scaled = model.slices.get(name), model.is_scaled_batch_parameter(parameter)  # type: ignore[arg-type]
+        dtype = parameter.dtype if self.half is None else torch.promote_types(parameter.dtype, torch.float32)
+        shape, ranks, dim = tuple(parameter.shape), 1, 0 if slice_ is None else slice_.dim
+        if model.is_distributed_parameter(parameter):  # type: ignore[arg-type]
+            # Slices may be of different sizes, and the ranks that hold them must agree.
+            shape, ranks = model.slices.whole_shape(name, shape), self._tp_size
+        rows = shape[dim] // ranks if self._may_be_cut(parameter, dim) else 0
+        return Entry(parameter, math.prod(shape) * dtype.itemsize // ranks, is_scaled, rows, dim)
+
+    def _may_be_cut(self, parameter: Tensor, dim: int) -> bool:
+        """Whether ranks may update ranges of a parameter. Parts without masters must lie in one piece: fused optimizers need it."""
+        if parameter.dim() == 0 or isinstance(parameter, DTensor) or not is_elementwise(self._optimizer):
+            return False
+        return parameter.is_contiguous() and (dim == 0 or self.half is not None)
 
     def step(self) -> Any:
         """Update. Collective over the ranks that hold the same parameters, if state is sharded."""
@@ -83,10 +111,15 @@ class Updates:
         finally:
             self.is_stepping = False
         self.masters.write_back()
-        self.masters.drop_gradients()
+        self.drop_gradients()
         if self.shards is not None:
             self.shards.gather()
         return result
+
+    def drop_gradients(self) -> None:
+        """Give the memory of masters' gradients back; parts let go of the parameters'."""
+        self.masters.drop_gradients()
+        self.parts.drop_gradients()
 
     @contextmanager
     def _hidden(self) -> Iterator[None]:

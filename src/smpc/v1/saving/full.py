@@ -47,7 +47,7 @@ from smpc.errors import CheckpointError
 from smpc.nn.state_format import Format
 from smpc.v1.models.model import DistributedModel
 from smpc.v1.optimization.precision import loads_as
-from smpc.v1.saving.hugging_face import Ours, Theirs, format_of, is_hugging_face, texts_of
+from smpc.v1.saving.hugging_face import Theirs, format_of, is_hugging_face, readings, texts_of
 
 MARKER, CONTENT = "newest_full", "user_content_"
 _INNER, _NOTE = "content", "smpc_content"
@@ -282,10 +282,10 @@ def _renamed(source: Source, model: DistributedModel) -> Source:
     def strangers(found: Source) -> int:
         return sum(canonical(item.name) is None for item in found.items if item.kind == "model")
 
-    if prefix and strangers(source):  # perhaps it has the names of a model whose layers are not distributed
-        form = _format_of(module)
-        translated = source if form is None else Ours(source, form)
-        source = translated if strangers(translated) < strangers(source) else source
+    if prefix and strangers(
+        source
+    ):  # perhaps it has the names of a model whose layers are not distributed, or of its files
+        source = min(readings(source, _format_of(module)), key=strangers)
     names: dict[str, str] = {}
     left: list[str] = []
     for item in source.items:
@@ -321,12 +321,17 @@ def _check(source: Source, model: DistributedModel, strict: bool, target: str) -
 
 @torch.no_grad()
 def _fill(source: Source, model: DistributedModel) -> None:
-    own = {shard.name: shard for shard in model.checkpoint_state.shards()}
+    own: dict[str, list[Shard]] = {}  # several of what this rank has several runs of
+    for shard in model.checkpoint_state.shards():
+        own.setdefault(shard.name, []).append(shard)
     for item in source.items:
-        shard = own.get(item.name)
-        if shard is not None:
+        whole = source.read(item) if item.name in own else None
+        for shard in own.get(item.name, []):
+            assert whole is not None
             place = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.shape, strict=True))
-            shard.tensor.copy_(source.read(item)[place])
+            shard.tensor.copy_(whole[place])
+        del whole  # before the next one comes
+    model.checkpoint_state.loaded_in_parts()
 
 
 def _format_of(module: nn.Module) -> Format | None:

@@ -8,6 +8,8 @@
     format_of(module)         the rules, None where ours are theirs; raises CheckpointError where no rules lead to theirs
     Theirs(source, format)    a source of ours, as theirs
     Ours(source, format)      a source of theirs, as ours
+    readings(source, format)  the ways in which a source may be meant: as it is, and as files of save_pretrained have it, which some
+                              families write under other names than those in the model; each as theirs and as ours
 
 transformers is not imported: a script that has such a model has done so.
 """
@@ -104,6 +106,28 @@ class Ours(_Translated):
 
     def __init__(self, source: Source, form: Format) -> None:
         super().__init__(source, _ours([item for item in source.items if item.kind == "model"], form))
+
+
+class _InModel(_Translated):
+    """A source of files of save_pretrained by the names in the model."""
+
+    def __init__(self, source: Source, form: Format) -> None:
+        items = [item for item in source.items if item.kind == "model"]
+        made = (_Made(_like(item, form.in_model(item.name), item.shape), (item.name,), _alone) for item in items)
+        super().__init__(source, made)
+
+
+def readings(source: Source, form: Format | None) -> Iterator[Source]:
+    """The source as it is, then other readings of it; `form`: the rules between theirs and ours, if they differ."""
+    seen: dict[tuple[str, ...], None] = {}
+    written = [_InModel(source, family.format) for family in FAMILIES.values() if family.format.in_files]
+    for reading in (source, *written):
+        names = tuple(item.name for item in reading.items)
+        if names not in seen:
+            seen[names] = None
+            yield reading
+            if form is not None:
+                yield Ours(reading, form)
 
 
 def _theirs(items: list[Item], form: Format) -> Iterator[_Made]:

@@ -5,18 +5,22 @@ Terms
     partial     a state dict with the keys of one rank only, marked by the key `_smp_is_partial`; of parameters that tensor-parallel
                 ranks share it has this rank's slices
     full        a state dict with all keys and whole values, the same as that of the module in one process
+
+Hooks of modules on their state dicts run as `state_hooks` says.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from smpc import checkpoint
+from smpc.checkpoint.stateful import Held, held
 from smpc.errors import CheckpointError
 from smpc.executor.sharded_tensor import local, own_part, whole
 from smpc.nn.parallel import Shard
@@ -24,16 +28,20 @@ from smpc.v1.models.placement import Placement
 from smpc.v1.optimization.precision import loads_as
 from smpc.v1.saving.merge import Item, fill, merge, stream, survey
 from smpc.v1.saving.slices import Slices, place
+from smpc.v1.saving.state_hooks import (
+    Given,
+    IncompatibleKeys,
+    after_loading,
+    changing,
+    collect,
+    finish,
+    forgives,
+)
 from smpc.v1.steps.control import Control
 
+__all__ = ["PARTIAL", "IncompatibleKeys", "ModelState"]
+
 PARTIAL = "_smp_is_partial"
-
-
-class IncompatibleKeys(NamedTuple):
-    """What `load_state_dict(strict=False)` found; as in torch."""
-
-    missing_keys: list[str]
-    unexpected_keys: list[str]
 
 
 class ModelState:
@@ -44,6 +52,14 @@ class ModelState:
 
     def local(self) -> dict[str, Any]:
         """Keys and detached values of this rank; with `fully_shard` whole ones, which the replicas gather."""
+        self.before_saving()
+        left = changing(self._module, loading=False)
+        if left:
+            warnings.warn(
+                f"{_listed(left)}: state-dict hooks after saving do not run on a partial state dict, which is not theirs to change; "
+                "state_dict() runs them",
+                stacklevel=3,
+            )
         kept = self._local_keys()
         return {
             key: whole(value.detach()) if isinstance(value, Tensor) else value
@@ -54,16 +70,38 @@ class ModelState:
     def full(self, *, only_on_rank_0: bool) -> dict[str, Any]:
         """All keys, tensors on the CPU; {} on other ranks than 0 if only rank 0 wants them. Collective."""
         assert self._control is not None, "one rank has all of its state"
-        part = self.local()
-        items = survey(part, self._control, "the model's state", self._slicer())
+        entries, names = collect(self._module, run_hooks=True), self._names()
+        part = {
+            key: whole(value.detach()) if isinstance(value, Tensor) else value
+            for key, value in entries.values.items()
+            if id(value) not in names or self._placement.is_local(names[id(value)])
+        }
+        items = survey(part, self._control, "the model's state", self._slicer(entries.values))
         wanted = not only_on_rank_0 or self._control.rank == 0
         merged = merge(part, items, self._control, lambda key: wanted)
-        state = self._module.state_dict()
-        if not wanted:
-            state.clear()
-        for key in state:
-            state[key] = merged[key]
-        return state
+        return finish(self._module, entries, merged) if wanted else {}
+
+    def held(self) -> Held:
+        """What this rank holds, by key, for torch.distributed.checkpoint to save or to fill. Views, not copies."""
+        self._placement.draw()
+        self.before_saving()
+        names, kept, found = self._names(), self._local_keys(), Held()
+        for key, value in self._entries().items():
+            name = names.get(id(value))
+            own = value if name is None else held(place("model", key, value, self._slices.get(name)))
+            if key in kept and own is not None:
+                found[key] = own
+        return found
+
+    def load_held(self, state: Held) -> IncompatibleKeys:
+        """After torch has filled the tensors: the extra state."""
+        self.load_extra(state)
+        self.loaded_in_parts()
+        return IncompatibleKeys([], [])
+
+    def before_saving(self) -> None:
+        """Run the hooks before saving."""
+        collect(self._module, run_hooks=True)
 
     def shards(self) -> list[checkpoint.Shard]:
         """What a checkpoint holds of this rank: its parameters and persistent buffers, by canonical name. Views, not copies."""
@@ -110,17 +148,42 @@ class ModelState:
         Raises CheckpointError, before anything is written, listing all keys that are missing, unexpected, or of another shape or dtype.
         """
         self._placement.draw()
-        given = _without_mark(state)
-        result = self._check({key: Item.of(value) for key, value in given.items()}, strict)
+        entries, given = collect(self._module), Given.of(self._module, state, strict=strict)
+        if given.errors:
+            raise CheckpointError(
+                "\n".join(["a hook before loading refuses the state dict, nothing was loaded", *given.errors])
+            )
+        values = _without_mark(given.values)
+        # Where hooks may forgive missing keys they are asked afterwards, as in torch.
+        asks = strict and forgives(self._module)
+        items = {key: Item.of(value) for key, value in values.items()}
+        found = self._check(items, strict, entries=entries.values, allows_keys=asks)
         names = self._names()
         with torch.no_grad():
-            for key, target in self._targets(given).items():
+            for key, target in self._targets(values, entries.values).items():
                 if target is None:
-                    self._set_extra(key, given[key])
+                    self._set_extra(key, values[key])
                 else:
-                    part = self._slices.own_part(names[id(target)], given[key], target.shape)
+                    part = self._slices.own_part(names[id(target)], values[key], target.shape)
                     local(target).copy_(own_part(target, part))
+        result = after_loading(self._module, entries, *found, given)
+        if asks or any((*given.missing.values(), *given.unexpected.values())):
+            self._refuse_keys(result, strict)
         return result
+
+    def _refuse_keys(self, found: IncompatibleKeys, strict: bool) -> None:
+        wrong = [f"missing: {key}" for key in found.missing_keys]
+        wrong += [f"unexpected: {key}" for key in found.unexpected_keys]
+        if strict and wrong:
+            raise CheckpointError(
+                "\n".join(
+                    [
+                        f"the state dict does not fit {type(self._module).__name__}, whose hooks were asked; the keys that do were loaded "
+                        "(strict=False allows missing and unexpected keys)",
+                        *wrong,
+                    ]
+                )
+            )
 
     def load_own_part(self, part: Mapping[str, Any], *, strict: bool) -> IncompatibleKeys:
         """Load a partial state dict that was saved by this rank under the same partition."""
@@ -132,6 +195,7 @@ class ModelState:
                     self._set_extra(key, given[key])
                 else:
                     local(target).copy_(own_part(target, given[key]))
+        self.loaded_in_parts()
         return result
 
     def load_parts(self, part: Mapping[str, Any], *, strict: bool) -> IncompatibleKeys:
@@ -155,12 +219,24 @@ class ModelState:
                 elif key in targets:
                     self._set_extra(key, value)
                 del value  # before the next one comes
+        self.loaded_in_parts()
         return result
+
+    def loaded_in_parts(self) -> None:
+        """Run the hooks after loading, and say of which modules hooks that change state dicts did not run. No keys are missing for them."""
+        left = changing(self._module, loading=True)
+        if left:
+            warnings.warn(
+                f"{_listed(left)}: register_load_state_dict_pre_hook was not heeded, as no "
+                "rank has the whole state dict that the hook is for; load a full one with load_state_dict if it is needed",
+                stacklevel=3,
+            )
+        after_loading(self._module, collect(self._module))
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _entries(self) -> dict[str, Any]:
-        return dict(self._module.state_dict(keep_vars=True))
+    def _entries(self) -> Mapping[str, Any]:
+        return collect(self._module).values
 
     def _named(self) -> list[tuple[str, Tensor]]:
         return [*self._module.named_parameters(), *self._module.named_buffers()]
@@ -176,9 +252,9 @@ class ModelState:
             key for key, value in self._entries().items() if id(value) not in names or is_local(names[id(value)])
         )
 
-    def _slicer(self) -> Callable[[str, Tensor], Shard | None]:
+    def _slicer(self, entries: Mapping[str, Any] | None = None) -> Callable[[str, Tensor], Shard | None]:
         """Says which slice of a whole a tensor of this rank is: by its shape, as it may come from another job."""
-        entries, names = self._entries(), self._names()
+        entries, names = self._entries() if entries is None else entries, self._names()
 
         def slice_of(key: str, value: Tensor) -> Shard | None:
             name = names.get(id(entries.get(key)))
@@ -187,14 +263,22 @@ class ModelState:
 
         return slice_of
 
-    def _check(self, items: Mapping[str, Item], strict: bool, *, only_own: bool = False) -> IncompatibleKeys:
-        entries = self._entries()
+    def _check(
+        self,
+        items: Mapping[str, Item],
+        strict: bool,
+        *,
+        only_own: bool = False,
+        entries: Mapping[str, Any] | None = None,
+        allows_keys: bool = False,
+    ) -> IncompatibleKeys:
+        entries = self._entries() if entries is None else entries
         local = self._local_keys()
         expected = [key for key in entries if not only_own or key in local]
         missing = [key for key in expected if key not in items]
         unexpected = [key for key in items if key not in entries]
         wrong = [f"missing: {key}" for key in missing] + [f"unexpected: {key}" for key in unexpected]
-        wrong = wrong if strict else []
+        wrong = wrong if strict and not allows_keys else []
         names = self._names()
         for key, item in items.items():
             if id(entries.get(key)) in names:
@@ -224,13 +308,24 @@ class ModelState:
             return [f"dtype of {key}: expected {own.dtype}, found torch.{dtype}"]
         return []
 
-    def _targets(self, keys: Iterable[str]) -> dict[str, Tensor | None]:
+    def _targets(self, keys: Iterable[str], entries: Mapping[str, Any] | None = None) -> dict[str, Tensor | None]:
         """This rank's tensors among keys; None for extra state."""
-        entries, names, local = self._entries(), self._names(), self._local_keys()
-        return {key: entries[key] if id(entries[key]) in names else None for key in keys if key in local}
+        entries, names, is_local = (
+            self._entries() if entries is None else entries,
+            self._names(),
+            self._placement.is_local,
+        )
+        own = {key: names.get(id(entries[key])) for key in keys if key in entries}
+        return {
+            key: None if name is None else entries[key] for key, name in own.items() if name is None or is_local(name)
+        }
 
     def _set_extra(self, key: str, value: Any) -> None:
         self._module.get_submodule(key.rpartition(".")[0]).set_extra_state(value)
+
+
+def _listed(names: list[str]) -> str:
+    return f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''}"
 
 
 def _without_mark(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -225,6 +225,8 @@ def _fill(
         known = [] if model is None else _tied(model)
         wanted = [*shards, *state_targets]
         load(folder, wanted, found.channel, strict=strict, cast=_casts(strict), kinds=kinds, known=known)
+        if model is not None:
+            model.checkpoint_state.loaded_in_parts()
         if optimizer is not None:
             ranks = range(checkpoint.manifest.world_size)
             plain = [checkpoint.rank_state(r) for r in ranks if checkpoint.manifest.ranks[r].get("optimizer")]
@@ -246,6 +248,7 @@ def _content(
     rank_state = topology.capture(session) | data_position.capture(data)
     shards: list[Shard] = []
     if model is not None:
+        model.checkpoint_state.before_saving()
         shards += model.checkpoint_state.shards()
         metadata["extra_state"] = model.checkpoint_state.extra()
         metadata[TIED] = model.checkpoint_state.aliases()

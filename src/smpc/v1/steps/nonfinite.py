@@ -4,7 +4,7 @@ Terms
     loss      a tensor of one element that was given to `model.backward` without a gradient
     verdict   a number that is 0 where all losses are finite, and else says which one is not: 1 + 3 * (replica * microbatches +
               microbatch) + kind. The greatest counts where replicas differ: gradients are averaged over replicas, so a NaN in one
-              is in all
+              is in all. It is 0, too, where the loss may owe it to a loss scale in use, which the optimizer's step will lower
 
 What happens then is the key `nan_policy`: `raise` NonFiniteLossError on all ranks, `skip` the step, or `ignore` it. The first two drop the
 gradients that have accumulated, so that the optimizer changes nothing; training can go on after either.
@@ -23,17 +23,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smpc.mesh import Axis
+from smpc.v1.optimization.precision import num_scaled, overflow_is_curable
 from smpc.v1.state import Session
 
 _KINDS = ("nan", "inf", "-inf")
 
 
 class Losses:
-    """The losses of one step on the rank that computes them."""
+    """The losses of one step on the rank that computes them; constructed before the step function runs."""
 
     def __init__(self) -> None:
         self._values: list[Tensor] = []
         self._microbatches: list[int] = []
+        self._num_scaled = num_scaled()
         self.mean: float | None = None  # over the microbatches, once there is a verdict
 
     def add(self, microbatch: int, losses: Sequence[Tensor]) -> None:
@@ -48,6 +50,8 @@ class Losses:
             return 0
         values = torch.stack(self._values).tolist()
         self.mean = sum(values) / len(set(self._microbatches))
+        if overflow_is_curable(self._num_scaled):
+            return 0
         for microbatch, value in zip(self._microbatches, values, strict=True):
             if not math.isfinite(value):
                 kind = 0 if math.isnan(value) else 1 if value > 0 else 2

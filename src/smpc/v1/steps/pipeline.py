@@ -53,13 +53,13 @@ from smpc.partitioner.workspace import measure_workspace
 from smpc.runtime import Roots, Runtime
 from smpc.tracer.guards import broken_guard
 from smpc.tracer.ir import Guard, Trace
+from smpc.tracer.questions import Answers
 from smpc.tracer.record import record
-from smpc.tracer.recorder import Answers
 from smpc.tracer.replay import input_values
 from smpc.v1.models.compiled_tensors import CompiledTensors
 from smpc.v1.models.partition import manual_partition
 from smpc.v1.models.placement import Placement
-from smpc.v1.optimization.precision import half_dtype, loss_scale
+from smpc.v1.optimization.precision import loss_scale, planned_optimizer
 from smpc.v1.session.comm import gather_objects
 from smpc.v1.state import Session, state
 from smpc.v1.steps.arguments import ArgumentForm, form_of, merge_arguments
@@ -156,7 +156,7 @@ class Pipeline:
             activation_loading_horizon=config.activation_loading_horizon,
             skip_tracing=config.skip_tracing,
             kernels=config.kernels,
-            optimizer="adam" if half_dtype(config) is None else "adam-fp32-master",
+            optimizer=planned_optimizer(config),
             data_parallel_degree=session.mesh.dp_size if config.shard_optimizer_state else 1,
             shard_optimizer_state=config.shard_optimizer_state,
         )
@@ -445,8 +445,9 @@ class Pipeline:
             )
         self.placement.add(compilation.plan)
         if self.first is None:
-            self.placement.apply()
-            if self._tensors is not None:
+            if self._tensors is None:
+                self.placement.apply()
+            else:
                 self._tensors.place(self.placement)
             self.first = compilation
         program = self.programs.next_number()

@@ -24,7 +24,7 @@ from smpc.compile import Inputs
 from smpc.errors import StepError
 from smpc.tracer.ir import Autocast, TensorSpec, Trace
 from smpc.tracer.literals import decode, encode, is_constant, normalise
-from smpc.tracer.recorder import Answers
+from smpc.tracer.questions import Answers
 from smpc.tracer.structure import Structure, flatten
 
 

@@ -1,0 +1,60 @@
+"""Gradients of half-precision parameters in fp32: what microbatches, steps and replicas yield is added up in it, and stays in it.
+
+    widen(parameters)                   from now on `.grad` of those in fp16 and bf16 is fp32
+    gradient_dtype(parameter)           that of its `.grad`
+    stand_in(parameter)                 an fp32 one for DistributedDataParallel, whose buckets are as parameters are
+
+A backward pass still computes in the parameters' dtype; autograd casts what comes for a parameter before it adds it to `.grad`:
+
+    microbatch 0     bf16 gradient -> fp32 --.
+    microbatch 1     bf16 gradient -> fp32 --+--> .grad, fp32 --> averaged over replicas in fp32
+
+So small gradients are not lost beside a large sum. It takes two more bytes for each element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def widen(parameters: Iterable[nn.Parameter]) -> None:
+    """Give half-precision parameters fp32 gradients; one that is there already is cast."""
+    for parameter in parameters:
+        if parameter.dtype in _HALVES and gradient_dtype(parameter) is not torch.float32:
+            grad, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = torch.float32
+            if grad is not None:
+                parameter.grad = grad.float()
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """What the `.grad` of a parameter has."""
+    return parameter.grad_dtype or parameter.dtype
+
+
+def is_wide(parameter: Tensor) -> bool:
+    """Whether a parameter has fp32 gradients without being fp32."""
+    return gradient_dtype(parameter) is not parameter.dtype
+
+
+def stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """An fp32 parameter of the same form, without memory, for what reads no values but wants parameters like their gradients."""
+    other = torch.empty_like(parameter.detach(), dtype=gradient_dtype(parameter))
+    other.untyped_storage().resize_(0)
+    return nn.Parameter(other)
+
+
+def keep_wide(sharded: FSDPModule) -> None:
+    """Have FSDP leave gradients that it reduces in fp32 as they are; called before its backward passes.
+
+    It would cast them to the dtype of the parameters, for which it has no option.
+    """
+    group = sharded._get_fsdp_state()._fsdp_param_group
+    if group is not None:
+        group._orig_dtype = torch.float32

@@ -1,0 +1,95 @@
+"""Torch calls that the model's Python does not simply make itself, told apart before anything is recorded.
+
+    inside a kernel      C++ code calls kernels by itself (TorchScript, say). What they call lies below autograd: a record of it
+                         would compute the same values and have no backward. It is not recorded.
+    data from elsewhere  a real tensor that no recorded call made: from a numpy array, from a global. A small one becomes a constant, the
+                         node `torch.tensor([...], dtype=...)`; a large one belongs in a buffer.
+    transforms           Inside `torch.vmap` and the like, tensors stand for others in a way that only the transform knows: an error.
+    others' overrides    an argument's class with a `__torch_function__` of its own decides itself what to call; what it calls is recorded.
+    Python on elements   `Tensor.apply_` and the like read memory, which a fake tensor does not have.
+
+Example: `torch.from_numpy(np.arange(3.0))` reaches the recorder as the kernel `lift_fresh` on a real tensor, and is recorded as
+
+    torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64, device=self._device)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from smpc.tracer.effects import tensors_in
+from smpc.tracer.literals import TraceDevice
+
+CONSTANT = "torch.tensor"
+MAX_CONSTANT = 4096  # elements: a trace is text
+
+_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift.default)
+_ON_ELEMENTS = ("apply_", "map2_", "map_")
+
+
+def in_kernel() -> bool:
+    """Whether the call comes from a kernel that runs over fakes: the fake mode is off there."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+
+
+def in_transform(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the call takes tensors of a transform, such as `torch.vmap`: they mean nothing outside of it."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    return any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors_in((args, kwargs)))
+
+
+def lifted(func: Callable[..., Any], args: tuple[Any, ...]) -> torch.Tensor | None:
+    """The real tensor that the call takes into the run, if it does that."""
+    found = args[0] if func in _LIFTS else None
+    return None if isinstance(found, FakeTensor) else found
+
+
+def from_array(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> torch.Tensor | None:
+    """The real tensor behind `out`, which a torch function has made of numpy arrays."""
+    if not isinstance(out, torch.Tensor) or any(True for _ in tensors_in((args, kwargs))):
+        return None
+    data = next((value for value in (*args, *kwargs.values()) if _has_array(value)), None)
+    if data is None:
+        return None
+    with unset_fake_temporarily():
+        real = torch.as_tensor(numpy.asarray(data)).to(out.dtype)
+    return real if real.shape == out.shape else None
+
+
+def override(types: tuple[type, ...]) -> Any:
+    """The first class among `types` that is no tensor's and overrides torch functions by itself."""
+    return next((cls for cls in types if not issubclass(cls, torch.Tensor)), None)
+
+
+def works_on_elements(func: Callable[..., Any]) -> bool:
+    """Whether the function calls Python with the elements of a tensor."""
+    return getattr(func, "__name__", "") in _ON_ELEMENTS
+
+
+def constant(tensor: torch.Tensor) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]] | None:
+    """Arguments for `torch.tensor` that make the real tensor again; None if that is not for a trace."""
+    plain = tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.requires_grad
+    if isinstance(tensor, FakeTensor) or not plain or tensor.numel() > MAX_CONSTANT:
+        return None
+    with torch._C.DisableTorchFunction(), unset_fake_temporarily():
+        values = tensor.tolist()
+    return (values,), (("dtype", tensor.dtype), ("device", TraceDevice()))
+
+
+def why_unknown(tensor: torch.Tensor) -> str:
+    """What is wrong with a tensor that a trace can neither name nor hold."""
+    if isinstance(tensor, FakeTensor):
+        return "no recorded call returned and no module holds (from TorchScript, or other C++ code?)"
+    return "comes from outside the model and is too large for a trace, or requires grad: register it as a buffer"
+
+
+def _has_array(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_has_array(item) for item in value)
+    return isinstance(value, numpy.ndarray)
