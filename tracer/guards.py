@@ -50,7 +50,8 @@ def answer(
     values = _values(nodes, wanted, spare, inputs, read, device)
     real_args = [resolved(arg, values, device) for arg in args]
     real_kwargs = {key: resolved(value, values, device) for key, value in kwargs.items()}
-    with torch.no_grad():
+    drawn_on = [device] if device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(drawn_on):  # the shape of random numbers may be asked for: they are drawn again later
         return targets.function(target)(*real_args, **real_kwargs)
 
 

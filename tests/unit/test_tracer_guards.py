@@ -91,3 +91,27 @@ class OnParameter(nn.Module):
 def test_what_depends_on_parameters_has_no_answer():
     with pytest.raises(TraceError, match="it depends on parameter weight"):
         record(OnParameter(), (torch.ones(2),))
+
+
+class Drawing(nn.Module):
+    """Draws as many rows as the input's values say, as ViLT does of patches."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, lengths):
+        chosen = torch.multinomial(torch.ones(x.shape[0]), lengths.min())
+        return self.second(self.first(x)[chosen])
+
+
+def test_a_guard_draws_no_random_numbers():
+    """Guards are checked before a step. The shape of what a guarded call draws is asked for; the step's own draws must not change by that."""
+    torch.manual_seed(0)
+    model, inputs = Drawing(), ((torch.randn(6, 3), torch.tensor([4, 5, 6, 6, 6, 6])), {})
+    compilation = compile_model(model, inputs[0], pipeline_parallel_degree=2, microbatches=1)
+    assert [guard.target for guard in compilation.trace.guards] == ["torch.multinomial"]
+    torch.manual_seed(1)
+    eager = parity.run_eager(model, inputs, 1)
+    torch.manual_seed(1)
+    parity.assert_same(eager, parity.run_loopback(model, compilation, inputs), ())
