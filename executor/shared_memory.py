@@ -5,10 +5,11 @@
     every rank  opens a descriptor of every other process, which tells when that has ended
     all ranks   vote: the memory is used if all of them could do that
 
-It all happens in the group's first collective of a small CPU tensor, over the group itself. Any reason against it makes the vote a no, and
-collectives go on through gloo: ranks on several hosts or in containers that do not see each other's processes, ranks that are threads
-of one process, another system than Linux, another processor than x86-64 (see `smpc.executor.shared_slots`), another backend than gloo,
-torch's debug mode that checks collectives (TORCH_DISTRIBUTED_DEBUG=DETAIL), or SMPC_SHARED_MEMORY=0 in the environment of any rank.
+It all happens over the group itself: for collectives in the group's first one of a small CPU tensor, for a pipeline when its transport is
+made. Any reason against it makes the vote a no, and tensors go through gloo: ranks on several hosts or in containers that do not see
+each other's processes, ranks that are threads of one process, another system than Linux, another processor than x86-64 (see
+`smpc.executor.shared_peers`), another backend than gloo, torch's debug mode that checks collectives (TORCH_DISTRIBUTED_DEBUG=DETAIL), or
+SMPC_SHARED_MEMORY=0 in the environment of any rank.
 
 Nothing of it outlives the processes, however they end: the memory goes with the last mapping and descriptor, and a rank's go with its
 process group.
@@ -31,7 +32,8 @@ import torch
 import torch.distributed as dist
 
 from smpc.errors import ConfigError
-from smpc.executor.shared_slots import Peer, SharedSlots, num_bytes, slot_bytes
+from smpc.executor.shared_peers import Peer
+from smpc.executor.shared_slots import SharedSlots, num_bytes, slot_bytes
 
 VARIABLE = "SMPC_SHARED_MEMORY"
 _NAME = "smpc-{:016x}"  # of the memory: what rank 0's token makes of it
@@ -47,6 +49,15 @@ class _Card:
     namespace: int
     descriptor: int
     token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Memory of a group, the processes of its other ranks (None at this rank's place), and the group's timeout in seconds."""
+
+    memory: mmap.mmap
+    peers: tuple[Peer | None, ...]
+    timeout: float
 
 
 class HostLink:
@@ -72,9 +83,10 @@ class HostLink:
         if not self._is_settled:
             group = self._group()
             assert group is not None, "whoever calls a collective holds the group"
-            self._slots = connect(group)
+            found = connect(group, num_bytes(group.size()))
             self._is_settled = True
-            if self._slots is not None:
+            if found is not None:
+                self._slots = SharedSlots(found.memory, group.rank(), found.peers, found.timeout)
                 weakref.finalize(group, self._slots.close)
         return self._slots
 
@@ -91,20 +103,20 @@ def is_wanted(environ: Mapping[str, str]) -> bool:
     return text != "0"
 
 
-def connect(group: dist.ProcessGroup) -> SharedSlots | None:
-    """The shared memory of a group, or None if one of its ranks cannot have it. Collective."""
+def connect(group: dist.ProcessGroup, num_bytes: int) -> Shared | None:
+    """Memory that all ranks of a group share, zeros at first, or None if one of them cannot have it. Collective."""
     wanted = is_wanted(os.environ)
     with torch.inference_mode(False):
         backend = group._get_backend(torch.device("cpu"))
         if not dist.is_gloo_available() or not isinstance(backend, dist.ProcessGroupGloo):
             return None
         timeout = backend.options._timeout.total_seconds()
-        with _Opening(group.rank(), group.size()) as opening:
+        with _Opening(group.rank(), num_bytes) as opening:
             cards = [_Card(*card) for card in _told(group, opening.card(wanted))]
             is_open = opening.open(cards)
             if not all(vote for (vote,) in _told(group, [int(is_open)])):
                 return None
-            return opening.slots(timeout)
+            return opening.shared(timeout)
 
 
 @dataclass(slots=True)
@@ -112,7 +124,7 @@ class _Opening:
     """What one rank holds until all have agreed; what is not taken by then is given back."""
 
     rank: int
-    size: int
+    num_bytes: int
     descriptor: int = -1
     memory: mmap.mmap | None = None
     peers: list[Peer | None] = field(default_factory=list)
@@ -138,7 +150,7 @@ class _Opening:
                 namespace = os.stat("/proc/self/ns/pid").st_ino
                 if self.rank == 0:
                     self.descriptor = os.memfd_create(_NAME.format(token))
-                    os.ftruncate(self.descriptor, num_bytes(self.size))
+                    os.ftruncate(self.descriptor, self.num_bytes)
             except OSError:
                 able = False
         job_rank = dist.get_rank() if dist.is_initialized() else self.rank
@@ -156,19 +168,19 @@ class _Opening:
                 if os.readlink(path) != f"/memfd:{_NAME.format(owner.token)} (deleted)":
                     return False
                 self.descriptor = os.open(path, os.O_RDWR)
-            self.memory = mmap.mmap(self.descriptor, num_bytes(self.size))
+            self.memory = mmap.mmap(self.descriptor, self.num_bytes)
             for rank, card in enumerate(cards):
                 self.peers.append(None if rank == self.rank else Peer(card.rank, card.pid, os.pidfd_open(card.pid)))
         except (OSError, ValueError):  # ValueError: mmap, of memory that is too small
             return False
         return True
 
-    def slots(self, timeout: float) -> SharedSlots:
+    def shared(self, timeout: float) -> Shared:
         """All have agreed."""
         assert self.memory is not None
-        slots = SharedSlots(self.memory, self.rank, self.peers, timeout)
+        found = Shared(self.memory, tuple(self.peers), timeout)
         self.memory, self.peers = None, []
-        return slots
+        return found
 
 
 def _is_possible() -> bool:

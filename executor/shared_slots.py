@@ -21,13 +21,8 @@ rank writes into slot k mod 2 again in collective k + 2. By then it has seen, in
 has done step 4 of k. A rank is therefore never more than one collective ahead, and a cell holds the word of k or the one of k - 2 while
 somebody waits for k: any other word means that ranks do not call the same collectives.
 
-This needs a processor that lets others see its writes in program order, and that does not move a write before an earlier read: x86-64
-does; Python offers no barrier to those that do not (`smpc.executor.shared_memory` leaves them out). A cell is written in one instruction.
-
-A rank that waits looks at the cell, first without a break (for some 50 us), then each time after the other processes have had their
-turn, then, when that has taken a millisecond, after sleeps. Then it also looks whether the rank that it waits for has said that it is
-gone, whether that process still exists, and at the clock. A rank is gone when its group has been destroyed or one of its collectives did
-not come to its end. What it wrote before counts: who is gone is asked before the cell is read once more.
+`smpc.executor.shared_peers` says how a rank waits, and which processors this is for. A cell is written in one instruction. A rank is gone
+when its group has been destroyed, or one of its collectives did not come to its end.
 
 Example: `slots.sum(tensor)` on all ranks of a group returns the sum of their tensors; `smpc.executor.shared_memory.connect` makes `slots`.
 """
@@ -35,9 +30,6 @@ Example: `slots.sum(tensor)` on all ranks of a group returns the sum of their te
 from __future__ import annotations
 
 import mmap
-import os
-import select
-import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +39,7 @@ import torch
 from torch import Tensor
 
 from smpc.errors import TransportError, UsageError
+from smpc.executor.shared_peers import CACHE_LINE, PAGE, Peer, Peers
 
 SUMMED: Final = (
     torch.float32,
@@ -60,9 +53,8 @@ SUMMED: Final = (
 )  # what gloo sums, but for booleans
 _ROUNDED: Final = (torch.bfloat16, torch.float16)  # added up in fp32
 
-_CELLS: Final = 24  # of a rank, in units of 8 bytes: three cache lines
-_GONE: Final = 16  # the cell that says so; those of the slots are 0 and 8
-_PAGE: Final = 4096
+_CELLS: Final = 3 * CACHE_LINE  # of a rank: those of its slots, and the one that says that it is gone
+_GONE: Final = 2 * CACHE_LINE
 _ALL_SLOTS: Final = 1 << 22  # bytes
 _SIZE_BITS: Final = 21  # of a word, from the lowest: bytes of the tensor, kind, number
 _KIND_BITS: Final = 8
@@ -71,19 +63,7 @@ _NUMBER_MASK: Final = (
     1 << (63 - _NUMBER_SHIFT)
 ) - 1  # numbers may start again from 0, as a cell holds that of k or of k - 2
 
-_SPINS, _FEW_SPINS = 1000, 50  # looks at a cell, 0.05 us each; few where the ranks outnumber the cores
-_YIELDING = 1e-3  # then, for so many seconds, with sched_yield between them: 0.3 us where nobody else wants the core
-_SHORTEST_SLEEP, _LONGEST_SLEEP, _SLEEP_PART = 50e-6, 2e-3, 0.02  # then sleeps: a fiftieth of the time waited so far
 _MAX_LAYOUTS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Another rank's process. `rank`: in the whole job, as users know it. `alive`: a descriptor that is readable once it has ended."""
-
-    rank: int
-    pid: int
-    alive: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +77,7 @@ class _Layout:
 
 def slot_bytes(size: int) -> int:
     """The most that a tensor may have in a group of `size` ranks: 1 MiB for two, and less for more, of whom each reads all slots."""
-    return max(_ALL_SLOTS // (2 * size * _PAGE), 1) * _PAGE
+    return max(_ALL_SLOTS // (2 * size * PAGE), 1) * PAGE
 
 
 def num_bytes(size: int) -> int:
@@ -115,21 +95,15 @@ class SharedSlots:
     def __init__(self, memory: mmap.mmap, rank: int, peers: Sequence[Peer | None], timeout: float) -> None:
         self._rank, self._size = rank, len(peers)
         assert len(memory) == num_bytes(self._size), f"{len(memory)} bytes for {self._size} ranks"
-        self._peers = peers
-        self._timeout = timeout
         self._slot_bytes = slot_bytes(self._size)
-        self._pid = os.getpid()
-        self._spins = _SPINS if self._size <= len(os.sched_getaffinity(0)) else _FEW_SPINS
         self._number = 0
-        self._is_closed = False
         self._cells = memoryview(memory).cast("q")
-        self._waits = tuple((peer, i * _CELLS) for i, peer in enumerate(peers) if peer is not None)
+        gone = [other * _CELLS + _GONE for other in range(self._size)]
+        self._peers = Peers(self._cells, gone, rank, peers, timeout)
+        self._others = tuple((other, other * _CELLS) for other in range(self._size) if other != rank)
         self._layouts: dict[tuple[object, ...], _Layout] = {}
         with torch.inference_mode(False):
             self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self._ends = select.poll()
-        for peer, _ in self._waits:
-            self._ends.register(peer.alive, select.POLLIN)
 
     def sum(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
         """The sum of all ranks' tensors, contiguous, or in `out`. Half precision is summed in fp32 and rounded once."""
@@ -149,17 +123,12 @@ class SharedSlots:
 
     def close(self) -> None:
         """Tell the others that this rank is gone. For any thread, any number of times; in a forked child it does nothing."""
-        if self._is_closed or os.getpid() != self._pid:
-            return
-        self._is_closed = True
-        self._cells[self._rank * _CELLS + _GONE] = 1
+        self._peers.close()
         self._layouts.clear()
-        for peer, _ in self._waits:
-            os.close(peer.alive)
 
     def _exchange(self, tensor: Tensor, name: str, shared_out: bool = False) -> tuple[Tensor, ...]:
         """Steps 1 to 3 of a collective: all ranks' tensors, or this rank's shares of them, to be read before the next but one."""
-        if self._is_closed or os.getpid() != self._pid:
+        if self._peers.is_closed or self._peers.is_forked:
             self._refuse()
         key = (name, tensor.dtype, tensor.shape)
         try:
@@ -170,51 +139,26 @@ class SharedSlots:
             word = (number & _NUMBER_MASK) << _NUMBER_SHIFT | layout.kind
             cells, offset = self._cells, slot << 3
             cells[self._rank * _CELLS + offset] = word
-            for peer, first in self._waits:
+            for other, first in self._others:
                 if cells[first + offset] != word:
-                    self._await(peer, first, offset, word)
+                    self._await(other, first + offset, word)
         except BaseException:  # a signal's handler may raise, too: then this collective has no end here
             self.close()
             raise
         return layout.parts[slot]
 
-    def _await(self, peer: Peer, first: int, offset: int, word: int) -> None:
-        """Step 3, for one peer whose cells begin at `first`."""
-        cells, cell = self._cells, first + offset
-        for _ in range(self._spins):
-            if cells[cell] == word:
-                return
-        started = time.monotonic()
-        while time.monotonic() < started + _YIELDING:
-            os.sched_yield()
-            if cells[cell] == word:
-                return
-        while True:
-            waited = time.monotonic() - started
-            time.sleep(min(max(_SLEEP_PART * waited, _SHORTEST_SLEEP), _LONGEST_SLEEP))
-            failure = self._failure(peer, first, waited)
-            found = cells[cell]  # after the question who is gone
-            if found == word:
-                return
-            if found >> _NUMBER_SHIFT == word >> _NUMBER_SHIFT:
-                raise TransportError(
-                    f"expected rank {peer.rank} to call what this rank calls, a collective of {_bytes_of(word)} bytes, found one of "
-                    f"{_bytes_of(found)} bytes, or of another kind or dtype; give all ranks of the group inputs of the same shape"
-                )
-            if failure:
-                raise TransportError(
-                    f"{failure}: this rank waited for rank {peer.rank} (process {peer.pid}) in a collective of small tensors"
-                )
-
-    def _failure(self, peer: Peer, first: int, waited: float) -> str:
-        """Why there is no sense in waiting for a peer any longer; "" if there is."""
-        if self._is_closed:
-            return "The process group was destroyed"
-        if any(descriptor == peer.alive for descriptor, _ in self._ends.poll(0)):
-            return "Connection closed by peer, which has ended"
-        if self._cells[first + _GONE]:
-            return "Connection closed by peer, which has left the group or failed"
-        return f"Timed out waiting {1000 * self._timeout:.0f}ms" if waited > self._timeout else ""
+    def _await(self, other: int, cell: int, word: int) -> None:
+        """Step 3, for one of the other ranks."""
+        number = word >> _NUMBER_SHIFT
+        found = self._peers.wait(
+            other, cell, lambda found: found >> _NUMBER_SHIFT == number, "in a collective of small tensors"
+        )
+        if found != word:
+            rank = self._peers.rank_in_job(other)
+            raise TransportError(
+                f"expected rank {rank} to call what this rank calls, a collective of {_bytes_of(word)} bytes, found one of "
+                f"{_bytes_of(found)} bytes, or of another kind or dtype; give all ranks of the group inputs of the same shape"
+            )
 
     def _lay_out(self, key: tuple[object, ...], name: str, tensor: Tensor, shared_out: bool) -> _Layout:
         dtype, shape, num = tensor.dtype, tensor.shape, tensor.nbytes
@@ -240,7 +184,7 @@ class SharedSlots:
         return found
 
     def _refuse(self) -> None:
-        if os.getpid() != self._pid:
+        if self._peers.is_forked:
             raise UsageError(
                 "a forked child of a rank called a collective; process groups belong to the process that made them: start processes that "
                 "communicate with the spawn method, and make groups there"
@@ -263,7 +207,7 @@ def _added(parts: tuple[Tensor, ...], out: Tensor | None) -> Tensor:
 
 
 def _header_bytes(size: int) -> int:
-    return -(-size * _CELLS * 8 // _PAGE) * _PAGE
+    return -(-size * _CELLS * 8 // PAGE) * PAGE
 
 
 def _bytes_of(word: int) -> int:

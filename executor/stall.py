@@ -40,7 +40,7 @@ _WAITS = tuple(str(path) for path in (_EXECUTOR / "transport", _EXECUTOR / "inbo
 _TORCH = Path(torch.__file__).parent
 _COLLECTIVES = (
     str(_TORCH / "distributed"),
-    *(str(_EXECUTOR / name) for name in ("collectives.py", "shared_memory.py", "shared_slots.py")),
+    *(str(_EXECUTOR / name) for name in ("collectives.py", "shared_memory.py", "shared_peers.py", "shared_slots.py")),
 )
 _AUTOGRAD = str(_TORCH / "autograd")
 _MAX_FRAMES = 25

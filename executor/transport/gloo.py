@@ -1,10 +1,13 @@
-"""Between processes on CPUs, over a gloo process group.
+"""Between processes on CPUs, over a gloo process group, and through memory where its ranks are on one host.
 
 The group's ranks are the pipeline ranks. Tensors from one rank to another go first in, first out, under one
 tag of their own, so other traffic on the group does not get between. gloo moves the bytes in the background
 once both ends have posted, and copies bytes whatever their dtype. It cannot tell whether an operation has
 completed without waiting for it, and a wait that times out closes the connection: so a wait has the whole
 step's time, and what was sent is held until it is known to arrive (`smpc.executor.arrivals`) or the step ends.
+
+On one host, small tensors go through shared memory (`smpc.executor.transport.rings`): gloo wakes a thread on each side, which takes
+as long as the kernels of a small layer, and a core from them. Both ends know a tensor's size, and so its way.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smpc.errors import TransportError
+from smpc.executor.shared_memory import connect
 from smpc.executor.transport.layout import WireFormat
 from smpc.executor.transport.pool import BufferPool
+from smpc.executor.transport.rings import LIMIT, Post, Rings, ring_bytes
 
-_TAG = 0x5350  # any number that users' own send and recv are unlikely to take
+_TAG, _MAIL_TAG = 0x5350, 0x5351  # any numbers that users' own send and recv are unlikely to take
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -56,8 +61,33 @@ class GlooReceipt:
         return self._buffer
 
 
+class RingReceipt:
+    """A posted receive through memory, into (the wire view of) a buffer."""
+
+    __slots__ = ("_buffer", "_peer", "_post", "_rings")
+
+    def __init__(self, rings: Rings, post: Post, buffer: Tensor, peer: int) -> None:
+        self._rings, self._post, self._buffer, self._peer = rings, post, buffer, peer
+
+    def ready(self) -> bool:
+        """Whether it is in the buffer, as one that was sent later has been waited for."""
+        return self._post.is_done and self._post.mailed is None
+
+    def wait(self) -> Tensor:
+        """Block until the tensor is there."""
+        post = self._post
+        try:
+            self._rings.inbound[self._peer].complete(post)
+        except TransportError as error:
+            text = f"value {post.value!r} did not arrive from pipeline rank {self._peer}: {error}"
+            raise TransportError(text) from None
+        if post.mailed is not None:
+            post.mailed.wait()
+        return self._buffer
+
+
 class GlooTransport:
-    """Sends and receives over a gloo group.
+    """Sends and receives over a gloo group. Constructing it is collective.
 
     `close` destroys the group unless it is the default one: give each pipeline a group of its own, so that a
     failing rank can wake its peers by closing its connections.
@@ -67,28 +97,49 @@ class GlooTransport:
         self._group: dist.ProcessGroup | None = group
         self._timeout = timeout
         self._pool = BufferPool(torch.device("cpu"))
-        self._sent: list[deque[dist.Work]] = [deque() for _ in range(group.size())]  # a Work keeps its tensor
+        # What keeps a tensor: gloo's Work, or the tensor itself if it went through memory. The latter could go at once; it stays as long as
+        # the former so that a rank needs what is predicted of it, on one host or on several.
+        self._sent: list[deque[dist.Work | Tensor]] = [deque() for _ in range(group.size())]
         self._released = [0] * group.size()
+        self._mailed: list[tuple[dist.Work, int]] = []
+        shared = connect(group, ring_bytes(group.size())) if group.size() > 1 else None
+        self._rings = None if shared is None else Rings(shared, group.rank(), timeout.total_seconds())
 
     def send(self, peer: int, tensor: Tensor, form: WireFormat) -> None:
         """Start to send."""
-        if not form.is_empty:
-            try:
-                work = self._open().send([form.wire(form.conform(tensor))], peer, _TAG)
-            except RuntimeError as error:
-                raise TransportError(f"value {form.value!r} not sent to pipeline rank {peer}: {error}") from None
-            self._sent[peer].append(work)
+        if form.is_empty:
+            return
+        group, wire = self._open(), form.wire(form.conform(tensor))
+        try:
+            if self._rings is None or wire.nbytes > LIMIT:
+                self._sent[peer].append(group.send([wire], peer, _TAG))
+                return
+            if not self._rings.outbound[peer].send(wire):
+                self._mailed.append((group.send([wire], peer, _MAIL_TAG), peer))
+        except (RuntimeError, TransportError) as error:
+            raise TransportError(f"value {form.value!r} not sent to pipeline rank {peer}: {error}") from None
+        self._sent[peer].append(wire)
 
-    def receive(self, peer: int, form: WireFormat) -> GlooReceipt:
+    def receive(self, peer: int, form: WireFormat) -> GlooReceipt | RingReceipt:
         """Post a receive."""
         buffer = self._pool.take(form)
-        work = None
-        if not form.is_empty:
-            try:
-                work = self._open().recv([form.wire(buffer)], peer, _TAG)
-            except RuntimeError as error:
-                raise TransportError(f"value {form.value!r} not expected from pipeline rank {peer}: {error}") from None
-        return GlooReceipt(work, buffer, peer, form.value, self._timeout)
+        if form.is_empty:
+            return GlooReceipt(None, buffer, peer, form.value, self._timeout)
+        self._open()
+        wire = form.wire(buffer)
+        if self._rings is None or wire.nbytes > LIMIT:
+            return self._posted(peer, wire, buffer, form.value, _TAG)
+        post = self._rings.inbound[peer].post(
+            wire, form.value, lambda into: self._posted(peer, into, into, form.value, _MAIL_TAG)
+        )
+        return RingReceipt(self._rings, post, buffer, peer)
+
+    def _posted(self, peer: int, wire: Tensor, buffer: Tensor, value: str, tag: int) -> GlooReceipt:
+        try:
+            work = self._open().recv([wire], peer, tag)
+        except RuntimeError as error:
+            raise TransportError(f"value {value!r} not expected from pipeline rank {peer}: {error}") from None
+        return GlooReceipt(work, buffer, peer, value, self._timeout)
 
     def _open(self) -> dist.ProcessGroup:
         if self._group is None:
@@ -103,15 +154,21 @@ class GlooTransport:
         """Release the first `mark` tensors sent to `peer`, once they have arrived."""
         sent = self._sent[peer]
         for _ in range(mark - self._released[peer]):
-            self._finish(sent.popleft(), peer)
+            work = sent.popleft()
+            if not isinstance(work, Tensor):
+                self._finish(work, peer)
             self._released[peer] += 1
 
     def flush(self) -> None:
         """Wait for everything that was sent."""
         for peer, sent in enumerate(self._sent):
             while sent:
-                self._finish(sent.popleft(), peer)
+                work = sent.popleft()
+                if not isinstance(work, Tensor):
+                    self._finish(work, peer)
             self._released[peer] = 0
+        while self._mailed:
+            self._finish(*self._mailed.pop(0))
         self._pool.end_step()
 
     def _finish(self, work: dist.Work, peer: int) -> None:
@@ -124,6 +181,9 @@ class GlooTransport:
         """Drop what is under way and close the connections."""
         for sent in self._sent:
             sent.clear()
+        self._mailed.clear()
+        if self._rings is not None:
+            self._rings.close()
         group, self._group = self._group, None
         if group is not None and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
