@@ -106,7 +106,7 @@ class Drawing(nn.Module):
 
 
 def test_a_guard_draws_no_random_numbers():
-    """Guards are checked before a step. The shape of what a guarded call draws is asked for; the step's own draws must not change by that."""
+    """Guards are checked before a step, and ask for the shape of what is drawn: the step's own draws must not change by that."""
     torch.manual_seed(0)
     model, inputs = Drawing(), ((torch.randn(6, 3), torch.tensor([4, 5, 6, 6, 6, 6])), {})
     compilation = compile_model(model, inputs[0], pipeline_parallel_degree=2, microbatches=1)
