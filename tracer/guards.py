@@ -51,10 +51,8 @@ def answer(
     real_args = [resolved(arg, values, device) for arg in args]
     real_kwargs = {key: resolved(value, values, device) for key, value in kwargs.items()}
     drawn_on = [device] if device.type == "cuda" else []
-    with (
-        torch.no_grad(),
-        torch.random.fork_rng(drawn_on),
-    ):  # the shape of random numbers may be asked for: they are drawn again later
+    # What is asked may be the shape of random numbers: when the model runs, it draws them as if nobody had.
+    with torch.no_grad(), torch.random.fork_rng(drawn_on):
         return targets.function(target)(*real_args, **real_kwargs)
 
 
