@@ -139,8 +139,9 @@ def check(folder, seconds):
         assert num_different == 0
         settled = samples[NUM_SAMPLES // 4 :]  # by then all formats have been met, and the cache is full
         quarter = NUM_SAMPLES // 4
+        # Most of all samples: the number of threads goes up and down by one.
         for key in ("handles", "threads", "python threads", "programs", "sources"):
-            assert median([s[key] for s in settled[-quarter:]]) <= median([s[key] for s in settled[:quarter]]), key
+            assert max(s[key] for s in settled[-quarter:]) <= max(s[key] for s in settled[:-quarter]), key
         assert max(s["programs"] for s in samples) == BOUND >= max(s["sources"] for s in samples)
         objects = [median([s["objects"] for s in part]) for part in (settled[:quarter], settled[-quarter:])]
         assert objects[1] < 1.05 * objects[0], objects
