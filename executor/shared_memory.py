@@ -103,7 +103,7 @@ def is_wanted(environ: Mapping[str, str]) -> bool:
     return text != "0"
 
 
-def connect(group: dist.ProcessGroup, num_bytes: int) -> Shared | None:
+def connect(group: dist.ProcessGroup, wanted_bytes: int) -> Shared | None:
     """Memory that all ranks of a group share, zeros at first, or None if one of them cannot have it. Collective."""
     wanted = is_wanted(os.environ)
     with torch.inference_mode(False):
@@ -111,7 +111,7 @@ def connect(group: dist.ProcessGroup, num_bytes: int) -> Shared | None:
         if not dist.is_gloo_available() or not isinstance(backend, dist.ProcessGroupGloo):
             return None
         timeout = backend.options._timeout.total_seconds()
-        with _Opening(group.rank(), num_bytes) as opening:
+        with _Opening(group.rank(), wanted_bytes) as opening:
             cards = [_Card(*card) for card in _told(group, opening.card(wanted))]
             is_open = opening.open(cards)
             if not all(vote for (vote,) in _told(group, [int(is_open)])):

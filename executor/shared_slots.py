@@ -24,7 +24,7 @@ somebody waits for k: any other word means that ranks do not call the same colle
 `smpc.executor.shared_peers` says how a rank waits, and which processors this is for. A cell is written in one instruction. A rank is gone
 when its group has been destroyed, or one of its collectives did not come to its end.
 
-Example: `slots.sum(tensor)` on all ranks of a group returns the sum of their tensors; `smpc.executor.shared_memory.connect` makes `slots`.
+Example: `slots.sum(tensor)` on all ranks of a group returns the sum of their tensors; `smpc.executor.shared_memory.HostLink` has them.
 """
 
 from __future__ import annotations

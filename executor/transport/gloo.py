@@ -13,6 +13,7 @@ as long as the kernels of a small layer, and a core from them. Both ends know a 
 from __future__ import annotations
 
 import datetime
+import weakref
 from collections import deque
 
 import torch
@@ -104,6 +105,8 @@ class GlooTransport:
         self._mailed: list[tuple[dist.Work, int]] = []
         shared = connect(group, ring_bytes(group.size())) if group.size() > 1 else None
         self._rings = None if shared is None else Rings(shared, group.rank(), timeout.total_seconds())
+        if self._rings is not None:
+            weakref.finalize(self, self._rings.close)  # it holds descriptors of the other processes
 
     def send(self, peer: int, tensor: Tensor, form: WireFormat) -> None:
         """Start to send."""

@@ -108,6 +108,26 @@ def test_one_rank_turns_it_off_for_all(tmp_path):
     assert run_workers(switched, 2, tmp_path) == [(False, [1, 1, 1])] * 2
 
 
+def dropped(rank, _):
+    """How many descriptors are open after one transport, and after five more."""
+    group = dist.new_group()
+    counts = []
+    for times in (1, 5):
+        for _ in range(times):
+            transport = GlooTransport(group)
+            transport.send(1 - rank, torch.ones(3, dtype=torch.uint8), form_of(3))
+            transport.receive(1 - rank, form_of(3)).wait()
+            transport.flush()
+            del transport
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
+
+
+def test_a_transport_that_is_dropped_leaves_no_descriptor(tmp_path):
+    for first, last in run_workers(dropped, 2, tmp_path):
+        assert first == last
+
+
 def lost(rank, _, way):
     """Rank 0 waits for rank 1."""
     transport = GlooTransport(dist.new_group(), timeout=datetime.timedelta(seconds=2 if way == "silence" else 60))

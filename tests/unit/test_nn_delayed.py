@@ -7,10 +7,9 @@ import hugging_face
 import pytest
 import torch
 import transformers
+from largest_tensor import LargestTensor
 from tensor_ranks import tensor_groups, whole_parameters
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from smpc.errors import ConfigError
 from smpc.nn import DistributedLinear, DistributedTransformerLayer
@@ -20,18 +19,6 @@ from smpc.nn.parallel import TensorParallel
 from smpc.nn.registry import Registry
 
 CPU = torch.device("cpu")
-
-
-class LargestTensor(TorchDispatchMode):
-    """The most elements that a tensor in memory had."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
-        self.largest = max([self.largest, *sizes])
-        return found
 
 
 def delayed(make, size, rank, optimize="memory"):
