@@ -14,11 +14,11 @@ than torch). `cpu` is the same of the processor time of rank 0, which says more 
     zb-v                ScheduleZBVZeroBubble       2
 
 The measured bubble is that of further steps of ours in which every instruction is timed: 1 - (time in F, B and W on all ranks) /
-(ranks x time from the first to the last of them), the median. The simulated one is what the simulator makes of the same schedule from
-its parts, each measured by itself: the median F, B and W of each stage; the median of what a rank spends on sending a message, and on
-taking one that is there already; and how long a message takes between ranks that do nothing else (there and back, halved). `free` is the
-simulated one where messages cost nothing, which is what the schedule alone leaves idle. What a busy machine does to a process counts as
-its computing, and a rank that is not run when its message comes as its bubble: with more programs than cores the measured one is higher.
+(ranks x time from the first of them to the end of the last instruction), the median. The simulated one is what the simulator makes of
+the same schedule from the parts that those steps had: `schedule` is what the order alone leaves idle with even times, `uneven` and
+`messages` are what the true time of each action and what messages cost add to it (see `smpc.report.bubble`). What a busy machine does
+to a process counts as its computing, and a rank that is not run when its message comes as its bubble: with more programs than cores the
+measured one is higher. The last ratio, measured to simulated, is the executor's: what it makes ranks wait for beyond all that.
 A step of `compute-bound` takes seconds, so there a third of the steps are run.
 Then the interpreter's own cost: see interpreter.py.
 """
@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
 import os
 import statistics
 import sys
@@ -51,18 +50,15 @@ from torch.distributed.pipelining.schedules import (
 )
 from transformers import GPT2Config, GPT2Model
 
-from smpc.codegen.actions import of_program
-from smpc.codegen.program import Op
 from smpc.codegen.schedules.choice import choose
-from smpc.codegen.simulate import Costs, Link, simulate
 from smpc.compile import Compilation, compile_plan
 from smpc.executor.transport import GlooTransport
-from smpc.executor.wires import measure_wire
-from smpc.observe import BUSY, RankRecord
-from smpc.partitioner.device import Wire
+from smpc.observe import RankRecord
 from smpc.partitioner.plan import ScheduleSummary
 from smpc.partitioner.solve import plan_from_assignment
-from smpc.report.measured import Together, messages_of, together
+from smpc.report.bubble import explain
+from smpc.report.predict import plan_links
+from smpc.report.steps import pipeline_steps
 from smpc.runtime import Runtime
 from smpc.tracer import NodeKind, record
 
@@ -200,48 +196,6 @@ def torchs_step(model: Whole, placement: tuple[int, ...], name: str, ids: torch.
     return step
 
 
-@dataclass(frozen=True, slots=True)
-class Bubbles:
-    """Shares of time that ranks are idle."""
-
-    measured: float
-    simulated: float
-    free: float
-
-
-def bubbles(compilation: Compilation, records: list[RankRecord], wire: Wire) -> Bubbles:
-    """Of the recorded steps; `wire`: what messages cost on an idle pipeline."""
-    measured: list[float] = []
-    seconds: dict[tuple[Op, int], list[float]] = {}
-    steps = list(together(records, len(records)))
-    for step in steps:
-        busy = [(i, start, end) for _, i, start, end in step.spans if i.op in BUSY]
-        for instruction, start, end in busy:
-            seconds.setdefault((instruction.op, instruction.stage), []).append((end - start) / 1e9)
-        makespan = max(end for *_, end in busy) - min(start for _, start, _ in busy)
-        measured.append(1.0 - sum(end - start for _, start, end in busy) / (len(records) * makespan))
-    count = range(len(compilation.plan.stages))
-    f, b, w = ([statistics.median(seconds.get((op, stage), [0.0])) for stage in count] for op in BUSY)
-    costs = Costs(tuple(f), tuple(x + y for x, y in zip(b, w, strict=True)), weight=tuple(w))
-    schedule = tuple(of_program(program.instructions) for program in compilation.programs)
-    links = [Link.of(channel) for channel in compilation.channels]
-    found = [simulate(schedule, links, each).bubble_fraction for each in (with_messages(costs, steps, wire), costs)]
-    return Bubbles(statistics.median(measured), *found)
-
-
-def with_messages(costs: Costs, steps: list[Together], wire: Wire) -> Costs:
-    """Adds what messages cost: a rank's part as it was in the steps, and the rest of their way from the idle pipeline."""
-    sends = [end - start for step in steps for _, i, start, end in step.spans if i.op in (Op.SEND, Op.SEND_GRAD)]
-    found = [message for step in steps for message in messages_of(step)]
-    late = [m.received - m.receive for m in found if m.receive > m.sent + 1e9 * wire.latency]
-    sending = statistics.median(sends) / 1e9
-    receiving = statistics.median(late or [m.received - m.receive for m in found]) / 1e9
-    latency = max(wire.latency - sending - receiving, 0.0)
-    return dataclasses.replace(
-        costs, latency=latency, bandwidth=wire.bandwidth, sending=sending, receiving=min(receiving, wire.latency)
-    )
-
-
 def worker(rank: int, folder: str, steps: int, schedules: list[str], sizes: list[str]) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -249,7 +203,7 @@ def worker(rank: int, folder: str, steps: int, schedules: list[str], sizes: list
     if rank == 0:
         print(
             f"{'size':14} {'schedule':17} {'smpc':>9} {'torch':>9} {'ratio':>6} {'cpu':>6} "
-            f"{'bubble':>7} {'simulated':>9} {'free':>7}",
+            f"{'bubble':>7} {'simulated':>9} {'ratio':>6} {'schedule':>8} {'uneven':>7} {'messages':>8}",
             flush=True,
         )
     for size in sizes:
@@ -284,24 +238,22 @@ def compare(rank: int, size: str, name: str, steps: int) -> None:
                 times[label].append(time.perf_counter() - start)
                 computed[label].append(used)
     assert losses["ours"] == losses["torch"], losses
-    transport = GlooTransport(dist.new_group())
-    wires = [measure_wire(transport, rank, RANKS)]
     runtime.observe(steps)
     for _ in range(steps + 1):  # the first one is not timed
         dist.barrier()
         ours()
-    wires.append(measure_wire(transport, rank, RANKS))
-    wire = Wire(*(statistics.mean(values) for values in zip(*((w.bandwidth, w.latency) for w in wires), strict=True)))
     records: list[RankRecord] = [runtime.record] * RANKS
     dist.all_gather_object(records, runtime.record)
     if rank == 0:
-        found = bubbles(compilation, records, wire)
+        bubble = explain(list(pipeline_steps(records, RANKS)), plan_links(compilation.plan))
+        assert bubble is not None
         ratio = statistics.median(a / b for a, b in zip(times["ours"], times["torch"], strict=True))
         cpu = statistics.median(computed["ours"]) / statistics.median(computed["torch"])
         medians = {label: statistics.median(values) for label, values in times.items()}
         print(
             f"{size:14} {name:17} {1e3 * medians['ours']:6.1f} ms {1e3 * medians['torch']:6.1f} ms "
-            f"{ratio:6.3f} {cpu:6.3f} {100 * found.measured:6.1f}% {100 * found.simulated:8.1f}% {100 * found.free:6.1f}%",
+            f"{ratio:6.3f} {cpu:6.3f} {bubble.measured:7.1%} {bubble.simulated:9.1%} {bubble.measured / bubble.simulated:6.3f} "
+            f"{bubble.schedule:8.1%} {bubble.uneven:+7.1%} {bubble.messages:+8.1%}",
             flush=True,
         )
 

@@ -28,13 +28,13 @@ makespan 12 = (m + p - 1)(forward + backward), bubble 1/4 = (p - 1) / (m + p - 1
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from smpc.codegen.actions import Action, Schedule, backward, forward, split_backwards, weight
 from smpc.codegen.program import Channel, Op
 from smpc.errors import ScheduleError
-from smpc.partitioner.plan import INPUTS
+from smpc.partitioner.plan import INPUTS, Plan
 
 _RANKING = {Op.BACKWARD: 0, Op.FORWARD: 1, Op.WEIGHT: 2}  # what a rank prefers; W can always wait
 
@@ -68,7 +68,8 @@ class Costs:
     """Seconds by stage; seconds and bytes per second of a message between two ranks.
 
     `backward` is all of a backward. Of one that is split, W takes `weight` of it, by default a half: a backward has
-    one matrix product for the gradients of the inputs and one for those of the parameters.
+    one matrix product for the gradients of the inputs and one for those of the parameters. `actions`: seconds of
+    single actions, whatever their stage takes.
     """
 
     forward: tuple[float, ...]
@@ -78,14 +79,29 @@ class Costs:
     weight: tuple[float, ...] | None = None
     sending: float = 0.0
     receiving: float = 0.0
+    actions: Mapping[Action, float] = field(default_factory=dict, hash=False)
 
     @classmethod
     def uniform(cls, num_stages: int, forward: float = 1.0, backward: float = 2.0) -> Costs:
         """Balanced stages and free communication; a backward has two matrix products for each one of the forward."""
         return cls((forward,) * num_stages, (backward,) * num_stages)
 
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Costs:
+        """What a plan predicts: times of its stages, and messages over the link that it was made for."""
+        return cls(
+            tuple(stage.forward_time for stage in plan.stages),
+            tuple(stage.backward_time for stage in plan.stages),
+            plan.schedule.link_latency,
+            plan.schedule.link_bandwidth,
+            tuple(stage.weight_time for stage in plan.stages),
+        )
+
     def of(self, action: Action, is_split: bool = False) -> float:
         """Seconds that the action takes; `is_split`: a W takes its part of a backward."""
+        known = self.actions.get(action)
+        if known is not None:
+            return known
         if action.op is Op.FORWARD:
             return self.forward[action.stage]
         whole = self.backward[action.stage]

@@ -441,7 +441,7 @@ def _with_found_peaks(
 ) -> Plan:
     """The plan with as many microbatches in flight by stage as the search finds best for the times of its stages, and the
     memory for them; as it is, if that breaks a limit. The cut was made before there were times, for balanced stages."""
-    schedule = choice.build([Link.of(channel) for channel in plan_channels(trace, plan)], _costs(plan))
+    schedule = choice.build([Link.of(channel) for channel in plan_channels(trace, plan)], Costs.of_plan(plan))
     in_flight = peaks(schedule, len(plan.stages))
     if in_flight == tuple(stage.num_in_flight for stage in plan.stages):
         return plan
@@ -577,22 +577,12 @@ def _schedule(plan: Plan, channels: tuple[Channel, ...]) -> Schedule:
     summary, placement = plan.schedule, tuple(stage.rank for stage in plan.stages)
     choice = Choice(summary.name, placement, summary.num_microbatches, summary.active_microbatches)
     in_flight = [stage.num_in_flight for stage in plan.stages]
-    return choice.build([Link.of(channel) for channel in channels], _costs(plan), in_flight)
+    return choice.build([Link.of(channel) for channel in channels], Costs.of_plan(plan), in_flight)
 
 
 def _simulate(plan: Plan, channels: tuple[Channel, ...], schedule: Schedule) -> Timeline:
     """One training step with the predicted times of the stages and of the messages between them."""
-    return simulate(schedule, [Link.of(channel) for channel in channels], _costs(plan))
-
-
-def _costs(plan: Plan) -> Costs:
-    return Costs(
-        tuple(stage.forward_time for stage in plan.stages),
-        tuple(stage.backward_time for stage in plan.stages),
-        plan.schedule.link_latency,
-        plan.schedule.link_bandwidth,
-        tuple(stage.weight_time for stage in plan.stages),
-    )
+    return simulate(schedule, [Link.of(channel) for channel in channels], Costs.of_plan(plan))
 
 
 def as_inputs(sample_inputs: Any) -> Inputs:

@@ -8,7 +8,7 @@ Terms
     pipeline    from the start of the first forward of a step to the end of the last instruction, over all ranks of a replica; what
                 the plan predicts as the time of a step, without the optimizer and whatever else a script does
     whole step  what the script waits for: the pipeline, and what the step function does around it
-    bubble      1 - (time in F, B and W) / (ranks x pipeline), as simulated
+    bubble      1 - (time in F, B and W) / (ranks x pipeline), as simulated; `smpc.report.bubble` says what the measured one comes from
     wire time   of a message: from the start of its send to the end of its receive, where the receiver had nothing else to do. That
                 happens in every step; the median of such messages of one edge and direction stands for all of it
     waited      the part of its receive that a rank spends on a message that is on its way
@@ -25,15 +25,15 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from smpc.codegen.program import Instruction, Op
+from smpc.codegen.program import Op
 from smpc.codegen.simulate import Timeline
 from smpc.observe import BUSY, RankRecord, StepRecord
 from smpc.partitioner.plan import Plan
+from smpc.report.bubble import Bubble, explain
 from smpc.report.format import count, format_bytes, format_time
 from smpc.report.memory import memory_curves
-from smpc.report.predict import plan_timeline
-
-_ARRIVALS = {Op.SEND: Op.RECV, Op.SEND_GRAD: Op.RECV_GRAD}
+from smpc.report.predict import plan_links, plan_timeline
+from smpc.report.steps import PipelineStep, messages_of, pipeline_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,14 @@ class Messages:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """See the module docstring. `messages` is None where ranks do not run side by side."""
+    """See the module docstring. `messages` and `bubble` are None where ranks do not run side by side."""
 
     plan: str  # its fingerprint
     device: str  # what was predicted for
     num_steps: int
     lines: tuple[Line, ...]
     messages: Messages | None
+    bubble: Bubble | None  # where the measured one comes from
 
     def line(self, what: str) -> Line:
         """The line of that name. KeyError if there is none."""
@@ -84,13 +85,15 @@ class Comparison:
     def to_json(self) -> str:
         """All numbers, indented; seconds, bytes, shares."""
         lines = [{**asdict(line), "error": line.error} for line in self.lines]
-        found = None if self.messages is None else {**asdict(self.messages), "hidden": self.messages.hidden}
+        messages = None if self.messages is None else {**asdict(self.messages), "hidden": self.messages.hidden}
+        bubble = None if self.bubble is None else {**asdict(self.bubble), "other": self.bubble.other}
         data = {
             "plan": self.plan,
             "device": self.device,
             "num_steps": self.num_steps,
             "lines": lines,
-            "messages": found,
+            "messages": messages,
+            "bubble": bubble,
         }
         return json.dumps(data, indent=2) + "\n"
 
@@ -110,9 +113,10 @@ class Comparison:
             ),
         ]
         found = self.messages
+        if self.bubble is not None:
+            text += ["", str(self.bubble)]
         if found is not None and found.hidden is not None:
             text += [
-                "",
                 f"{count(found.num_messages, 'message')} a step, {format_time(found.wire)} on the wire, of which ranks waited for "
                 f"{format_time(found.waited)}: {found.hidden:.0%} hidden behind computation",
             ]
@@ -128,12 +132,12 @@ def compare(plan: Plan, records: Sequence[RankRecord], *, is_parallel: bool = Tr
         *_memory_lines(plan, timeline, records),
         *_stage_lines(plan, [s for steps in trained.values() for s in steps]),
     ]
-    messages = None
+    messages, bubble = None, None
     if is_parallel:
-        steps = list(together(records, plan.pipeline_parallel_degree))
+        steps = list(pipeline_steps(records, plan.pipeline_parallel_degree))
         lines += _step_lines(plan, steps)
-        messages = _messages(steps)
-    return Comparison(plan.fingerprint, plan.device, num_steps, tuple(lines), messages)
+        messages, bubble = _messages(steps), explain(steps, plan_links(plan))
+    return Comparison(plan.fingerprint, plan.device, num_steps, tuple(lines), messages, bubble)
 
 
 def whole_steps(records: Sequence[RankRecord]) -> str:
@@ -175,92 +179,14 @@ def _stage_lines(plan: Plan, steps: Sequence[StepRecord]) -> Iterator[Line]:
         yield Line(f"stage {stage.index}, backward", "time", stage.backward_time, backward)
 
 
-@dataclass(frozen=True, slots=True)
-class Together:
-    """One step of one replica, all its ranks on one clock: (pipeline rank, instruction, start, end) in nanoseconds."""
-
-    step: int
-    program: int
-    replica: int
-    num_ranks: int
-    start: int
-    end: int
-    spans: tuple[tuple[int, Instruction, int, int], ...]
-
-
-def together(records: Sequence[RankRecord], num_ranks: int, *, training_only: bool = True) -> Iterator[Together]:
-    """Steps that all ranks of a replica have recorded."""
-    by_replica: dict[int, list[RankRecord]] = {}
-    for record in records:
-        by_replica.setdefault(record.replica, []).append(record)
-    for replica, members in by_replica.items():
-        if {record.pipeline_rank for record in members} != set(range(num_ranks)):
-            continue
-        steps = [
-            {s.step: s for s in record.steps if s.spans and (not training_only or (s.training and s.program == 0))}
-            for record in members
-        ]
-        for number in steps[0]:
-            if all(number in own for own in steps):
-                found = [(record, own[number]) for record, own in zip(members, steps, strict=True)]
-                spans = [
-                    (record.pipeline_rank, span.instruction, span.start + record.offset, span.end + record.offset)
-                    for record, step in found
-                    for span in step.spans
-                ]
-                start = min(step.start + record.offset for record, step in found)
-                end = max(step.end + record.offset for record, step in found)
-                yield Together(number, found[0][1].program, replica, num_ranks, start, end, tuple(spans))
-
-
-def _step_lines(plan: Plan, steps: Sequence[Together]) -> Iterator[Line]:
-    pipelines, bubbles, wholes = [], [], []
-    for step in steps:
-        busy = [(start, end) for _, instruction, start, end in step.spans if instruction.op in BUSY]
-        makespan = max(end for *_, end in step.spans) - min(start for start, _ in busy)
-        pipelines.append(makespan / 1e9)
-        bubbles.append(1 - sum(end - start for start, end in busy) / (step.num_ranks * makespan))
-        wholes.append((step.end - step.start) / 1e9)
+def _step_lines(plan: Plan, steps: Sequence[PipelineStep]) -> Iterator[Line]:
     schedule = plan.schedule
-    yield Line("pipeline", "time", schedule.step_time, _median(pipelines))
-    yield Line("bubble", "share", schedule.bubble_fraction, _median(bubbles))
-    yield Line("whole step", "time", None, _median(wholes))
+    yield Line("pipeline", "time", schedule.step_time, _median([step.makespan / 1e9 for step in steps]))
+    yield Line("bubble", "share", schedule.bubble_fraction, _median([step.bubble_fraction for step in steps]))
+    yield Line("whole step", "time", None, _median([(step.end - step.start) / 1e9 for step in steps]))
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A message of one step, in nanoseconds of its clock: its send, and the receive that it ends."""
-
-    source: int  # pipeline ranks
-    destination: int
-    instruction: Instruction  # of the sender
-    sent: int  # the start of the send
-    receive: int  # the start of the receive
-    received: int
-
-    @property
-    def waited(self) -> int:
-        """How long the receiver waited for it while it was on its way."""
-        return max(0, self.received - max(self.sent, self.receive))
-
-
-def messages_of(step: Together) -> list[Message]:
-    """The messages of a step, in order of their sends."""
-    arrivals = {
-        (rank, i.peer, i.op, i.edge, i.microbatch): (start, end)
-        for rank, i, start, end in step.spans
-        if i.op in _ARRIVALS.values()
-    }
-    found = []
-    for rank, i, start, _ in step.spans:
-        if i.op in _ARRIVALS:
-            arrival = arrivals.get((i.peer, rank, _ARRIVALS[i.op], i.edge, i.microbatch))
-            if arrival is not None:
-                found.append(Message(rank, i.peer, i, start, *arrival))
-    return sorted(found, key=lambda message: (message.sent, message.source))
-
-
-def _messages(steps: Sequence[Together]) -> Messages | None:
+def _messages(steps: Sequence[PipelineStep]) -> Messages | None:
     found = [message for step in steps for message in messages_of(step)]
     if not found:
         return None

@@ -17,9 +17,10 @@ from smpc.codegen.program import Instruction, Op
 from smpc.observe import BUSY, RankRecord
 from smpc.partitioner.plan import Plan
 from smpc.report.format import printable
-from smpc.report.measured import compare, messages_of, together
+from smpc.report.measured import compare
 from smpc.report.perfetto import predicted_events, trace_json
 from smpc.report.predict import plan_timeline
+from smpc.report.steps import messages_of, pipeline_steps
 
 _PROCESS = 1
 _FIRST_ARROW = 1 << 32  # arrows of the predicted step have small numbers
@@ -93,7 +94,7 @@ def _name(instruction: Instruction) -> str:
 def _arrows(plan: Plan, records: Sequence[RankRecord], origin: int) -> Iterator[dict[str, Any]]:
     ranks = {(record.replica, record.pipeline_rank): record.rank for record in records}
     number = _FIRST_ARROW
-    for step in together(records, plan.pipeline_parallel_degree, training_only=False):
+    for step in pipeline_steps(records, plan.pipeline_parallel_degree, training_only=False):
         for message in messages_of(step):
             args: dict[str, float] = {"waited_us": message.waited / 1e3}
             if step.program == 0:  # other signatures have messages of other sizes

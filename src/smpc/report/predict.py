@@ -28,14 +28,7 @@ def plan_timeline(plan: Plan) -> Timeline:
     summary = plan.schedule
     placement = tuple(stage.rank for stage in plan.stages)
     choice = Choice(summary.name, placement, summary.num_microbatches, summary.active_microbatches)
-    links = plan_links(plan)
-    costs = Costs(
-        tuple(stage.forward_time for stage in plan.stages),
-        tuple(stage.backward_time for stage in plan.stages),
-        summary.link_latency,
-        summary.link_bandwidth,
-        tuple(stage.weight_time for stage in plan.stages),
-    )
+    links, costs = plan_links(plan), Costs.of_plan(plan)
     return simulate(choice.build(links, costs, [stage.num_in_flight for stage in plan.stages]), links, costs)
 
 
