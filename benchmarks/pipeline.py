@@ -13,12 +13,13 @@ than torch). `cpu` is the same of the processor time of rank 0, which says more 
     interleaved-1f1b    ScheduleInterleaved1F1B     2
     zb-v                ScheduleZBVZeroBubble       2
 
-The measured bubble is that of further steps of ours in which every instruction is timed: 1 - (time in F, B and W on all ranks) /
-(ranks x time from the first of them to the end of the last instruction), the median. The simulated one is what the simulator makes of
-the same schedule from the parts that those steps had: `schedule` is what the order alone leaves idle with even times, `uneven` and
-`messages` are what the true time of each action and what messages cost add to it (see `smpc.report.bubble`). What a busy machine does
-to a process counts as its computing, and a rank that is not run when its message comes as its bubble: with more programs than cores the
-measured one is higher. The last ratio, measured to simulated, is the executor's: what it makes ranks wait for beyond all that.
+The measured bubble is that of further steps of ours in which every instruction is timed: 1 - (time in F, B and W on all ranks) / (ranks x
+time from the first of them to the end of the last instruction), the median. The simulated one is what the simulator makes of the same
+schedule from the parts that those steps had: `schedule` is what the order alone leaves idle with even times, `uneven` and `messages` are
+what the true time of each action and what messages cost add to it, `keeping` what a rank does besides (see `smpc.report.bubble`). What a
+busy machine does to a process counts as its computing, and a rank that is not run when its message comes as its bubble: with more
+programs than cores the measured one is higher. The last ratio, measured to simulated, is the executor's: what it makes ranks wait for
+beyond all that.
 A step of `compute-bound` takes seconds, so there a third of the steps are run.
 Then the interpreter's own cost: see interpreter.py.
 """
@@ -203,7 +204,7 @@ def worker(rank: int, folder: str, steps: int, schedules: list[str], sizes: list
     if rank == 0:
         print(
             f"{'size':14} {'schedule':17} {'smpc':>9} {'torch':>9} {'ratio':>6} {'cpu':>6} "
-            f"{'bubble':>7} {'simulated':>9} {'ratio':>6} {'schedule':>8} {'uneven':>7} {'messages':>8}",
+            f"{'bubble':>7} {'simulated':>9} {'ratio':>6} {'schedule':>8} {'uneven':>7} {'messages':>8} {'keeping':>7}",
             flush=True,
         )
     for size in sizes:
@@ -253,7 +254,7 @@ def compare(rank: int, size: str, name: str, steps: int) -> None:
         print(
             f"{size:14} {name:17} {1e3 * medians['ours']:6.1f} ms {1e3 * medians['torch']:6.1f} ms "
             f"{ratio:6.3f} {cpu:6.3f} {bubble.measured:7.1%} {bubble.simulated:9.1%} {bubble.measured / bubble.simulated:6.3f} "
-            f"{bubble.schedule:8.1%} {bubble.uneven:+7.1%} {bubble.messages:+8.1%}",
+            f"{bubble.schedule:8.1%} {bubble.uneven:+7.1%} {bubble.messages:+8.1%} {bubble.bookkeeping:+7.1%}",
             flush=True,
         )
 

@@ -3,14 +3,16 @@
 Terms
     link        what one stage passes to another for each microbatch, and what it gets back as gradients
     costs       seconds of each stage's forward, backward and of the part of the backward that W does if the schedule
-                has one; latency and bandwidth of a directed pair of ranks; what a rank does for each message
+                has one; latency and bandwidth of a directed pair of ranks; what a rank does for each message and
+                between its actions
     event       an action with its rank, start and end
     makespan    end of the last event
     bubble      the idle part of the step: 1 - (sum of busy times) / (num_ranks x makespan)
 
 Model: a rank runs one action at a time, in its order, as soon as the values it needs are there. It hands its messages over after the
 action, one by one (`sending` seconds each, by default none), and takes one that it needs (`receiving`) before the action, when it has
-nothing else to do; neither counts as busy. The messages of one directed pair of ranks follow each other on the wire:
+nothing else to do; after each action it needs `between` for itself. None of these counts as busy. The messages of one directed pair of
+ranks follow each other on the wire:
 
     arrival = max(handed over, wire free) + bytes / bandwidth + latency
 
@@ -79,6 +81,7 @@ class Costs:
     weight: tuple[float, ...] | None = None
     sending: float = 0.0
     receiving: float = 0.0
+    between: float = 0.0
     actions: Mapping[Action, float] = field(default_factory=dict, hash=False)
 
     @classmethod
@@ -315,7 +318,7 @@ class _Simulation:
         end = start + self.costs.of(action, (action.stage, action.microbatch) in self.split)
         self.events.append(Event(rank, action, start, end))
         self.position[index] += 1
-        self.free[rank] = end
+        self.free[rank] = end + self.costs.between
         self.finished[action] = end
         touched = [rank]
         if action.op is Op.WEIGHT:

@@ -5,7 +5,7 @@ from report_cases import compilation
 
 from smpc.codegen.program import Op
 from smpc.executor.recorder import Span
-from smpc.observe import BUSY, RankRecord, StepRecord
+from smpc.observe import RankRecord, StepRecord
 from smpc.report.bubble import explain
 from smpc.report.measured import compare
 from smpc.report.predict import plan_links
@@ -20,9 +20,9 @@ def even(rank, instruction):
     return {Op.FORWARD: FORWARD, Op.BACKWARD: BACKWARD}.get(instruction.op, 0)
 
 
-def record(programs, seconds=even, pause=lambda i: 0, send=0, way=0, take=0, number=1):
+def record(programs, seconds=even, pause=lambda i: 0, send=0, way=0, take=0, late=lambda i: 0, number=1):
     """What the ranks of these programs record of a step in which instructions last so long, with pauses before some of them,
-    and messages are so long under way."""
+    messages are so long under way, and some are taken late."""
     clock, position, sent = [0] * len(programs), [0] * len(programs), {}
     spans = [[] for _ in programs]
     while any(at < len(p.instructions) for at, p in zip(position, programs, strict=True)):
@@ -34,7 +34,7 @@ def record(programs, seconds=even, pause=lambda i: 0, send=0, way=0, take=0, num
                     key = i.peer, rank, RECEIVES[i.op], i.edge, i.microbatch
                     if key not in sent:
                         break
-                    clock[rank] = max(start, sent[key] + way) + take
+                    clock[rank] = max(start, sent[key] + way) + take + late(i)
                 elif i.op in SENDS:
                     clock[rank] += send
                     sent[rank, i.peer, i.op, i.edge, i.microbatch] = clock[rank]
@@ -92,11 +92,27 @@ def test_messages_are_a_part_of_their_own(found):
     )  # inputs are sent as well, which is not simulated
 
 
-def test_what_no_part_explains_is_left_over(found):
-    """The last rank stands still between two instructions."""
-    follows = [i for i in found.programs[-1].instructions if i.op in BUSY][2]
-    bubble, _ = parts(found, record(found.programs, pause=lambda i: FORWARD if i == follows else 0))
+def test_what_a_rank_does_between_actions_is_a_part_of_its_own(found):
+    bubble, (step,) = parts(found, record(found.programs, pause=lambda i: 100_000))
     assert (bubble.uneven, bubble.messages) == pytest.approx((0, 0), abs=1e-9)
+    assert bubble.bookkeeping > 0.02
+    assert bubble.simulated == pytest.approx(
+        step.bubble_fraction, rel=0.03
+    )  # before the first action it is not in the step
+
+
+def test_what_no_part_explains_is_left_over(found):
+    """The last rank is faster than the others and waits for all that it receives; one message it takes late."""
+    awaited = next(i for i in found.programs[-1].instructions if i.op is Op.RECV and i.microbatch == 2)
+    bubble, _ = parts(
+        found,
+        record(
+            found.programs,
+            lambda rank, i: even(rank, i) // (2 if rank == RANKS - 1 else 1),
+            late=lambda i: 5 * FORWARD if i == awaited else 0,
+        ),
+    )
+    assert bubble.uneven == pytest.approx(0, abs=1e-9)
     assert bubble.other > 0.02
     assert bubble.measured == pytest.approx(bubble.simulated + bubble.other)
 

@@ -1,16 +1,19 @@
 """Where the bubble of recorded steps comes from: the steps are simulated from their own parts, with one part more each time.
 
     found = explain(steps, plan_links(plan))        # steps: `smpc.report.steps.pipeline_steps`
-    print(found)        # bubble 14.9%: schedule 11.1%, uneven times +1.4%, messages +2.1%, other +0.3%
+    print(found)        # bubble 14.9%: schedule 11.1%, uneven times +1.4%, messages +2.1%, bookkeeping +0.2%, other +0.1%
 
 Terms
     schedule    what the order of the actions leaves idle on its own: each F, B and W takes the median of its stage, messages take no time
     uneven      what is added when each takes as long as it did in that step. It can be negative: a long action may fall into a gap
-    messages    what is added when messages take time: what a rank spends to send one, and to take one that is there (both medians), and
-                the rest of the way, which is that of the quickest message of the same edge and direction that found its receiver waiting
+    messages    what is added when messages take time: what a rank spends to send one, and to take one that is there (means of the
+                step), and the rest of the way: that of the quickest message of the same edge and direction that found its
+                receiver waiting
+    bookkeeping what is added by a rank's own time between actions: that between its instructions, and that of those which are
+                neither actions nor messages to others (MOVE, OFFLOAD ..), the mean of the step
     simulated   all of these: what the bubble would be if ranks did nothing but this, and never waited for anything else
-    other       what has been measured beyond: time between instructions, the end of a step after its last backward, ranks that are not
-                run at once when their message comes because other programs run
+    other       what has been measured beyond: the end of a step after its last backward, ranks that are not run at once when their message
+                comes, because they sleep or other programs run
 
 Each is a share of ranks x time, the median over the steps.
 """
@@ -21,13 +24,15 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from smpc.codegen.actions import Action, Schedule
 from smpc.codegen.program import Op
 from smpc.codegen.simulate import Costs, Link, simulate
-from smpc.report.steps import PipelineStep, messages_of
+from smpc.report.steps import Message, PipelineStep, messages_of
 
-_NANOSECONDS = 1e9
+_BOOKKEEPING = (Op.MOVE, Op.MOVE_GRAD, Op.OFFLOAD, Op.RELOAD)
+_SECOND = 1e9  # in nanoseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +43,12 @@ class Bubble:
     schedule: float
     uneven: float
     messages: float
+    bookkeeping: float
 
     @property
     def simulated(self) -> float:
         """What the parts that are known come to."""
-        return self.schedule + self.uneven + self.messages
+        return self.schedule + self.uneven + self.messages + self.bookkeeping
 
     @property
     def other(self) -> float:
@@ -52,7 +58,7 @@ class Bubble:
     def __str__(self) -> str:
         return (
             f"bubble {self.measured:.1%}: schedule {self.schedule:.1%}, uneven times {self.uneven:+.1%}, "
-            f"messages {self.messages:+.1%}, other {self.other:+.1%}"
+            f"messages {self.messages:+.1%}, bookkeeping {self.bookkeeping:+.1%}, other {self.other:+.1%}"
         )
 
 
@@ -60,20 +66,25 @@ def explain(steps: Sequence[PipelineStep], links: Sequence[Link]) -> Bubble | No
     """The parts of the bubble of training steps of one program; None if there is no step. `links[i]` is edge i."""
     if not steps:
         return None
-    typical, timed_links, costs = _typical(steps), *_messages(steps, links)
-    free: list[float] = []
-    uneven: list[float] = []
-    whole: list[float] = []
-    for step in steps:
+    typical = _typical(steps)
+    messages = [messages_of(step) for step in steps]
+    timed_links = _timed(links, messages)
+    everything = [message for found in messages for message in found]
+    stages: list[tuple[float, ...]] = []  # of each step, the bubble with one part more each time
+    for step, found in zip(steps, messages, strict=True):
         schedule = _schedule(step)
-        own = {Action(i.op, i.stage, i.microbatch): (end - start) / 1e9 for _, i, start, end in step.computing}
-        medians = {action: typical[action.op, action.stage] for action in own}
-        free.append(simulate(schedule, links, Costs((), (), actions=medians)).bubble_fraction)
-        uneven.append(simulate(schedule, links, Costs((), (), actions=own)).bubble_fraction)
-        whole.append(simulate(schedule, timed_links, dataclasses.replace(costs, actions=own)).bubble_fraction)
+        own = {Action(i.op, i.stage, i.microbatch): (end - start) / _SECOND for _, i, start, end in step.computing}
+        even = Costs((), (), actions={action: typical[action.op, action.stage] for action in own})
+        uneven = Costs((), (), actions=own)
+        sent = dataclasses.replace(
+            uneven, bandwidth=_SECOND, sending=_sending(found), receiving=_receiving(found, everything)
+        )
+        whole = dataclasses.replace(sent, between=_between(step))
+        runs = ((links, even), (links, uneven), (timed_links, sent), (timed_links, whole))
+        stages.append(tuple(simulate(schedule, by, costs).bubble_fraction for by, costs in runs))
+    by_schedule, by_times, by_messages, by_all = map(statistics.median, zip(*stages, strict=True))
     measured = statistics.median(step.bubble_fraction for step in steps)
-    by_schedule, by_times, by_all = (statistics.median(found) for found in (free, uneven, whole))
-    return Bubble(measured, by_schedule, by_times - by_schedule, by_all - by_times)
+    return Bubble(measured, by_schedule, by_times - by_schedule, by_messages - by_times, by_all - by_messages)
 
 
 def _schedule(step: PipelineStep) -> Schedule:
@@ -91,28 +102,50 @@ def _typical(steps: Sequence[PipelineStep]) -> dict[tuple[Op, int], float]:
     for step in steps:
         for _, i, start, end in step.computing:
             found.setdefault((i.op, i.stage), []).append(end - start)
-    return {key: statistics.median(values) / _NANOSECONDS for key, values in found.items()}
+    return {key: statistics.median(values) / _SECOND for key, values in found.items()}
 
 
-def _messages(steps: Sequence[PipelineStep], links: Sequence[Link]) -> tuple[list[Link], Costs]:
-    """What messages cost. Each link's size becomes the nanoseconds that its messages are under way, at a byte per nanosecond."""
-    messages = [message for step in steps for message in messages_of(step)]
-    sending = _median([m.handed_over - m.sent for m in messages])
-    receiving = _median([m.received - m.receive for m in messages if m.receive >= m.handed_over])
+def _sending(messages: Sequence[Message]) -> float:
+    """Seconds that a rank spends to send a message."""
+    return _mean([message.handed_over - message.sent for message in messages])
+
+
+def _receiving(messages: Sequence[Message], more: Sequence[Message]) -> float:
+    """Seconds that a rank spends to take a message that is there; of `more` if none of these was there when it was wanted."""
+    for some in (messages, more):
+        waiting = [message.received - message.receive for message in some if message.receive >= message.handed_over]
+        if waiting:
+            return _mean(waiting)
+    return 0.0
+
+
+def _between(step: PipelineStep) -> float:
+    """Seconds that a rank needs for itself after an action."""
+    total = 0
+    for rank in range(step.num_ranks):
+        own = sorted((start, end, i.op) for owner, i, start, end in step.spans if owner == rank)
+        total += sum(max(0, after[0] - before[1]) for before, after in pairwise(own))
+        total += sum(end - start for start, end, op in own if op in _BOOKKEEPING)
+    return total / len(step.computing) / _SECOND
+
+
+def _timed(links: Sequence[Link], messages: Sequence[Sequence[Message]]) -> list[Link]:
+    """The links with the nanoseconds that their quickest messages are under way in the place of bytes: at a byte a nanosecond."""
+    everything = [message for found in messages for message in found]
+    taking = round(_receiving(everything, ()) * _SECOND)
     quickest: dict[tuple[int, Op], int] = {}
-    for message in messages:
+    for message in everything:
         if message.receive < message.handed_over:
             key = message.instruction.edge, message.instruction.op
-            way = max(0, message.received - message.handed_over - round(receiving * _NANOSECONDS))
+            way = max(0, message.received - message.handed_over - taking)
             quickest[key] = min(way, quickest.get(key, way))
-    timed = [
+    return [
         dataclasses.replace(
             link, num_bytes=quickest.get((index, Op.SEND), 0), gradient_bytes=quickest.get((index, Op.SEND_GRAD), 0)
         )
         for index, link in enumerate(links)
     ]
-    return timed, Costs((), (), bandwidth=_NANOSECONDS, sending=sending, receiving=receiving)
 
 
-def _median(nanoseconds: Sequence[int]) -> float:
-    return statistics.median(nanoseconds) / _NANOSECONDS if nanoseconds else 0.0
+def _mean(nanoseconds: Sequence[int]) -> float:
+    return statistics.fmean(nanoseconds) / _SECOND if nanoseconds else 0.0
