@@ -5,7 +5,7 @@ Terms
     gone    a cell of every rank, in which it says that it has left the group, or that it failed
 
 A rank that waits looks at the word, first at once, then each time after the other processes have had their turn, then, when that has
-taken about a millisecond, after sleeps. Then it also looks whether the rank that it waits for has said that it is gone, whether that
+taken some milliseconds, after sleeps. Then it also looks whether the rank that it waits for has said that it is gone, whether that
 process still exists, and at the clock. What a rank wrote before it went counts: who is gone is asked before the word is read once more.
 
 Memory is in the order of the program on x86-64 alone, where a rank that sees a word also sees what was written before it, and where what
@@ -26,8 +26,10 @@ from smpc.errors import TransportError
 CACHE_LINE: Final = 8  # in words
 PAGE: Final = 4096  # bytes
 
-_SPINS, _FEW_SPINS = 1000, 50  # looks at a word, 0.05 us each; few where the ranks outnumber the cores
-_YIELDING = 1e-3  # then, for so many seconds, with sched_yield between them: 0.3 us where nobody else wants the core
+# Looks at a word, 0.05 us each. Of two numbers, the first is for ranks with a core each, the second for more ranks than cores.
+_SPINS, _FEW_SPINS = 1000, 50
+# Then with sched_yield between them, for so many seconds: 0.3 us where nobody else wants the core. To be woken from a sleep takes 0.1 ms.
+_YIELDING, _SHORT_YIELDING = 10e-3, 1e-3
 _SHORTEST_SLEEP, _LONGEST_SLEEP, _SLEEP_PART = 50e-6, 2e-3, 0.02  # then sleeps: a fiftieth of the time waited so far
 
 
@@ -49,7 +51,8 @@ class Peers:
         self._words, self._gone, self._rank, self._peers = words, gone, rank, peers
         self._timeout = timeout
         self._pid = os.getpid()
-        self._spins = _SPINS if len(peers) <= len(os.sched_getaffinity(0)) else _FEW_SPINS
+        has_core = len(peers) <= len(os.sched_getaffinity(0))
+        self._spins, self._yielding = (_SPINS, _YIELDING) if has_core else (_FEW_SPINS, _SHORT_YIELDING)
         self._ends = select.poll()
         for peer in peers:
             if peer is not None:
@@ -78,7 +81,7 @@ class Peers:
             if is_there(words[index]):
                 return words[index]
         started = time.monotonic()
-        while time.monotonic() < started + _YIELDING:
+        while time.monotonic() < started + self._yielding:
             os.sched_yield()
             if is_there(words[index]):
                 return words[index]
