@@ -68,9 +68,9 @@ def explain(steps: Sequence[PipelineStep], links: Sequence[Link]) -> Bubble | No
         return None
     typical = _typical(steps)
     messages = [messages_of(step) for step in steps]
-    timed_links = _timed(links, messages)
     everything = [message for found in messages for message in found]
-    stages: list[tuple[float, ...]] = []  # of each step, the bubble with one part more each time
+    timed_links = _timed(links, everything)
+    bubbles: list[tuple[float, ...]] = []  # of each step, with one part more each time
     for step, found in zip(steps, messages, strict=True):
         schedule = _schedule(step)
         own = {Action(i.op, i.stage, i.microbatch): (end - start) / _SECOND for _, i, start, end in step.computing}
@@ -81,8 +81,8 @@ def explain(steps: Sequence[PipelineStep], links: Sequence[Link]) -> Bubble | No
         )
         whole = dataclasses.replace(sent, between=_between(step))
         runs = ((links, even), (links, uneven), (timed_links, sent), (timed_links, whole))
-        stages.append(tuple(simulate(schedule, by, costs).bubble_fraction for by, costs in runs))
-    by_schedule, by_times, by_messages, by_all = map(statistics.median, zip(*stages, strict=True))
+        bubbles.append(tuple(simulate(schedule, by, costs).bubble_fraction for by, costs in runs))
+    by_schedule, by_times, by_messages, by_all = map(statistics.median, zip(*bubbles, strict=True))
     measured = statistics.median(step.bubble_fraction for step in steps)
     return Bubble(measured, by_schedule, by_times - by_schedule, by_messages - by_times, by_all - by_messages)
 
@@ -129,12 +129,11 @@ def _between(step: PipelineStep) -> float:
     return total / len(step.computing) / _SECOND
 
 
-def _timed(links: Sequence[Link], messages: Sequence[Sequence[Message]]) -> list[Link]:
+def _timed(links: Sequence[Link], messages: Sequence[Message]) -> list[Link]:
     """The links with the nanoseconds that their quickest messages are under way in the place of bytes: at a byte a nanosecond."""
-    everything = [message for found in messages for message in found]
-    taking = round(_receiving(everything, ()) * _SECOND)
+    taking = round(_receiving(messages, ()) * _SECOND)
     quickest: dict[tuple[int, Op], int] = {}
-    for message in everything:
+    for message in messages:
         if message.receive < message.handed_over:
             key = message.instruction.edge, message.instruction.op
             way = max(0, message.received - message.handed_over - taking)
