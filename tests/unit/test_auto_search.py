@@ -10,7 +10,7 @@ from torch import nn
 
 import smpc
 from smpc.auto.estimate import Sample, step_time
-from smpc.auto.search import Verdict
+from smpc.auto.found import Verdict
 from smpc.auto.space import SCHEDULES, candidates, repeated_blocks, tensor_degrees, wire
 from smpc.codegen.rewrite.search import choose
 from smpc.codegen.rewrite.tensor_parallel import rewrite, with_collectives

@@ -23,17 +23,16 @@ wires that these ranks share. A degree at which nothing can be split is impossib
 from __future__ import annotations
 
 import heapq
-import json
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from smpc.auto.estimate import Sample, step_time
+from smpc.auto.found import Result, Search, Verdict, ordered
 from smpc.auto.space import SCHEDULES, Candidate, candidates, repeated_blocks, tensor_degrees, wire
 from smpc.codegen.rewrite.search import choose
 from smpc.codegen.rewrite.tensor_parallel import ShardedTrace, rewrite, with_collectives
@@ -51,88 +50,9 @@ from smpc.tracer.record import record
 from smpc.tracer.structure import flatten
 
 ALL_SCHEDULES = tuple(known for known, _ in SCHEDULES)
-_SHARDED = {"tensor_parallel_plan": "auto", "prescaled_batch": True}  # settings that tensor-parallel ranks need
 _NO_LIMIT = 1 << 60  # bytes
 TOLERANCE = 0.01  # how much faster a way that is not planned could be
 ShowProgress = Callable[[str, int, int], object]  # (phase, done, total)
-
-
-class Verdict(StrEnum):
-    """What became of a candidate."""
-
-    BEST = "best"
-    SLOWER = "slower"  # its step is longer than the best one, or cannot be shorter
-    MEMORY = "memory"  # its peak exceeds the limit
-    IMPOSSIBLE = "impossible"  # there is no such pipeline: more stages than modules, for instance
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A candidate with its predicted seconds and bytes; 0 where not known.
-
-    `step_is_bound`, `peak_is_bound`: not planned; it takes at least this.
-    """
-
-    candidate: Candidate
-    verdict: Verdict
-    step_time: float = 0.0
-    pipeline_time: float = 0.0
-    reduce_time: float = 0.0
-    optimizer_time: float = 0.0
-    peak_bytes: int = 0
-    step_is_bound: bool = False
-    peak_is_bound: bool = False
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Search:
-    """What was found: `options` give the best candidate's `plan`, `trace` is that of one of its microbatches."""
-
-    world_size: int
-    batch_size: int
-    memory_limit: int
-    device: str
-    optimizer: str
-    results: tuple[Result, ...]  # the best first, then what fits by time, then what does not by memory
-    trace: Trace
-    options: PipelineOptions
-    plan: Plan
-    sharded: ShardedTrace | None = None  # with tensor-parallel ranks: how they share the trace
-
-    @property
-    def best(self) -> Result:
-        """The result of the best candidate."""
-        return self.results[0]
-
-    def config(self) -> dict[str, Any]:
-        """The settings of `smpc.config.Config` that train this way."""
-        found = self.best.candidate
-        return {
-            "pipeline_parallel_degree": found.pipeline_parallel_degree,
-            "ddp": found.data_parallel_degree * found.tensor_parallel_degree > 1,
-            "placement_strategy": found.placement_strategy,
-            "microbatches": found.microbatches,
-            "schedule": found.schedule,
-            "virtual_pipeline_degree": found.virtual_pipeline_degree,
-            "memory_weight": self.options.memory_weight,
-            **(_SHARDED if found.tensor_parallel_degree > 1 else {}),
-            "tensor_parallel_degree": found.tensor_parallel_degree,
-        }
-
-    def to_json(self) -> str:
-        """All but trace and plan as indented JSON; the same search gives the same bytes."""
-        data = {
-            "world_size": self.world_size,
-            "batch_size": self.batch_size,
-            "memory_limit": self.memory_limit,
-            "device": self.device,
-            "optimizer": self.optimizer,
-            "plan": self.plan.fingerprint,
-            "config": self.config(),
-            "results": [asdict(result) for result in self.results],
-        }
-        return json.dumps(data, indent=2) + "\n"
 
 
 def search(
@@ -228,6 +148,10 @@ class _Bounded:
     step: float
     peak: int
 
+    def unplanned(self, verdict: Verdict, step: float) -> Result:
+        """What becomes of it without a plan, or without one within the limit; its step takes at least this."""
+        return Result(self.candidate, verdict, step, peak_bytes=self.peak, step_is_bound=True, peak_is_bound=True)
+
 
 class _Searcher:
     """One search; `traces` are the recorded microbatches by size, `sharded` those of a tensor-parallel rank by size and degree."""
@@ -280,7 +204,7 @@ class _Searcher:
             setting.limit,
             setting.device.name,
             plan.optimizer,
-            tuple(self._verdicts(best)),
+            tuple(ordered(self.results, best, setting.limit)),
             self._trace(best.candidate),
             self._options(best.candidate),
             plan,
@@ -304,9 +228,7 @@ class _Searcher:
             else:
                 group = [_Bounded(candidate, 0.0, hopeless[degree]) for candidate in of_size]
             fitting = [bounded for bounded in group if bounded.peak <= self.setting.limit]
-            for bounded in group:
-                if bounded.peak > self.setting.limit:
-                    self._reject(bounded)
+            self.results += [b.unplanned(Verdict.MEMORY, b.step) for b in group if b.peak > self.setting.limit]
             kept += fitting
             if group and not fitting:
                 hopeless.setdefault(degree, min(bounded.peak for bounded in group))
@@ -360,18 +282,6 @@ class _Searcher:
         sample, link = self.samples[key], wire(self.setting.device, candidate.mesh, Axis.RDP)
         return _Bounded(candidate, sample.least_step(candidate, costs, link), sample.least_peak(candidate, costs))
 
-    def _reject(self, bounded: _Bounded) -> None:
-        self.results.append(
-            Result(
-                bounded.candidate,
-                Verdict.MEMORY,
-                bounded.step,
-                peak_bytes=bounded.peak,
-                step_is_bound=True,
-                peak_is_bound=True,
-            )
-        )
-
     # -- plans
 
     def _plan_in_order(self, pending: Sequence[_Bounded]) -> None:
@@ -381,7 +291,8 @@ class _Searcher:
             step, turn, bounded, breaks_limit = heapq.heappop(queue)
             self.show(f"Planning {len(pending)} ways to train", len(pending) - len(queue) - 1, len(pending))
             if self.best is not None and step >= self.best[0].step_time * (1.0 - TOLERANCE):
-                self.results += [_too_slow(*rest) for rest in sorted([(step, turn, bounded, breaks_limit), *queue])]
+                left = sorted([(step, turn, bounded, breaks_limit), *queue])
+                self.results += [rest.unplanned(Verdict.SLOWER, least) for least, _, rest, _ in left]
                 return
             if not breaks_limit:
                 foretold = self._foretold(bounded)
@@ -448,28 +359,6 @@ class _Searcher:
         self.results[self.results.index(quick)] = result
         return result, plan
 
-    # -- what is said of it
-
-    def _verdicts(self, best: Result) -> Iterable[Result]:
-        """The best, then the others: slower ones by time, then those over the limit by memory, then impossible ones."""
-        yield replace(best, verdict=Verdict.BEST)
-        rank = {Verdict.SLOWER: 0, Verdict.MEMORY: 1, Verdict.IMPOSSIBLE: 2}
-
-        def key(result: Result) -> tuple[int, bool, float]:
-            size = result.step_time if result.verdict is Verdict.SLOWER else result.peak_bytes
-            return rank[result.verdict], result.verdict is Verdict.SLOWER and result.step_is_bound, size
-
-        for result in sorted((result for result in self.results if result is not best), key=key):
-            yield replace(result, reason=result.reason or self._reason(result, best))
-
-    def _reason(self, result: Result, best: Result) -> str:
-        if result.verdict is Verdict.MEMORY:
-            return f"needs {at_least(result.peak_bytes)}, the limit is {at_least(self.setting.limit)}"
-        slower = result.step_time / best.step_time - 1.0
-        if result.step_is_bound:
-            return f"at least {slower:.1%} slower" if slower > 0.0 else f"at most {-slower:.1%} faster, so not planned"
-        return f"{slower:.1%} slower"
-
     def _nothing_fits(self, found: Sequence[Candidate]) -> Exception:
         """The error, with the least memory that would do: plans in the order of the bounds on the peak."""
         setting, impossible = self.setting, [r for r in self.results if r.verdict is Verdict.IMPOSSIBLE]
@@ -496,13 +385,6 @@ class _Searcher:
             f"and the {candidate.schedule} schedule; raise memory_limit, use more ranks, or a smaller batch",
             least,
         )
-
-
-def _too_slow(step: float, turn: int, bounded: _Bounded, breaks_limit: bool) -> Result:
-    """Of a candidate that was not planned, or not within the limit: it takes at least `step`."""
-    return Result(
-        bounded.candidate, Verdict.SLOWER, step, peak_bytes=bounded.peak, step_is_bound=True, peak_is_bound=True
-    )
 
 
 def _cut_of(candidate: Candidate) -> Candidate:
