@@ -6,8 +6,7 @@ Terms
              then `overrides` (command-line options), then the JSON object in the environment variable
              SM_HP_MP_PARAMETERS
 
-A source is the flat dict of parameters, or the nested form of a SageMaker estimator:
-`{"smdistributed": {"modelparallel": {"enabled": true, "parameters": {...}}}, "mpi": {...}}`.
+What a source may look like is said in `smpc.config.sources`, the rules between keys are in `smpc.config.rules`.
 
     >>> config = Config.parse({"partitions": 2, "microbatches": 4, "ddp": True})
     >>> config.pipeline_parallel_degree, config.active_microbatches, config.memory_weight
@@ -27,22 +26,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
-import tomllib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from smpc.config.rules import MODULES, broken_rules
+from smpc.config.sources import parse_json, read_file, unwrap
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError
-from smpc.kernels.setting import AUTO, faults_of
 
 ENVIRONMENT_VARIABLE = "SM_HP_MP_PARAMETERS"
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "list")
 PLACEMENT_STRATEGIES = ("cluster", "spread", "PDT", "PTD", "DPT", "DTP", "TPD", "TDP")
-MODULES = "modules"
-PLANS = (MODULES, "auto", "huggingface")  # by name, what tensor-parallel ranks split
 _ALIASES = {"partitions": "pipeline_parallel_degree"}
 _KINDS: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str, "str | Mapping[str, str]": str}
 
@@ -370,7 +365,7 @@ class _Report:
     def add_source(self, origin: str, source: Any) -> None:
         """Merge a source over the earlier ones, resolving aliases inside it."""
         spelt: dict[str, str] = {}
-        for written, value in _unwrap(source, origin).items():
+        for written, value in unwrap(source, origin).items():
             name = _ALIASES.get(written, written)
             if name not in KEYS:
                 self.errors.append(f"Unrecognized config parameter {written}{_closest(written)} ({origin})")
@@ -393,7 +388,7 @@ class _Report:
                 f"(or its alias, partitions); set it in the configuration or in {ENVIRONMENT_VARIABLE}"
             )
         sound = {name: value for name, value in given.items() if self._check_value(name, value)}
-        self._check_dependencies(sound)
+        self.errors.extend(broken_rules(sound, self._where))
         for name, value in sound.items():
             if KEYS[name].unsupported and value != _FIELDS[name].default:
                 where = self._where(name)
@@ -440,147 +435,11 @@ class _Report:
             self.errors.append(f"{name}: expected at least one entry, found {value!r}{self._where(name)}")
         return bool(value) and not wrong
 
-    def _check_dependencies(self, sound: Mapping[str, Any]) -> None:
-        """Check the rules between keys, as far as the keys involved are valid themselves."""
-        degree = sound.get("pipeline_parallel_degree")
-        self.errors.extend(f"{fault}{self._where('kernels')}" for fault in faults_of(sound.get("kernels", AUTO)))
-        schedule = sound.get("schedule", "")
-        if schedule not in ("", *SCHEDULES) and not schedule.endswith(".csv"):
-            expected = f"{', '.join(SCHEDULES)} or a .csv file"
-            self.errors.append(f"schedule: expected one of {expected}, found {schedule!r}{self._where('schedule')}")
-        self._check_plan(sound)
-        if sound.get("tensor_parallel_degree", 1) > 1 and not sound.get("ddp", False):
-            found = sound["tensor_parallel_degree"]
-            self.errors.append(f"tensor_parallel_degree: {found} requires ddp: true, found ddp: false")
-        if sound.get("shard_optimizer_state", False) and not sound.get("ddp", False):
-            self.errors.append("shard_optimizer_state: true requires ddp: true, found ddp: false")
-        if sound.get("fully_shard", False):
-            self._check_fully_shard(sound)
-        if sound.get("bf16", False):
-            self.errors.extend(
-                f"{name}: true and bf16: true exclude each other; keep one"
-                for name in ("fp16", "fp16_params")
-                if sound.get(name, False)
-            )
-        if sound.get("auto_partition", True) is False and "default_partition" not in sound:
-            self.errors.append("auto_partition: false requires default_partition, where modules not placed by hand go")
-        if sound.get("auto_partition", True) is False and sound.get("virtual_pipeline_degree", 0):
-            self.errors.append(
-                f"virtual_pipeline_degree: {sound['virtual_pipeline_degree']} requires auto_partition: true; by hand, a rank has "
-                "the pieces that smp.partition gives it"
-            )
-        if degree is not None and sound.get("default_partition", 0) > degree - 1:
-            self.errors.append(
-                f"default_partition: expected at most pipeline_parallel_degree - 1 = {degree - 1}, "
-                f"found {sound['default_partition']}"
-            )
-
-    def _check_fully_shard(self, sound: Mapping[str, Any]) -> None:
-        schedule = sound.get("schedule", "")
-        if not sound.get("ddp", False):
-            self.errors.append("fully_shard: true requires ddp: true, found ddp: false")
-        if sound.get("pipeline_parallel_degree", 2) == 1:
-            self.errors.append(
-                "fully_shard: true requires pipeline_parallel_degree above 1, found 1; call torch's fully_shard"
-            )
-        if schedule in ("zb-h1", "zb-h2", "zb-v", "list"):
-            self.errors.append(
-                f"fully_shard: true requires a schedule with whole backwards, found schedule: {schedule!r}, which splits them; use 1f1b, "
-                "interleaved-1f1b or gpipe"
-            )
-        if sound.get("tensor_parallel_degree", 1) > 1:
-            self.errors.append(
-                f"fully_shard: true requires tensor_parallel_degree: 1, found {sound['tensor_parallel_degree']}"
-            )
-        if sound.get("shard_optimizer_state", False):
-            self.errors.append("fully_shard: true and shard_optimizer_state: true exclude each other; keep one")
-
-    def _check_plan(self, sound: Mapping[str, Any]) -> None:
-        plan, where = sound.get("tensor_parallel_plan", MODULES), self._where("tensor_parallel_plan")
-        if isinstance(plan, str) and plan not in PLANS and not plan.endswith(".json"):
-            self.errors.append(
-                f"tensor_parallel_plan: expected one of {', '.join(PLANS)}, styles by name pattern, or a .json file of such, found "
-                f"{plan!r}{where}"
-            )
-        elif plan != MODULES and sound.get("tensor_parallel_degree", 1) > 1 and not sound.get("prescaled_batch", False):
-            self.errors.append(
-                f"tensor_parallel_plan: {plan} requires prescaled_batch: true, as all ranks of a tensor-parallel group compute on the same "
-                f"batch, found prescaled_batch: false{where}"
-            )
-        if plan == MODULES and sound.get("tensor_parallel_outputs", ""):
-            self.errors.append(
-                f"tensor_parallel_outputs: {sound['tensor_parallel_outputs']} requires a tensor_parallel_plan, found {MODULES}"
-                f"{self._where('tensor_parallel_outputs')}"
-            )
-
     def _where(self, name: str) -> str:
         return f" ({self._origins[name]})" if name in self._origins else ""
-
-
-def _unwrap(source: Any, origin: str) -> dict[str, Any]:
-    """The flat parameters inside a source, which may be nested the way a SageMaker estimator takes it."""
-    path = origin
-    for level, beside in (("smdistributed", ("mpi",)), ("modelparallel", ()), ("parameters", ("enabled",))):
-        if not isinstance(source, Mapping):
-            raise ConfigTypeError(f"{path}: expected a mapping of parameters, found {type(source).__name__}")
-        if level not in source:
-            continue
-        if extra := [str(name) for name in source if name not in (level, *beside)]:
-            raise ConfigError(f"{path}: unexpected beside {level}: {', '.join(extra)}")
-        if source.get("enabled", True) is not True:
-            raise ConfigError(f"{path}: expected enabled: true, found {source['enabled']!r}")
-        source, path = source[level], f"{path}.{level}"
-    if not isinstance(source, Mapping):
-        raise ConfigTypeError(f"{path}: expected a mapping of parameters, found {type(source).__name__}")
-    if odd := [name for name in source if not isinstance(name, str)]:
-        raise ConfigTypeError(f"{path}: expected names as keys, found {', '.join(map(repr, odd))}")
-    return dict(source)
 
 
 def _closest(name: str) -> str:
     """`; did you mean X?` for the known name that is most like this one, or nothing."""
     matches = difflib.get_close_matches(name, [*KEYS, *_ALIASES], n=1, cutoff=0.5)
     return f"; did you mean {matches[0]}?" if matches else ""
-
-
-def parse_json(text: str, origin: str) -> dict[str, Any]:
-    """Parse a JSON object, naming line and column of what is malformed; refuses a key given twice."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = [name for name in result if names.count(name) > 1]
-            raise ConfigError(f"{origin}: duplicate key {', '.join(twice)}; keep one")
-        return result
-
-    try:
-        value = json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{origin}: malformed JSON at line {error.lineno}, column {error.colno}: {error.msg}"
-        ) from None
-    except RecursionError:
-        raise ConfigError(f"{origin}: malformed JSON: nested too deeply") from None
-    if not isinstance(value, dict):
-        raise ConfigTypeError(f"{origin}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def read_file(path: str | Path) -> dict[str, Any]:
-    """Read a `.json` or `.toml` configuration file, its keys unchecked. ConfigError names the file."""
-    path = Path(path)
-    if path.suffix not in (".json", ".toml"):
-        raise ConfigError(f"{path}: expected a .json or .toml file")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the config file: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text at byte {error.start}") from None
-    if path.suffix == ".json":
-        return parse_json(text, str(path))
-    try:
-        return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: malformed TOML: {error}") from None
