@@ -45,6 +45,9 @@ class ModelCalls(Protocol):
         """`model.backward(tensors, gradients)`."""
 
 
+Enter = Callable[[ModelCalls | None], None]  # sets what model(...) and model.backward(...) do
+
+
 class Captured(BaseException):
     """Leaves the step function at the call of the model. No Exception: the function must not catch it by accident."""
 

@@ -92,14 +92,18 @@ class ModeReader:
                 "requires_grad before the first step"
             )
 
-    def describe_difference(self, expected: bytes, found: bytes) -> str:
-        """The first difference between two modes, in words."""
+    def check(self, expected: bytes) -> None:
+        """Raise StepError, naming the first difference, if the modes are not those of pipeline rank 0."""
+        found = self.read()
+        if found == expected:
+            return
         names = [f"module {name!r}: training" for name, _ in self._modules]
         names += [f"parameter {name!r}: requires_grad" for name, _ in self._parameters]
-        for name, a, b in zip(names, expected, found, strict=True):
-            if a != b:
-                return f"{name} = {bool(a)} on pipeline rank 0, {bool(b)} here"
-        raise AssertionError("the modes are equal")
+        name, there, here = next(row for row in zip(names, expected, found, strict=True) if row[1] != row[2])
+        raise StepError(
+            f"the model is not in the same mode on all ranks: {name} = {bool(there)} on pipeline rank 0, {bool(here)} here; call "
+            "train(), eval() and requires_grad_() on every rank"
+        )
 
 
 def read_signature(inputs: Inputs, modes: bytes, grad_enabled: bool, autocast: Autocast | None = None) -> Signature:
