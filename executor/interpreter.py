@@ -26,7 +26,8 @@ import torch
 from torch import nn
 
 from smpc.codegen.program import Op, RankProgram
-from smpc.executor.bind import Binder, Inputs, OnOutput, StepHooks
+from smpc.executor.bind import Binder
+from smpc.executor.handler import Inputs, OnOutput, StepHooks
 from smpc.executor.recorder import Recorder
 from smpc.executor.transport import Transport
 

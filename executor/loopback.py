@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from smpc.errors import ScheduleError
-from smpc.executor.bind import Inputs, OnOutput
+from smpc.executor.handler import Inputs, OnOutput
 from smpc.executor.interpreter import Interpreter
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from smpc.errors import StepError
-from smpc.executor.bind import StepHooks
 from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.executor.data_parallel import broadcast
+from smpc.executor.handler import StepHooks
 from smpc.executor.wide_gradients import gradient_dtype
 
 

@@ -35,8 +35,8 @@ from smpc.codegen.rewrite.tensor_parallel import GROUP
 from smpc.codegen.stage import StageModule, build_stage
 from smpc.compile import Compilation, Inputs
 from smpc.errors import StepError, UsageError
-from smpc.executor.bind import StepHooks
 from smpc.executor.fully_shard import StageShards, exchange
+from smpc.executor.handler import StepHooks
 from smpc.executor.interpreter import Interpreter
 from smpc.executor.loopback import run_loopback
 from smpc.executor.sharded_tensor import local

@@ -41,8 +41,8 @@ from smpc.errors import (
     UsageError,
 )
 from smpc.executor import FailureMonitor, StageReplicas
-from smpc.executor.bind import StepHooks
 from smpc.executor.fully_shard import StageShards
+from smpc.executor.handler import StepHooks
 from smpc.executor.wide_gradients import widen
 from smpc.mesh import Axis
 from smpc.observe import Watch

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from smpc.errors import StepError
-from smpc.executor.bind import StepHooks
+from smpc.executor.handler import StepHooks
 from smpc.executor.tensor_replicas import TensorReplicas
 from smpc.mesh import Axis
 from smpc.nn.distribute import distribute

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-from smpc.executor.bind import StepHooks
+from smpc.executor.handler import StepHooks
 from smpc.v1.optimization.precision import loss_scale
 from smpc.v1.state import state
 from smpc.v1.steps.calls import Gradients, Tensors, make_roots

@@ -34,7 +34,7 @@ from torch import Tensor
 from smpc.codegen.stage import StageModule
 from smpc.compile import Compilation, Inputs
 from smpc.errors import StepError, UsageError
-from smpc.executor.bind import StepHooks
+from smpc.executor.handler import StepHooks
 from smpc.executor.transport import Transport
 from smpc.observe import Observer
 from smpc.partitioner.plan import Plan

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from smpc.errors import StepError
-from smpc.executor.bind import StepHooks
+from smpc.executor.handler import StepHooks
 from smpc.observe import Watch, batch_of
 from smpc.v1.optimization.precision import loss_scale
 from smpc.v1.state import Session
