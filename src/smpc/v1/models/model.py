@@ -22,7 +22,7 @@ import datetime
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -40,7 +40,7 @@ from smpc.errors import (
     TraceError,
     UsageError,
 )
-from smpc.executor import FailureMonitor, StageReplicas
+from smpc.executor import StageReplicas
 from smpc.executor.fully_shard import StageShards
 from smpc.executor.handler import StepHooks
 from smpc.executor.wide_gradients import widen
@@ -49,7 +49,7 @@ from smpc.observe import Watch
 from smpc.partitioner.plan import Plan
 from smpc.v1.models.checkpointing import apply_marks
 from smpc.v1.models.compiled_tensors import make_compiled_tensors
-from smpc.v1.models.model_checks import check_arguments, check_fully_shard, check_marks
+from smpc.v1.models.model_checks import check_arguments, check_fully_shard, check_join, check_marks
 from smpc.v1.models.model_view import ModelView
 from smpc.v1.models.placement import Placement
 from smpc.v1.models.tensor_parallel import Distribution
@@ -58,17 +58,15 @@ from smpc.v1.saving.model_state import PARTIAL, IncompatibleKeys, ModelState
 from smpc.v1.saving.slices import Slices
 from smpc.v1.state import state
 from smpc.v1.steps.calls import Gradients, ModelCalls, Tensors, current_autocast
-from smpc.v1.steps.connections import make_control, make_monitor, make_state_control, make_transport
+from smpc.v1.steps.connections import make_control, make_state_control, make_transport
 from smpc.v1.steps.control import Control
 from smpc.v1.steps.join import EarlyTerminationError, Join
 from smpc.v1.steps.nonfinite import describe_verdict
 from smpc.v1.steps.pipeline import Pipeline
 from smpc.v1.steps.single import Single
 from smpc.v1.steps.step_body import Arguments, StepBody
+from smpc.v1.steps.supervision import Supervision
 from smpc.v1.steps.watching import make_observer
-
-if TYPE_CHECKING:
-    pass
 
 Hook = Callable[["DistributedModel", Any], Any]
 # All ranks of a pipeline raise these together, with nothing under way: the next step may go on.
@@ -122,7 +120,6 @@ class DistributedModel(ModelView):
         self._join: Join | None = None
         self._is_spread = False  # whether this rank's part is where it computes
         self._ran_hooks = False
-        self._monitor: FailureMonitor | None = None
         self._observer, end_of_watch = make_observer(session, self._held, self._plan)
 
         self._replica_options: dict[str, Any] = {
@@ -143,8 +140,7 @@ class DistributedModel(ModelView):
             self._cut_later(average_grads_across_microbatches)
         else:
             self._place_now(average_grads_across_microbatches)
-        if session.mesh.world_size > 1:
-            self._monitor = make_monitor(session)
+        self._supervision = Supervision(session, self._where, self._position, self._close_connections)
         state.model = self
         state.closers += [end_of_watch, self.close]
 
@@ -160,7 +156,7 @@ class DistributedModel(ModelView):
             self._make_replicas,
             self._enter,
             average,
-            self._allow_compilation,
+            lambda: self._supervision.allow_compilation(),
             *self._measures,
             self._observer,
             self._compiled,
@@ -269,8 +265,7 @@ class DistributedModel(ModelView):
         try:
             state.checkpointer.check()
         except CheckpointError as error:
-            if self._monitor is not None:
-                self._monitor.report(error)
+            self._supervision.report(error)
             raise
 
     def _run_pipeline(self, body: StepBody, own: Callable[[], Arguments], watch: Watch) -> Any:
@@ -279,21 +274,21 @@ class DistributedModel(ModelView):
         if self.partitioned and not self._is_spread:
             self._placement.apply()  # after cpu()
             self._is_spread = True
-        with self._watch():
+        with self._supervision.step():
             if self._join is not None and not self.partitioned:
                 self._guarded_join(self._join, self._join.begin_partition)
             try:
                 program, request = pipeline.begin(body, own, self._on_partition)
             except _AGREED as error:
-                if self._monitor is not None and state.session.mesh.rdp_size > 1:
-                    self._monitor.report(error)  # other replicas would wait for this one
+                if state.session.mesh.rdp_size > 1:
+                    self._supervision.report(error)  # other replicas would wait for this one
                 raise
             except BaseException as error:
-                with self._guard():
+                with self._supervision.guard():
                     raise error
             if self._join is not None and pipeline.may_train(body, program):
                 self._guarded_join(self._join, self._join.begin_step)
-            with self._guard():
+            with self._supervision.guard():
                 outcome = pipeline.run(body, own, program, request)
         watch.loss = outcome.loss
         value = outcome.result()
@@ -306,7 +301,7 @@ class DistributedModel(ModelView):
         self._place_again()
         if self._join is not None and single.may_train(body):
             self._guarded_join(self._join, self._join.begin_step)
-        with self._watch(), self._guard():
+        with self._supervision.step(), self._supervision.guard():
             value, verdict = single.run(body, own(), watch)
         self._judge(verdict, body)
         return value
@@ -332,42 +327,23 @@ class DistributedModel(ModelView):
         if session.rank == 0:
             warnings.warn(text, stacklevel=5)
 
-    def _watch(self) -> contextlib.AbstractContextManager[None]:
-        if self._monitor is None:
-            return contextlib.nullcontext()
-        timeout = None if self._ran_hooks else state.cfg.start_timeout
-        return self._monitor.watch(self._where, timeout=timeout, position=self._position)
-
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        with self._watch(), self._guard():
+        with self._supervision.step(), self._supervision.guard():
             yield
 
     def watch_checkpoint(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Limits how long an exchange of state may take, to `checkpoint_timeout`."""
-        if self._monitor is None:
-            return contextlib.nullcontext()
-        return self._monitor.watch(lambda: what, timeout=state.cfg.checkpoint_timeout)
+        return self._supervision.wait(what, state.cfg.checkpoint_timeout)
 
     def watch_exchange(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Limits how long the ranks may wait for each other outside a step, to `step_timeout`."""
-        if self._monitor is None:
-            return contextlib.nullcontext()
-        return self._monitor.watch(lambda: what)
+        return self._supervision.wait(what)
 
     @property
     def is_joining(self) -> bool:
         """Whether `join` lets replicas end at different times."""
         return self._join is not None
-
-    def _allow_compilation(self) -> None:
-        if self._monitor is not None:
-            self._monitor.extend(state.cfg.start_timeout)
-
-    def _guard(self) -> contextlib.AbstractContextManager[None]:
-        if self._monitor is None:
-            return contextlib.nullcontext()
-        return self._monitor.step(self._where, self._close_connections)
 
     def _where(self) -> str:
         return "a step" if self._pipeline is None else self._pipeline.where
@@ -387,6 +363,7 @@ class DistributedModel(ModelView):
 
     def _on_partition(self) -> None:
         self._is_spread = self._ran_hooks = True
+        self._supervision.has_started = True
         deferred, self._deferred = self._deferred, []
         for load in deferred:
             load()
@@ -398,8 +375,7 @@ class DistributedModel(ModelView):
 
     def close(self) -> None:
         """End the threads and connections of this model; its steps cannot run afterwards. `smp.shutdown` calls it."""
-        if self._monitor is not None:
-            self._monitor.stop()
+        self._supervision.stop()
         self._close_connections()
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -556,22 +532,7 @@ class DistributedModel(ModelView):
         if state.session.mesh.rdp_size == 1 or not enable:
             yield
             return
-        if state.cfg.shard_optimizer_state:
-            raise ConfigUnsupportedError(
-                "join: with shard_optimizer_state, replicas need each other's updates in every step; give all replicas as many batches, or "
-                "leave shard_optimizer_state out"
-            )
-        if state.cfg.fully_shard:
-            raise ConfigUnsupportedError(
-                "join: with fully_shard, replicas need each other's parameters in every step; give all replicas as many batches, or leave "
-                "fully_shard out"
-            )
-        assert self._monitor is not None, "there are several ranks"
-        if state.session.mesh.tp_size > 1 and self._replica_options["backward_passes_per_step"] > 1:
-            raise ConfigUnsupportedError(
-                "join: with tensor_parallel_degree above 1, backward_passes_per_step must be 1, found "
-                f"{self._replica_options['backward_passes_per_step']}"
-            )
+        check_join(self._replica_options, state.session)
         join = Join(
             state.session,
             lambda: self._replicas,
@@ -594,7 +555,7 @@ class DistributedModel(ModelView):
         except EarlyTerminationError:
             raise
         except Exception as error:
-            self._monitor.report(error, "join")  # the other replicas would wait for this one
+            self._supervision.report(error, "join")  # the other replicas would wait for this one
             raise
         finally:
             self._set_join(None)
@@ -608,9 +569,8 @@ class DistributedModel(ModelView):
 
     def _guarded_join(self, join: Join, act: Callable[[], bool | None]) -> bool | None:
         """Do something that waits for the other replicas; raise what all of them have agreed to raise."""
-        assert self._monitor is not None, "there are several ranks"
-        timeout = None if self._ran_hooks else state.cfg.start_timeout
-        with self._monitor.watch(lambda: "join, waiting for the other replicas", timeout=timeout), self._guard():
+        supervision = self._supervision
+        with supervision.wait("join, waiting for the other replicas", supervision.step_timeout), supervision.guard():
             result = act()
         if join.error is not None:
             raise join.error

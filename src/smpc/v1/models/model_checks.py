@@ -1,4 +1,4 @@
-"""What `smp.DistributedModel` refuses, and what it warns of, before it touches the module."""
+"""What `smp.DistributedModel` refuses, and what it warns of, before it touches the module or joins replicas."""
 
 from __future__ import annotations
 
@@ -42,6 +42,26 @@ def check_fully_shard(options: Mapping[str, Any], session: Session) -> None:
         warnings.warn(
             f"{names}: without effect under fully_shard, which has no buckets and averages in the last backward",
             stacklevel=3,
+        )
+
+
+def check_join(options: Mapping[str, Any], session: Session) -> None:
+    """Raise ConfigUnsupportedError where replicas need each other in every step, so that `model.join` cannot let one go on alone."""
+    config = session.config
+    if config.shard_optimizer_state:
+        raise ConfigUnsupportedError(
+            "join: with shard_optimizer_state, replicas need each other's updates in every step; give all replicas as many batches, or "
+            "leave shard_optimizer_state out"
+        )
+    if config.fully_shard:
+        raise ConfigUnsupportedError(
+            "join: with fully_shard, replicas need each other's parameters in every step; give all replicas as many batches, or leave "
+            "fully_shard out"
+        )
+    if session.mesh.tp_size > 1 and options["backward_passes_per_step"] > 1:
+        raise ConfigUnsupportedError(
+            "join: with tensor_parallel_degree above 1, backward_passes_per_step must be 1, found "
+            f"{options['backward_passes_per_step']}"
         )
 
 
