@@ -1,7 +1,7 @@
 """The recorder's notebook: every torch call and module call of one run over fake tensors becomes a node or a span.
 
-`Recorder` is a TorchFunctionMode; `smpc.tracer.record` sets the stage for it. Tensors are known by identity and kept alive until the end,
-so that identities stay unique. What a call writes in place is found by comparing tensors' version counters around it.
+`Recorder` is a TorchFunctionMode; `smpc.tracer.record` sets the stage for it. Tensors are known by identity (`smpc.tracer.identities`).
+What a call writes in place is found by comparing tensors' version counters around it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from smpc.tracer.attribute_writes import AttributeWrites
 from smpc.tracer.effects import autocast_state, dense, running_statistics, tensors_in, version_of
 from smpc.tracer.fakes import FakeState
 from smpc.tracer.guards import NoAnswerError
+from smpc.tracer.identities import Identities
 from smpc.tracer.ir import Autocast, ModuleCall, Node, NodeKind, TensorSpec, Trace
 from smpc.tracer.literals import Opaque, Ref, TraceDevice, is_constant, normalise
 from smpc.tracer.measure import Meter, moved_bytes, touched_bytes
@@ -93,22 +94,18 @@ class Recorder(TorchFunctionMode):
         self.regions = RegionLog()
         self.muted = 0
         self._inside: TorchCall | None = None  # what torch calls inside a call that is recorded as one go through
-        self._node_of: dict[int, str] = {}  # id(tensor) -> node
-        self._tensor_of: dict[str, torch.Tensor] = {}  # the inverse
+        self._tensors = Identities()
         self._canonical = {name: spec.names[0] for spec in state.specs for name in spec.names}
         self._buffers = {
             spec.names[0]: fake for spec, fake in zip(state.specs, state.fakes, strict=True)
         }  # as last seen
         self._globals: dict[str, None] = {}  # constants that stand for tensors which outlive the run
-        self._alive: list[Any] = []  # ids are unique only among living objects
-        self._storages: dict[int, int] = {}
-        self._storage_bytes: list[int] = []
         self._attributes: dict[str, str] = {}  # FQN -> node that reads it
         self._names = NodeNames()
         self._saved: list[int] = []
         self._inputs: tuple[Structure, tuple[Any, ...]] = (Structure(), ())
         self._ambient = {kind: autocast_state(kind) for kind in dict.fromkeys(("cpu", device.type))}
-        self._state_storage = [self._storage(fake) for fake in state.fakes]
+        self._state_storage = [self._tensors.storage(fake) for fake in state.fakes]
         self._state_storages = frozenset(self._state_storage)
 
     # -- inputs and output ---------------------------------------------------------------------------------------------
@@ -123,16 +120,16 @@ class Recorder(TorchFunctionMode):
                 fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
                 target = input_path(path)
                 name = self._names.unique(re.sub(r"\W+", "_", target).strip("_"))
-                self._add(
+                self.nodes.append(
                     Node(
                         name,
                         NodeKind.PLACEHOLDER,
                         target,
                         spec=TensorSpec.of(fake),
-                        storage=self._storage(fake),
+                        storage=self._tensors.storage(fake),
                     )
                 )
-                self._bind(fake, name)
+                self._tensors.bind(fake, name)
                 if leaf.device.type != "meta" and not isinstance(leaf, FakeTensor):
                     self.questions.samples[name] = leaf
                 fakes.append(fake)
@@ -164,14 +161,14 @@ class Recorder(TorchFunctionMode):
             structure,
             outputs,
             specs,
-            tuple(self._storage_bytes),
+            tuple(self._tensors.storage_bytes),
             tuple(self.questions.guards),
             self.regions.finished(calls),
         )
 
     def _settled(self, node: Node) -> Node:
         """The node with the grad flag that its tensor has in the end: `mask[0] = hidden` makes `mask` require grad."""
-        tensor = self._tensor_of.get(node.name)
+        tensor = self._tensors.tensor_of(node.name)
         if tensor is None or node.spec is None or tensor.requires_grad == node.spec.requires_grad:
             return node
         spec = dataclasses.replace(node.spec, requires_grad=tensor.requires_grad)
@@ -238,7 +235,7 @@ class Recorder(TorchFunctionMode):
                 raise self._unknown(real, "a tensor")
             self.begin_call()
             self.add_call(intake.CONSTANT, arguments, out, (), 0)
-            return self._node_of[id(out)]
+            return self._tensors.node_of(out)
 
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if intake.works_on_elements(func):
@@ -306,14 +303,14 @@ class Recorder(TorchFunctionMode):
 
     def _add_measured(self, node: Node, out: Any) -> None:
         """Adds the node of a call that has just returned `out`, with what the meter and autograd's hooks say of it."""
-        single = dense(out)
+        spec, storage = self._described(out)
         grad_enabled, autocast = self._context()
-        self._add(
+        self.nodes.append(
             dataclasses.replace(
                 node,
-                spec=TensorSpec.of(single) if single is not None else None,
-                storage=self._storage(single) if single is not None else -1,
-                call=self.open[-1].index if self.open else 0,
+                spec=spec,
+                storage=storage,
+                call=self._call_index,
                 flops=self.meter.flops,
                 saved=tuple(dict.fromkeys(self._saved)),
                 random=self.meter.random,
@@ -342,11 +339,11 @@ class Recorder(TorchFunctionMode):
 
     def known(self, tensor: torch.Tensor) -> str:
         """The name of a tensor that a node has returned, or of a parameter or buffer; "" for others."""
-        return self._node_of.get(id(tensor)) or self.state.names.get(id(tensor), "")
+        return self._tensors.node_of(tensor) or self.state.names.get(id(tensor), "")
 
     def note_saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Called for every tensor that autograd saves."""
-        storage = self._storage(tensor)
+        storage = self._tensors.storage(tensor)
         if storage not in self._state_storages:
             self._saved.append(storage)
         return tensor
@@ -428,7 +425,7 @@ class Recorder(TorchFunctionMode):
         if self.muted or not torch.is_grad_enabled():
             yield
             return
-        call = self.open[-1].index if self.open else 0
+        call = self._call_index
         with self.regions.region(call, lambda: len(self.nodes), preserve_rng_state, sequence, strategy, own=own):
             yield
 
@@ -471,7 +468,9 @@ class Recorder(TorchFunctionMode):
         tensors = [*tensors_in(inputs), *module.parameters(), *module.buffers()]
         self.meter.flops, self.meter.random = found.flops, found.random
         for position, num_bytes in found.saved:
-            self._saved.append(self._storage(inputs[position]) if position >= 0 else self._new_storage(num_bytes))
+            self._saved.append(
+                self._tensors.storage(inputs[position]) if position >= 0 else self._tensors.new_storage(num_bytes)
+            )
         leaves = [self._fake(leaf, inputs) for leaf in found.leaves]
         return found.structure.unflatten(leaves), [tensors[i] for i in found.written]
 
@@ -499,7 +498,9 @@ class Recorder(TorchFunctionMode):
                     continue
                 self._buffers[known] = value
                 ref, name = Ref(self._name(value, f"buffer {fqn}")), self._names.unique(f"set_{key}")
-                self._add(Node(name, NodeKind.SET_ATTR, known, (ref,), call=opened.index, source=current_line()))
+                self.nodes.append(
+                    Node(name, NodeKind.SET_ATTR, known, (ref,), call=opened.index, source=current_line())
+                )
 
     # -- tensors to names ----------------------------------------------------------------------------------------------
 
@@ -520,7 +521,7 @@ class Recorder(TorchFunctionMode):
     def _argument(self, leaf: Any, where: str | None) -> Any:
         """A Ref or a constant. What is neither is an error, or `Opaque` when there is no `where` to blame."""
         if isinstance(leaf, torch.Tensor):
-            if where is None and id(leaf) not in self._node_of and id(leaf) not in self.state.names:
+            if where is None and not self.known(leaf):
                 return Opaque("tensor")
             return Ref(self._name(leaf, where or ""))
         leaf = normalise(leaf)
@@ -534,41 +535,37 @@ class Recorder(TorchFunctionMode):
 
     def _name(self, tensor: torch.Tensor, where: str) -> str:
         """The node whose value a tensor is."""
-        found = self._node_of.get(id(tensor))
-        if found is not None:
+        found = self._tensors.node_of(tensor)
+        if found:
             return found
         fqn = self.state.names.get(id(tensor))
         if fqn is None:
             if intake.constant(tensor) is None:
                 raise self._unknown(tensor, where)
             name = self._add_constant(tensor, tensor)
-            del (
-                self._node_of[id(tensor)],
-                self._tensor_of[name],
-            )  # a global, made again for each use, so that modules stay intact
+            self._tensors.forget(tensor)  # a global, made again for each use, so that modules stay intact
             self._globals[name] = None
             return name
         if fqn not in self._attributes:
             self._attributes[fqn] = name = self._names.unique(re.sub(r"\W+", "_", fqn).strip("_"))
-            spec, storage = TensorSpec.of(tensor), self._storage(tensor)
-            call = self.open[-1].index if self.open else 0
-            self._add(Node(name, NodeKind.GET_ATTR, fqn, spec=spec, storage=storage, call=call))
+            spec, storage = TensorSpec.of(tensor), self._tensors.storage(tensor)
+            call = self._call_index
+            self.nodes.append(Node(name, NodeKind.GET_ATTR, fqn, spec=spec, storage=storage, call=call))
         return self._attributes[fqn]
 
     def _unknown(self, tensor: torch.Tensor, where: str) -> UntraceableError:
         return self.error(f"{where} is a tensor {tuple(tensor.shape)} that {intake.why_unknown(tensor)}")
 
-    def _bind(self, tensor: torch.Tensor, name: str) -> None:
-        self._tensor_of.pop(self._node_of.get(id(tensor), ""), None)
-        self._node_of[id(tensor)] = name
-        self._tensor_of[name] = tensor
-        self._alive.append(tensor)
+    def _described(self, value: Any) -> tuple[TensorSpec | None, int]:
+        """The spec and the storage of what a node returns; None and -1 if that is no tensor."""
+        tensor = dense(value)
+        return (None, -1) if tensor is None else (TensorSpec.of(tensor), self._tensors.storage(tensor))
 
     def _bind_result(self, out: Any, name: str) -> None:
         """Binds what a call returned: a tensor to the node itself, the parts of a tuple to getitem nodes."""
         if isinstance(out, torch.Tensor):
-            if id(out) not in self.state.names or id(out) in self._node_of:
-                self._bind(out, name)
+            if id(out) not in self.state.names or self._tensors.node_of(out):
+                self._tensors.bind(out, name)
             return
         parts: Iterator[tuple[Any, Any]] = iter(())
         if isinstance(out, (tuple, list)):
@@ -579,41 +576,30 @@ class Recorder(TorchFunctionMode):
             if not any(True for _ in tensors_in(item)):
                 continue
             part = self._names.unique(f"{name}_{key}")
-            single = dense(item)
+            spec, storage = self._described(item)
             grad_enabled, autocast = self._context()
-            self._add(
+            self.nodes.append(
                 Node(
                     part,
                     NodeKind.CALL_FUNCTION,
                     targets.GETITEM,
                     (Ref(name), key),
                     (),
-                    TensorSpec.of(single) if single is not None else None,
-                    self._storage(single) if single is not None else -1,
-                    self.open[-1].index if self.open else 0,
+                    spec,
+                    storage,
+                    self._call_index,
                     grad_enabled=grad_enabled,
                     autocast=autocast,
                 )
             )
             self._bind_result(item, part)
 
-    def _add(self, node: Node) -> None:
-        self.nodes.append(node)
-
-    def _storage(self, tensor: torch.Tensor) -> int:
-        if tensor.layout is not torch.strided:
-            return -1
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._storages:
-            self._storages[storage._cdata] = self._new_storage(storage.nbytes())
-            self._alive.append(storage)
-        return self._storages[storage._cdata]
-
-    def _new_storage(self, num_bytes: int) -> int:
-        self._storage_bytes.append(num_bytes)
-        return len(self._storage_bytes) - 1
-
     # -- surroundings --------------------------------------------------------------------------------------------------
+
+    @property
+    def _call_index(self) -> int:
+        """Of the innermost module call that is open."""
+        return self.open[-1].index if self.open else 0
 
     def _context(self) -> tuple[bool, Autocast | None]:
         for kind, ambient in self._ambient.items():
