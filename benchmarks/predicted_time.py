@@ -31,7 +31,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from smpc.codegen.simulate import Timeline
-from smpc.compile import Compilation, Inputs, PipelineOptions, compile_plan, make_plan, predict_timeline
+from smpc.compile import Compilation, PipelineOptions, compile_plan, make_plan, predict_timeline
 from smpc.executor.transport import GlooTransport
 from smpc.executor.wires import measure_wire
 from smpc.partitioner.cost import NodeTimes
@@ -40,6 +40,7 @@ from smpc.partitioner.plan import Plan
 from smpc.partitioner.timing import Stopwatch, typical
 from smpc.report.measured import Comparison
 from smpc.runtime import Runtime
+from smpc.sample_inputs import Inputs
 from smpc.tracer import record
 from smpc.tracer.ir import Trace
 

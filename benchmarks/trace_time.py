@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smpc.compile import first_microbatch
+from smpc.sample_inputs import first_microbatch
 from smpc.tracer import record
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from smpc.compile import Compilation, Inputs
+from smpc.compile import Compilation
 from smpc.runtime import LoopbackRuntime
+from smpc.sample_inputs import Inputs
 from smpc.tracer import flatten
 
 Results = tuple[list[list[torch.Tensor]], dict[str, torch.Tensor | None], dict[str, torch.Tensor]]

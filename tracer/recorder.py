@@ -41,7 +41,7 @@ from smpc.tracer.places import current_line, innermost_line
 from smpc.tracer.questions import Answers, Questions
 from smpc.tracer.region_log import RegionLog
 from smpc.tracer.regions import checkpoint_mark
-from smpc.tracer.structure import Structure, flatten
+from smpc.tracer.structure import Structure, flatten, input_path
 
 _UNTRACEABLE = (
     DataDependentOutputException,
@@ -621,12 +621,3 @@ def current_recorder() -> Recorder | None:
     """The recorder of the trace that is being made, if one is."""
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return next((mode for mode in modes if isinstance(mode, Recorder)), None)
-
-
-def input_path(path: str) -> str:
-    """ "[1]['input_ids']" of (args, kwargs) as "input_ids"; "[0][2]" as "args[2]"."""
-    if path.startswith("[0]"):
-        return "args" + path[3:]
-    match = re.match(r"\[1\]\['(\w+)'\](.*)", path, re.DOTALL)
-    assert match, path
-    return match[1] + match[2]

@@ -18,6 +18,7 @@ Unlike torch's pytree, sets and unregistered classes are opened, and a Structure
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -171,3 +172,12 @@ def _build_mapping(cls: Any, keys: tuple[Any, ...], values: list[Any]) -> Any:
 
 def _class_name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def input_path(path: str) -> str:
+    """ "[1]['input_ids']" of (args, kwargs) as "input_ids"; "[0][2]" as "args[2]"."""
+    if path.startswith("[0]"):
+        return "args" + path[3:]
+    match = re.match(r"\[1\]\['(\w+)'\](.*)", path, re.DOTALL)
+    assert match, path
+    return match[1] + match[2]

@@ -4,9 +4,8 @@
     print(compilation.plan.to_json())
     print(compilation.rank_source(1))
 
-Sample inputs are one whole batch: a tensor, a tuple or list of positional arguments, a dict of keyword arguments, or a (tuple, dict)
-pair of both. Every tensor of at least one dimension is split along axis 0 into microbatches. Only shapes and dtypes count, so tensors
-on the meta device will do, and so will a model on the meta device: nothing is allocated.
+Sample inputs are one whole batch, in the forms of `smpc.sample_inputs`. Only shapes and dtypes count, so tensors on the meta device will
+do, and so will a model on the meta device: nothing is allocated.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from smpc.codegen.actions import Schedule, of_program, peaks
@@ -46,12 +44,9 @@ from smpc.partitioner.sizes import parse_bytes
 from smpc.partitioner.solve import plan_from_assignment, solve_partition
 from smpc.partitioner.timing import measure_times, parameter_times
 from smpc.partitioner.workspace import measure_workspace
+from smpc.sample_inputs import as_inputs, first_microbatch
 from smpc.tracer.ir import Trace
 from smpc.tracer.record import record
-from smpc.tracer.recorder import input_path
-from smpc.tracer.structure import flatten
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +216,7 @@ def compile_model(
     show_phase: Callable[[str], object] | None = None,
     warn: bool = True,
 ) -> Compilation:
-    """Compiles a model for a batch like `sample_inputs` (see the module docstring for its forms).
+    """Compiles a model for a batch like `sample_inputs` (see `smpc.sample_inputs` for its forms).
 
     `leaf_modules` are called whole, with nothing recorded inside. `device` (see `smpc.partitioner.device`; several: one for each rank) and
     `optimizer` (see `smpc.partitioner.optimizer`) are what times and memory are predicted for. `memory_limit` is the most that a rank may
@@ -583,46 +578,3 @@ def _schedule(plan: Plan, channels: tuple[Channel, ...]) -> Schedule:
 def _simulate(plan: Plan, channels: tuple[Channel, ...], schedule: Schedule) -> Timeline:
     """One training step with the predicted times of the stages and of the messages between them."""
     return simulate(schedule, [Link.of(channel) for channel in channels], Costs.of_plan(plan))
-
-
-def as_inputs(sample_inputs: Any) -> Inputs:
-    """Sample inputs in one of their forms as (args, kwargs)."""
-    if isinstance(sample_inputs, torch.Tensor):
-        return (sample_inputs,), {}
-    if isinstance(sample_inputs, Mapping):
-        return (), dict(sample_inputs)
-    if isinstance(sample_inputs, (tuple, list)):
-        if (
-            len(sample_inputs) == 2
-            and isinstance(sample_inputs[0], (tuple, list))
-            and isinstance(sample_inputs[1], dict)
-        ):
-            return tuple(sample_inputs[0]), dict(sample_inputs[1])
-        return tuple(sample_inputs), {}
-    raise ConfigError(
-        "sample inputs: expected a tensor, a tuple or list of arguments, a dict of keyword arguments or a (tuple, dict) "
-        f"pair, found {type(sample_inputs).__name__}"
-    )
-
-
-def first_microbatch(inputs: Inputs, microbatches: int) -> Inputs:
-    """The first of `microbatches` equal parts along axis 0 of every tensor that has an axis.
-
-    Raises ConfigError, naming every input whose size the number of microbatches does not divide.
-    """
-    leaves, structure = flatten(inputs)
-    parts, wrong = [], []
-    for leaf, path in zip(leaves, structure.paths(), strict=True):
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
-            parts.append(leaf)
-            continue
-        size, rest = divmod(leaf.shape[0], microbatches)
-        if rest or not size:
-            wrong.append(
-                f"input {input_path(path)}: batch size {leaf.shape[0]} (axis 0) is not divisible by microbatches = {microbatches}"
-            )
-        parts.append(leaf.narrow(0, 0, size))
-    if wrong:
-        raise ConfigError("\n".join(wrong))
-    args, kwargs = structure.unflatten(parts)
-    return args, kwargs

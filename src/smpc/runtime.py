@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from smpc.codegen.program import RankProgram
 from smpc.codegen.rewrite.tensor_parallel import GROUP
 from smpc.codegen.stage import StageModule, build_stage
-from smpc.compile import Compilation, Inputs
+from smpc.compile import Compilation
 from smpc.errors import StepError, UsageError
 from smpc.executor.fully_shard import StageShards, exchange
 from smpc.executor.handler import StepHooks
@@ -44,6 +44,7 @@ from smpc.executor.transport import Transport, loopback_transports
 from smpc.observation import Window
 from smpc.observe import Observer, RankRecord, StepCallback, Watch, batch_of
 from smpc.partitioner.plan import Plan
+from smpc.sample_inputs import Inputs
 from smpc.tracer.guards import broken_guard
 from smpc.tracer.ir import NodeKind, Trace
 from smpc.tracer.literals import Ref, TraceDevice

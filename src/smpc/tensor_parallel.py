@@ -29,10 +29,11 @@ from smpc.codegen.rewrite.sharding import REPLICATED, Layout
 from smpc.codegen.rewrite.tensor_parallel import GROUP, ShardedTrace, describe, rewrite
 from smpc.codegen.split import split
 from smpc.codegen.stage import StageModule, build_stage
-from smpc.compile import PipelineOptions, as_inputs, make_plan
+from smpc.compile import PipelineOptions, make_plan
 from smpc.errors import ConfigError, UsageError
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.sharded_state import load_whole, slice_parameters, whole_of
+from smpc.sample_inputs import as_inputs
 from smpc.tracer.guards import broken_guard
 from smpc.tracer.ir import Trace
 from smpc.tracer.literals import TraceDevice, map_references
@@ -144,8 +145,8 @@ def shard(
 ) -> ShardedModule:
     """This rank's part of `model`, which it takes over: parameters are replaced by slices in place.
 
-    `sample_inputs`: one batch, in the forms of `smpc.compile`. `outputs` are the only tensors that calls return, such as ("loss",), so
-    that logits need not be gathered; in place of others there is None. By default all are returned. A model on the meta device stays
+    `sample_inputs`: one batch, in the forms of `smpc.sample_inputs`. `outputs` are the only tensors that calls return, such as ("loss",),
+    so that logits need not be gathered; in place of others there is None. By default all are returned. A model on the meta device stays
     there, as slices: move it with `to_empty` and fill it with `load_whole_state_dict`. Raises ConfigError for a plan or an output that
     is wrong, TraceError for a model that cannot be recorded.
     """

@@ -10,7 +10,8 @@ from random_plans import compile_assignment, contiguous
 from smpc.codegen.emit import describe_channel, emit_rank
 from smpc.codegen.program import Instruction
 from smpc.codegen.stage import build_stage
-from smpc.compile import compile_model, first_microbatch
+from smpc.compile import compile_model
+from smpc.sample_inputs import first_microbatch
 from smpc.tracer import record
 
 

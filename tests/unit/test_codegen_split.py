@@ -13,8 +13,9 @@ from random_plans import compile_assignment, contiguous
 from torch import nn
 
 from smpc.codegen.split import split
-from smpc.compile import compile_model, first_microbatch
+from smpc.compile import compile_model
 from smpc.errors import CodegenError
+from smpc.sample_inputs import first_microbatch
 from smpc.tracer import record, verify
 
 

@@ -11,9 +11,10 @@ import torch
 import zoo
 from torch import nn
 
-from smpc.compile import PipelineOptions, as_inputs, compile_model, compile_trace, first_microbatch
+from smpc.compile import PipelineOptions, compile_model, compile_trace
 from smpc.errors import ConfigError, PartitionError, StepError, TraceError
 from smpc.runtime import LoopbackRuntime
+from smpc.sample_inputs import as_inputs, first_microbatch
 from smpc.tracer import flatten, record
 
 

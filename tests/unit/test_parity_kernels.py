@@ -6,8 +6,9 @@ import torch
 import zoo
 
 from smpc.codegen.rewrite.kernels import REWRITES
-from smpc.compile import PipelineOptions, as_inputs, compile_model, compile_plan, first_microbatch, make_plan
+from smpc.compile import PipelineOptions, compile_model, compile_plan, make_plan
 from smpc.partitioner.plan import Plan
+from smpc.sample_inputs import as_inputs, first_microbatch
 from smpc.tracer.record import record
 
 EVERYTHING = tuple(rewrite.op for rewrite in REWRITES)

@@ -15,11 +15,12 @@ from smpc.codegen.program import Op
 from smpc.codegen.schedules.choice import Choice, choose
 from smpc.codegen.schedules.csv_file import to_csv
 from smpc.codegen.simulate import Costs, chain
-from smpc.compile import compile_model, compile_plan, first_microbatch
+from smpc.compile import compile_model, compile_plan
 from smpc.executor import deferral
 from smpc.partitioner.plan import ScheduleSummary
 from smpc.partitioner.solve import solve_partition
 from smpc.runtime import LoopbackRuntime
+from smpc.sample_inputs import first_microbatch
 from smpc.tracer.record import record
 
 SETTINGS = {

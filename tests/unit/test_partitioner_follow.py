@@ -7,9 +7,10 @@ import zoo
 from random_plans import compile_assignment
 from torch import nn
 
-from smpc.compile import PipelineOptions, compile_model, compile_trace, first_microbatch
+from smpc.compile import PipelineOptions, compile_model, compile_trace
 from smpc.errors import PartitionError
 from smpc.partitioner.follow import follow
+from smpc.sample_inputs import first_microbatch
 from smpc.tracer import record
 
 

@@ -7,10 +7,11 @@ import torch.nn.functional as F
 import zoo
 from torch import nn
 
-from smpc.compile import PipelineOptions, compile_model, compile_trace, first_microbatch
+from smpc.compile import PipelineOptions, compile_model, compile_trace
 from smpc.errors import ConfigError, PartitionError
 from smpc.partitioner.edges import check_assignment
 from smpc.partitioner.manual import ManualPartition, assign_manually
+from smpc.sample_inputs import first_microbatch
 from smpc.tracer import mark_leaf, record
 
 

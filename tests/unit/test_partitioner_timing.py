@@ -10,9 +10,10 @@ import torch
 import zoo
 from torch import nn
 
-from smpc.compile import compile_model, first_microbatch
+from smpc.compile import compile_model
 from smpc.errors import ConfigError
 from smpc.partitioner.timing import measure_times
+from smpc.sample_inputs import first_microbatch
 from smpc.tracer import record
 
 

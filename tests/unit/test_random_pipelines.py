@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from random_models import RandomModel, inputs, models
 from random_plans import compile_assignment, contiguous, scattered
 
-from smpc.compile import first_microbatch
 from smpc.runtime import LoopbackRuntime
+from smpc.sample_inputs import first_microbatch
 from smpc.tracer import flatten, record
 
 # No shrinking: every example compiles a pipeline, and a failure names its model and plan as it is.

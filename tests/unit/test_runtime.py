@@ -10,10 +10,11 @@ from odd_models import MovingAverage
 from random_plans import compile_assignment, contiguous
 from torch import nn
 
-from smpc.compile import PipelineOptions, compile_model, compile_trace, first_microbatch
+from smpc.compile import PipelineOptions, compile_model, compile_trace
 from smpc.errors import StepError, TraceError
 from smpc.executor.transport import loopback_transports
 from smpc.runtime import LoopbackRuntime, Runtime
+from smpc.sample_inputs import first_microbatch
 from smpc.tracer import record
 
 

@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from smpc.codegen.rewrite.rules import strategies
 from smpc.codegen.rewrite.sharding import REPLICATED
 from smpc.codegen.rewrite.strategy import Facts, Strategy
-from smpc.compile import compile_model, first_microbatch
+from smpc.compile import compile_model
 from smpc.errors import TraceError
 from smpc.executor import deferral
+from smpc.sample_inputs import first_microbatch
 from smpc.tracer import NodeKind, Trace, record, targets, to_fx, verify
 
 # -- functions that are recorded ---------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from smpc.auto.found import Result, Search, Verdict, ordered
 from smpc.auto.space import SCHEDULES, Candidate, candidates, repeated_blocks, tensor_degrees, wire
 from smpc.codegen.rewrite.search import choose
 from smpc.codegen.rewrite.tensor_parallel import ShardedTrace, rewrite, with_collectives
-from smpc.compile import Inputs, PipelineOptions, as_inputs, first_microbatch, make_plan, predict_timeline
+from smpc.compile import PipelineOptions, make_plan, predict_timeline
 from smpc.errors import CodegenError, ConfigError, MemoryLimitError, PartitionError
 from smpc.mesh import Axis
 from smpc.partitioner.cost import NodeTimes
@@ -45,6 +45,7 @@ from smpc.partitioner.limit import rank_peaks
 from smpc.partitioner.optimizer import find_optimizer
 from smpc.partitioner.plan import Plan
 from smpc.partitioner.sizes import at_least, parse_bytes
+from smpc.sample_inputs import Inputs, as_inputs, first_microbatch
 from smpc.tracer.ir import Trace
 from smpc.tracer.record import record
 from smpc.tracer.structure import flatten

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from smpc.compile import Inputs
 from smpc.errors import StepError
+from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import Autocast
 
 Tensors = Tensor | Sequence[Tensor]

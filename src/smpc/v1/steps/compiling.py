@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from smpc.codegen.actions import split_backwards
-from smpc.compile import Compilation, Inputs, PipelineOptions, compile_plan, make_plan, plan_warnings, with_kernels
+from smpc.compile import Compilation, PipelineOptions, compile_plan, make_plan, plan_warnings, with_kernels
 from smpc.errors import ConfigUnsupportedError, StepError, TraceError
 from smpc.executor.transport import Transport
 from smpc.executor.wires import measure_wire
@@ -35,6 +35,7 @@ from smpc.partitioner.device import DEVICES, find_device
 from smpc.partitioner.plan import KernelUse, Plan
 from smpc.partitioner.timing import measure_times
 from smpc.partitioner.workspace import measure_workspace
+from smpc.sample_inputs import Inputs
 from smpc.tracer.guards import broken_guard
 from smpc.tracer.ir import Guard, Trace
 from smpc.tracer.questions import Answers

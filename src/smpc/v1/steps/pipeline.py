@@ -32,13 +32,14 @@ import torch
 from torch import Tensor
 
 from smpc.codegen.stage import StageModule
-from smpc.compile import Compilation, Inputs
+from smpc.compile import Compilation
 from smpc.errors import StepError, UsageError
 from smpc.executor.handler import StepHooks
 from smpc.executor.transport import Transport
 from smpc.observe import Observer
 from smpc.partitioner.plan import Plan
 from smpc.runtime import Runtime
+from smpc.sample_inputs import Inputs
 from smpc.v1.models.compiled_tensors import CompiledTensors
 from smpc.v1.models.placement import Placement
 from smpc.v1.state import Session

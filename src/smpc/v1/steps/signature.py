@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smpc.compile import Inputs
 from smpc.errors import StepError
+from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import Autocast, TensorSpec, Trace
 from smpc.tracer.literals import decode, encode, is_constant, normalise
 from smpc.tracer.questions import Answers
