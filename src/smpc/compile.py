@@ -14,6 +14,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -334,65 +335,17 @@ def make_plan(
     Without `prove` the best contiguous plan is taken, with no word on how good it is or how many stages would fit: much quicker.
     """
     choice, assignment = _given(trace, options, like, saved)
-    num_stages = len(choice.placement)
-    on_device = _resident(choice, options.activation_loading_horizon) if options.offload_activations else None
     model = options.cost_model
     if times is not None and measured:
         model = dataclasses.replace(model, device=f"{model.device}, times measured")
-    summary = ScheduleSummary(
-        choice.name,
-        options.microbatches,
-        choice.active_microbatches,
-        0.0,
-        0.0,
-        model.link_bandwidth,
-        model.link_latency,
-    )
-    by_rank, limits = options.rank_cost_models, options.rank_limits
-    models = [by_rank[rank] for rank in choice.placement] if by_rank else []
-
-    def assigned(stages: Mapping[str, int], in_flight: Sequence[int]) -> Plan:
-        return plan_from_assignment(
-            trace,
-            stages,
-            num_stages=num_stages,
-            memory_weight=options.memory_weight,
-            in_flight=in_flight,
-            placement=choice.placement,
-            cost_model=model,
-            schedule=summary,
-            times=times,
-            recompute=options.recompute,
-            resident=on_device,
-        )
-
+    planner = _Planner(trace, options, choice, model, times)
     if assignment is None:
-
-        def solve(speeds: tuple[float, ...] = ()) -> Plan:
-            return solve_partition(
-                trace,
-                num_stages=num_stages,
-                memory_weight=options.memory_weight,
-                in_flight=choice.in_flight,
-                placement=choice.placement,
-                cost_model=model,
-                schedule=summary,
-                times=times,
-                memory_limit=options.limit_bytes,
-                in_flight_of=options.in_flight_of if prove and not models else None,
-                prove=prove,
-                recompute=options.recompute,
-                resident=on_device,
-                speeds=speeds,
-                limits=[limits[rank] for rank in choice.placement] if models else (),
-            )
-
-        plan = solve_mixed(trace, models, solve) if models else solve()
+        plan = planner.solved(prove)
     else:
-        plan = assigned(assignment, choice.in_flight)
-        plan = on_devices(trace, plan, models) if models else plan
+        plan = planner.assigned(assignment, choice.in_flight)
+        plan = on_devices(trace, plan, planner.models) if planner.models else plan
         if like is None:
-            check_peaks(plan, limits)
+            check_peaks(plan, options.rank_limits)
             if options.manual is not None:
                 _check_not_split(plan)
     plan = dataclasses.replace(
@@ -402,12 +355,91 @@ def make_plan(
         kernels=kernels,
     )
     if choice.name == "list":
-        plan = _with_found_peaks(trace, plan, choice, limits, assigned)
+        plan = _with_found_peaks(plan, planner)
     plan = with_size_note(plan, options.devices)
-    channels = plan_channels(trace, plan)
-    timeline = _simulate(plan, channels, _schedule(plan, channels))
-    summary = dataclasses.replace(summary, bubble_fraction=timeline.bubble_fraction, step_time=timeline.makespan)
+    timeline = predict_timeline(trace, plan)
+    summary = dataclasses.replace(plan.schedule, bubble_fraction=timeline.bubble_fraction, step_time=timeline.makespan)
     return dataclasses.replace(plan, schedule=summary)
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """Makes plans of one trace for one choice of schedule, without the schedule's times. `model`: what nodes and messages cost."""
+
+    trace: Trace
+    options: PipelineOptions
+    choice: Choice
+    model: CostModel
+    times: NodeTimes | None
+
+    @cached_property
+    def models(self) -> list[CostModel]:
+        """Where ranks have devices of several kinds, what each stage costs; else empty."""
+        by_rank = self.options.rank_cost_models
+        return [by_rank[rank] for rank in self.choice.placement] if by_rank else []
+
+    def solved(self, prove: bool) -> Plan:
+        """The plan with the best cut."""
+        options, placement, models = self.options, self.choice.placement, self.models
+        limits = [options.rank_limits[rank] for rank in placement] if models else ()
+
+        def solve(speeds: tuple[float, ...] = ()) -> Plan:
+            return solve_partition(
+                self.trace,
+                num_stages=len(placement),
+                memory_weight=options.memory_weight,
+                in_flight=self.choice.in_flight,
+                placement=placement,
+                cost_model=self.model,
+                schedule=self._summary,
+                times=self.times,
+                memory_limit=options.limit_bytes,
+                in_flight_of=options.in_flight_of if prove and not models else None,
+                prove=prove,
+                recompute=options.recompute,
+                resident=self._resident,
+                speeds=speeds,
+                limits=limits,
+            )
+
+        return solve_mixed(self.trace, models, solve) if models else solve()
+
+    def assigned(self, stages: Mapping[str, int], in_flight: Sequence[int]) -> Plan:
+        """The plan with these stages of the modules, and so many microbatches in flight on each."""
+        return plan_from_assignment(
+            self.trace,
+            stages,
+            num_stages=len(self.choice.placement),
+            memory_weight=self.options.memory_weight,
+            in_flight=in_flight,
+            placement=self.choice.placement,
+            cost_model=self.model,
+            schedule=self._summary,
+            times=self.times,
+            recompute=self.options.recompute,
+            resident=self._resident,
+        )
+
+    @property
+    def _summary(self) -> ScheduleSummary:
+        return ScheduleSummary(
+            self.choice.name,
+            self.options.microbatches,
+            self.choice.active_microbatches,
+            0.0,
+            0.0,
+            self.model.link_bandwidth,
+            self.model.link_latency,
+        )
+
+    @cached_property
+    def _resident(self) -> tuple[int, ...] | None:
+        """With offloading: by stage, the most microbatches in flight whose activations are on the device."""
+        if not self.options.offload_activations:
+            return None
+        num_stages = len(self.choice.placement)
+        schedule = self.choice.build(chain(num_stages), Costs.uniform(num_stages))
+        return resident(schedule, num_stages, self.options.activation_loading_horizon)
 
 
 def _given(
@@ -427,20 +459,15 @@ def _given(
     return choice, _by_parameters(trace, len(choice.placement)) if options.skip_tracing else None
 
 
-def _with_found_peaks(
-    trace: Trace,
-    plan: Plan,
-    choice: Choice,
-    limits: Sequence[int],
-    assigned: Callable[[Mapping[str, int], Sequence[int]], Plan],
-) -> Plan:
+def _with_found_peaks(plan: Plan, planner: _Planner) -> Plan:
     """The plan with as many microbatches in flight by stage as the search finds best for the times of its stages, and the
     memory for them; as it is, if that breaks a limit. The cut was made before there were times, for balanced stages."""
-    schedule = choice.build([Link.of(channel) for channel in plan_channels(trace, plan)], Costs.of_plan(plan))
+    channels = plan_channels(planner.trace, plan)
+    schedule = planner.choice.build([Link.of(channel) for channel in channels], Costs.of_plan(plan))
     in_flight = peaks(schedule, len(plan.stages))
     if in_flight == tuple(stage.num_in_flight for stage in plan.stages):
         return plan
-    again = assigned(dict(plan.assignment), in_flight)
+    again = planner.assigned(dict(plan.assignment), in_flight)
     found = dataclasses.replace(
         plan,
         stages=tuple(
@@ -456,7 +483,7 @@ def _with_found_peaks(
         ),
     )
     try:
-        check_peaks(found, limits)
+        check_peaks(found, planner.options.rank_limits)
     except PartitionError:
         return plan
     return found
@@ -473,12 +500,6 @@ def _by_parameters(trace: Trace, num_stages: int) -> dict[str, int]:
         prove=False,
     )
     return dict(plan.assignment)
-
-
-def _resident(choice: Choice, horizon: int) -> tuple[int, ...]:
-    """By stage, the most microbatches in flight whose activations are on the device."""
-    num_stages = len(choice.placement)
-    return resident(choice.build(chain(num_stages), Costs.uniform(num_stages)), num_stages, horizon)
 
 
 def _check_not_split(plan: Plan) -> None:
