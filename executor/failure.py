@@ -2,7 +2,8 @@
 
 Terms
     report      what is known of the first failure, in the store that all ranks share: see `smpc.executor.reports`
-    watcher     a daemon thread in every process that looks into the store twice a second
+    watcher     a daemon thread in every process that looks into the store twice a second, until the process ends: the interpreter
+                must not end while it is inside the store's native code, which would abort
     watch       a span of the main thread that may take so long: a step, a first step (which compiles), a checkpoint
     round       one exchange of standings, when a watch has taken too long: see `smpc.executor.stall`
 
@@ -33,6 +34,7 @@ Example: `with monitor.step(interpreter.where, interpreter.close): interpreter.r
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import io
@@ -112,9 +114,11 @@ class FailureMonitor:
         self._showing, self._has_shown = threading.Lock(), False
         self._watcher = threading.Thread(target=self._watch, name="smpc failure watcher", daemon=True)
         self._watcher.start()
+        atexit.register(self.stop)
 
     def stop(self) -> None:
         """End the watcher; before the store closes."""
+        atexit.unregister(self.stop)
         self._stop.set()
         self._watcher.join()
         self._disarm()

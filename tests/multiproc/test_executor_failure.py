@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -118,3 +120,33 @@ def test_a_stalled_rank_is_named(tmp_path):
         assert "rank 0 stalled, nothing moved for 5 s: step 2, pipeline rank 0, instruction 'F s0 m2' (stage 0" in log
         assert "rank 1: step 2, pipeline rank 1, instruction 'RECV e1 m2 from r0' (edge 1, microbatch 2" in log
         assert "in spoiled" in log  # the stack
+
+
+ENDS_WHILE_WATCHED = """
+import datetime, threading
+from torch.distributed import HashStore
+from smpc.executor import FailureMonitor
+
+asked, never = threading.Event(), HashStore()
+
+class SlowStore:
+    def check(self, keys):
+        asked.set()
+        try:
+            never.wait(["never"], datetime.timedelta(milliseconds=1))  # native code, without Python's lock
+        except RuntimeError:
+            return False
+
+monitor = FailureMonitor(SlowStore(), 0, 2, poll_interval=0.0)
+asked.wait()
+"""
+
+
+def test_a_process_may_end_while_its_watcher_asks_the_store():
+    """A rank whose script had ended well aborted now and then on a busy host ("terminate called without an active exception").
+
+    The interpreter ended while the watcher was inside the store's native code. Python ends such a thread as it comes back for
+    the lock, which C++ takes for an exception that nobody catches.
+    """
+    done = subprocess.run([sys.executable, "-P", "-c", ENDS_WHILE_WATCHED], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
