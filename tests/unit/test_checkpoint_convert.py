@@ -157,7 +157,16 @@ def test_what_is_none_of_these(tmp_path):
     (tmp_path / "x").mkdir()
     save_file({"a": torch.ones(1)}, tmp_path / "one.safetensors")
     torch.save([1], tmp_path / "list.pt")
-    for name, told in (("x", "expected a checkpoint"), ("nothing", "no such file"), ("list.pt", "expected a mapping")):
+    (tmp_path / "text").write_text(
+        "root is an opcode of pickle's, but there is nothing on its stack: once an IndexError"
+    )
+    cases = {
+        "x": "expected a checkpoint",
+        "nothing": "no such file",
+        "list.pt": "expected a mapping",
+        "text": "none of torch.save's",
+    }
+    for name, told in cases.items():
         with pytest.raises(CheckpointError, match=told):
             open_source(tmp_path / name)
 

@@ -149,7 +149,7 @@ class DistributedSource:
             raise CheckpointError(
                 f"{path}: {key} holds objects that are not tensors or plain values, or is damaged; such are never unpickled"
             ) from error
-        except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        except Exception as error:  # as in `smpc.checkpoint.files.read_file`
             raise CheckpointError(f"{path}: cannot read {key}: {type(error).__name__}: {str(error)[:200]}") from error
         finally:
             os.close(descriptor)

@@ -60,7 +60,7 @@ def read_file(path: str, *, map_location: Any = None, mmap: bool | None = None) 
             + (f"It names {found[1]}. " if found else "")
             + "Save plain values, or allow a class that you trust with torch.serialization.add_safe_globals"
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # bytes that are no pickle make the unpickler raise whatever they happen to lead to
         raise CheckpointError(
             f"cannot read {path}, damaged or none of torch.save's: {type(error).__name__}: {_first_line(error) or 'nothing more is known'}"
         ) from error
