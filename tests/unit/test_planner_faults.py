@@ -124,6 +124,11 @@ def test_a_search_explains_itself_and_leaves_its_files(run, tmp_path):
             ["--auto", "--world-size", "2", "-p", "2", "-m", "4"],
             "--pipeline-parallel-degree, --microbatches; leave them out",
         ),
+        # Once ignored without a word, since 0 is false.
+        (
+            ["--auto", "--world-size", "2", "--memory-weight", "0"],
+            "chooses these itself or does without: --memory-weight",
+        ),
         (["--auto", "--world-size", "2", "--memory-limit", "2KB"], "the least memory that would do is"),
         (["--auto", "--world-size", "2", "--device", "h100", "--device", "a100"], "devices of one kind"),
         (["--auto", "--world-size", "0"], "world_size: expected at least 1"),

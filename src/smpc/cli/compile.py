@@ -215,7 +215,13 @@ def _check_auto(auto: bool, world_size: int | None, chosen: dict[str, Any]) -> N
         )
     if world_size is None:
         raise ConfigError("--auto: --world-size is required, the number of ranks in all; try --world-size 8")
-    given = [name for name, value in chosen.items() if value and (name, value) != ("data_parallel_degree", 1)]
+    untouched = {
+        "data_parallel_degree": 1,
+        "trace_execution_times": False,
+        "trace_memory_usage": False,
+        "recompute": (),
+    }
+    given = [name for name, value in chosen.items() if value is not None and value != untouched.get(name)]
     if given:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(f"--auto: chooses these itself or does without: {options}; leave them out")
