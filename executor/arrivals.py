@@ -14,6 +14,7 @@ rank 1, the gradients tell rank 0 that its first message has arrived.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,6 +23,15 @@ from smpc.codegen.program import Instruction, Op, RankProgram
 
 _SENDS = (Op.SEND, Op.SEND_GRAD)
 _RECEIVES = (Op.RECV, Op.RECV_GRAD)
+
+
+def message_pairs(programs: Sequence[RankProgram]) -> list[tuple[int, int]]:
+    """(source, destination) of all messages of the programs, ascending."""
+    pairs = {(p.rank, i.peer) for p in programs for i in p.instructions if i.op in _SENDS}
+    for program in programs:
+        for _, holders in program.shared_parameters:
+            pairs.update(itertools.permutations(sorted(set(holders)), 2))
+    return sorted(pairs)
 
 
 def told_by_receives(programs: Sequence[RankProgram], rank: int) -> dict[Instruction, int]:

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from smpc.codegen.program import Op, RankProgram
+from smpc.executor.arrivals import message_pairs
 from smpc.executor.bind import Binder
 from smpc.executor.handler import Inputs, OnOutput, StepHooks
 from smpc.executor.recorder import Recorder
@@ -40,7 +41,8 @@ class Interpreter:
     `stages` maps the rank's stage indices to their modules, `parameters` canonical names to parameters (only
     the shared ones are looked up). Received tensors are put on `device`. `window` is how many messages of a
     peer are received ahead. `labels`: what error messages call a value, if not by its name. `peers`: the programs of all ranks, by which
-    it knows early when what it has sent has arrived; without them it is held until the step ends.
+    it knows early when what it has sent has arrived; without them it is held until the step ends. With them, making an interpreter is
+    collective over the ranks, as their connections are made.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Interpreter:
         self._handlers = self._binder.bind()
         self._runs = [handler.run for handler in self._handlers]
         self._position = len(self._handlers)
+        transport.connect(message_pairs(peers))
 
     @property
     def finished(self) -> bool:

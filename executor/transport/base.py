@@ -7,6 +7,7 @@ keeps it alive as long as it needs it. Ranks are pipeline ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from torch import Tensor
@@ -26,6 +27,9 @@ class Receipt(Protocol):
 
 class Transport(Protocol):
     """Moves tensors between this rank and its peers."""
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Before a program runs first: open the ways of its messages, each from one rank to another. Collective over its ranks."""
 
     def send(self, peer: int, tensor: Tensor, form: WireFormat) -> None:
         """Start to send a tensor whose shape and dtype have been checked; returns at once."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import weakref
 from collections import deque
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -107,6 +108,9 @@ class GlooTransport:
         self._rings = None if shared is None else Rings(shared, group.rank(), timeout.total_seconds())
         if self._rings is not None:
             weakref.finalize(self, self._rings.close)  # it holds descriptors of the other processes
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """A gloo group is connected from the start."""
 
     def send(self, peer: int, tensor: Tensor, form: WireFormat) -> None:
         """Start to send."""

@@ -8,6 +8,7 @@ receiver sees has the layout that it would have after a real transport. Senders 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -49,6 +50,9 @@ class LoopbackTransport:
         self._rank = rank
         self._queues = queues
         self._device = device
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Queues need no connection."""
 
     def send(self, peer: int, tensor: Tensor, form: WireFormat) -> None:
         """Put a tensor into the queue to `peer`."""

@@ -1,15 +1,24 @@
-"""Between processes on GPUs, over NCCL: one communicator for every directed pair of ranks.
+"""Between processes on GPUs, over NCCL: one communicator for every directed pair of ranks that exchange messages.
 
-NCCL runs the operations of a communicator one after another on a stream; with one communicator for each
-direction, a send to a peer never waits behind a receive from it. Waiting for a receive makes the current CUDA
-stream wait, not the process. Groups have two members and are made by the caller, on every rank, in one order.
-This file has not been run: it needs two GPUs.
+NCCL runs the operations of a communicator one after another on a stream; with one communicator for each direction, a send to a peer
+never waits behind a receive from it. Groups have two members and are made by the caller, on every rank, in one order. Tensors travel as
+bytes, as NCCL does not know all dtypes.
+
+A group's communicator is made by its first operation, which blocks the process until the peer's. Two ranks that send to each other first
+would wait for ever; so `connect` makes those of a program, on all ranks in one order, before it runs.
+
+A send goes on in the background. A receive begins when it is waited for, and makes the current CUDA stream wait, not the process, which
+runs ahead of the device. It must not begin earlier: on the device it is a kernel that ends when the peer sends, and what the peer sends
+may depend on this rank's kernels that come before the wait. Loading one of those for the first time, or giving memory back to the
+driver, waits for all kernels that run. (CUDA's guide, "Lazy Loading", has the same example.)
+
+This file has run over stand-ins of the groups alone: it needs two GPUs. See docs/design/gpu_checklist.md.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -20,24 +29,20 @@ from smpc.executor.transport.layout import WireFormat
 
 
 class NcclReceipt:
-    """A posted receive into a buffer."""
+    """A receive that begins when it is waited for; those from one peer are waited for in the order in which they were asked for."""
 
-    __slots__ = ("_buffer", "_work")
+    __slots__ = ("_form", "_peer", "_transport")
 
-    def __init__(self, work: dist.Work | None, buffer: Tensor) -> None:
-        self._work = work
-        self._buffer = buffer
+    def __init__(self, transport: NcclTransport, peer: int, form: WireFormat) -> None:
+        self._transport, self._peer, self._form = transport, peer, form
 
     def ready(self) -> bool:
-        """Whether the data are there."""
-        return self._work is None or self._work.is_completed()
+        """Nothing has begun before the wait."""
+        return self._form.is_empty
 
     def wait(self) -> Tensor:
         """Make the current stream wait for the data."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
-        return self._buffer
+        return self._transport.receive_now(self._peer, self._form)
 
 
 class NcclTransport:
@@ -47,29 +52,57 @@ class NcclTransport:
         self._rank = rank
         self._groups = dict(groups)
         self._device = device
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._connected: set[tuple[int, int]] = set()
+        self._sent: deque[tuple[dist.Work, Tensor, int]] = deque()
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Make the communicators of these pairs, one after another, by a message of one byte."""
+        for pair in sorted(set(pairs) - self._connected):
+            if self._rank in pair:
+                source, destination = pair
+                token = torch.zeros(1, dtype=torch.uint8, device=self._device)
+                group = self._group(source, destination)
+                operation = group.send if self._rank == source else group.recv
+                try:
+                    operation([token], 1 - group.rank(), 0).wait()
+                except RuntimeError as error:
+                    raise TransportError(
+                        f"pipeline ranks {source} and {destination} cannot connect over NCCL: {error}; NCCL_DEBUG=INFO says more"
+                    ) from None
+            self._connected.add(pair)
 
     def _group(self, source: int, destination: int) -> dist.ProcessGroup:
-        if (source, destination) not in self._groups:
-            raise TransportError(f"no open NCCL group from pipeline rank {source} to {destination}")
+        if not self._groups:
+            raise TransportError("this pipeline was closed after a failure; start the processes again")
         return self._groups[source, destination]
 
     def send(self, peer: int, tensor: Tensor, form: WireFormat) -> None:
         """Start to send, and release what has been sent."""
         while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()[0].wait()
-        if not form.is_empty:
-            wire = form.wire(form.conform(tensor))
-            group = self._group(self._rank, peer)
-            self._sent.append((group.send([wire], 1 - group.rank(), 0), wire))
+            self._finish(*self._sent.popleft())
+        if form.is_empty:
+            return
+        group, wire = self._group(self._rank, peer), _bytes(form.wire(form.conform(tensor)))
+        try:
+            self._sent.append((group.send([wire], 1 - group.rank(), 0), wire, peer))
+        except RuntimeError as error:
+            raise TransportError(f"value {form.value!r} not sent to pipeline rank {peer}: {error}") from None
 
     def receive(self, peer: int, form: WireFormat) -> NcclReceipt:
-        """Post a receive."""
+        """The next tensor from `peer`."""
+        return NcclReceipt(self, peer, form)
+
+    def receive_now(self, peer: int, form: WireFormat) -> Tensor:
+        """Receive into a new buffer; the current stream waits for it."""
         buffer = form.empty(self._device)
         if form.is_empty:
-            return NcclReceipt(None, buffer)
+            return buffer
         group = self._group(peer, self._rank)
-        return NcclReceipt(group.recv([form.wire(buffer)], 1 - group.rank(), 0), buffer)
+        try:
+            group.recv([_bytes(form.wire(buffer))], 1 - group.rank(), 0).wait()
+        except RuntimeError as error:
+            raise TransportError(f"value {form.value!r} did not arrive from pipeline rank {peer}: {error}") from None
+        return buffer
 
     def mark(self, peer: int) -> int:
         """Sends are released as NCCL completes them."""
@@ -81,7 +114,13 @@ class NcclTransport:
     def flush(self) -> None:
         """Make the current stream wait for everything that was sent."""
         while self._sent:
-            self._sent.popleft()[0].wait()
+            self._finish(*self._sent.popleft())
+
+    def _finish(self, work: dist.Work, wire: Tensor, peer: int) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise TransportError(f"pipeline rank {peer} did not take what was sent to it: {error}") from None
 
     def close(self) -> None:
         """Abort the communicators."""
@@ -89,3 +128,7 @@ class NcclTransport:
         groups, self._groups = self._groups, {}
         for group in groups.values():
             group.abort()
+
+
+def _bytes(wire: Tensor) -> Tensor:
+    return wire.reshape(-1).view(torch.uint8)

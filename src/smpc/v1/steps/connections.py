@@ -76,7 +76,8 @@ def make_transport(session: Session) -> Transport:
     groups: dict[tuple[int, int], dist.ProcessGroup] = {}
     for members in session.mesh.groups(Axis.PP):
         for (a, source), (b, destination) in itertools.permutations(enumerate(members), 2):
-            group = dist.new_group([source, destination], backend="nccl")
+            # torch's watchdog would end the process after ten minutes, and say less than the monitor does after `step_timeout`.
+            group = dist.new_group([source, destination], timeout=_PATIENCE, backend="nccl")
             if members == pipeline and session.rank in (source, destination):
                 groups[a, b] = group
     return NcclTransport(pipeline.index(session.rank), groups, session.device)

@@ -1,0 +1,212 @@
+"""The NCCL transport over stand-ins of its process groups, which block where NCCL does. No GPU is needed, and none is used."""
+
+import copy
+import queue
+import threading
+
+import parity
+import pytest
+import torch
+import zoo
+
+from smpc.compile import compile_model
+from smpc.errors import TransportError
+from smpc.executor.transport import NcclTransport, WireFormat
+from smpc.runtime import Runtime
+from smpc.tracer.ir import TensorSpec
+
+PATIENCE = 60.0  # seconds until what blocks is called a deadlock
+
+
+class Work:
+    """An operation; that of a receive ends when the sender's has begun."""
+
+    def __init__(self, finish=lambda: None):
+        self.finish = finish
+
+    def is_completed(self):
+        return True
+
+    def wait(self):
+        self.finish()
+
+
+class Link:
+    """What both members of a group share: the meeting at which NCCL makes the communicator, and what is on its way."""
+
+    def __init__(self):
+        self.meeting = threading.Barrier(2)
+        self.messages = queue.Queue()
+
+
+class Group:
+    """A member's end of a process group of two, made by `torch.distributed.new_group`: it has no communicator yet.
+
+    The first operation makes it, and blocks the process until the other member's first operation.
+    """
+
+    def __init__(self, link, rank, under_way):
+        self.link, self.own, self.under_way = link, rank, under_way
+        self.is_connected = self.is_aborted = False
+
+    def rank(self):
+        return self.own
+
+    def connect(self):
+        if not self.is_connected:
+            self.link.meeting.wait(PATIENCE)
+            self.is_connected = True
+
+    def send(self, tensors, destination, tag):
+        assert destination == 1 - self.own
+        assert tensors[0].is_contiguous()
+        assert tensors[0].dtype is torch.uint8
+        self.connect()
+        self.link.messages.put(tensors[0].clone())
+        return Work()
+
+    def recv(self, tensors, source, tag):
+        assert source == 1 - self.own
+        assert tensors[0].is_contiguous()
+        assert tensors[0].dtype is torch.uint8
+        self.connect()
+        self.under_way.add(self)
+
+        def arrive():
+            tensors[0].copy_(self.link.messages.get(timeout=PATIENCE))
+            self.under_way.discard(self)
+
+        return Work(arrive)
+
+    def abort(self):
+        self.is_aborted = True
+
+
+def make_transports(num_ranks):
+    """Connected transports, and for each rank the groups with a receive that has begun and has not been waited for."""
+    pairs = [(a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b]
+    links = {pair: Link() for pair in pairs}
+    under_way = [set() for _ in range(num_ranks)]
+    transports = []
+    for rank in range(num_ranks):
+        groups = {pair: Group(links[pair], sorted(pair).index(rank), under_way[rank]) for pair in pairs if rank in pair}
+        transports.append(NcclTransport(rank, groups, torch.device("cpu")))
+    return transports, under_way
+
+
+def on_all(num_ranks, run):
+    """`run(rank)` in a thread for each rank."""
+    failures = []
+
+    def guarded(rank):
+        try:
+            run(rank)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(rank,), daemon=True) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gpt2", {"pipeline": "interleaved"}),
+        ("t5", {"pipeline": "simple"}),
+        ("gpt2", {"schedule": "zb-h1"}),
+        ("gpt2", {"pipeline": "interleaved", "virtual_pipeline_degree": 2}),
+    ],
+)
+def test_ranks_whose_first_operations_wait_for_each_other_do_not_deadlock(name, options):
+    """Every rank posted the receives of its first messages when a step began. With groups that make their communicators at the first
+    operation, rank 0 then waited for rank 1 to send gradients, and rank 1 for rank 0 to send activations: for ever.
+
+    Nor may a receive be under way while a stage computes: on a GPU it is a kernel that ends when the peer sends, and what the
+    peer sends may depend on kernels of this rank, whose loading waits for all kernels that run.
+    """
+    num_ranks, num_microbatches = 3, 4
+    model, batch = zoo.build(name)
+    compilation = compile_model(
+        model, batch, pipeline_parallel_degree=num_ranks, microbatches=num_microbatches, **options
+    )
+    parts = parity.split(batch, num_microbatches)
+    transports, under_way = make_transports(num_ranks)
+    models = [copy.deepcopy(model) for _ in range(num_ranks)]
+    outputs = {}
+
+    def on_output(m, output):
+        outputs[m] = output
+        return [(parity.loss_of(output) / num_microbatches, None)]
+
+    def run(rank):
+        runtime = Runtime(models[rank], rank=rank, transport=transports[rank])
+        program = runtime.install(compilation)
+        for stage in runtime.stages.values():
+            stage.register_forward_pre_hook(lambda *_: assert_none(under_way[rank]))
+        runtime.run(program, parts if rank == 0 else None, on_output, training=True)
+
+    on_all(num_ranks, run)
+    expected = parity.run_eager(model, batch, num_microbatches)
+    holder = {name: stage.rank for stage in compilation.plan.stages for name in (*stage.parameters, *stage.buffers)}
+    grads = {name: dict(models[holder[name]].named_parameters())[name].grad for name in expected[1]}
+    buffers = {name: dict(models[holder.get(name, 0)].named_buffers())[name] for name in expected[2]}
+    got = parity.results(model, outputs)[0], grads, buffers
+    parity.assert_same(expected, got, tuple(shared.name for shared in compilation.plan.shared_parameters))
+
+
+def assert_none(receives):
+    assert not receives, "a receive is under way"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "complex64", "int16", "bool"])
+def test_whatever_the_dtype_bytes_travel(dtype):
+    """NCCL knows no complex numbers and no 16-bit integers; the first rotary tables of Llama are complex."""
+    transports, _ = make_transports(2)
+    form = WireFormat.of("v", TensorSpec((2, 3, 4), dtype, (1, 8, 2)))
+    sent = torch.randint(0, 2, (2, 3, 4)).to(form.dtype).transpose(0, 1).contiguous().transpose(0, 1)
+    got = []
+
+    def run(rank):
+        if rank == 0:
+            transports[0].send(1, sent, form)
+            transports[0].flush()
+        else:
+            got.append(transports[1].receive(0, form).wait())
+
+    on_all(2, run)
+    assert torch.equal(got[0], sent)
+    assert (got[0].dtype, got[0].stride()) == (form.dtype, form.stride)
+
+
+def test_an_error_of_nccl_is_one_of_the_transport():
+    """A rank that fails because its peer has gone reports the peer's failure: by the type of its own error."""
+    transports, _ = make_transports(2)
+    transport = transports[0]
+    form = WireFormat.of("hidden", TensorSpec((2,), "float32", (1,)))
+    for group in transport._groups.values():
+        group.send = group.recv = fail
+    with pytest.raises(
+        TransportError, match="'hidden' did not arrive from pipeline rank 1: NCCL error: remote process"
+    ):
+        transport.receive(1, form).wait()
+    with pytest.raises(TransportError, match="'hidden' not sent to pipeline rank 1: NCCL error: remote process"):
+        transport.send(1, torch.zeros(2), form)
+
+
+def fail(*_):
+    raise RuntimeError("NCCL error: remote process exited")
+
+
+def test_a_closed_transport_has_aborted_its_groups():
+    transports, _ = make_transports(3)
+    groups = list(transports[1]._groups.values())
+    transports[1].close()
+    assert len(groups) == 4
+    assert all(group.is_aborted for group in groups)
+    with pytest.raises(TransportError, match="closed after a failure"):
+        transports[1].send(0, torch.zeros(2), WireFormat.of("v", TensorSpec((2,), "float32", (1,))))
