@@ -1,6 +1,7 @@
 """`smpc.v1` on four gloo processes: groups for every placement, and every call of the communication API."""
 
 import dataclasses
+import datetime
 import os
 import time
 from pathlib import Path
@@ -90,7 +91,10 @@ def check_groups(rank, _):
 def check_tensor_parallel_groups(rank, _):
     smp.init(config(placement_strategy="PTD"))
     session, mesh = smp.state.session, Mesh(4, 2, 2, "PTD")
-    groups = _make_groups(mesh, rank, session.groups[Axis.WORLD])
+    timeout = datetime.timedelta(hours=2)  # torch's own is ten minutes for nccl, less than a step may take
+    groups = _make_groups(mesh, rank, session.groups[Axis.WORLD], timeout)
+    for axis in (Axis.TP, Axis.PP):
+        assert groups[axis]._get_backend(torch.device("cpu")).options._timeout == timeout
     smp.state.start(dataclasses.replace(session, mesh=mesh, groups=groups))
     assert (smp.pp_rank(), smp.tp_rank(), smp.rdp_rank()) == (rank // 2, rank % 2, 0)
     assert smp.get_mp_group() == [0, 1, 2, 3]

@@ -4,13 +4,15 @@ import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import smpc.v1 as smp
 from smpc.errors import ConfigError, ConfigUnsupportedError, UsageError
-from smpc.v1.session.init import Launch
+from smpc.v1.session.init import Launch, _choose_device, _end
 
 TORCHRUN = {
     "RANK": "3",
@@ -195,6 +197,37 @@ NAMES = ["rank", "size", "local_rank", "local_size", "barrier", "mp_barrier", "g
     for axis in ("pp", "tp", "rdp", "dp", "mp")
     for template in ("{}_rank", "{}_size", "get_{}_group", "get_{}_process_group")
 ]
+
+
+@pytest.mark.parametrize(
+    ("bound", "current", "expected"),
+    [
+        (None, None, 1),  # the script has not touched CUDA: not GPU 0, which every rank of the host would take
+        (None, 3, 3),
+        (torch.device("cuda", 2), None, 2),
+    ],
+)
+def test_the_gpu_of_a_script_that_initialised_torch_distributed(monkeypatch, bound, current, expected):
+    """It took GPU 0 on all ranks where the script had called init_process_group("nccl") and nothing else."""
+    made_current = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: current is not None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current or 0)
+    monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", SimpleNamespace(bound_device_id=bound))
+    assert _choose_device("cuda:nccl", Launch.read(TORCHRUN), given=True) == torch.device("cuda", expected)
+    assert made_current == [torch.device("cuda", expected)]
+
+
+def test_shutdown_waits_for_the_gpu_before_it_closes_connections(monkeypatch):
+    """The host is ahead of its GPU: closing the communicators first would drop gradients that a peer still waits for."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(("synchronize", device)))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
+    monkeypatch.setattr(smp.state, "closers", [lambda: calls.append("close")])
+    device = torch.device("cuda", 1)
+    _end(SimpleNamespace(device=device, owns_world=True))
+    assert calls == [("synchronize", device), "close", "destroy"]
 
 
 @pytest.mark.parametrize("name", NAMES)

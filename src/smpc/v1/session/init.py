@@ -147,6 +147,8 @@ def shutdown() -> None:
 
 
 def _end(session: Session) -> None:
+    if session.device.type == "cuda":  # the host is ahead: peers may still wait for what this rank computes
+        torch.cuda.synchronize(session.device)
     for close in state.closers:
         close()
     state.clear()
@@ -193,7 +195,7 @@ def _choose_device(backend: str, launch: Launch, given: bool) -> torch.device:
     if "nccl" not in backend or not torch.cuda.is_available():
         return torch.device("cpu")
     if given:
-        return torch.device("cuda", torch.cuda.current_device())
+        return _given_device(launch)
     if launch.local_size > torch.cuda.device_count():
         raise ConfigError(
             f"expected at most one process per visible GPU, found {launch.local_size} processes and "
@@ -202,6 +204,16 @@ def _choose_device(backend: str, launch: Launch, given: bool) -> torch.device:
         )
     torch.cuda.set_device(launch.local_rank)
     return torch.device("cuda", launch.local_rank)
+
+
+def _given_device(launch: Launch) -> torch.device:
+    """The GPU of a script that has initialised torch.distributed: what it bound that to, or made current, or else `local_rank`."""
+    world = dist.group.WORLD
+    assert world is not None, "the script has initialised it"
+    chosen = torch.cuda.current_device() if torch.cuda.is_initialized() else launch.local_rank  # type: ignore[no-untyped-call]
+    device: torch.device = world.bound_device_id or torch.device("cuda", chosen)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _start_world(backend: str, launch: Launch, config: Config) -> None:
@@ -216,21 +228,24 @@ def _start_world(backend: str, launch: Launch, config: Config) -> None:
     start = datetime.timedelta(seconds=config.start_timeout)
     store = _connect(launch, start)
     _meet(store, launch, start)
-    # Of every wait in torch.distributed; smpc's own are limited by what they are for.
-    timeout = max(config.start_timeout, config.step_timeout, config.checkpoint_timeout)
     try:
         dist.init_process_group(
             backend,
             store=store,
             rank=launch.rank,
             world_size=launch.world_size,
-            timeout=datetime.timedelta(seconds=timeout),
+            timeout=_timeout(config),
         )
     except RuntimeError as error:
         raise TransportError(
             f"smp.init: rank {launch.rank} met the others in the store at port {launch.master_port}, but they could not connect. "
             f"A rank has ended, or a process that is not of this job has written to the store: {error}"
         ) from error
+
+
+def _timeout(config: Config) -> datetime.timedelta:
+    """Of every wait in torch.distributed; smpc's own are limited by what they are for."""
+    return datetime.timedelta(seconds=max(config.start_timeout, config.step_timeout, config.checkpoint_timeout))
 
 
 def _connect(launch: Launch, timeout: datetime.timedelta) -> Store:
@@ -280,7 +295,7 @@ def _make_session(
     _check_same([config for config, _ in found], [f"rank {rank}" for rank in range(len(found))])
     _check_windows([window for _, window in found])
     offset = 0 if launch.single_host or window is None else clock_offset(world, message_device)
-    groups = _make_groups(mesh, launch.rank, world)
+    groups = _make_groups(mesh, launch.rank, world, _timeout(config))
     return Session(
         config=config,
         mesh=mesh,
@@ -307,7 +322,9 @@ def _tensor_parallel(config: Config, mesh: Mesh, groups: Mapping[Axis, dist.Proc
     return TensorParallel(group, config.optimize, config.prescaled_batch, dtype, streams)
 
 
-def _make_groups(mesh: Mesh, rank: int, world: dist.ProcessGroup) -> dict[Axis, dist.ProcessGroup]:
+def _make_groups(
+    mesh: Mesh, rank: int, world: dist.ProcessGroup, timeout: datetime.timedelta
+) -> dict[Axis, dist.ProcessGroup]:
     """The process group of every axis. Axes with the same groups share them: without tensor parallelism MP is PP.
 
     Collective: every rank makes every group, in the same order, as torch.distributed demands.
@@ -317,7 +334,7 @@ def _make_groups(mesh: Mesh, rank: int, world: dist.ProcessGroup) -> dict[Axis, 
     for axis in Axis:
         partition = mesh.groups(axis)
         if partition not in made:
-            new = [dist.new_group(list(members)) for members in partition]
+            new = [dist.new_group(list(members), timeout=timeout) for members in partition]
             made[partition] = next(group for members, group in zip(partition, new, strict=True) if rank in members)
         groups[axis] = made[partition]
     return groups

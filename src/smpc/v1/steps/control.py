@@ -137,6 +137,8 @@ class Control:
         self._acknowledgements.clear()
         group, self._group = self._group, None
         if group is not None:
+            if self.device.type == "cuda":  # NCCL would first wait for what is under way, which may never end
+                group._get_backend(self.device).abort()
             dist.destroy_process_group(group)
 
     def _broadcast(self, message: Tensor, source: int) -> None:
