@@ -45,6 +45,10 @@ _COLLECTIVES = (
 _AUTOGRAD = str(_TORCH / "autograd")
 _MAX_FRAMES = 25
 _MAX_COLLECTIVES = 3
+_RECORDERS = (
+    "_dump_nccl_trace_json",
+    "_dump_fr_trace_json",
+)  # NCCL's, which only some builds have, and gloo's; no public names
 
 
 class Activity(StrEnum):
@@ -147,16 +151,18 @@ def frame_of(thread: int) -> FrameType | None:
 
 
 def last_collectives() -> str:
-    """The newest entries of torch's flight recorder; "" where it is off (TORCH_FR_BUFFER_SIZE) or missing."""
-    try:
-        # No public name. True: collectives too, not just communicators; False: also those that have completed.
-        from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
+    """The newest entries of torch's flight recorders; "" where they are off (TORCH_FR_BUFFER_SIZE) or missing."""
+    return "; ".join(text for recorder in _RECORDERS for text in _recorded(recorder))
 
-        entries = json.loads(_dump_fr_trace_json(True, False)).get("entries", [])
-        texts = [
+
+def _recorded(recorder: str) -> list[str]:
+    try:
+        dump = getattr(torch._C._distributed_c10d, recorder)
+        # True: collectives too, not just communicators; False: also those that have completed.
+        entries = json.loads(dump(True, False)).get("entries", [])
+        return [
             f"{entry['profiling_name']} {entry['input_sizes']} in group {entry['process_group'][0]}, {entry['state']}"
             for entry in entries[-_MAX_COLLECTIVES:]
         ]
-    except (ImportError, RuntimeError, ValueError, KeyError, IndexError, TypeError):
-        return ""
-    return "; ".join(texts)
+    except (AttributeError, RuntimeError, ValueError, KeyError, IndexError, TypeError):
+        return []

@@ -7,12 +7,22 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from smpc.executor.reports import FOREIGN, REPORT, Report, find, publish
-from smpc.executor.stall import Activity, Standing, activity_of, find_stalled, frame_of, report_of, stack_of
+from smpc.executor.stall import (
+    Activity,
+    Standing,
+    activity_of,
+    find_stalled,
+    frame_of,
+    last_collectives,
+    report_of,
+    stack_of,
+)
 
 
 def standing(rank, activity, progress=(3, 5), seconds=10.0, **more):
@@ -129,3 +139,23 @@ def test_what_a_thread_does():
     assert _look(collective, waits=(__file__,))[0] is Activity.WAITING
     assert activity_of(None, (), False) is Activity.BUSY
     assert activity_of(sys._getframe(), (__file__,), False) is Activity.WAITING
+
+
+def test_the_collectives_of_nccl_are_shown_beside_those_of_gloo(monkeypatch):
+    """NCCL's have a recorder of their own; only the other one was asked, so that on GPUs nothing of what had stalled was seen."""
+
+    def dump(name):
+        entries = [
+            {"profiling_name": f"{name}:{i}", "input_sizes": [[i]], "process_group": ["7", ""], "state": "started"}
+            for i in range(5)
+        ]
+        return lambda include_collectives, only_active: json.dumps({"entries": entries}).encode()
+
+    c10d = torch._C._distributed_c10d
+    monkeypatch.setattr(c10d, "_dump_fr_trace_json", dump("gloo"))
+    monkeypatch.setattr(c10d, "_dump_nccl_trace_json", dump("nccl"), raising=False)
+    shown = last_collectives()
+    assert shown.split("; ")[0] == "nccl:2 [[2]] in group 7, started"
+    assert shown.split("; ")[-1] == "gloo:4 [[4]] in group 7, started"
+    monkeypatch.delattr(c10d, "_dump_nccl_trace_json")
+    assert "nccl" not in last_collectives()
