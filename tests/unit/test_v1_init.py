@@ -230,6 +230,19 @@ def test_shutdown_waits_for_the_gpu_before_it_closes_connections(monkeypatch):
     assert calls == [("synchronize", device), "close", "destroy"]
 
 
+def test_shutdown_closes_connections_also_where_the_gpu_has_failed(monkeypatch):
+    def synchronize(device):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    calls = []
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
+    monkeypatch.setattr(smp.state, "closers", [lambda: calls.append("close")])
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        _end(SimpleNamespace(device=torch.device("cuda", 1), owns_world=True))
+    assert calls == ["close", "destroy"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_before_init_every_function_says_so(name):
     with pytest.raises(UsageError, match=r"smp\.init has not been called in this process; call smp\.init\(config\)"):

@@ -147,8 +147,14 @@ def shutdown() -> None:
 
 
 def _end(session: Session) -> None:
-    if session.device.type == "cuda":  # the host is ahead: peers may still wait for what this rank computes
-        torch.cuda.synchronize(session.device)
+    try:
+        if session.device.type == "cuda":  # the host is ahead: peers may still wait for what this rank computes
+            torch.cuda.synchronize(session.device)
+    finally:
+        _close(session)
+
+
+def _close(session: Session) -> None:
     for close in state.closers:
         close()
     state.clear()
