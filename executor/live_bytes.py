@@ -5,7 +5,8 @@
     counter.peak
 
 A storage counts once, however many tensors see it, from the operation that makes it until nobody holds it any more. Memory that
-operations use inside (workspaces of libraries) is not seen. Every operation becomes several times slower: measure
+operations use inside (workspaces of libraries) is not seen. FSDP fills and empties the storages of whole parameters: they count as they
+are. Every operation becomes several times slower: measure
 memory in one step and times in others.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,21 +29,22 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
-        self._known: set[int] = set()
+        self._known: dict[int, int] = {}
+        self._gathered: list[torch.UntypedStorage] = []
         for tensor in held:
             self._note(tensor.untyped_storage())
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         key, num_bytes = storage._cdata, storage.nbytes()
         if key not in self._known:
-            self._known.add(key)
-            self.live += num_bytes
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self._drop, key, num_bytes)
+            self._known[key] = 0
+            weakref.finalize(storage, self._drop, key)
+        self.live += num_bytes - self._known[key]
+        self._known[key] = num_bytes
+        self.peak = max(self.peak, self.live)
 
-    def _drop(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.live -= num_bytes
+    def _drop(self, key: int) -> None:
+        self.live -= self._known.pop(key)
 
     def __torch_dispatch__(
         self,
@@ -50,7 +53,13 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it becomes operations on its part, which come here
         out = func(*args, **(kwargs or {}))
+        if str(func) == "fsdp.split_with_sizes_copy.default" and kwargs:
+            self._gathered += [tensor.untyped_storage() for tensor in kwargs["out"]]
+        for storage in self._gathered:
+            self._note(storage)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
                 self._note(leaf.untyped_storage())

@@ -73,6 +73,27 @@ class CostModel:
             return 0.0
         return self._roofline(node.flops * min(2, num_gradients), 2 * node.bytes_moved, dtype)
 
+    def held_bytes(self, state: StateSpec) -> int:
+        """Bytes of a parameter or buffer in a step."""
+        return self.optimizer.parameter_bytes(state.spec) if state.is_parameter else state.spec.num_bytes
+
+    def gathered_bytes(self, state: StateSpec) -> int:
+        """Bytes that ranks which have parts of a parameter send each other to make it whole; 0 for a buffer."""
+        return self.optimizer.gathered_bytes(state.spec) if state.is_parameter else 0
+
+    def averaging_bytes(self, state: StateSpec) -> int:
+        """Bytes at work while gradients of which every rank keeps a part are averaged: whole ones, as much to send, gloo's results."""
+        whole = self.gradient_bytes(state)
+        return 2 * whole + (-(-whole // self.optimizer.shards) if self.holds_sent else 0)
+
+    def copy_bytes(self, state: StateSpec) -> int:
+        """Bytes of what two stages that share a parameter tell each other of its gradient."""
+        return self.optimizer.part_bytes(state.spec) if state.is_parameter else 0
+
+    def apart_bytes(self, state: StateSpec) -> int:
+        """Bytes of the gradient of a parameter that is added up only when its backward pass ends."""
+        return self.optimizer.apart_bytes(state.spec) if _is_trained(state) else 0
+
     def gradient_bytes(self, state: StateSpec) -> int:
         """Bytes of the gradient of a parameter."""
         return self.optimizer.gradient_bytes(state.spec) if _is_trained(state) else 0

@@ -31,6 +31,14 @@ The peak is the largest of, with k microbatches in flight of m, and n over the n
                      gradients sent back for it, which stay until the end of the step
     optimizer        what its step makes and drops
 
+With `fully_shard` a rank keeps its part of parameters and optimizer state, and in a step it has whole parameters and gradients as well,
+which count as parameters and gradients here. Then it is also the largest of
+
+    gathering        the first forward of a stage: what all ranks have sent, from which the whole parameters were copied, and one forward
+    averaging        after the last backward, when whole parameters are gone: whole gradients twice, and over gloo the rank's part
+
+and where gradients are added up in another dtype than they come in (fp32), each backward holds all of those that it makes to its end.
+
 Storages are exact (recorded by the tracer), so activations are too; the allocator's rounding and the workspace of
 libraries are not included.
 """
@@ -93,7 +101,7 @@ class StageUse:
 
 def state_bytes(state: StateSpec, cost_model: CostModel) -> int:
     """Bytes of a parameter or buffer with its gradient and optimizer state."""
-    return state.spec.num_bytes + cost_model.gradient_bytes(state) + cost_model.optimizer_bytes(state)
+    return cost_model.held_bytes(state) + cost_model.gradient_bytes(state) + cost_model.optimizer_bytes(state)
 
 
 def distinct_state(trace: Trace, indices: Sequence[int]) -> list[StateSpec]:
@@ -109,7 +117,7 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
     """Bytes of one stage."""
     held = distinct_state(graph.trace, use.state)
     parameters = [spec for spec in held if spec.is_parameter]
-    parameter_bytes = sum(spec.spec.num_bytes for spec in parameters)
+    parameter_bytes = sum(cost_model.held_bytes(spec) for spec in parameters)
     gradient_bytes = sum(cost_model.gradient_bytes(spec) for spec in parameters)
     optimizer_bytes = sum(cost_model.optimizer_bytes(spec) for spec in parameters)
     buffer_bytes = sum(spec.spec.num_bytes for spec in held if not spec.is_parameter)
@@ -118,7 +126,7 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
     if use.holds_inputs:
         communication += use.num_microbatches * activations.input_bytes
         communication -= use.num_in_flight * activations.saved_input_bytes
-    during_step = _peak(graph, cost_model, use, edges, activations, gradient_bytes) + communication
+    during_step = _peak(graph, cost_model, use, edges, activations, parameters) + communication
     largest = max((spec.spec.num_bytes for spec in parameters), default=0)
     after_step = gradient_bytes + cost_model.optimizer_scratch(parameter_bytes, largest)
     peak = parameter_bytes + optimizer_bytes + buffer_bytes + max(during_step, after_step)
@@ -207,10 +215,11 @@ def _peak(
     use: StageUse,
     edges: Sequence[Edge],
     activations: _Activations,
-    gradient_bytes: int,
+    parameters: Sequence[StateSpec],
 ) -> int:
     """The most bytes of activations, gradients and what works on them."""
     trace = graph.trace
+    gradient_bytes = sum(cost_model.gradient_bytes(state) for state in parameters)
     sent = [name for edge in edges if edge.source == use.index for name in edge.values if _needs_gradient(trace, name)]
     roots = loss_roots(graph) if use.is_last else ()
     until = activations.held
@@ -221,8 +230,9 @@ def _peak(
     working = working_bytes(until, live)
     early = gradient_bytes if cost_model.optimizer.main_grad else 0  # gradients that exist before the first backward
     waiting, sent_bytes = activations.waiting_bytes, activations.sent_bytes
+    one_forward = int((until.forward + live.forward).max(initial=0))
     forward = others + max(
-        int((until.forward + live.forward).max(initial=0)),
+        one_forward,
         activations.total + sent_bytes + sum(_bytes_of(trace, trace.nodes[i].name) for i in roots),
     )
     found = [
@@ -235,6 +245,11 @@ def _peak(
         behind = num_in_flight if num_microbatches > num_in_flight else num_in_flight - 1
         others = activations.of(behind, use.num_resident) - activations.total
         found.append(waiting + others + int((working + added).max(initial=0)) + gradient_bytes)
+    if cost_model.optimizer.in_parts:
+        gathered = sum(cost_model.gathered_bytes(state) for state in parameters)
+        averaging = sum(cost_model.averaging_bytes(state) for state in parameters)
+        left = (num_in_flight if cost_model.holds_sent else 1) * _given_back(graph, use, edges)
+        found += [gathered + one_forward, left + averaging - gathered]
     if num_microbatches > 1 and cost_model.holds_sent:
         last = (num_in_flight - 1) * _given_back(graph, use, edges)
         found.append(last + int((working + added).max(initial=0)) + gradient_bytes)
@@ -268,7 +283,9 @@ def _parameter_gradients(graph: Graph, cost_model: CostModel, use: StageUse) -> 
         num_bytes = cost_model.gradient_bytes(state)
         if users and num_bytes:
             exists[: max(users) + 1] += num_bytes
-            change[min(users)] += state.spec.num_bytes
+            apart = cost_model.apart_bytes(state)
+            exists[: max(users) + 1] -= num_bytes - apart if apart else 0
+            change[0 if apart else min(users)] += state.spec.num_bytes
             change[max(users) + 1] -= state.spec.num_bytes
     return exists[:-1], np.cumsum(change)[:-1]
 
@@ -295,7 +312,8 @@ def _communication_bytes(graph: Graph, cost_model: CostModel, use: StageUse, edg
         elif edge.source == use.index:
             total += min(num_microbatches, window + 1) * gradients
     if cost_model.holds_sent:
-        total += sum((use.holders[i] - 1) * trace.state[i].spec.num_bytes for i in use.state if i in use.holders)
+        shared = [i for i in use.state if i in use.holders]
+        total += sum((use.holders[i] - 1) * cost_model.copy_bytes(trace.state[i]) for i in shared)
     return total
 
 

@@ -19,6 +19,11 @@ With data-parallel replicas (`Optimizer.replicated`) a rank also holds the bucke
 them; sharded over the replicas, it holds its part of the state alone:
 
     find_optimizer("adamw-fp32-master").replicated(8, sharded=True)        1.5 + 2 bytes for a bfloat16 element: state, bucket
+
+With `fully_shard` parameters and gradients lie in parts, too, but in a step it has whole ones beside its parts, from the first forward
+of a stage to the end of its last backward (`smpc.executor.fully_shard`):
+
+    find_optimizer("adamw-fp32-master").fully_sharded(8)       0.25 + 2 bytes of parameters, 2 of gradients, 1.5 of state
 """
 
 from __future__ import annotations
@@ -46,6 +51,25 @@ class Optimizer:
     scratch: int = 0  # tensors of the own dtype that a step makes and drops
     shards: int = 1  # ranks that the state is split over
     buckets: bool = False  # gradients have a copy in buckets that are summed over replicas
+    in_parts: bool = False  # parameters and gradients are split over these ranks, too
+
+    def parameter_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of a parameter in a step: of the whole, and of the part that stays."""
+        return self.gathered_bytes(spec) + self.part_bytes(spec) if self.in_parts else spec.num_bytes
+
+    def part_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of what this rank keeps of a parameter: rows, as many on each of the ranks."""
+        if not self.in_parts or not spec.num_elements:
+            return spec.num_bytes
+        return -(-spec.shape[0] // self.shards) * (spec.num_bytes // spec.shape[0])
+
+    def gathered_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of the parts of all ranks together, if a parameter lies in parts."""
+        return self.shards * self.part_bytes(spec) if self.in_parts else 0
+
+    def apart_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of gradients that wait for the end of their backward pass, where the sum of them lies elsewhere, in float32."""
+        return spec.num_bytes if self.in_parts and self.wide_grad and _is_narrow(spec) else 0
 
     def state_bytes(self, spec: TensorSpec) -> int:
         """Bytes of state of a trained parameter, buckets included."""
@@ -59,6 +83,16 @@ class Optimizer:
             return self
         shards, name = (num_replicas, f"{self.name}, sharded over {num_replicas}") if sharded else (1, self.name)
         return replace(self, name=name, shards=shards, buckets=True)
+
+    def fully_sharded(self, num_replicas: int) -> Optimizer:
+        """The same on a rank that is one of several replicas, which split parameters and gradients as well.
+
+        What the step makes and drops is less than the whole parameters that are gone by then.
+        """
+        if num_replicas == 1:
+            return self
+        name = f"{self.name}, fully sharded over {num_replicas}"
+        return replace(self, name=name, shards=num_replicas, in_parts=True, scratch=0)
 
     def gradient_bytes(self, spec: TensorSpec) -> int:
         """Bytes of the gradient of a trained parameter."""

@@ -18,7 +18,7 @@ was made or received in the interval.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -75,10 +75,15 @@ class PeakRows:
         no_memory = (0,) * self.num_units
         static = replace(units, activation_bytes=no_memory, shared=_static_only(units))
         held = Units(no_memory, no_memory, units.activation_bytes, _activations_only(units))
-        scratch, largest = _scratch(graph, cost_model)
         self.static, self.held = Intervals(static, _BYTES), Intervals(held, _BYTES)
-        self.scratch, self.largest = Intervals(scratch, _BYTES), largest
-        gradients = _gradients(graph, cost_model)
+        self.in_parts = cost_model.optimizer.in_parts
+        self.gathered = _state_intervals(graph, cost_model.gathered_bytes)
+        self.apart = _state_intervals(graph, cost_model.apart_bytes)
+        self.averaging = _state_intervals(graph, lambda state: _averaging(state, cost_model))
+        self.scratch = _state_intervals(graph, _scratch(cost_model))
+        gradients = _of_one_user(graph, cost_model.gradient_bytes)
+        apart = _of_one_user(graph, cost_model.apart_bytes)
+        self.later = np.concatenate(([0], np.cumsum(apart)))
         self.gradients = np.concatenate(([0], np.cumsum(gradients)))
         roots = loss_roots(graph)
         positions = graph.compute.tolist()
@@ -87,14 +92,14 @@ class PeakRows:
         )
         live = lifetimes(graph, positions, roots, kept=until.kept)
         self.forward, self.backward = live.forward, working_bytes(until, live) - until.forward
-        self.adding = self.backward + live.parameters
+        self.adding = self.backward + np.maximum(0, live.parameters - apart)
         self.values = _values(graph, set(recomputable))
         specs = [spec for i in roots if (spec := graph.trace.nodes[i].spec) is not None]
         self.root_bytes = sum(spec.num_bytes for spec in specs)
         placeholders = {n.storage for n in graph.trace.nodes if n.kind is NodeKind.PLACEHOLDER}
         self.input_bytes = sum(graph.trace.storages[storage] for storage in sorted(placeholders))
         self.input_savers, self.saved_inputs = _saved_inputs(graph, placeholders)
-        self.copies = Intervals(_copies(graph, len(in_flight)), _BYTES)
+        self.copies = Intervals(_copies(graph, len(in_flight), cost_model.copy_bytes), _BYTES)
         self.lower_units = _at_least(units, gradients)
 
     def scheduled(self, in_flight: Sequence[int]) -> PeakRows:
@@ -126,14 +131,20 @@ class PeakRows:
         first = (
             static + (k - 1) * total + np.maximum.accumulate(until + self.backward[span] - absent[:-1]) - 2 * skipped
         )
-        forward = np.maximum(np.maximum.accumulate(until + self.forward[span]) - skipped, total + kept + outputs)
-        forward += static + (k - 1) * total
+        one_forward = np.maximum.accumulate(until + self.forward[span]) - skipped
+        forward = static + (k - 1) * total + np.maximum(one_forward, total + kept + outputs)
         peak = np.maximum(first + waiting, forward + (k - 1) * kept - absent[1:])
+        if self.in_parts:
+            gathered, averaging = (_whole(found.costs(start, stop, 1)) for found in (self.gathered, self.averaging))
+            left = (k if self.holds_sent else 1) * returned
+            peak = np.maximum(peak, static + np.maximum(gathered - absent[1:] + one_forward, averaging + left))
         if m > k:
             peak = np.maximum(peak, forward + np.minimum(waiting, (k - 1) * kept))
         if m > 1:
             behind = k if m > k else k - 1
-            working = np.maximum.accumulate(until + self.adding[span]) - 2 * skipped
+            later = self.later[start:stop] - self.later[start]
+            working = np.maximum.accumulate(until + self.adding[span] - later) - 2 * skipped
+            working += _whole(self.apart.costs(start, stop, 1))
             peak = np.maximum(peak, static + (behind - 1) * total + working + waiting)
             if self.holds_sent:
                 peak = np.maximum(peak, static + (k - 1) * returned + working)
@@ -219,31 +230,41 @@ def _activations_only(units: Units) -> tuple[SharedItem, ...]:
     return tuple(SharedItem(item.users, 0, item.activation_bytes) for item in units.shared if item.activation_bytes)
 
 
-def _gradients(graph: Graph, cost_model: CostModel) -> IntArray:
-    """By rank: gradients of the parameters that this node alone uses."""
+def _of_one_user(graph: Graph, num_bytes: Callable[[StateSpec], int]) -> IntArray:
+    """By rank: bytes of the parameters that this node alone uses."""
     found = np.zeros(graph.num_compute, dtype=np.int64)
-    for users, num_bytes in state_items(graph, cost_model.gradient_bytes):
+    for users, size in state_items(graph, num_bytes):
         if len(users) == 1:
-            found[users[0]] += num_bytes
+            found[users[0]] += size
     return found
 
 
-def _scratch(graph: Graph, cost_model: CostModel) -> tuple[Units, int]:
-    """Units whose memory is what the optimizer makes and drops for their parameters."""
+def _state_intervals(graph: Graph, num_bytes: Callable[[StateSpec], int]) -> Intervals:
+    """Of bytes that a stage holds once for each of its parameters, whoever else uses it."""
+    own, shared = [0] * graph.num_compute, []
+    for users, size in state_items(graph, num_bytes):
+        if len(users) == 1:
+            own[users[0]] += size
+        else:
+            shared.append(SharedItem(users, size))
+    none = (0,) * graph.num_compute
+    return Intervals(Units(none, tuple(own), none, tuple(shared)), _BYTES)
+
+
+def _averaging(state: StateSpec, cost_model: CostModel) -> int:
+    """Bytes that a parameter takes while its gradient is averaged, beyond those that it has in a step, at most."""
+    in_step = cost_model.gathered_bytes(state) + cost_model.gradient_bytes(state)
+    return max(0, cost_model.averaging_bytes(state) - in_step)
+
+
+def _scratch(cost_model: CostModel) -> Callable[[StateSpec], int]:
+    """Bytes that the optimizer makes and drops for a parameter."""
 
     def of(state: StateSpec) -> int:
         num_bytes = state.spec.num_bytes if cost_model.gradient_bytes(state) else 0
         return cost_model.optimizer_scratch(num_bytes, num_bytes)
 
-    own, shared, largest = [0] * graph.num_compute, [], 0
-    for users, num_bytes in state_items(graph, of):
-        largest = max(largest, num_bytes)
-        if len(users) == 1:
-            own[users[0]] += num_bytes
-        else:
-            shared.append(SharedItem(users, num_bytes))
-    none = (0,) * graph.num_compute
-    return Units(none, tuple(own), none, tuple(shared)), largest
+    return of
 
 
 def _saved_inputs(graph: Graph, storages: set[int]) -> tuple[IntArray, IntArray]:
@@ -257,12 +278,12 @@ def _saved_inputs(graph: Graph, storages: set[int]) -> tuple[IntArray, IntArray]
     return np.asarray(list(first.values()), dtype=np.int64), np.asarray(sizes, dtype=np.int64)
 
 
-def _copies(graph: Graph, num_stages: int) -> Units:
-    """Units whose memory is the buffers in which other stages' gradients of shared parameters arrive."""
+def _copies(graph: Graph, num_stages: int, num_bytes: Callable[[StateSpec], int]) -> Units:
+    """Units whose memory is the buffers in which other stages' gradients of shared parameters arrive; `num_bytes` is that of one."""
     none = (0,) * graph.num_compute
     shared = [
         SharedItem(users, (min(num_stages, len(users)) - 1) * num_bytes)
-        for users, num_bytes in state_items(graph, lambda state: state.spec.num_bytes if state.is_parameter else 0)
+        for users, num_bytes in state_items(graph, num_bytes)
         if len(users) > 1
     ]
     return Units(none, none, none, tuple(shared))

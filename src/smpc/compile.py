@@ -67,6 +67,7 @@ class PipelineOptions:
     manual: ManualPartition | None = None
     data_parallel_degree: int = 1  # replicas, as far as memory depends on them
     shard_optimizer_state: bool = False
+    fully_shard: bool = False
     skip_tracing: bool = False  # cut by parameter sizes and the order of modules alone
     recompute: tuple[
         str, ...
@@ -90,6 +91,8 @@ class PipelineOptions:
         ]
         if not 0.0 <= self.memory_weight <= 1.0:
             wrong.append(f"memory_weight: expected a number from 0 to 1, found {self.memory_weight}")
+        if self.fully_shard and self.shard_optimizer_state:
+            wrong.append("fully_shard and shard_optimizer_state exclude each other; keep one")
         if wrong:
             raise ConfigError("\n".join(wrong))
         _ = self.choice
@@ -101,8 +104,9 @@ class PipelineOptions:
     @property
     def cost_model(self) -> CostModel:
         """What nodes and messages cost on the device, and parameters with the optimizer."""
-        optimizer = find_optimizer(self.optimizer).replicated(self.data_parallel_degree, self.shard_optimizer_state)
-        return self._cost_models(optimizer)[0]
+        optimizer, replicas = find_optimizer(self.optimizer), self.data_parallel_degree
+        in_parts = optimizer.fully_sharded(replicas) if self.fully_shard else None
+        return self._cost_models(in_parts or optimizer.replicated(replicas, self.shard_optimizer_state))[0]
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -206,6 +210,7 @@ def compile_model(
     leaf_modules: Sequence[str] = (),
     data_parallel_degree: int = 1,
     shard_optimizer_state: bool = False,
+    fully_shard: bool = False,
     skip_tracing: bool = False,
     recompute: Sequence[str] = (),
     offload_activations: bool = False,
@@ -226,7 +231,8 @@ def compile_model(
     out. `show_phase` is called with the name of each phase as it starts.
     With `warn`, what was asked for and is not done becomes a warning (see `plan_warnings`).
     `data_parallel_degree` is the number of replicas of the pipeline, each with a batch like this: their gradients are summed in
-    buckets, which take memory; with `shard_optimizer_state` they split the optimizer state among them.
+    buckets, which take memory; with `shard_optimizer_state` they split the optimizer state among them, with `fully_shard` (see
+    docs/data_parallel.md) that, parameters and gradients, and have no buckets.
     `recompute` are patterns of names of modules whose activations are computed again for the backward pass, such as
     "model.layers.*", `offload_activations` moves what these keep to CPU memory and back: see docs/activation_checkpointing.md.
     `kernels` says which ops of smpc.kernels replace what the model computes: "auto", "off" or names, see docs/kernels.md.
@@ -253,12 +259,15 @@ def compile_model(
         manual,
         data_parallel_degree,
         shard_optimizer_state,
+        fully_shard,
         skip_tracing,
         tuple(recompute),
         offload_activations,
         activation_loading_horizon,
         kernels if isinstance(kernels, str) else tuple(kernels),
     )
+    if fully_shard and tensor_parallel_degree > 1:
+        raise ConfigError(f"fully_shard: requires tensor_parallel_degree: 1, found {tensor_parallel_degree}")
     args, kwargs = first_microbatch(as_inputs(sample_inputs), microbatches)
     show = show_phase or (lambda phase: None)
     show("Tracing the model")

@@ -17,10 +17,13 @@ import torch.nn.functional as F
 import transformers
 from executor_harness import run_workers
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from smpc.compile import compile_model
+from smpc.executor.fully_shard import StageShards
+from smpc.executor.sharded_tensor import local
 from smpc.executor.transport import GlooTransport
 from smpc.runtime import Runtime
 
@@ -71,6 +74,13 @@ def build(name):
     if name == "gpt2":
         sizes = {"n_layer": 6, "n_embd": 192, "n_head": 6, "n_positions": 128}
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ends)), tokens(128)
+    if name.startswith("parameters"):  # there are few activations; most of the second one's are frozen
+        sizes = {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 32}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **{**ends, "vocab_size": 512}))
+        for parameter_name, parameter in model.named_parameters():
+            parameter.requires_grad_(name == "parameters" or "bias" in parameter_name)
+        ids = torch.randint(3, 512, (BATCH, 8))
+        return model, ((), {"input_ids": ids, "labels": ids.clone()})
     if name == "t5":
         sizes = {"num_layers": 3, "num_decoder_layers": 3, "d_model": 192, "d_kv": 32, "d_ff": 512, "num_heads": 6}
         config = transformers.T5Config(**sizes, **ends, decoder_start_token_id=0)
@@ -88,24 +98,31 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, held):
         super().__init__()
         self.live = self.peak = 0
-        self.known = set()
+        self.known = {}
+        self.gathered = []  # whole parameters of FSDP, which fills and empties their storages
         for tensor in held:
             self.note(tensor.untyped_storage())
 
     def note(self, storage):
         key, num_bytes = storage._cdata, storage.nbytes()
         if key not in self.known:
-            self.known.add(key)
-            self.live += num_bytes
-            self.peak = max(self.peak, self.live)
-            weakref.finalize(storage, self.drop, key, num_bytes)
+            self.known[key] = 0
+            weakref.finalize(storage, self.drop, key)
+        self.live += num_bytes - self.known[key]
+        self.known[key] = num_bytes
+        self.peak = max(self.peak, self.live)
 
-    def drop(self, key, num_bytes):
-        self.known.discard(key)
-        self.live -= num_bytes
+    def drop(self, key):
+        self.live -= self.known.pop(key)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # it becomes operations on its part, which come here
         out = func(*args, **(kwargs or {}))
+        if func is torch.ops.fsdp.split_with_sizes_copy.default:
+            self.gathered += [tensor.untyped_storage() for tensor in kwargs["out"]]
+        for storage in self.gathered:
+            self.note(storage)
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self.note(leaf.untyped_storage())
@@ -118,11 +135,11 @@ def pooled(transport):
     return [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in storages]
 
 
-def measure(rank, compilation, model, batch, group):
-    """Peak bytes of this rank in its second training step."""
+def measure(rank, compilation, model, batch, group, hooks=lambda stages: None):
+    """Peak bytes of this pipeline rank in its second training step."""
     count = compilation.plan.schedule.num_microbatches
     transport = GlooTransport(group)
-    runtime = Runtime(model, rank=rank, transport=transport)
+    runtime = Runtime(model, rank=rank, transport=transport, hooks=hooks)
     program = runtime.install(compilation)
     parameters, microbatches = list(runtime.stages[rank].parameters()), parity.split(batch, count)
     optimizer = torch.optim.Adam(parameters)
@@ -141,6 +158,7 @@ def measure(rank, compilation, model, batch, group):
     optimizer.zero_grad()
     held = [*parameters, *runtime.stages[rank].buffers(), *pooled(transport)]
     held += [value for state in optimizer.state.values() for value in state.values()]
+    held = [local(tensor) for tensor in held]
     held += [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)] if rank == 0 else []
     counter = LiveBytes(held)
     del held  # the transport does not use a buffer again that someone holds
@@ -174,6 +192,31 @@ def worker(rank, folder, cases):
     return found
 
 
+def sharded_worker(rank, folder, cases):
+    """Two stages, two replicas: ranks 0 and 1 are the pipeline of the first."""
+    found = []
+    pipelines, replicas = [dist.new_group([i, i + 1]) for i in (0, 2)], [dist.new_group([i, i + 2]) for i in (0, 1)]
+    for name, pipeline, microbatches in cases:
+        model, batch = build(name)
+        compilation = compile_model(
+            model.train(),
+            batch,
+            pipeline_parallel_degree=2,
+            microbatches=microbatches,
+            pipeline=pipeline,
+            device="cpu",
+            data_parallel_degree=2,
+            fully_shard=True,
+        )
+        stage = rank % 2
+        measured = measure(
+            stage, compilation, model, batch, pipelines[rank // 2], lambda own: StageShards(own, replicas[rank % 2])
+        )
+        what = f"{name} on 2 x 2, {pipeline}, {microbatches} microbatches, rank {rank}"
+        found.append((what, compilation.plan.stages[stage].peak_memory_bytes, measured))
+    return found
+
+
 LAYERS = {
     "gpt2": ("transformer.h.*",),
     "llama": ("model.layers.*",),
@@ -186,6 +229,10 @@ PIPELINES = (("simple", 4), ("interleaved", 6))
 def check(tmp_path, cases, num_processes):
     found = [entry for results in run_workers(worker, num_processes, tmp_path, cases) for entry in results]
     assert len(found) == sum(num_stages for _, num_stages, *_ in cases)
+    check_found(found)
+
+
+def check_found(found):
     wrong = [
         f"{what}: predicted {predicted / 1e6:.2f} MB, measured {measured / 1e6:.2f} MB ({predicted / measured - 1:+.1%})"
         for what, predicted, measured in found
@@ -202,6 +249,14 @@ def test_predicted_peaks_come_true(tmp_path):
 def test_predicted_peaks_come_true_with_checkpointing(tmp_path):
     cases = [("gpt2", *PIPELINES[0]), ("t5", *PIPELINES[1]), ("unet", *PIPELINES[1])]
     check(tmp_path, [(name, 2, *pipeline, LAYERS[name]) for name, *pipeline in cases], 2)
+
+
+def test_predicted_peaks_come_true_with_parameters_in_parts(tmp_path):
+    """The peak is in turn where gradients are averaged, in a backward, and where frozen parameters are gathered."""
+    cases = [("parameters", "interleaved", 4), ("gpt2", "simple", 4), ("parameters frozen", "simple", 4)]
+    found = [entry for results in run_workers(sharded_worker, 4, tmp_path, cases) for entry in results]
+    assert len(found) == 4 * len(cases)
+    check_found(found)
 
 
 @pytest.mark.slow

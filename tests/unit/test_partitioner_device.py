@@ -157,3 +157,21 @@ def test_replicas_hold_buckets_and_may_share_the_state():
     assert sharded.state_bytes(spec) == 12_000 // 8 + 2_000
     assert sharded.name == "adamw-fp32-master, sharded over 8"
     assert sharded.gradient_bytes(spec) == optimizer.gradient_bytes(spec)
+
+
+def test_replicas_may_hold_parts_of_everything():
+    spec = TensorSpec((1000, 3), "bfloat16", (3, 1), True)
+    optimizer = find_optimizer("adamw-fp32-master-wide-grad")
+    assert optimizer.fully_sharded(1) is optimizer
+    assert (optimizer.parameter_bytes(spec), optimizer.part_bytes(spec), optimizer.gathered_bytes(spec)) == (
+        6000,
+        6000,
+        0,
+    )
+    sharded = optimizer.fully_sharded(8)
+    assert sharded.name == "adamw-fp32-master-wide-grad, fully sharded over 8"
+    assert (sharded.part_bytes(spec), sharded.gathered_bytes(spec), sharded.parameter_bytes(spec)) == (750, 6000, 6750)
+    assert (sharded.gradient_bytes(spec), sharded.apart_bytes(spec)) == (12_000, 6000)
+    assert sharded.state_bytes(spec) == 36_000 // 8  # and no buckets
+    odd = TensorSpec((3, 5), "float32", (5, 1), True)  # each of two ranks takes two rows
+    assert (optimizer.fully_sharded(2).part_bytes(odd), optimizer.fully_sharded(2).parameter_bytes(odd)) == (40, 120)

@@ -21,6 +21,7 @@ from smpc.partitioner.cost import CostModel
 from smpc.partitioner.device import find_device
 from smpc.partitioner.ilp import PlacementProblem, solve_placement
 from smpc.partitioner.memory import RECEIVE_WINDOW
+from smpc.partitioner.optimizer import ADAM, find_optimizer
 from smpc.partitioner.peaks import PeakRows
 from smpc.partitioner.problem import Scale, Units, stage_costs
 from smpc.partitioner.solve import plan_from_assignment
@@ -43,12 +44,11 @@ class Layers(nn.Module):
         return (x + first).square().mean()
 
 
-def limited_chain(widths, in_flight, num_microbatches, device="cpu", memory_weight=0.0):
-    analysis = analyse(
-        record(Layers(widths), (torch.zeros(64, 16),)), CostModel.of(find_device(device), len(in_flight))
-    )
+def limited_chain(widths, in_flight, num_microbatches, device="cpu", optimizer=ADAM, dtype=torch.float32):
+    cost_model = CostModel.of(find_device(device), len(in_flight), optimizer)
+    analysis = analyse(record(Layers(widths).to(dtype), (torch.zeros(64, 16, dtype=dtype),)), cost_model)
     graph, units = analysis.graph, analysis.units
-    scale = Scale.of(units, in_flight, memory_weight)
+    scale = Scale.of(units, in_flight, 0.0)
     problem = chain_problem(graph, analysis.clusters, analysis.recomputable, units, scale, in_flight)
     recomputable = tuple(analysis.recomputable)
     peaks = PeakRows(graph, analysis.cost_model, analysis.times, recomputable, in_flight, num_microbatches)
@@ -87,8 +87,19 @@ def test_limited_solutions_equal_brute_force(widths, in_flight, num_microbatches
 
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 @pytest.mark.parametrize(("in_flight", "num_microbatches"), [((2, 1), 4), ((3, 3, 3), 3)])
-def test_the_bound_is_the_prediction_but_for_little(in_flight, num_microbatches, device):
-    analysis, _, chain = limited_chain((8, 64, 8, 128), in_flight, num_microbatches, device)
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [
+        (ADAM, torch.float32),
+        (ADAM.fully_sharded(2), torch.float32),
+        (find_optimizer("adamw-fp32-master-wide-grad").fully_sharded(4), torch.bfloat16),
+    ],
+)
+def test_the_bound_is_the_prediction_but_for_little(in_flight, num_microbatches, device, optimizer, dtype):
+    analysis, _, chain = limited_chain((8, 64, 8, 128), in_flight, num_microbatches, device, optimizer, dtype)
+    most = (
+        1.2 if optimizer.wide_grad else 1.15
+    )  # the bound has wide gradients from the start, also where they come later
     names = [analysis.graph.trace.nodes[i].name for i in analysis.graph.compute.tolist()]
     schedule = compile_model(nn.Linear(2, 2), torch.zeros(num_microbatches, 2), pipeline_parallel_degree=1,
                              microbatches=num_microbatches).plan.schedule  # fmt: skip
@@ -105,7 +116,7 @@ def test_the_bound_is_the_prediction_but_for_little(in_flight, num_microbatches,
         )
         for stage, (a, b) in zip(plan.stages, itertools.pairwise(ends), strict=True):
             bound = int(chain.peaks.row(a, b, stage.index)[-1])
-            assert stage.peak_memory_bytes <= bound <= 1.15 * stage.peak_memory_bytes
+            assert stage.peak_memory_bytes <= bound <= most * stage.peak_memory_bytes
 
 
 def test_the_window_is_the_executors():

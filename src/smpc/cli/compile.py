@@ -50,6 +50,7 @@ def compile_command(
     memory_limit: opt.MemoryLimit = None,
     data_parallel_degree: opt.DataParallelDegree = 1,
     shard_optimizer_state: opt.ShardOptimizerState = False,
+    fully_shard: opt.FullyShard = False,
     recompute: opt.Recompute = None,
     offload_activations: opt.OffloadActivations = False,
     activation_loading_horizon: opt.ActivationLoadingHorizon = None,
@@ -78,6 +79,7 @@ def compile_command(
         "offload_activations": offload_activations or None,
         "activation_loading_horizon": activation_loading_horizon,
         "kernels": kernels,
+        "fully_shard": fully_shard or None,
     }
     planner: dict[str, Any] = {
         "device": device or "h100",
@@ -101,7 +103,7 @@ def compile_command(
         _check_auto(auto, world_size, {**flags, "config": config, **measured})
         settings = None
     else:
-        settings = _settings(config, flags)
+        settings = _settings(config, {**flags, "ddp": True if fully_shard else None})
         measured |= _tensor_parallelism(settings, {k: v for k, v in measured.items() if v is not None})
         planner["shard_optimizer_state"] |= settings.shard_optimizer_state
         planner["optimizer"] = optimizer or _planned_optimizer(settings)
@@ -186,6 +188,7 @@ def _compile(target: str, specs: tuple[InputSpec, ...], settings: Config, planne
             offload_activations=settings.offload_activations,
             activation_loading_horizon=settings.activation_loading_horizon,
             kernels=settings.kernels,
+            fully_shard=settings.fully_shard,
             manual=manual_partition(model, settings),
             show_phase=show,
             warn=False,

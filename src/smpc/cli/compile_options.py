@@ -82,6 +82,9 @@ DataParallelDegree = Annotated[
 ShardOptimizerState = Annotated[
     bool, typer.Option("--shard-optimizer-state", help="Replicas split the optimizer state among them.")
 ]
+FullyShard = Annotated[
+    bool, typer.Option("--fully-shard", help="Replicas split parameters, gradients and optimizer state among them.")
+]
 Recompute = Annotated[
     list[str] | None,
     typer.Option(

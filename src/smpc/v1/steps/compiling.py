@@ -271,8 +271,9 @@ def _options(session: Session) -> PipelineOptions:
         skip_tracing=config.skip_tracing,
         kernels=config.kernels,
         optimizer=planned_optimizer(config),
-        data_parallel_degree=session.mesh.dp_size if config.shard_optimizer_state else 1,
+        data_parallel_degree=session.mesh.dp_size if config.shard_optimizer_state or config.fully_shard else 1,
         shard_optimizer_state=config.shard_optimizer_state,
+        fully_shard=config.fully_shard,
     )
 
 
