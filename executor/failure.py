@@ -37,7 +37,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import io
 import os
 import sys
 import threading
@@ -92,6 +91,7 @@ class FailureMonitor:
     ) -> None:
         self._store = store
         self._rank = rank
+        self._pid = os.getpid()
         self._num_ranks = num_ranks
         self._step_timeout = step_timeout
         self._poll_interval = poll_interval
@@ -188,6 +188,8 @@ class FailureMonitor:
             with self.watch(where, position=position):
                 yield
         except BaseException as error:
+            if os.getpid() != self._pid:
+                raise  # a child that the script has forked is no rank
             self._deadline = float("inf")
             failed = self._cause(error)
             if failed is None:
@@ -331,7 +333,8 @@ class FailureMonitor:
         """Print a report, once: this thread or the other one."""
         with self._showing:
             if not self._has_shown:
-                print(f"rank {self._rank} ends: {report}", file=sys.stderr, flush=True)
+                with contextlib.suppress(Exception):  # whatever the script has made of stderr, this process must end
+                    print(f"rank {self._rank} ends: {report}", file=sys.stderr, flush=True)
             self._has_shown = True
 
     def _end(self, reason: Report) -> None:
@@ -349,7 +352,7 @@ class FailureMonitor:
         if deadline == float("inf"):
             self._disarm()
             return
-        with contextlib.suppress(io.UnsupportedOperation, AttributeError, ValueError):  # stderr may be no file
+        with contextlib.suppress(Exception):  # stderr may be closed, None, no file, or any object of the script's
             faulthandler.dump_traceback_later(max(deadline - now, 0.0) + _LAST_RESORT, exit=True, file=sys.stderr)
             self._is_armed = True
 

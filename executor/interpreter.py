@@ -94,10 +94,11 @@ class Interpreter:
             self._runs = [recorder.timed(handler.instruction, handler.run) for handler in handlers]
 
     def where(self) -> str:
-        """The current instruction, for people: rank, text, position."""
-        if self.finished:
+        """The current instruction, for people: rank, text, position. For any thread: the step goes on meanwhile."""
+        position = self._position
+        if position == len(self._handlers):
             return f"pipeline rank {self.program.rank}, after the last instruction"
-        instruction = self._handlers[self._position].instruction
+        instruction = self._handlers[position].instruction
         towards = "from" if instruction.op in (Op.RECV, Op.RECV_GRAD) else "to"
         text = str(instruction) if instruction.peer < 0 else str(instruction).replace(" r", f" {towards} r")
         operands = [

@@ -7,7 +7,7 @@ Terms
                     reducing     in a backward pass, at whose end replicas reduce gradients: for a peer, or for itself
                     collective   in a call of torch.distributed, or in a tensor-parallel collective
                     busy         anything else: the model, user code, data loading, asleep
-                    silent       the rank did not answer: it is stopped, or native code holds Python's lock
+                    silent       the rank did not answer: it has ended or is stopped, or native code holds Python's lock
     stalled     the rank at fault. Waiting ranks are victims, so it is the one of the most active kind; among those, the one furthest behind
                 in the program, and then the one that has been longest at its place
 
@@ -97,7 +97,9 @@ class Standing:
 
     def __str__(self) -> str:
         if self.activity is Activity.SILENT:
-            return f"rank {self.rank}: no answer; the process is stopped, or native code holds Python's lock"
+            return (
+                f"rank {self.rank}: no answer; the process has ended or is stopped, or native code holds Python's lock"
+            )
         return f"rank {self.rank}: {self.place}, {self.activity} for {self.seconds:.0f} s"
 
 

@@ -225,12 +225,14 @@ class Runtime:
             self._hooks.did_not_train()
 
     def where(self) -> str:
-        """The instruction that is running now, for people; "" between steps."""
-        return "" if self._running is None else self._running.where()
+        """The instruction that is running now, for people; "" between steps. For any thread: the step may end meanwhile."""
+        running = self._running
+        return "" if running is None else running.where()
 
     def position(self) -> int:
-        """How many instructions of the running step are behind it; 0 between steps."""
-        return 0 if self._running is None else self._running.position
+        """How many instructions of the running step are behind it; 0 between steps. For any thread."""
+        running = self._running
+        return 0 if running is None else running.position
 
     def _hooks_for(self, stages: Mapping[int, StageModule]) -> StepHooks | None:
         if not self._programs:
