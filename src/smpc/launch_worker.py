@@ -11,6 +11,8 @@ file imports nothing of smpc or torch before the script does. It adds three thin
       format plus the fields of `_report`: the launcher learns which rank failed first, and shows that traceback alone;
     - a rank that has failed exits within GRACE_SECONDS, whatever its threads and exit handlers wait for.
 
+A child that the script forks is no rank: how it ends is the script's business.
+
 Under plain `torchrun`, or with no error file, none of this is used: scripts do not depend on it.
 """
 
@@ -37,24 +39,35 @@ _PLAIN_HOOKS = ("sys", "torch.distributed.distributed_c10d")  # modules of excep
 def main(launcher_pid: int, command: list[str]) -> int:
     """Run the script or module; the exit status of this rank."""
     _die_with(launcher_pid)
+    own_pid = os.getpid()
     try:
         _run(command)
     except SystemExit as error:
         status = _exit_status(error)
-        if status:
+        if status and os.getpid() == own_pid:
             _write(_report(error, status))
             _exit_soon(status)
         raise
     except BaseException as error:
-        status = 2 if _is_user_error(error) else 1
-        error.__traceback__ = _user_part(error.__traceback__)
-        if getattr(sys.excepthook, "__module__", "") not in _PLAIN_HOOKS:  # a crash reporter, for instance
-            sys.excepthook(type(error), error, error.__traceback__)
-        if not _write(_report(error, status)):
-            traceback.print_exception(error)
-        _exit_soon(status)
-        return status
+        if os.getpid() != own_pid:
+            raise
+        try:
+            return _fail(error)
+        except BaseException as later:  # of a signal's handler, as torch has one for data loaders whose workers die
+            return _fail(later)
     return 0
+
+
+def _fail(error: BaseException) -> int:
+    """Report what ends this rank; its exit status."""
+    status = _error_status(error)
+    error.__traceback__ = _user_part(error.__traceback__)
+    if getattr(sys.excepthook, "__module__", "") not in _PLAIN_HOOKS:  # a crash reporter, for instance
+        sys.excepthook(type(error), error, error.__traceback__)
+    if not _write(_report(error, status)):
+        traceback.print_exception(error)
+    _exit_soon(status)
+    return status
 
 
 def _run(command: list[str]) -> None:
@@ -98,6 +111,12 @@ def _exit_status(error: SystemExit) -> int:
     if error.code is None:
         return 0
     return error.code & 0xFF if isinstance(error.code, int) else 1
+
+
+def _error_status(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    return 2 if _is_user_error(error) else 1
 
 
 def _is_user_error(error: BaseException) -> bool:

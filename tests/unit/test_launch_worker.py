@@ -103,3 +103,36 @@ def test_failed_rank_does_not_wait_for_its_threads(run):
 def test_rank_without_its_launcher_does_not_start(run):
     done, _ = run("print('started')\n", parent=1)
     assert (done.returncode, done.stdout) == (-9, "")
+
+
+@pytest.mark.parametrize("ends", ["sys.exit(3)", "raise KeyError('of a child')"])
+def test_a_forked_child_is_no_rank(run, ends):
+    """Its exception used to come up through the worker as well, which reported it, and `smpc run` ended a job that was well."""
+    done, report = run(
+        f"import os, sys\nchild = os.fork()\nif child == 0:\n    {ends}\nprint(os.waitpid(child, 0)[1] != 0)\n"
+    )
+    assert (done.returncode, done.stdout, report) == (0, "True\n", {})
+
+
+def test_an_exception_while_another_is_reported(run):
+    """A data loader's worker is killed: first its connection breaks, then torch's handler of SIGCHLD raises the reason, at any moment."""
+    done, report = run(
+        "import os, signal, sys\n"
+        "def handler(*_):\n"
+        "    raise RuntimeError('worker is killed')\n"
+        "signal.signal(signal.SIGUSR1, handler)\n"
+        "told = []\n"
+        "def hook(*_):\n"
+        "    told.append(True)\n"
+        "    if len(told) == 1:\n"
+        "        os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "sys.excepthook = hook\n"
+        "raise KeyError('lost')\n"
+    )
+    assert (done.returncode, report["type"], report["text"]) == (1, "RuntimeError", "worker is killed")
+    assert "KeyError: 'lost'" in report["py_callstack"]
+
+
+def test_interrupt_of_a_rank_has_the_status_of_the_signal(run):
+    done, report = run("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    assert (done.returncode, report["status"], report["type"]) == (130, 130, "KeyboardInterrupt")
