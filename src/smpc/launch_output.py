@@ -89,6 +89,7 @@ class RankOutput:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._files: dict[str, BinaryIO] = {}
+        self._damaged: list[BinaryIO] = []  # files that lack something
 
     def attach(self, streams: Sequence[IO[bytes] | None], place: Mapping[str, int]) -> None:
         """Begin to read the stdout and the stderr of a rank."""
@@ -125,8 +126,7 @@ class RankOutput:
         rest = b""
         while chunk := os.read(stream.fileno(), _LONGEST_LINE):
             if file is not None:
-                with suppress(OSError, ValueError):  # a full disk must not stop the rank
-                    file.write(chunk)
+                self._write(file, chunk)
             if prefix is None:
                 continue
             # A progress bar ends its lines with \r.
@@ -136,6 +136,22 @@ class RankOutput:
             self._show(lines, prefix, console)
         if rest and prefix is not None:
             self._show([rest], prefix, console)
+
+    def _write(self, file: BinaryIO, chunk: bytes) -> None:
+        """To a rank's file. A full disk does not stop the rank; it is told once."""
+        try:
+            while chunk:
+                chunk = chunk[file.write(chunk) :]
+        except (OSError, ValueError) as error:
+            with self._lock, suppress(OSError, ValueError):
+                if file not in self._damaged:
+                    self._damaged.append(file)
+                    reason = getattr(error, "strerror", None) or error
+                    print(
+                        f"smpc: warning: output is missing in {file.name!r}: {reason}",
+                        file=self._consoles[1],
+                        flush=True,
+                    )
 
     def _show(self, lines: list[bytes], prefix: str, console: TextIO) -> None:
         text = "".join(

@@ -100,3 +100,19 @@ def test_a_single_rank_has_the_console_to_itself():
     assert not OutputOptions().is_inherited(2)
     assert not OutputOptions(stdout="x").is_inherited(1)
     assert not OutputOptions(console="none").is_inherited(1)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is always full")
+def test_a_full_disk_is_told_once(tmp_path):
+    """The rest of a log used to be missing without a word."""
+    (tmp_path / "3.log").symlink_to("/dev/full")
+    shown, complaints = io.StringIO(), io.StringIO()
+    output = RankOutput(OutputOptions(stdout=f"{tmp_path}/{{rank}}.log"), shown, complaints)
+    reader, writer = os.pipe()
+    with open(reader, "rb", buffering=0) as source:
+        output.attach((source, None), PLACES[1])
+        os.write(writer, b"a\n" * 50_000)  # several times what is read at once
+        os.close(writer)
+        output.close()
+    assert shown.getvalue() == "[rank 3] a\n" * 50_000
+    assert complaints.getvalue() == f"smpc: warning: output is missing in '{tmp_path}/3.log': No space left on device\n"

@@ -59,6 +59,7 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; `arguments` are those of the process if None. Returns the exit status."""
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a path that is not UTF-8 can be shown
@@ -75,6 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         usage: Any = error
         return _complain(error, usage.format_message())
     return status if isinstance(status, int) else 0
+
+
+def _open_closed_streams() -> None:
+    """Where the caller has closed stdout or stderr (a daemon, `>&-`), Python has None for them: what goes there is dropped."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, until the process ends
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _complain(error: Exception, text: str) -> int:
