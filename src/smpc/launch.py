@@ -12,7 +12,7 @@ LOCAL_RANK, MASTER_ADDR, ...): the same script runs under plain `torchrun`. What
     - when a rank fails, all end, on all hosts, with the processes that they started, and the traceback shown is that of the rank
       that failed first. Ranks that smpc watches hear of it, and say so;
     - the status is that rank's: its own exit status, or 128 + the number of the signal that killed it. SIGTERM, SIGINT,
-      SIGHUP and SIGQUIT to the launcher are passed on, and the status is 128 + the signal;
+      SIGHUP (but under nohup) and SIGQUIT to the launcher are passed on, and the status is 128 + the signal;
     - a ConfigError that ends a rank is the user's mistake: its text, a line each, no traceback, status 2;
     - ranks die with the launcher, also when it is killed with SIGKILL.
 
@@ -88,7 +88,7 @@ def launch(job: Job) -> int:
     port = listener.getsockname()[1] if listener is not None else place.master_port
     output = RankOutput(job.output, sys.stdout, sys.stderr)
     processes = Processes(output, inherit=job.output.is_inherited(job.num_ranks), grace=job.grace)
-    with tempfile.TemporaryDirectory(prefix="smpc_run_") as folder:
+    with processes.signals(), tempfile.TemporaryDirectory(prefix="smpc_run_") as folder:
         commands = _commands(job, place, port, Path(folder))
         rendezvous = Rendezvous(listener, place.master_addr, port, job.num_ranks, place.world_size)
 
@@ -96,18 +96,21 @@ def launch(job: Job) -> int:
             text = str(failure.report.get("py_callstack", ""))
             rendezvous.tell(Failure(failure.at_fault, headline(failure), text, failure.status, failure.order))
 
+        def interruption() -> Failure | None:
+            if not processes.has_signal() or place.world_size == job.num_ranks:
+                return None
+            number = processes.signal or 0
+            return Failure(-1, f"node {place.node_rank} was ended by signal {number}", "", 128 + number)
+
         failures = processes.run(commands, lambda: rendezvous.remote is not None, tell)
-        if processes.signal is not None and place.world_size > job.num_ranks:
-            stopped = f"node {place.node_rank} was ended by signal {processes.signal}"
-            rendezvous.tell(Failure(-1, stopped, "", 128 + processes.signal))
-        rendezvous.finish(_LAST_WORDS_SECONDS)
+        rendezvous.finish(_LAST_WORDS_SECONDS, interruption)
     output.close()
-    return _verdict(job, place, processes.signal, failures, rendezvous.remote)
+    return _verdict(job, place, processes, failures, rendezvous.remote)
 
 
-def _verdict(job: Job, place: Place, signal: int | None, failures: list[RankFailure], remote: Failure | None) -> int:
-    if signal is not None:
-        return 128 + signal
+def _verdict(job: Job, place: Place, processes: Processes, failures: list[RankFailure], remote: Failure | None) -> int:
+    if processes.signal is not None:
+        return 128 + processes.signal
     failures = sorted(failures, key=lambda failure: failure.order)
     if remote is not None and (not failures or remote.order < failures[0].order):
         print(f"smpc: error: on another node, {remote.headline}", file=sys.stderr)
@@ -116,7 +119,7 @@ def _verdict(job: Job, place: Place, signal: int | None, failures: list[RankFail
         return remote.status
     if not failures:
         return 0
-    print(describe(failures, place.world_size), file=sys.stderr)
+    print(describe(failures, place.world_size, processes.left_early), file=sys.stderr)
     return failures[0].status
 
 

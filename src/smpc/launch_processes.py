@@ -8,7 +8,7 @@ of its own, and what it has started ends with it. A signal to the launcher is pa
 one kills them.
 
 A launcher that is killed with SIGKILL can do nothing: the kernel ends its ranks then (see `smpc.launch_worker`), and a guard, a small
-process that waits for the end of a pipe from the launcher, ends their groups.
+process that waits for the end of a pipe from the launcher, ends their groups and removes the folder of their reports.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LINGER_SECONDS = 1.5
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _POLL_SECONDS = 0.03
 _GUARD = """
-import os, signal, sys
+import os, shutil, signal, sys
 groups = []
 for line in sys.stdin:
     if line == "done\\n":
@@ -42,6 +42,7 @@ for group in groups:
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
         pass
+shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
 
 
@@ -61,6 +62,7 @@ class _Rank:
     process: subprocess.Popen[bytes]
     failure: RankFailure | None = None
     has_ended: bool = False
+    left_early: bool = False  # with status 0, before any failure
 
 
 class Processes:
@@ -80,11 +82,11 @@ class Processes:
         is_over: Callable[[], bool],
         on_failure: Callable[[RankFailure], None],
     ) -> list[RankFailure]:
-        """Start all and wait until all have ended; what failed.
+        """Start all and wait until all have ended; what failed. Inside `signals`.
 
         `is_over`: the job has failed elsewhere. `on_failure` gets the first failure.
         """
-        with self._signals(), _guard() as watch:
+        with _guard(commands[0].report.parent) as watch:
             try:
                 for command in commands:
                     self._start(command)
@@ -93,6 +95,11 @@ class Processes:
             finally:
                 self._kill()
         return [rank.failure for rank in self._ranks if rank.failure is not None]
+
+    @property
+    def left_early(self) -> list[int]:
+        """The ranks that ended with status 0 before any other failed."""
+        return [rank.command.place["rank"] for rank in self._ranks if rank.left_early]
 
     def _start(self, command: RankCommand) -> None:
         stream = None if self._inherit else subprocess.PIPE
@@ -141,15 +148,25 @@ class Processes:
             rank.failure = RankFailure(rank.command.place["rank"], code, time.time(), report, forced)
         if code is not None:
             rank.has_ended = True
+            rank.left_early = rank.failure is None and self._first_failure is None
             _kill_group(rank.process.pid)
+
+    def has_signal(self) -> bool:
+        """Whether a signal has ended the job, after its ranks too."""
+        self._pass_signals_on()
+        return self.signal is not None
 
     def _pass_signals_on(self) -> None:
         while self._caught:
             number = self._caught.pop(0)
-            if self.signal is not None:
+            for rank in self._ranks:
+                self._look(rank)  # at what was before the signal
+            has_failed = self._first_failure is not None or any(rank.failure is not None for rank in self._ranks)
+            if self.signal is not None or (has_failed and self._terminated is not None):
                 self._kill()
                 continue
-            self.signal = number
+            if not has_failed:  # or the job ends with its failure, only sooner
+                self.signal = number
             self._terminate(number)
 
     def _terminate(self, number: int) -> None:
@@ -165,11 +182,15 @@ class Processes:
                 rank.process.wait()
 
     @contextmanager
-    def _signals(self) -> Iterator[None]:
+    def signals(self) -> Iterator[None]:
+        """Take note of signals to this process: `run` passes them on, and who waits after it asks `has_signal`."""
+
         def note(number: int, frame: FrameType | None) -> None:
             self._caught.append(number)
 
-        before = {number: signal.signal(number, note) for number in SIGNALS}
+        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        numbers = [number for number in SIGNALS if not (is_nohup and number == signal.SIGHUP)]
+        before = {number: signal.signal(number, note) for number in numbers}
         try:
             yield
         finally:
@@ -183,10 +204,13 @@ def _kill_group(leader: int) -> None:
 
 
 @contextmanager
-def _guard() -> Iterator[Callable[[int], None]]:
-    """A process that kills the process groups it was told of when this process dies."""
+def _guard(folder: Path) -> Iterator[Callable[[int], None]]:
+    """A process that kills the process groups it was told of, and removes the folder, when this process dies."""
     guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _GUARD], stdin=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-I", "-S", "-c", _GUARD, str(folder)],
+        stdin=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     stream = guard.stdin
     assert stream is not None, "it was asked for"

@@ -16,8 +16,10 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -70,11 +72,20 @@ class Rendezvous:
             self._own = failure
             self._wake.set()
 
-    def finish(self, patience: float) -> None:
-        """This node's ranks have ended. Waits, after a success, for those of the other nodes; not longer than that if one has failed."""
-        self._is_done = True
-        self._wake.set()
-        self._thread.join(None if self._own is None and self._remote is None else patience)
+    def finish(self, patience: float, interruption: Callable[[], Failure | None]) -> None:
+        """This node's ranks have ended. Waits, after a success, for those of the other nodes; not longer than `patience` if one has failed,
+        or something interrupts the wait.
+        """
+        while True:
+            stopped = interruption()
+            if stopped is not None:
+                self.tell(stopped)
+            self._is_done = True
+            self._wake.set()
+            if self._own is not None or self._remote is not None or not self._thread.is_alive():
+                break
+            self._thread.join(_POLL_SECONDS)
+        self._thread.join(patience)
 
     def _run(self) -> None:
         try:
@@ -99,6 +110,10 @@ class Rendezvous:
         return TCPStore(self._address, self._port, is_master=False, timeout=_CONNECT_TIMEOUT)
 
     def _serve(self, store: Store) -> None:
+        if self._num_ranks < self._world_size:
+            import_module(
+                "smpc.executor.reports"
+            )  # takes seconds, in which `_publish` would not hear what another node says
         number = store.add(f"{_PREFIX}/nodes", 1) - 1
         beats: dict[int, tuple[int, float]] = {}
         has_counted = False
@@ -128,14 +143,14 @@ class Rendezvous:
         return False
 
     def _publish(self, store: Store, failure: Failure, number: int) -> None:
+        fields = [failure.rank, failure.headline, failure.text, failure.status, failure.order]
+        store.set(f"{_PREFIX}/failure/{number}", json.dumps(fields))
         from torch._C._distributed_c10d import PrefixStore
 
         from smpc.executor.reports import Report, publish
         from smpc.launch_store import STORE_PREFIX
 
         publish(PrefixStore(f"{STORE_PREFIX}0", store), Report(failure.rank, failure.headline, failure.text))
-        fields = [failure.rank, failure.headline, failure.text, failure.status, failure.order]
-        store.set(f"{_PREFIX}/failure/{number}", json.dumps(fields))
 
     def _listen_to_others(self, store: Store, number: int, beats: dict[int, tuple[int, float]]) -> None:
         store.add(f"{_PREFIX}/beat/{number}", 1)

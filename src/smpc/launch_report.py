@@ -40,9 +40,9 @@ class RankFailure:
         if self.report:
             told = 2 if "PeerError" in self.report["smpc_classes"] else int(self.lost_connection)
             return (told, self.report["time"], self.rank)
-        # Deaths without a report: SIGTERM is the launcher's own way to end the others, SIGABRT is how communication
-        # libraries end a process whose peer is gone. Any other comes before the peers that saw the connection break.
-        kind = 3 if self.forced else {-signal.SIGTERM: 3, -signal.SIGABRT: 1}.get(self.exit_code or 0, 0)
+        # Deaths without a report: SIGABRT is how communication libraries end a process whose peer is gone. Any other that is not
+        # the launcher's doing comes before the peers that saw the connection break.
+        kind = 3 if self.forced else int(self.exit_code == -signal.SIGABRT)
         return (kind, self.observed - 1, self.rank)
 
     @property
@@ -50,6 +50,11 @@ class RankFailure:
         """Whether the report is of torch.distributed, that a peer is gone: whatever ended that one came before."""
         text = str(self.report.get("text", ""))
         return self.report.get("type") in _CONNECTION_ERRORS or any(words in text for words in _CONNECTION_WORDS)
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether the report only says that another rank is gone or has failed."""
+        return bool(self.report) and self.order[0] > 0
 
     @property
     def at_fault(self) -> int:
@@ -79,8 +84,11 @@ def read_report(path: Path) -> dict[str, Any]:
     return dict(report) if complete else {}
 
 
-def describe(failures: Sequence[RankFailure], num_ranks: int) -> str:
-    """What the user reads when a job failed: the first failure in full, then a line for each that followed."""
+def describe(failures: Sequence[RankFailure], num_ranks: int, left_early: Sequence[int] = ()) -> str:
+    """What the user reads when a job failed: the first failure in full, then a line for each that followed.
+
+    `left_early`: the ranks that had ended with status 0 by then. Where the others only say that a peer is gone, it was those.
+    """
     first, *others = failures
     if first.report and "ConfigError" in first.report["smpc_classes"]:
         return "\n".join(f"smpc: error: {line}" for line in first.report["text"].splitlines())
@@ -88,12 +96,16 @@ def describe(failures: Sequence[RankFailure], num_ranks: int) -> str:
         return "\n".join([f"smpc: error: {first.report['text']}", first.report["py_callstack"]]).rstrip()
     consequence = ", which ended the other ranks" if num_ranks > 1 else ""
     lines = [f"smpc: error: rank {first.rank} {first.summary}{consequence}"]
-    if first.report and not first.report["is_exit"]:
+    if first.is_consequence and left_early:
+        gone = ", ".join(map(str, left_early))
+        lines = [
+            f"smpc: error: rank {gone} ended with status 0 while rank {first.rank} still needed its peers:",
+            first.report["py_callstack"].rstrip(),
+        ]
+    elif first.report and not first.report["is_exit"]:
         lines = [f"smpc: error: rank {first.rank} failed{consequence}:", first.report["py_callstack"].rstrip()]
     told = [other for other in others if not other.forced and other.at_fault == other.rank and other.order[0] < 2]
-    lines += [
-        f"smpc: after that, rank {other.rank} {other.summary}" for other in told if other.exit_code != -signal.SIGTERM
-    ]
+    lines += [f"smpc: after that, rank {other.rank} {other.summary}" for other in told]
     return "\n".join(lines)
 
 

@@ -103,8 +103,8 @@ def run(job: Job, folder: Path):
 
     failures = processes.run(commands, is_over, tell)
     ended = time.time()
-    rendezvous[0].finish(3.0)
+    rendezvous[0].finish(3.0, lambda: None)
     failures.sort(key=lambda failure: failure.order)
     status = failures[0].status if failures else 0
-    text = describe(failures, place.world_size) if failures else ""
+    text = describe(failures, place.world_size, processes.left_early) if failures else ""
     return status, text, port, [rank.process.pid for rank in processes._ranks], ended

@@ -67,9 +67,13 @@ def _run(*arguments, environment=None):
     )
 
 
-def _start(*arguments):
+def _start(*arguments, **changes):
     return subprocess.Popen(
-        [*SMPC, "run", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment()
+        [*SMPC, "run", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_environment(**changes),
     )
 
 
@@ -180,7 +184,7 @@ def test_users_mistake_in_the_script_is_told_once(write):
 
 @needs_proc
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_signal_to_the_launcher_leaves_no_rank(write, tmp_path, sent):
+def test_signal_to_the_launcher_leaves_nothing(write, tmp_path, sent):
     script = write(
         "import os, subprocess, sys, time\n"
         "path = f'{sys.argv[1]}/{os.environ[\"RANK\"]}'\n"
@@ -189,7 +193,9 @@ def test_signal_to_the_launcher_leaves_no_rank(write, tmp_path, sent):
         "os.rename(path + '.new', path)\n"
         "time.sleep(600)\n"
     )
-    job = _start("-n", "2", script, str(tmp_path))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    job = _start("-n", "2", script, str(tmp_path), TMPDIR=str(temporary))
     files = [tmp_path / str(rank) for rank in range(2)]
     _await(job, files)
     ranks = [int(number) for file in files for number in file.read_text().split()]
@@ -198,6 +204,29 @@ def test_signal_to_the_launcher_leaves_no_rank(write, tmp_path, sent):
     assert _ends_within(10, ranks)
     job.communicate(timeout=LIMIT)
     assert job.returncode == (-9 if sent == signal.SIGKILL else 128 + sent)
+    assert not list(temporary.iterdir())
+
+
+@needs_proc
+def test_a_failure_is_shown_though_the_user_is_impatient(write, tmp_path):
+    """Ctrl-C, while the launcher waited for the others to end, used to lose what had failed."""
+    script = write(
+        "import os, signal, sys, time\n"
+        "rank, folder = os.environ['RANK'], sys.argv[1]\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "open(f'{folder}/new{rank}', 'w').write(str(os.getpid()))\n"
+        "os.rename(f'{folder}/new{rank}', f'{folder}/{rank}')\n"
+        "while not os.path.exists(f'{folder}/1'):\n"
+        "    time.sleep(0.01)\n"
+        "sys.exit(3) if rank == '0' else time.sleep(600)\n"
+    )
+    job = _start("-n", "2", "--grace", "600", script, str(tmp_path))
+    _await(job, [tmp_path / "0", tmp_path / "1"])
+    assert _ends_within(LIMIT, [int((tmp_path / "0").read_text())])
+    job.send_signal(signal.SIGINT)
+    _, shown = job.communicate(timeout=LIMIT)
+    assert "smpc: error: rank 0 exited with status 3, which ended the other ranks\n" in shown
+    assert job.returncode == 3
 
 
 @needs_proc
@@ -300,6 +329,40 @@ def test_two_nodes(write, fails):
         assert "smpc: error: rank 2 exited with status 42, which ended the other ranks\n" in others
 
 
+WAITS = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    from torch.distributed import TCPStore
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    while store.add("smpc_run/nodes", 0) < 2:  # both launchers
+        time.sleep(0.05)
+path = f"{sys.argv[1]}/{os.environ['RANK']}"
+open(path + ".new", "w").write(str(os.getpid()))
+os.rename(path + ".new", path)
+time.sleep(600 if os.environ["RANK"] == "1" else 0)
+"""
+
+
+@needs_proc
+def test_signal_to_a_node_whose_ranks_have_ended(write, tmp_path):
+    """Its launcher used to end at once: its folder stayed, and the other node was told that the store was lost."""
+    script, temporary = write(WAITS), tmp_path / "temporary"
+    temporary.mkdir()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = ["-n", "1", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
+    jobs = [_start(*common, "--node-rank", node, script, str(tmp_path), TMPDIR=str(temporary)) for node in "01"]
+    _await(jobs[0], [tmp_path / "0", tmp_path / "1"])
+    assert _ends_within(LIMIT, [int((tmp_path / "0").read_text())])
+    jobs[0].terminate()
+    jobs[0].communicate(timeout=LIMIT)
+    _, told = jobs[1].communicate(timeout=LIMIT)
+    assert [job.returncode for job in jobs] == [143, 143]
+    assert "on another node, node 0 was ended by signal 15" in told
+    assert not list(temporary.iterdir())
+
+
 JUNK = """
 import os, sys, torch
 import smpc.v1 as smp
@@ -347,3 +410,30 @@ def test_junk_in_the_store_runs_no_code_and_is_named(write, tmp_path):
     assert "under the key 'smpc/error' that no rank of the job wrote: b'\\x80" in err
     assert "another process has written to the store's port" in err
     assert not (tmp_path / "canary").exists()
+
+
+@needs_proc
+def test_a_rank_that_ends_too_early_is_named(write, tmp_path):
+    script = write(
+        "import os, sys, time\n"
+        "path = f'{sys.argv[1]}/pid'\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    open(path + '.new', 'w').write(str(os.getpid()))\n"
+        "    os.rename(path + '.new', path)\n"
+        "    os._exit(0)\n"
+        "while not os.path.exists(path) or os.path.exists('/proc/' + open(path).read()):\n"
+        "    time.sleep(0.01)\n"
+        "raise RuntimeError('Connection closed by peer')\n"
+    )
+    done = _run("-n", "2", script, str(tmp_path))
+    assert done.returncode == 1
+    assert "smpc: error: rank 1 ended with status 0 while rank 0 still needed its peers:" in done.stderr
+
+
+def test_closed_streams_do_not_matter(write, tmp_path):
+    """Python has None for them; it used to end the launcher with an AttributeError."""
+    script = write("import os, sys\nprint('shown')\nopen(f\"{sys.argv[1]}/{os.environ['RANK']}\", 'w')\n")
+    command = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *SMPC, "run", "-n", "2", script, str(tmp_path)]
+    done = subprocess.run(command, timeout=LIMIT, env=_environment(), check=False)
+    assert done.returncode == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "script.py"]

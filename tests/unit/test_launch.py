@@ -45,8 +45,8 @@ def _raised(rank, time, kind="ValueError", text="boom", status=1, classes=(), is
     return RankFailure(rank, exit_code, int(time), report)
 
 
-def _died(rank, observed, exit_code):
-    return RankFailure(rank, exit_code, observed, {})
+def _died(rank, observed, exit_code, forced=False):
+    return RankFailure(rank, exit_code, observed, {}, forced)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,8 @@ def _died(rank, observed, exit_code):
         ([_raised(0, 10.2), _died(1, 10, 42)], 1),  # os._exit(42)
         ([_raised(0, 10.2, "RuntimeError", "[gloo] Connection closed by peer"), _died(1, 15, 42)], 1),  # seen late
         ([_raised(0, 10.2, "DistBackendError"), _raised(1, 10.4)], 1),
-        ([_died(0, 10, -signal.SIGTERM), _raised(1, 10.5)], 1),  # the launcher ends ranks with SIGTERM
+        ([_died(0, 10, -signal.SIGTERM, forced=True), _raised(1, 10.5)], 1),  # the launcher ends ranks with SIGTERM
+        ([_raised(0, 10.2), _died(1, 10, -signal.SIGTERM)], 1),  # ... but here somebody else did
         ([_died(0, 10, -signal.SIGABRT), _raised(1, 10.5)], 1),  # nccl's watchdog aborts when a peer is gone
         ([_died(0, 40, -signal.SIGKILL), _raised(1, 10.5)], 1),  # killed by the launcher, for it ignored SIGTERM
         ([_raised(0, 10.3, exit_code=-15), _raised(1, 10.4)], 0),  # terminated while it was reporting
@@ -79,7 +80,11 @@ def test_status_is_that_of_the_rank():
 
 
 def test_description_of_an_exception():
-    failures = [_raised(1, 10.4), _died(0, 10, -signal.SIGTERM), _raised(2, 10.6, "RuntimeError", "lost\nit")]
+    failures = [
+        _raised(1, 10.4),
+        _died(0, 10, -signal.SIGTERM, forced=True),
+        _raised(2, 10.6, "RuntimeError", "lost\nit"),
+    ]
     assert describe(failures, 3) == (
         "smpc: error: rank 1 failed, which ended the other ranks:\n"
         "Traceback (most recent call last):\n"
@@ -98,3 +103,14 @@ def test_description_of_other_ends():
 def test_users_mistakes_are_told_without_a_traceback():
     wrong = _raised(0, 1.0, "ConfigTypeError", "first\nsecond", 2, ["ConfigTypeError", "ConfigError", "SmpcError"])
     assert describe([wrong, _raised(1, 1.1)], 2) == "smpc: error: first\nsmpc: error: second"
+
+
+@pytest.mark.parametrize("kind", ["PeerError", "TransportError"])
+def test_a_rank_that_ended_with_status_0_is_named(kind):
+    """sys.exit(0) in the middle of a step: what the others say is true, but that they failed is not what was wrong."""
+    lost = _raised(0, 1.0, kind, "Connection closed by peer, which has ended", 1, [kind, "SmpcError"])
+    told, _, rest = describe([lost], 2, [1]).partition("\n")
+    assert told == "smpc: error: rank 1 ended with status 0 while rank 0 still needed its peers:"
+    assert rest.startswith("Traceback")
+    assert describe([lost], 2).startswith("smpc: error: rank 0 failed")
+    assert describe([_raised(0, 1.0)], 2, [1]).startswith("smpc: error: rank 0 failed")
