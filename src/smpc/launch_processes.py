@@ -62,7 +62,7 @@ class _Rank:
     process: subprocess.Popen[bytes]
     failure: RankFailure | None = None
     has_ended: bool = False
-    left_early: bool = False  # with status 0, before any failure
+    left_early: bool = False  # with status 0, by itself
 
 
 class Processes:
@@ -98,7 +98,7 @@ class Processes:
 
     @property
     def left_early(self) -> list[int]:
-        """The ranks that ended with status 0 before any other failed."""
+        """The ranks that ended with status 0 by themselves, not in the end that a failure brings."""
         return [rank.command.place["rank"] for rank in self._ranks if rank.left_early]
 
     def _start(self, command: RankCommand) -> None:
@@ -148,7 +148,7 @@ class Processes:
             rank.failure = RankFailure(rank.command.place["rank"], code, time.time(), report, forced)
         if code is not None:
             rank.has_ended = True
-            rank.left_early = rank.failure is None and self._first_failure is None
+            rank.left_early = rank.failure is None and self._terminated is None
             _kill_group(rank.process.pid)
 
     def has_signal(self) -> bool:
