@@ -180,3 +180,21 @@ def test_names_that_the_function_does_not_have():
 def test_a_step_needs_a_model():
     with pytest.raises(UsageError, match=r"call smp.init and smp.DistributedModel"):
         train_step(None, torch.ones(4, 4), None)
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"non_split_inputs": "x"}, "non_split_inputs: expected a list of names, found 'x'"),
+        ({"non_split_inputs": [3]}, "non_split_inputs: expected a list of names, found"),
+        ({"non_split_inputs": 3}, "non_split_inputs: expected a list of names, found 3"),
+        ({"input_split_axes": ["x"]}, "input_split_axes: expected a dict from name to axis"),
+        ({"input_split_axes": {"x": "1"}}, "input_split_axes: expected an int as the axis of 'x', found '1'"),
+        ({"input_split_axes": {"x": True}}, "input_split_axes: expected an int as the axis of 'x', found True"),
+    ],
+)
+def test_options_of_the_wrong_type_are_refused_at_the_decorator(options, found):
+    """A str was taken for the names of its letters: "x" worked, "mask" did not. A wrong axis failed in the middle of the first step."""
+    with pytest.raises(StepError, match="step function") as caught:
+        smp.step(**options)(lambda model, x: None)
+    assert found in str(caught.value)

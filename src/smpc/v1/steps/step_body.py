@@ -36,6 +36,9 @@ class StepBody:
         input_split_axes: Mapping[str, int],
         detach_outputs: bool,
     ) -> None:
+        if isinstance(non_split_inputs, Iterable) and not isinstance(non_split_inputs, str):
+            non_split_inputs = list(non_split_inputs)  # it may be an iterator
+        _check_options(function, non_split_inputs, input_split_axes)
         self.function = function
         self.detach_outputs = detach_outputs
         self.name = f"{function.__module__}.{function.__qualname__}"
@@ -99,6 +102,23 @@ class StepBody:
                 f"step function {self.name}: non_split_inputs and input_split_axes name the parameters "
                 f"{', '.join(known) or '(none)'}; found {', '.join(unknown)}"
             )
+
+
+def _check_options(function: Any, whole: Any, axes: Any) -> None:
+    """Raise StepError, with a line for each, for options of the wrong type: a str would be taken for the names of its letters."""
+    wrong = []
+    if not isinstance(whole, list) or not all(isinstance(name, str) for name in whole):
+        wrong.append(f"non_split_inputs: expected a list of names, found {whole!r}")
+    if not isinstance(axes, Mapping):
+        wrong.append(f"input_split_axes: expected a dict from name to axis, found {axes!r}")
+    else:
+        wrong += [
+            f"input_split_axes: expected an int as the axis of {name!r}, found {axis!r}"
+            for name, axis in axes.items()
+            if not isinstance(axis, int) or isinstance(axis, bool)
+        ]
+    if wrong:
+        raise StepError("\n".join([f"step function {getattr(function, '__qualname__', function)}:", *wrong]))
 
 
 def _moved(value: Any, device: torch.device) -> Any:
