@@ -9,6 +9,7 @@ from torch import nn
 
 import smpc.v1 as smp
 from smpc.errors import ConfigTypeError, StepError, UsageError
+from smpc.v1.steps.calls import Tail
 
 MB = 4
 
@@ -198,3 +199,36 @@ def test_options_of_the_wrong_type_are_refused_at_the_decorator(options, found):
     with pytest.raises(StepError, match="step function") as caught:
         smp.step(**options)(lambda model, x: None)
     assert found in str(caught.value)
+
+
+@pytest.mark.parametrize("loss", ["loss", None, 0.5, ["loss"]])
+def test_backward_of_what_is_no_tensor(model, loss):
+    """`model.backward(loss.item())` said "'float' object is not iterable"."""
+
+    @smp.step
+    def spoiled(model, x):
+        model(x)
+        model.backward(loss)
+
+    with pytest.raises(StepError, match="expected tensors, found"):
+        spoiled(model, batch()[0])
+
+
+def test_loss_backward_in_a_pipeline_is_refused():
+    """`loss.backward()`, left over from the script of one process, differentiated the last stage alone, and its gradients were not averaged
+    over the microbatches, while the earlier stages' were. `torch.autograd.grad` down to the output itself stays possible."""
+    layer = nn.Linear(3, 1)
+    output = layer(torch.randn(4, 3))
+    tail = Tail("train_step", {"logits": output}, 2)
+    logits = tail.forward((), {})["logits"]
+    (gradient,) = torch.autograd.grad(logits.pow(2).sum(), logits)
+    assert torch.equal(gradient, 2 * output.detach())
+    with pytest.raises(StepError, match=r"call model.backward\(loss\)"):
+        logits.sum().backward()
+    assert layer.weight.grad is None
+    loss = logits.mean()
+    tail.backward(loss, None)
+    tail.close()
+    torch.autograd.backward(*zip(*tail.roots, strict=True))
+    expected = torch.autograd.grad(layer(torch.ones(1, 3)).sum(), layer.bias)[0] / 2
+    assert torch.equal(layer.bias.grad, expected)

@@ -12,11 +12,13 @@ Averaging: a root's gradient is divided by the number of microbatches, which mak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from smpc.errors import StepError
 from smpc.sample_inputs import Inputs
@@ -83,6 +85,20 @@ class Tail:
         self.called = False
         self.roots: Roots | None = None
         self.losses: list[Tensor] = []
+        self._hooks: list[RemovableHandle] = []
+
+    def close(self) -> None:
+        """The step function has returned: from now on the schedule may differentiate."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _refuse(self, gradients: Any) -> None:
+        """A gradient goes into the model while the step function runs, which earlier stages would never see averaged, or at all."""
+        raise StepError(
+            f"step function {self._step_name} differentiates through the model by itself, by loss.backward() or torch.autograd; call "
+            "model.backward(loss) in its place"
+        )
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The pipeline's output."""
@@ -90,6 +106,9 @@ class Tail:
             raise _called_twice(self._step_name)
         self.called = True
         output, self._output = self._output, None
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                self._hooks.append(leaf.grad_fn.register_prehook(self._refuse))
         return output
 
     def backward(self, tensors: Tensors, gradients: Gradients) -> None:
@@ -148,13 +167,16 @@ def make_roots(tensors: Tensors, gradients: Gradients, scale: float, step_name: 
 
     Raises StepError where torch.autograd.backward could not go on: no history, no gradient for more than one element, other shapes.
     """
-    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    roots = list(tensors) if isinstance(tensors, Iterable) and not isinstance(tensors, Tensor) else [tensors]
     given: list[Tensor | None]
     if gradients is None or isinstance(gradients, Tensor):
         given = [gradients] if gradients is not None else [None] * len(roots)
     else:
         given = list(gradients)
     where = f"model.backward in step function {step_name}"
+    for i, root in enumerate(roots):
+        if not isinstance(root, Tensor):
+            raise StepError(f"{where}: expected tensors, found {type(root).__name__} {root!r:.80} as tensor {i}")
     if len(given) != len(roots):
         raise StepError(f"{where}: expected a gradient for each of {len(roots)} tensors, found {len(given)}")
     found: Roots = []

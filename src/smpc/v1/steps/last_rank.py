@@ -63,6 +63,7 @@ class LastRank:
             self._values[microbatch] = body.call(self._microbatches[microbatch])
         finally:
             self._enter(None)
+            tail.close()
         if tail.roots is None:
             return None
         if not self._trains:
