@@ -108,6 +108,11 @@ class PipelineOptions:
         in_parts = optimizer.fully_sharded(replicas) if self.fully_shard else None
         return self._cost_models(in_parts or optimizer.replicated(replicas, self.shard_optimizer_state))[0]
 
+    def sharded_times(self, trace: Trace, sharded: ShardedTrace) -> NodeTimes:
+        """Predicted times of what a tensor-parallel rank runs: collectives take time too. `trace`: `sharded`'s, with kernels or without."""
+        wire = self.devices[0].wire(sharded.degree)
+        return with_collectives(trace, sharded, self.cost_model, wire.bandwidth, wire.latency)
+
     @property
     def devices(self) -> tuple[Device, ...]:
         """That of each pipeline rank."""
@@ -228,8 +233,7 @@ def compile_model(
     `optimizer` (see `smpc.partitioner.optimizer`) are what times and memory are predicted for. `memory_limit` is the most that a rank may
     hold at its predicted peak: "80GB", or a number of bytes. With `trace_execution_times`, times are measured on the device that the model
     is on, not predicted; with `trace_memory_usage`, so is what operations take and give back while they work, which is otherwise left
-    out. `show_phase` is called with the name of each phase as it starts.
-    With `warn`, what was asked for and is not done becomes a warning (see `plan_warnings`).
+    out. `show_phase` gets the name of each phase as it starts. With `warn`, what is asked for and not done becomes a warning.
     `data_parallel_degree` is the number of replicas of the pipeline, each with a batch like this: their gradients are summed in
     buckets, which take memory; with `shard_optimizer_state` they split the optimizer state among them, with `fully_shard` (see
     docs/data_parallel.md) that, parameters and gradients, and have no buckets.
@@ -266,29 +270,25 @@ def compile_model(
         activation_loading_horizon,
         kernels if isinstance(kernels, str) else tuple(kernels),
     )
-    if fully_shard and tensor_parallel_degree > 1:
-        raise ConfigError(f"fully_shard: requires tensor_parallel_degree: 1, found {tensor_parallel_degree}")
+    if tensor_parallel_degree > 1:
+        _check_whole(trace_execution_times, trace_memory_usage, fully_shard)
     args, kwargs = first_microbatch(as_inputs(sample_inputs), microbatches)
     show = show_phase or (lambda phase: None)
     show("Tracing the model")
     trace = record(model, args, kwargs, leaf_modules=leaf_modules)
     if tensor_parallel_degree > 1:
-        _check_not_measured(trace_execution_times=trace_execution_times, trace_memory_usage=trace_memory_usage)
         show("Choosing tensor-parallel layouts")
     sharded = rewrite_by_plan(model, trace, tensor_parallel_degree, tensor_parallel_plan, tensor_parallel_outputs)
-    trace = trace if sharded is None else sharded.trace
-    rewritten = with_kernels(trace, options)
-    trace, times = rewritten.trace, None
-    if sharded is not None:
-        wire = options.devices[0].wire(tensor_parallel_degree)
-        times = with_collectives(trace, sharded, options.cost_model, wire.bandwidth, wire.latency)
+    rewritten = with_kernels(trace if sharded is None else sharded.trace, options)
+    trace = rewritten.trace
+    times = None if sharded is None else options.sharded_times(trace, sharded)
     if trace_execution_times:
         show("Measuring the model")
         times = measure_times(trace, model, args, kwargs)
     if trace_memory_usage:
         show("Measuring memory")
-        times = times or node_times(trace, options.cost_model)
-        times = dataclasses.replace(times, workspace=measure_workspace(trace, model, args, kwargs))
+        workspace = measure_workspace(trace, model, args, kwargs)
+        times = dataclasses.replace(times or node_times(trace, options.cost_model), workspace=workspace)
     show("Solving the partition")
     plan = make_plan(trace, options, times=times, kernels=rewritten.uses, measured=trace_execution_times)
     for text in plan_warnings(plan) if warn else ():
@@ -297,12 +297,14 @@ def compile_model(
     return dataclasses.replace(compile_plan(trace, plan), sharded=sharded)
 
 
-def _check_not_measured(**measured: bool) -> None:
-    wrong = [
-        f"{name}: not with tensor_parallel_degree, the model at hand is whole; leave one of them out"
-        for name, is_asked in measured.items()
-        if is_asked
-    ]
+def _check_whole(trace_execution_times: bool, trace_memory_usage: bool, fully_shard: bool) -> None:
+    """ConfigError for options that exclude tensor parallelism: the model at hand is whole, and FSDP2 cuts parameters its own way."""
+    given = {
+        "trace_execution_times": trace_execution_times,
+        "trace_memory_usage": trace_memory_usage,
+        "fully_shard": fully_shard,
+    }
+    wrong = [f"{name}: not with tensor_parallel_degree above 1; leave one of them out" for name in given if given[name]]
     if wrong:
         raise ConfigError("\n".join(wrong))
 

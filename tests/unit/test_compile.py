@@ -84,6 +84,11 @@ def test_the_first_microbatch_is_the_first_part_of_every_tensor():
         (X, {"pipeline": "interleave"}, ["pipeline", "'interleave'", "did you mean 'interleaved'?"]),
         (X, {"pipeline": "xyz"}, ["'interleaved'", "'simple'", "'xyz'"]),
         ("text", {}, ["sample inputs", "found str"]),
+        (
+            X,
+            {"tensor_parallel_degree": 2, "fully_shard": True, "trace_memory_usage": True},
+            ["trace_memory_usage: not with tensor_parallel_degree above 1", "fully_shard: not with"],
+        ),
     ],
 )
 def test_bad_settings_and_inputs(sample, options, expected):

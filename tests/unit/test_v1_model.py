@@ -200,8 +200,15 @@ def test_wrong_arguments(session):
         smp.DistributedModel(module, trace_device="tpu")
     with pytest.raises(ConfigError, match="trace_execution_times: must be False if trace_device is 'cpu'"):
         smp.DistributedModel(module, trace_execution_times=True, trace_device="cpu")
-    with pytest.raises(ConfigError, match="backward_passes_per_step"):
+    with pytest.raises(ConfigError, match="backward_passes_per_step: expected at least 1, found 0"):
         smp.DistributedModel(module, backward_passes_per_step=0)
+    options = {"backward_passes_per_step": True, "bucket_cap_mb": "25", "overlapping_allreduce": "no"}
+    with pytest.raises(ConfigError) as caught:
+        smp.DistributedModel(module, **options)
+    assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == sorted(options, reverse=True)
+    for size in (0, -1, float("nan"), True):
+        with pytest.raises(ConfigError, match="bucket_cap_mb: expected a number of MiB above 0"):
+            smp.DistributedModel(module, bucket_cap_mb=size)
     model = smp.DistributedModel(module)
     with pytest.raises(ConfigError, match="expected the plain model, found a DistributedModel"):
         smp.DistributedModel(model)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from smpc.codegen.rewrite.outputs import keep_outputs
 from smpc.codegen.rewrite.plan import choose_by_plan, find_plan, read_styles
 from smpc.codegen.rewrite.sharding import Kind, Layout
-from smpc.codegen.rewrite.tensor_parallel import GROUP, ShardedTrace, rewrite, with_collectives
+from smpc.codegen.rewrite.tensor_parallel import GROUP, ShardedTrace, rewrite
 from smpc.compile import PipelineOptions
 from smpc.config import MODULES
 from smpc.errors import ConfigError, TraceError
@@ -78,10 +78,9 @@ class CompiledTensors:
         return self._latest.trace
 
     def times(self, trace: Trace, options: PipelineOptions) -> NodeTimes:
-        """Predicted times of what `rewrite` gave last, with or without kernels: collectives take time too."""
+        """Predicted times of what `rewrite` gave last, with or without kernels."""
         assert self._latest is not None, "a trace has been rewritten"
-        wire = options.devices[0].wire(self._group.size)
-        return with_collectives(trace, self._latest, options.cost_model, wire.bandwidth, wire.latency)
+        return options.sharded_times(trace, self._latest)
 
     def place(self, placement: Placement) -> None:
         """After the first program: this rank's slices in place of the parameters that it holds. Collective over the group.

@@ -100,7 +100,15 @@ class DistributedModel(ModelView):
         broadcast_buffers: bool = True,
         gradient_as_bucket_view: bool = False,
     ) -> None:
-        check_arguments(module, trace_device, trace_execution_times, backward_passes_per_step)
+        flags = {
+            "trace_execution_times": trace_execution_times,
+            "overlapping_allreduce": overlapping_allreduce,
+            "average_grads_across_microbatches": average_grads_across_microbatches,
+            "trace_memory_usage": trace_memory_usage,
+            "broadcast_buffers": broadcast_buffers,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+        }
+        check_arguments(module, trace_device, backward_passes_per_step, bucket_cap_mb, flags)
         super().__init__()
         session = state.session
         self._measures = trace_execution_times, trace_memory_usage

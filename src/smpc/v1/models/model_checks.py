@@ -65,8 +65,10 @@ def check_join(options: Mapping[str, Any], session: Session) -> None:
         )
 
 
-def check_arguments(module: Any, trace_device: Any, trace_execution_times: Any, backward_passes_per_step: Any) -> None:
-    """Raise ConfigError or UsageError for arguments, or a second model, that DistributedModel does not take."""
+def check_arguments(
+    module: Any, trace_device: Any, backward_passes_per_step: Any, bucket_cap_mb: Any, flags: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError or UsageError for arguments, or a second model, that DistributedModel does not take; a flag may be 0 or 1."""
     if not isinstance(module, nn.Module):
         raise ConfigTypeError(f"module: expected a torch.nn.Module, found {type(module).__name__}")
     if isinstance(module, (ModelView, nn.parallel.DistributedDataParallel)):
@@ -75,14 +77,23 @@ def check_arguments(module: Any, trace_device: Any, trace_execution_times: Any, 
         )
     if trace_device not in ("cpu", "gpu"):
         raise ConfigError(f"trace_device: expected 'cpu' or 'gpu', found {trace_device!r}")
-    if trace_execution_times and trace_device == "cpu":
+    wrong = [f"{name}: expected True or False, found {value!r}" for name, value in flags.items() if not _is_flag(value)]
+    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
+        wrong.append(f"bucket_cap_mb: expected a number of MiB above 0, found {bucket_cap_mb!r}")
+    if isinstance(backward_passes_per_step, bool) or not isinstance(backward_passes_per_step, int):
+        wrong.append(f"backward_passes_per_step: expected an int, found {backward_passes_per_step!r}")
+    elif backward_passes_per_step < 1:
+        wrong.append(f"backward_passes_per_step: expected at least 1, found {backward_passes_per_step}")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    if flags["trace_execution_times"] and trace_device == "cpu":
         raise ConfigError(
             "trace_execution_times: must be False if trace_device is 'cpu': times are measured where the model will run, which is what "
             "trace_device 'gpu' stands for"
         )
     if state.model is not None:
         raise UsageError("there is a DistributedModel in this process already, and there can be only one")
-    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
-        raise ConfigError(
-            f"backward_passes_per_step: expected an int of at least 1, found {backward_passes_per_step!r}"
-        )
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, int) and value in (0, 1)
