@@ -6,15 +6,30 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_process_group
+from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
 
 from smpc.executor.collectives import TensorGroup
 from smpc.nn.parallel import distributed_modules
 
 
-@functools.cache
 def tensor_groups(size):
     """The same group of `size` ranks, once for each rank."""
+    groups = _tensor_groups(size)
+    for group in groups if size > 1 else ():
+        _make_known(group.process_group)
+    return groups
+
+
+def _make_known(group):
+    """Operations find a group by its name; a test of this process that has destroyed its own groups has made all names forgotten."""
+    try:
+        _resolve_process_group(group.group_name)
+    except RuntimeError:
+        _register_process_group(group.group_name, group)
+
+
+@functools.cache
+def _tensor_groups(size):
     store = dist.HashStore()
 
     def connect(rank):
@@ -26,7 +41,6 @@ def tensor_groups(size):
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
         group._set_group_name(f"{size} ranks, {rank}")
-        _register_process_group(group.group_name, group)  # by which operations find it
         return TensorGroup(group, rank, size)
 
     return run_ranks(size, connect) if size > 1 else [TensorGroup()]
