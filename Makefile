@@ -16,7 +16,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-# Of some processors MKL's products depend on where in memory the operands lie, and no two runs of a model could be compared bitwise.
+# Traced Hugging Face models take another way through attention than eager ones (README, Limits). Whether both give the same bits depends on
+# the products of matrices that MKL has for a processor; those that it has for all of them do.
 test test-all: export MKL_CBWR := COMPATIBLE
 
 test: $(STAMP)
