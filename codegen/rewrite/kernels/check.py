@@ -33,7 +33,7 @@ _WIDE_TARGETS = {f"torch.Tensor.{name}": "torch.Tensor.double" for name in ("flo
 # Largest error, as a part of the largest value.
 _TOLERANCES = {
     torch.float64: 1e-8,
-    torch.float32: 256 * 2.0**-23,  # attention over AVX-512 products: 1.1e-5
+    torch.float32: 256 * 2.0**-23,  # BERT's attention on one processor: 1.1e-5
     torch.float16: 8 * 2.0**-10,
     torch.bfloat16: 8 * 2.0**-7,
 }
