@@ -16,10 +16,6 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-# Traced Hugging Face models take another way through attention than eager ones (README, Limits). Whether both give the same bits depends on
-# the products of matrices that MKL has for a processor; those that it has for all of them do.
-test test-all: export MKL_CBWR := COMPATIBLE
-
 test: $(STAMP)
 	$(BIN)/pytest -m 'not slow' -n 2 --dist loadfile
 

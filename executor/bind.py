@@ -29,6 +29,7 @@ from smpc.executor.deferral import Deferral
 from smpc.executor.frame import Frame, Root
 from smpc.executor.handler import Handler, Inputs, Step, StepHooks
 from smpc.executor.offload import Mover, addresses
+from smpc.executor.posting import Points, posting_points
 from smpc.executor.reduce import Reduction
 from smpc.executor.transport import Transport
 from smpc.partitioner.plan import INPUTS
@@ -82,6 +83,7 @@ class Binder:
         }
         self._channels = ChannelBinder(program, self.frames, self.step, transport, device, window, labels, peers)
         self.inboxes = self._channels.inboxes
+        self._points: Points = posting_points(peers, program.rank) if transport.receives_on_device else {}
         self._split = split_backwards(program.instructions)
         self._splits = {code.index: Split() for code in program.stages}
         self._moving = frozenset((i.stage, i.microbatch) for i in program.instructions if i.op is Op.OFFLOAD)
@@ -110,7 +112,22 @@ class Binder:
             Op.RELOAD: lambda i: [Handler(self._reload(i), i)],
             Op.REDUCE: self._reduce,
         }
-        return [handler for i in self._program.instructions for handler in binders[i.op](i)]
+        bound = [(i, binders[i.op](i)) for i in self._program.instructions]
+        return [handler for i, handlers in bound for handler in self._posting(i, handlers)]
+
+    def _posting(self, instruction: Instruction, handlers: list[Handler]) -> list[Handler]:
+        """The handlers of an instruction, the first of which posts the receives that are due before it."""
+        due = [(self.inboxes[peer], count) for peer, count in self._points.get(instruction, ())]
+        if not due:
+            return handlers
+        first, *others = handlers
+
+        def run() -> None:
+            for inbox, count in due:
+                inbox.allow(count)
+            first.run()
+
+        return [Handler(run, first.instruction, first.inbox), *others]
 
     def _carried(self, stage: int) -> list[tuple[int, bool]]:
         """(output, whether it wants a gradient) of the values that leave the stage on channels."""

@@ -211,7 +211,7 @@ class ChannelBinder:
         is_first = channel.index not in self._sent_masks
         presence = self._sent_masks.setdefault(channel.index, Presence())
         mask = mask_form(forms)
-        where, device = f"gradients of {_edge_text(channel)}", self._device
+        where, device, sends_all = f"gradients of {_edge_text(channel)}", self._device, transport.receives_on_device
         marks, own = self._sent_message(peer)
 
         def run() -> None:
@@ -228,6 +228,8 @@ class ChannelBinder:
                     transport.send(peer, form.empty(device).zero_() if grad is None else grad, form)
                 elif grad is not None:
                     _late_gradient(channel.index, planned.value, microbatch)
+                elif sends_all:
+                    transport.send(peer, planned.empty(device), planned)
             marks[own] = transport.mark(peer)
 
         return run

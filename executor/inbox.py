@@ -8,8 +8,12 @@ Terms
                 each gradient one byte, 1 if it follows, and its dimensions by falling stride. The later
                 deliveries of the step hold the same gradients. Example: mask, g0(m0), g0(m1), g0(m2)
 
-The receives of the next `window` deliveries are posted before they are needed, so a transport can fill them
-meanwhile. Past a mask that has not arrived nothing can be posted, as nobody knows yet what follows.
+Receives are posted before they are needed, so a transport can fill them meanwhile:
+
+    those of the next `window` deliveries    Past a mask that has not arrived nothing can be posted, as nobody knows what follows.
+    on the device (`receives_on_device`)     what `allow` names, see `smpc.executor.posting`. There every gradient is sent, whether
+                                             it exists or not, so that nothing has to wait for a mask: what follows always has the
+                                             same length, and the mask says what it means.
 """
 
 from __future__ import annotations
@@ -80,10 +84,12 @@ class Inbox:
     def __init__(self, transport: Transport, peer: int, window: int) -> None:
         self._transport = transport
         self._peer = peer
-        self._window = window
+        self._on_device = transport.receives_on_device
+        self._window = 0 if self._on_device else window
         self._deliveries: list[Delivery] = []
         self._posted: deque[list[Receipt | None]] = deque()
         self._num_taken = 0
+        self._allowed = 0
         self._waits_for_mask = False  # the last one posted is a mask
 
     def expect(self, delivery: Delivery) -> None:
@@ -93,48 +99,70 @@ class Inbox:
     def start(self) -> None:
         """Begin a step: post the first receives."""
         self._posted.clear()
-        self._num_taken = 0
+        self._num_taken = self._allowed = 0
         self._waits_for_mask = False
+        self._post()
+
+    def allow(self, count: int) -> None:
+        """Post the receives of the first `count` deliveries of the step."""
+        self._allowed = count
         self._post()
 
     def clear(self) -> None:
         """Forget what is posted, after a failure."""
         self._posted.clear()
 
+    def _post_next(self) -> None:
+        """Post what is to be taken next, if it is not."""
+        if not self._posted:
+            self.allow(self._num_taken + 1)
+
     def _post(self) -> None:
-        last = min(self._num_taken + self._window, len(self._deliveries))
+        last = min(max(self._num_taken + self._window, self._allowed), len(self._deliveries))
         for index in range(self._num_taken + len(self._posted), last):
             if self._waits_for_mask:
                 return
             delivery = self._deliveries[index]
+            receipts: list[Receipt | None] = []
             if delivery.is_first:
-                self._posted.append([self._transport.receive(self._peer, delivery.mask_form)])
-                self._waits_for_mask = True
-            else:
-                self._posted.append(self._receive(delivery))
+                receipts.append(self._transport.receive(self._peer, delivery.mask_form))
+                self._waits_for_mask = not self._on_device
+            if not self._waits_for_mask:
+                receipts += self._receive(delivery)
+            self._posted.append(receipts)
 
     def _receive(self, delivery: Delivery) -> list[Receipt | None]:
         receive, peer = self._transport.receive, self._peer
-        if delivery.presence is None:
+        if delivery.presence is None or self._on_device:
             return [receive(peer, form) for form in delivery.forms]
         assert delivery.presence.forms is not None, "gradients posted before their mask"
         return [None if form is None else receive(peer, form) for form in delivery.presence.forms]
 
     def ready(self) -> bool:
         """Whether `take` would return at once (loopback: the sender puts a whole delivery into the queue at a time)."""
+        self._post_next()
         return all(receipt is None or receipt.ready() for receipt in self._posted[0])
 
     def take(self) -> list[Tensor | None]:
         """Wait for the next delivery; None where a gradient does not exist."""
         delivery = self._deliveries[self._num_taken]
+        self._post_next()
         if delivery.is_first:
-            (mask,) = self._posted[0]
+            mask = self._posted[0].pop(0)
             assert mask is not None
             assert delivery.presence is not None
             delivery.presence.read(delivery.forms, mask.wait().tolist())
-            self._posted[0] = self._receive(delivery)
-            self._waits_for_mask = False
+            if self._waits_for_mask:
+                self._posted[0] = self._receive(delivery)
+                self._waits_for_mask = False
         receipts = self._posted.popleft()
         self._num_taken += 1
         self._post()
-        return [None if receipt is None else receipt.wait() for receipt in receipts]
+        tensors = [None if receipt is None else receipt.wait() for receipt in receipts]
+        if delivery.presence is None or not self._on_device:
+            return tensors
+        assert delivery.presence.forms is not None, "gradients taken before their mask"
+        return [
+            None if form is None or tensor is None else tensor.as_strided(form.shape, form.stride)
+            for form, tensor in zip(delivery.presence.forms, tensors, strict=True)
+        ]

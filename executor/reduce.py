@@ -69,6 +69,8 @@ class Reduction:
             self._transport.send(peer, mask, mask_form((self._form,)))
             if grad is not None and presence.forms[0] is not None:
                 self._transport.send(peer, grad, presence.forms[0])
+            elif self._transport.receives_on_device:
+                self._transport.send(peer, self._form.empty(mask.device), self._form)
         self._found[self._rank] = grad
 
     def finish(self) -> None:

@@ -49,10 +49,12 @@ def _hugging_face(name: str, *inputs: str) -> tuple[nn.Module, Batch]:
     model_class = getattr(transformers, name)
     model = model_class(_configuration(model_class.config_class))
     ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH))
+    mask = torch.ones_like(ids)
+    mask[::2, LENGTH - 3 :] = 0  # every second row is padded
     known = {
         "input_ids": ids,
         "labels": ids.clone(),
-        "attention_mask": torch.ones_like(ids),
+        "attention_mask": mask,
         "pixel_values": torch.randn(BATCH, 3, 16, 16),
         "input_values": torch.randn(BATCH, 400),
         "class": torch.randint(0, 2, (BATCH,)),
@@ -218,8 +220,8 @@ PLAIN = {
 }  # fmt: skip
 
 
-def build(name: str) -> tuple[nn.Module, Batch]:
-    """A model in training mode and its inputs; the same bits every time."""
+def build(name: str, *, without: str = "") -> tuple[nn.Module, Batch]:
+    """A model in training mode and its inputs, but for one; the same bits every time."""
     torch.manual_seed(0)
-    model, batch = PLAIN[name]() if name in PLAIN else _hugging_face(name, *HUGGING_FACE[name])
-    return model.train(), batch
+    model, (args, kwargs) = PLAIN[name]() if name in PLAIN else _hugging_face(name, *HUGGING_FACE[name])
+    return model.train(), (args, {key: value for key, value in kwargs.items() if key != without})

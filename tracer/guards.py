@@ -72,6 +72,15 @@ def broken_guard(trace: Trace, model: nn.Module, inputs: Mapping[str, Tensor]) -
     return None
 
 
+def is_fixed(nodes: Sequence[Node], names: Sequence[str]) -> bool:
+    """Whether these nodes have the same values in every run: sizes are all that they are computed from."""
+    try:
+        cone, _ = _cone(nodes, names, ())
+    except NoAnswerError:
+        return False
+    return not any(node.name in cone and node.kind in (NodeKind.PLACEHOLDER, NodeKind.GET_ATTR) for node in nodes)
+
+
 def shapes(value: Any) -> tuple[tuple[int, ...], ...]:
     """The shapes of the tensors in a result."""
     return tuple(tuple(tensor.shape) for tensor in tensors_in(value))

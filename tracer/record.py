@@ -32,6 +32,7 @@ from smpc.tracer.effects import tensors_in
 from smpc.tracer.fakes import installed, make_fakes
 from smpc.tracer.functions import Functions
 from smpc.tracer.ir import Autocast, Trace
+from smpc.tracer.libraries import looking
 from smpc.tracer.opaque import shape_rule
 from smpc.tracer.places import innermost_line
 from smpc.tracer.questions import Answers
@@ -146,6 +147,7 @@ def _record_once(
         stack.enter_context(recorder.meter)
         stack.enter_context(_saved_tensors(recorder))
         stack.enter_context(_python_calls(recorder))
+        stack.enter_context(looking(recorder.is_fixed))
         stack.enter_context(_quiet())
         stack.enter_context(recorder)
         if autocast is not None:

@@ -28,7 +28,7 @@ from smpc.tracer import intake, targets
 from smpc.tracer.attribute_writes import AttributeWrites
 from smpc.tracer.effects import autocast_state, dense, running_statistics, tensors_in, version_of
 from smpc.tracer.fakes import FakeState
-from smpc.tracer.guards import NoAnswerError
+from smpc.tracer.guards import NoAnswerError, is_fixed
 from smpc.tracer.identities import Identities
 from smpc.tracer.ir import Autocast, ModuleCall, Node, NodeKind, TensorSpec, Trace
 from smpc.tracer.literals import Opaque, Ref, TraceDevice, is_constant, normalise
@@ -340,6 +340,11 @@ class Recorder(TorchFunctionMode):
     def known(self, tensor: torch.Tensor) -> str:
         """The name of a tensor that a node has returned, or of a parameter or buffer; "" for others."""
         return self._tensors.node_of(tensor) or self.state.names.get(id(tensor), "")
+
+    def is_fixed(self, tensor: torch.Tensor) -> bool:
+        """Whether a recorded tensor has the same values in every run."""
+        name = self._tensors.node_of(tensor)
+        return bool(name) and is_fixed(self.nodes, (name,))
 
     def note_saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Called for every tensor that autograd saves."""

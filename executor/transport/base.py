@@ -28,6 +28,10 @@ class Receipt(Protocol):
 class Transport(Protocol):
     """Moves tensors between this rank and its peers."""
 
+    @property
+    def receives_on_device(self) -> bool:
+        """Whether a posted receive occupies the device until the message comes (see `smpc.executor.posting`)."""
+
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Before a program runs first: open the ways of its messages, each from one rank to another. Collective over its ranks."""
 

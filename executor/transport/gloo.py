@@ -95,6 +95,8 @@ class GlooTransport:
     failing rank can wake its peers by closing its connections.
     """
 
+    receives_on_device = False
+
     def __init__(self, group: dist.ProcessGroup, *, timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> None:
         self._group: dist.ProcessGroup | None = group
         self._timeout = timeout

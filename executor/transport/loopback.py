@@ -46,6 +46,8 @@ class LoopbackReceipt:
 class LoopbackTransport:
     """One rank's end of the queues; make them with `loopback_transports`."""
 
+    receives_on_device = False
+
     def __init__(self, rank: int, queues: Queues, device: torch.device) -> None:
         self._rank = rank
         self._queues = queues

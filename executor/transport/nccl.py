@@ -7,10 +7,10 @@ bytes, as NCCL does not know all dtypes.
 A group's communicator is made by its first operation, which blocks the process until the peer's. Two ranks that send to each other first
 would wait for ever; so `connect` makes those of a program, on all ranks in one order, before it runs.
 
-A send goes on in the background. A receive begins when it is waited for, and makes the current CUDA stream wait, not the process, which
-runs ahead of the device. It must not begin earlier: on the device it is a kernel that ends when the peer sends, and what the peer sends
-may depend on this rank's kernels that come before the wait. Loading one of those for the first time, or giving memory back to the
-driver, waits for all kernels that run. (CUDA's guide, "Lazy Loading", has the same example.)
+Sends and receives go on in the background, and waiting for one makes the current CUDA stream wait, not the process, which runs ahead of
+the device. On the device each is a kernel that ends when the peer's has come. Whatever waits for the whole device (loading a kernel that is
+used for the first time, giving memory back to the driver) waits for these too; `smpc.executor.posting` says when a receive may be posted
+without a danger of ranks that wait in a circle. (CUDA's guide, "Lazy Loading", and NCCL's, "Concurrency between NCCL and CUDA calls".)
 
 This file has run over stand-ins of the groups alone: it needs two GPUs. See docs/design/gpu_checklist.md.
 """
@@ -29,24 +29,31 @@ from smpc.executor.transport.layout import WireFormat
 
 
 class NcclReceipt:
-    """A receive that begins when it is waited for; those from one peer are waited for in the order in which they were asked for."""
+    """A posted receive. `work` is None where the tensor has no elements, and no message is sent."""
 
-    __slots__ = ("_form", "_peer", "_transport")
+    __slots__ = ("_buffer", "_form", "_peer", "_work")
 
-    def __init__(self, transport: NcclTransport, peer: int, form: WireFormat) -> None:
-        self._transport, self._peer, self._form = transport, peer, form
+    def __init__(self, work: dist.Work | None, buffer: Tensor, peer: int, form: WireFormat) -> None:
+        self._work, self._buffer, self._peer, self._form = work, buffer, peer, form
 
     def ready(self) -> bool:
-        """Nothing has begun before the wait."""
-        return self._form.is_empty
+        """Waiting is left to the stream."""
+        return True
 
     def wait(self) -> Tensor:
         """Make the current stream wait for the data."""
-        return self._transport.receive_now(self._peer, self._form)
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                raise _did_not_arrive(self._peer, self._form, error) from None
+        return self._buffer
 
 
 class NcclTransport:
     """Sends and receives over NCCL. `groups[a, b]` carries the tensors from pipeline rank `a` to `b`."""
+
+    receives_on_device = True
 
     def __init__(self, rank: int, groups: Mapping[tuple[int, int], dist.ProcessGroup], device: torch.device) -> None:
         self._rank = rank
@@ -89,20 +96,16 @@ class NcclTransport:
             raise TransportError(f"value {form.value!r} not sent to pipeline rank {peer}: {error}") from None
 
     def receive(self, peer: int, form: WireFormat) -> NcclReceipt:
-        """The next tensor from `peer`."""
-        return NcclReceipt(self, peer, form)
-
-    def receive_now(self, peer: int, form: WireFormat) -> Tensor:
-        """Receive into a new buffer; the current stream waits for it."""
+        """Post the receive of the next tensor from `peer`, into a new buffer."""
         buffer = form.empty(self._device)
         if form.is_empty:
-            return buffer
+            return NcclReceipt(None, buffer, peer, form)
         group = self._group(peer, self._rank)
         try:
-            group.recv([_bytes(form.wire(buffer))], 1 - group.rank(), 0).wait()
+            work = group.recv([_bytes(form.wire(buffer))], 1 - group.rank(), 0)
         except RuntimeError as error:
-            raise TransportError(f"value {form.value!r} did not arrive from pipeline rank {peer}: {error}") from None
-        return buffer
+            raise _did_not_arrive(peer, form, error) from None
+        return NcclReceipt(work, buffer, peer, form)
 
     def mark(self, peer: int) -> int:
         """Sends are released as NCCL completes them."""
@@ -128,6 +131,10 @@ class NcclTransport:
         groups, self._groups = self._groups, {}
         for group in groups.values():
             group.abort()
+
+
+def _did_not_arrive(peer: int, form: WireFormat, error: RuntimeError) -> TransportError:
+    return TransportError(f"value {form.value!r} did not arrive from pipeline rank {peer}: {error}")
 
 
 def _bytes(wire: Tensor) -> Tensor:

@@ -20,9 +20,6 @@ import torch.distributed as dist
 from smpc.checkpoint import Content, GroupChannel, Shard
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["numpy", "pytest", "torch", "smpc.checkpoint"]
-)  # not this file: the server lacks its path
 TIMEOUT = datetime.timedelta(seconds=20)
 
 NAMES = [f"layer{i}.weight" for i in range(6)]

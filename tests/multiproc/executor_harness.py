@@ -74,8 +74,7 @@ class Launch:
     """Processes under way. `wait` returns (exit status, output) of each; none outlives it."""
 
     def __init__(self, worker, num_processes, folder: Path, *args):
-        context = multiprocessing.get_context("forkserver")  # imports torch once for all tests
-        context.set_forkserver_preload(["smpc.executor"])
+        context = multiprocessing.get_context("forkserver")
         self.folder = folder
         self.processes = [
             context.Process(target=_main, args=(worker, rank, num_processes, folder, args))

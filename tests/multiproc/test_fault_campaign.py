@@ -137,7 +137,6 @@ def lines_of(folder, number):
 
 def run_campaign(faults, folder, num_drivers):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["smpc.v1", "forked_launch"])
     drivers = []
     for number in range(num_drivers):
         own = folder / f"driver{number}"

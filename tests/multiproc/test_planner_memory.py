@@ -168,12 +168,10 @@ def measure(rank, compilation, model, batch, group, hooks=lambda stages: None):
     return counter.peak
 
 
-def worker(rank, folder, cases):
+def compiled(cases, num_stages, **options):
+    """(name, schedule, compilation) of cases (name, pipeline, microbatches)."""
     found = []
-    groups = {count: dist.new_group(range(count)) for count in (2, 4) if count <= dist.get_world_size()}
-    for name, num_stages, pipeline, microbatches, recompute in cases:
-        if rank >= num_stages:
-            continue
+    for name, pipeline, microbatches in cases:
         model, batch = build(name)
         compilation = compile_model(
             model.train(),
@@ -182,13 +180,20 @@ def worker(rank, folder, cases):
             microbatches=microbatches,
             pipeline=pipeline,
             device="cpu",
-            recompute=recompute,
+            **options,
         )
-        assert not compilation.plan.split_checkpoints
-        assert not recompute or any(stage.checkpoints for stage in compilation.plan.stages)
-        measured = measure(rank, compilation, model, batch, groups[num_stages])
+        found.append((name, f"{pipeline} of {microbatches} on {num_stages}", compilation))
+    return found
+
+
+def worker(rank, folder, cases):
+    found = []
+    group = dist.new_group(range(dist.get_world_size()))
+    for name, schedule, compilation in cases:
+        model, batch = build(name)
+        measured = measure(rank, compilation, model.train(), batch, group)
         stage = compilation.plan.stages[rank]
-        found.append((f"{name} on {num_stages}, {pipeline}, rank {rank}", stage.peak_memory_bytes, measured))
+        found.append((f"{name}, {schedule}, rank {rank}", stage.peak_memory_bytes, measured))
     return found
 
 
@@ -196,23 +201,18 @@ def sharded_worker(rank, folder, cases):
     """Two stages, two replicas: ranks 0 and 1 are the pipeline of the first."""
     found = []
     pipelines, replicas = [dist.new_group([i, i + 1]) for i in (0, 2)], [dist.new_group([i, i + 2]) for i in (0, 1)]
-    for name, pipeline, microbatches in cases:
+    for name, schedule, compilation in cases:
         model, batch = build(name)
-        compilation = compile_model(
-            model.train(),
-            batch,
-            pipeline_parallel_degree=2,
-            microbatches=microbatches,
-            pipeline=pipeline,
-            device="cpu",
-            data_parallel_degree=2,
-            fully_shard=True,
-        )
         stage = rank % 2
         measured = measure(
-            stage, compilation, model, batch, pipelines[rank // 2], lambda own: StageShards(own, replicas[rank % 2])
+            stage,
+            compilation,
+            model.train(),
+            batch,
+            pipelines[rank // 2],
+            lambda own: StageShards(own, replicas[rank % 2]),
         )
-        what = f"{name} on 2 x 2, {pipeline}, {microbatches} microbatches, rank {rank}"
+        what = f"{name} in parts, {schedule}, rank {rank}"
         found.append((what, compilation.plan.stages[stage].peak_memory_bytes, measured))
     return found
 
@@ -226,9 +226,9 @@ LAYERS = {
 PIPELINES = (("simple", 4), ("interleaved", 6))
 
 
-def check(tmp_path, cases, num_processes):
-    found = [entry for results in run_workers(worker, num_processes, tmp_path, cases) for entry in results]
-    assert len(found) == sum(num_stages for _, num_stages, *_ in cases)
+def check(tmp_path, cases, num_stages):
+    found = [entry for results in run_workers(worker, num_stages, tmp_path, cases) for entry in results]
+    assert len(found) == num_stages * len(cases)
     check_found(found)
 
 
@@ -241,19 +241,33 @@ def check_found(found):
     assert not wrong, "\n".join(wrong)
 
 
-def test_predicted_peaks_come_true(tmp_path):
-    models = itertools.product(("gpt2", "llama", "t5", "unet"), (2, 4), PIPELINES)
-    check(tmp_path, [(name, num_stages, *pipeline, ()) for name, num_stages, pipeline in models], 4)
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_predicted_peaks_come_true(tmp_path, num_stages):
+    cases = [(name, *pipeline) for name, pipeline in itertools.product(LAYERS, PIPELINES)]
+    check(tmp_path, compiled(cases, num_stages), num_stages)
+
+
+def recomputed(name, pipelines, num_stages):
+    found = compiled([(name, *pipeline) for pipeline in pipelines], num_stages, recompute=LAYERS[name])
+    for _, _, compilation in found:
+        assert not compilation.plan.split_checkpoints
+        assert any(stage.checkpoints for stage in compilation.plan.stages)
+    return found
 
 
 def test_predicted_peaks_come_true_with_checkpointing(tmp_path):
-    cases = [("gpt2", *PIPELINES[0]), ("t5", *PIPELINES[1]), ("unet", *PIPELINES[1])]
-    check(tmp_path, [(name, 2, *pipeline, LAYERS[name]) for name, *pipeline in cases], 2)
+    cases = [recomputed(*case, 2) for case in (("gpt2", PIPELINES[:1]), ("t5", PIPELINES[1:]), ("unet", PIPELINES[1:]))]
+    check(tmp_path, list(itertools.chain.from_iterable(cases)), 2)
 
 
 def test_predicted_peaks_come_true_with_parameters_in_parts(tmp_path):
     """The peak is in turn where gradients are averaged, in a backward, and where frozen parameters are gathered."""
-    cases = [("parameters", "interleaved", 4), ("gpt2", "simple", 4), ("parameters frozen", "simple", 4)]
+    cases = compiled(
+        [("parameters", "interleaved", 4), ("gpt2", "simple", 4), ("parameters frozen", "simple", 4)],
+        2,
+        data_parallel_degree=2,
+        fully_shard=True,
+    )
     found = [entry for results in run_workers(sharded_worker, 4, tmp_path, cases) for entry in results]
     assert len(found) == 4 * len(cases)
     check_found(found)
@@ -263,5 +277,4 @@ def test_predicted_peaks_come_true_with_parameters_in_parts(tmp_path):
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("name", LAYERS)
 def test_predicted_peaks_come_true_with_checkpointing_all(tmp_path, name, num_stages):
-    cases = [(name, num_stages, *pipeline, LAYERS[name]) for pipeline in PIPELINES]
-    check(tmp_path, cases, num_stages)
+    check(tmp_path, recomputed(name, PIPELINES, num_stages), num_stages)

@@ -1,8 +1,6 @@
 """Schedules on real gloo processes, through `smpc.Runtime` and through `smpc.v1`: bitwise equal to one process."""
 
 import itertools
-import multiprocessing
-import multiprocessing.forkserver
 
 import parity
 import pytest
@@ -18,15 +16,6 @@ from smpc.runtime import Runtime
 
 MB = 4
 STEPS = 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    """The server that all processes are forked from has imported what they need, if this file starts it."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["smpc.v1", "transformers.models.gpt2.modeling_gpt2"]
-    )
-    multiprocessing.forkserver.ensure_running()
 
 
 def train(rank, _, name, num_ranks, options):

@@ -14,7 +14,6 @@ import pytest
 import torch
 from executor_harness import Launch
 from transformers import GPT2Config, GPT2LMHeadModel
-from v1_harness import preload
 
 import smpc.v1 as smp
 
@@ -155,5 +154,4 @@ def check(folder, seconds):
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 300)
 def test_nothing_grows_and_no_loss_differs(tmp_path):
-    preload()
     check(tmp_path, SECONDS)

@@ -1,8 +1,5 @@
 """smp.amp.GradScaler and autocast in step functions, with and without a pipeline, compared with plain PyTorch."""
 
-import multiprocessing
-import multiprocessing.forkserver
-
 import pytest
 import torch
 from executor_harness import run_workers
@@ -15,12 +12,6 @@ from smpc.errors import ConfigError, NonFiniteLossError, StepError
 
 STEPS, HUGE = 9, (3, 4)
 OPTIONS = {"init_scale": 2.0**20, "growth_interval": 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["smpc.v1"])
-    multiprocessing.forkserver.ensure_running()
 
 
 @smp.step

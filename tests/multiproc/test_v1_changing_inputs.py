@@ -4,15 +4,10 @@ import pytest
 import torch
 from executor_harness import run_workers
 from torch import nn
-from v1_harness import MB, feed, make_model, preload, start
+from v1_harness import MB, feed, make_model, start
 
 import smpc.v1 as smp
 from smpc.errors import StepError
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    preload()
 
 
 @smp.step

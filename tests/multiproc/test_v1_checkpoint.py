@@ -1,8 +1,6 @@
 """save_checkpoint and resume_from_checkpoint: on any topology, before and after the first step, full and partial."""
 
 import itertools
-import multiprocessing
-import multiprocessing.forkserver
 import random
 
 import numpy as np
@@ -14,12 +12,6 @@ from executor_harness import run_workers
 import smpc.v1 as smp
 from smpc.checkpoint import Checkpoint, Root
 from smpc.errors import CheckpointError
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["smpc.v1"])
-    multiprocessing.forkserver.ensure_running()
 
 
 def name_of(topology):

@@ -8,18 +8,12 @@ import hugging_face
 import pytest
 import torch
 from executor_harness import run_workers
-from v1_harness import preload
 
 import smpc.v1 as smp
 from smpc.v1.nn import huggingface as translators
 
 MB, SAMPLES = 2, 4
 FAMILIES = ["vit", "gptneox", "gpt2", "gptj", "bert", "roberta", "t5"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    preload()
 
 
 @smp.step

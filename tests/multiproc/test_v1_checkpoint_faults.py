@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import resource
 import signal
@@ -20,12 +18,6 @@ from smpc.checkpoint import Root
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError
 
 PP2 = (2, 1, 1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["smpc.v1"])
-    multiprocessing.forkserver.ensure_running()
 
 
 def die_while_saving(rank, folder, path, victim, there, call):

@@ -1,7 +1,5 @@
 """A full checkpoint that replaces another, killed at every point at which names change: model and content are of one step, old or new."""
 
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import signal
 import sys
@@ -18,14 +16,6 @@ import smpc.v1 as smp
 from smpc.checkpoint import Root
 
 CALLS = (os.rename, os.replace, os.link, os.unlink, os.rmdir, os.mkdir)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["smpc.v1", "transformers.models.gpt2.modeling_gpt2"]
-    )
-    multiprocessing.forkserver.ensure_running()
 
 
 class KillAtName:

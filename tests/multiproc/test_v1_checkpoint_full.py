@@ -20,16 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from v1_harness import MB, batches, feed, make_model, preload, start, train_step
+from v1_harness import MB, batches, feed, make_model, start, train_step
 
 import smpc.v1 as smp
 from smpc.errors import CheckpointError
 from smpc.nn.huggingface.gpt2 import translate_state_dict_to_hf_gpt2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    preload()
 
 
 def start_gpt2(tensor_parallel_degree):

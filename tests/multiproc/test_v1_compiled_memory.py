@@ -1,8 +1,6 @@
 """No rank holds a whole weight that the compiler slices: not where creation is delayed, and else no longer than until the first step."""
 
 import itertools
-import multiprocessing
-import multiprocessing.forkserver
 
 import hugging_face
 import pytest
@@ -19,14 +17,6 @@ from smpc.nn.delayed import delay_param_initialization, draw_delayed, is_delayed
 LAYERS, WIDTH, SEED = 4, 2048, 11
 WEIGHT = 4 * WIDTH * WIDTH
 MARGIN = 12 << 20  # blocks of 4 MB and activations: less than a weight
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["smpc.v1", "transformers.models.gpt2.modeling_gpt2", "transformers.models.vit.modeling_vit"]
-    )
-    multiprocessing.forkserver.ensure_running()
 
 
 def layers(width=WIDTH):

@@ -1,8 +1,6 @@
 """Tensor parallelism by the compiler in training scripts: no annotation, any arrangement of ranks, one process's results."""
 
 import functools
-import multiprocessing
-import multiprocessing.forkserver
 
 import pytest
 import torch
@@ -14,14 +12,6 @@ import smpc.v1 as smp
 from smpc.errors import ConfigError, SmpcError
 
 STEPS, HALF, SAMPLES, MB, LENGTH, VOCABULARY, HIDDEN = 20, 10, 8, 2, 6, 32, 32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["smpc.v1", "transformers.models.gpt2.modeling_gpt2"]
-    )
-    multiprocessing.forkserver.ensure_running()
 
 
 def gpt2():

@@ -4,14 +4,8 @@ import pytest
 import torch
 from executor_harness import run_workers
 from torch import nn
-from v1_harness import preload
 
 import smpc.v1 as smp
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    preload()
 
 
 class Partly(nn.Module):

@@ -6,18 +6,12 @@ import torch.distributed as dist
 from executor_harness import run_workers
 from torch import nn
 from torch.distributed.tensor import DTensor
-from v1_harness import batches, evaluate, feed, preload, start, train_step
+from v1_harness import batches, evaluate, feed, start, train_step
 
 import smpc.v1 as smp
 from smpc.errors import ConfigUnsupportedError
 from smpc.executor.fully_shard import StageShards
 from smpc.executor.sharded_tensor import whole
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    preload()
-
 
 # (model, schedule, whether blocks are checkpointed); of gpt2_tied both pipeline ranks hold the embedding
 FEW = [("gpt2_tied", "1f1b", True)]

@@ -1,8 +1,6 @@
 """`fully_shard` with `fp16` and `bf16`: the training, the loss scale, the norms and the checkpoints of the same job without it."""
 
 import copy
-import multiprocessing
-import multiprocessing.forkserver
 
 import pytest
 import torch
@@ -19,12 +17,6 @@ STEPS, HUGE = 6, (2, 4)
 DYNAMIC = {"static_loss_scale": None, "dynamic_loss_scale": True, "init_scale": 2.0**12, "scale_window": 2}
 TOPOLOGY = (2, 1, 2)
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["smpc.v1"])
-    multiprocessing.forkserver.ensure_running()
 
 
 def begin(topology, precision, shards, **config):

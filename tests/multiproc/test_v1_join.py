@@ -10,7 +10,7 @@ import torch.distributed as dist
 from executor_harness import Launch, run_workers
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from v1_harness import MB, feed, make_model, preload, start
+from v1_harness import MB, feed, make_model, start
 
 import smpc.v1 as smp
 from smpc.errors import NonFiniteLossError, StepError, UsageError
@@ -24,11 +24,6 @@ JOIN = {
     "bucket views": {"gradient_as_bucket_view": True, "divide_by_initial_world_size": False},
 }
 COUNTS = (2, 5), (5, 2), (0, 3), (4, 4)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    preload()
 
 
 class Small(nn.Module):

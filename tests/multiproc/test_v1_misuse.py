@@ -4,15 +4,10 @@ import pytest
 import torch
 from executor_harness import Launch, run_workers
 from torch import nn
-from v1_harness import LAST_FIRST, MB, batches, feed, make_model, preload, start, train_step
+from v1_harness import LAST_FIRST, MB, batches, feed, make_model, start, train_step
 
 import smpc.v1 as smp
 from smpc.errors import ConfigError, StepError, TraceError, UsageError
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    preload()
 
 
 @smp.step

@@ -6,17 +6,11 @@ import pytest
 import torch
 from executor_harness import run_workers
 from torch import nn
-from v1_harness import preload
 
 import smpc.v1 as smp
 from smpc.errors import NonFiniteLossError
 
 MB = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    preload()
 
 
 @smp.step

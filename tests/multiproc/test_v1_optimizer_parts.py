@@ -1,8 +1,6 @@
 """`shard_optimizer_state` with parameters cut over replicas: every optimizer that may, state from and to other jobs, odd parameters."""
 
 import math
-import multiprocessing
-import multiprocessing.forkserver
 
 import pytest
 import torch
@@ -17,12 +15,6 @@ OPTIONS = {
     "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
     "RMSprop": {"momentum": 0.9, "centered": True},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["smpc.v1"])
-    multiprocessing.forkserver.ensure_running()
 
 
 class Lopsided(nn.Module):

@@ -1,8 +1,5 @@
 """`smp.optimizers` in training scripts: with slices and stages, norms and updates are those of one process."""
 
-import multiprocessing
-import multiprocessing.forkserver
-
 import pytest
 import torch
 from executor_harness import run_workers
@@ -11,12 +8,6 @@ from torch import nn
 import smpc.v1 as smp
 
 STEPS, SAMPLES, LENGTH, VOCABULARY, WIDTH = 4, 8, 5, 12, 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["smpc.v1"])
-    multiprocessing.forkserver.ensure_running()
 
 
 class Model(nn.Module):

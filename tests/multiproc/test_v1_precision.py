@@ -1,8 +1,5 @@
 """fp16 and bf16 training in scripts: compared with torch.amp.GradScaler over hand-written masters, and with fp32."""
 
-import multiprocessing
-import multiprocessing.forkserver
-
 import pytest
 import torch
 from executor_harness import run_workers
@@ -15,12 +12,6 @@ from smpc.errors import NonFiniteLossError, UsageError
 
 STEPS, HUGE = 16, (5, 9, 10)
 SCALER = {"init_scale": 2.0**24, "scale_factor": 4.0, "scale_window": 3, "min_scale": 2.0**-40}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["smpc.v1"])
-    multiprocessing.forkserver.ensure_running()
 
 
 def with_torch(dtype=torch.float16, steps=STEPS, huge=HUGE, max_norm=None):

@@ -1,11 +1,9 @@
 """The options of replicas with a pipeline, two stages that share a parameter, and microbatches: against plain PyTorch."""
 
-import pytest
 import torch
 import torch.distributed as dist
 import zoo
 from executor_harness import run_workers
-from v1_harness import preload
 
 import smpc.v1 as smp
 
@@ -18,11 +16,6 @@ OPTIONS = {
     "small buckets": ({"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True, "broadcast_buffers": False}, 1),
     "a hook": ({"hook": True}, 4),  # it adds up, where the default averages, and doubles
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    preload()
 
 
 def summed_and_doubled(group, bucket):

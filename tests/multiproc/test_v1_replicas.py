@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from executor_harness import run_workers
@@ -12,17 +11,11 @@ from v1_harness import (
     batches,
     feed,
     make_model,
-    preload,
     start,
     train_step,
 )
 
 import smpc.v1 as smp
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    preload()
 
 
 def replicas_with_unlike_batches(rank, folder):

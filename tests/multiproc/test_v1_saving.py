@@ -3,15 +3,10 @@
 import pytest
 import torch
 from executor_harness import run_workers
-from v1_harness import AROUND, batches, feed, make_model, preload, start, train_step
+from v1_harness import AROUND, batches, feed, make_model, start, train_step
 
 import smpc.v1 as smp
 from smpc.errors import CheckpointError, UsageError
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    preload()
 
 
 def save_and_load(rank, folder, by_hand):

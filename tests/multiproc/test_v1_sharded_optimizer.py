@@ -2,8 +2,6 @@
 
 import copy
 import itertools
-import multiprocessing
-import multiprocessing.forkserver
 
 import pytest
 import torch
@@ -22,12 +20,6 @@ CONFIGS = {
     ),
     "bf16": ({"bf16": True}, {}),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["smpc.v1"])
-    multiprocessing.forkserver.ensure_running()
 
 
 def state_bytes(job):

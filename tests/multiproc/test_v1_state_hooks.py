@@ -1,7 +1,5 @@
 """Hooks of submodules on state dicts: what a job of several ranks saves and loads is what the module in one process would."""
 
-import multiprocessing
-import multiprocessing.forkserver
 import warnings
 
 import pytest
@@ -11,12 +9,6 @@ from torch import nn
 
 import smpc.v1 as smp
 from smpc.errors import CheckpointError
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["smpc.v1"])
-    multiprocessing.forkserver.ensure_running()
 
 
 class Block(nn.Module):

@@ -1,7 +1,5 @@
 """Tensor parallelism in training scripts: every arrangement of ranks trains as one process does."""
 
-import multiprocessing
-import multiprocessing.forkserver
 import warnings
 
 import pytest
@@ -13,12 +11,6 @@ import smpc.v1 as smp
 from smpc.errors import SmpcError
 
 STEPS, SAMPLES, MB, LENGTH, VOCABULARY = 20, 16, 2, 6, 18
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["smpc.v1"])
-    multiprocessing.forkserver.ensure_running()
 
 
 class Model(nn.Module):

@@ -46,7 +46,6 @@ def drive(action, folder):
 )  # fmt: skip
 def test_the_rank_at_fault_is_named(tmp_path, action):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["smpc.v1", "forked_launch"])
     before = sorted(path.name for path in Path("/dev/shm").iterdir())
     driver = context.Process(target=drive, args=(action, tmp_path))
     driver.start()

@@ -1,7 +1,5 @@
 """Hugging Face's models in training scripts: tensor-parallel layers are found by themselves, and train as the model does alone."""
 
-import multiprocessing
-import multiprocessing.forkserver
 import warnings
 
 import hugging_face
@@ -13,14 +11,6 @@ import smpc.v1 as smp
 from smpc.nn.delayed import is_delayed
 
 STEPS, SAMPLES, MB = 3, 8, 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["smpc.v1", "transformers.models.gpt2.modeling_gpt2"]
-    )
-    multiprocessing.forkserver.ensure_running()
 
 
 @smp.step

@@ -1,8 +1,6 @@
 """torch.distributed.checkpoint of a job's model and optimizer: every rank writes what it holds, and anybody loads it."""
 
 import copy
-import multiprocessing
-import multiprocessing.forkserver
 import warnings
 
 import pytest
@@ -24,12 +22,6 @@ from smpc.errors import CheckpointError
 @smp.step
 def evaluate(model, x):
     return model(x).sum()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["smpc.v1", "torch.distributed.checkpoint"])
-    multiprocessing.forkserver.ensure_running()
 
 
 class Both(Stateful):

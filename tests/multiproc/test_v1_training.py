@@ -17,7 +17,6 @@ from v1_harness import (
     evaluate,
     feed,
     make_model,
-    preload,
     reference,
     start,
     train_step,
@@ -25,11 +24,6 @@ from v1_harness import (
 
 import smpc.v1 as smp
 from smpc.errors import UsageError
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    preload()
 
 
 def train(rank, folder, name, world, by_hand):

@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import multiprocessing
-import multiprocessing.forkserver
 from typing import Any
 
 import pytest
@@ -17,12 +15,6 @@ from smpc.executor.sharded_tensor import whole
 
 MB, STEPS = 8, 3
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["smpc.v1"])
-    multiprocessing.forkserver.ensure_running()
 
 
 @dataclasses.dataclass(frozen=True)

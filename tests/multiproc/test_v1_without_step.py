@@ -1,8 +1,5 @@
 """Tensor and data parallelism without a pipeline need no step functions: plain calls and backward passes train as one process does."""
 
-import multiprocessing
-import multiprocessing.forkserver
-
 import pytest
 import torch
 from executor_harness import run_workers
@@ -12,12 +9,6 @@ import smpc.v1 as smp
 from smpc.errors import SmpcError
 
 STEPS, SAMPLES, WIDTH = 6, 8, 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["smpc.v1"])
-    multiprocessing.forkserver.ensure_running()
 
 
 class Model(nn.Module):

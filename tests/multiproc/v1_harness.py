@@ -1,8 +1,5 @@
 """What the tests of training scripts share: a model, its data, its training in plain PyTorch, and step functions."""
 
-import multiprocessing
-import multiprocessing.forkserver
-
 import torch
 import zoo
 from transformers.modeling_outputs import CausalLMOutput
@@ -11,14 +8,6 @@ import smpc.v1 as smp
 
 MB = 4
 STEPS = 3
-
-
-def preload():
-    """The server that all processes are forked from has imported what they need, if the calling file starts it."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["smpc.v1", "transformers.models.gpt2.modeling_gpt2"]
-    )
-    multiprocessing.forkserver.ensure_running()
 
 
 def make_model(name="gpt2"):

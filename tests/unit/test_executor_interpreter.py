@@ -8,11 +8,18 @@ from smpc.codegen.program import Channel, Instruction, RankProgram, StageCode
 from smpc.errors import ScheduleError, StepError, TransportError
 from smpc.executor import Interpreter, run_loopback
 from smpc.executor.transport import loopback_transports
+from smpc.executor.transport.loopback import LoopbackTransport
 from smpc.tracer.ir import TensorSpec
 
 MB = 4  # microbatches
 GRAD = TensorSpec((3, 8), "float32", (8, 1), True)
 INPUT = TensorSpec((3, 8), "float32", (8, 1))
+
+
+@pytest.fixture(autouse=True, params=["ahead", "on device"])
+def receives(request, monkeypatch):
+    """Every test runs a second time with receives as they are where they occupy a device."""
+    monkeypatch.setattr(LoopbackTransport, "receives_on_device", request.param == "on device")
 
 
 def code(index, inputs, outputs):

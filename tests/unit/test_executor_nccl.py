@@ -1,7 +1,6 @@
 """The NCCL transport over stand-ins of its process groups, which block where NCCL does. No GPU is needed, and none is used."""
 
 import copy
-import queue
 import threading
 
 import parity
@@ -18,31 +17,40 @@ from smpc.tracer.ir import TensorSpec
 PATIENCE = 60.0  # seconds until what blocks is called a deadlock
 
 
-class Work:
-    """An operation; that of a receive ends when the sender's has begun."""
-
-    def __init__(self, finish=lambda: None):
-        self.finish = finish
-
-    def is_completed(self):
-        return True
-
-    def wait(self):
-        self.finish()
-
-
 class Link:
-    """What both members of a group share: the meeting at which NCCL makes the communicator, and what is on its way."""
+    """What both members of a group share: the meeting at which NCCL makes the communicator, and what is on its way.
+
+    A tensor gets through when it has been sent and its receive has been posted; until then neither operation ends.
+    """
 
     def __init__(self):
         self.meeting = threading.Barrier(2)
-        self.messages = queue.Queue()
+        self.changed = threading.Condition()
+        self.sent, self.num_posted = [], 0
+
+
+class Work:
+    """The send or the receive of a link's tensor number `index`; what is received goes into `buffer`."""
+
+    def __init__(self, link, index, buffer=None):
+        self.link, self.index, self.buffer = link, index, buffer
+
+    def is_completed(self):
+        return min(len(self.link.sent), self.link.num_posted) > self.index
+
+    def wait(self):
+        with self.link.changed:
+            assert self.link.changed.wait_for(self.is_completed, PATIENCE), "deadlock"
+        if self.buffer is not None:
+            self.buffer.copy_(self.link.sent[self.index])
+            self.buffer = None
 
 
 class Group:
     """A member's end of a process group of two, made by `torch.distributed.new_group`: it has no communicator yet.
 
-    The first operation makes it, and blocks the process until the other member's first operation.
+    The first operation makes it, and blocks the process until the other member's first operation. `under_way` are all operations of the
+    member, over all groups.
     """
 
     def __init__(self, link, rank, under_way):
@@ -52,41 +60,40 @@ class Group:
     def rank(self):
         return self.own
 
-    def connect(self):
+    def begin(self, tensor, peer):
+        assert peer == 1 - self.own
+        assert tensor.is_contiguous()
+        assert tensor.dtype is torch.uint8
         if not self.is_connected:
             self.link.meeting.wait(PATIENCE)
             self.is_connected = True
 
+    def start(self, work):
+        self.link.changed.notify_all()
+        self.under_way.append(work)
+        return work
+
     def send(self, tensors, destination, tag):
-        assert destination == 1 - self.own
-        assert tensors[0].is_contiguous()
-        assert tensors[0].dtype is torch.uint8
-        self.connect()
-        self.link.messages.put(tensors[0].clone())
-        return Work()
+        self.begin(tensors[0], destination)
+        with self.link.changed:
+            self.link.sent.append(tensors[0].clone())
+            return self.start(Work(self.link, len(self.link.sent) - 1))
 
     def recv(self, tensors, source, tag):
-        assert source == 1 - self.own
-        assert tensors[0].is_contiguous()
-        assert tensors[0].dtype is torch.uint8
-        self.connect()
-        self.under_way.add(self)
-
-        def arrive():
-            tensors[0].copy_(self.link.messages.get(timeout=PATIENCE))
-            self.under_way.discard(self)
-
-        return Work(arrive)
+        self.begin(tensors[0], source)
+        with self.link.changed:
+            self.link.num_posted += 1
+            return self.start(Work(self.link, self.link.num_posted - 1, tensors[0]))
 
     def abort(self):
         self.is_aborted = True
 
 
 def make_transports(num_ranks):
-    """Connected transports, and for each rank the groups with a receive that has begun and has not been waited for."""
+    """Connected transports, and for each rank all operations that it has begun."""
     pairs = [(a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b]
     links = {pair: Link() for pair in pairs}
-    under_way = [set() for _ in range(num_ranks)]
+    under_way = [[] for _ in range(num_ranks)]
     transports = []
     for rank in range(num_ranks):
         groups = {pair: Group(links[pair], sorted(pair).index(rank), under_way[rank]) for pair in pairs if rank in pair}
@@ -122,12 +129,9 @@ def on_all(num_ranks, run):
         ("gpt2", {"pipeline": "interleaved", "virtual_pipeline_degree": 2}),
     ],
 )
-def test_ranks_whose_first_operations_wait_for_each_other_do_not_deadlock(name, options):
-    """Every rank posted the receives of its first messages when a step began. With groups that make their communicators at the first
-    operation, rank 0 then waited for rank 1 to send gradients, and rank 1 for rank 0 to send activations: for ever.
-
-    Nor may a receive be under way while a stage computes: on a GPU it is a kernel that ends when the peer sends, and what the
-    peer sends may depend on kernels of this rank, whose loading waits for all kernels that run.
+def test_ranks_do_not_wait_in_a_circle(name, options):
+    """Neither when their first operations make the communicators, each with one of its peers, nor when every stage, before it computes,
+    waits for all that its rank has under way: for receives that were posted ahead, and for sends.
     """
     num_ranks, num_microbatches = 3, 4
     model, batch = zoo.build(name)
@@ -137,7 +141,12 @@ def test_ranks_whose_first_operations_wait_for_each_other_do_not_deadlock(name, 
     parts = parity.split(batch, num_microbatches)
     transports, under_way = make_transports(num_ranks)
     models = [copy.deepcopy(model) for _ in range(num_ranks)]
-    outputs = {}
+    outputs, ahead = {}, []
+
+    def wait_for_device(rank):
+        ahead.extend(work for work in under_way[rank] if work.buffer is not None)
+        while under_way[rank]:
+            under_way[rank].pop().wait()
 
     def on_output(m, output):
         outputs[m] = output
@@ -147,20 +156,17 @@ def test_ranks_whose_first_operations_wait_for_each_other_do_not_deadlock(name, 
         runtime = Runtime(models[rank], rank=rank, transport=transports[rank])
         program = runtime.install(compilation)
         for stage in runtime.stages.values():
-            stage.register_forward_pre_hook(lambda *_: assert_none(under_way[rank]))
+            stage.register_forward_pre_hook(lambda *_: wait_for_device(rank))
         runtime.run(program, parts if rank == 0 else None, on_output, training=True)
 
     on_all(num_ranks, run)
+    assert ahead, "no receive was posted ahead"
     expected = parity.run_eager(model, batch, num_microbatches)
     holder = {name: stage.rank for stage in compilation.plan.stages for name in (*stage.parameters, *stage.buffers)}
     grads = {name: dict(models[holder[name]].named_parameters())[name].grad for name in expected[1]}
     buffers = {name: dict(models[holder.get(name, 0)].named_buffers())[name] for name in expected[2]}
     got = parity.results(model, outputs)[0], grads, buffers
     parity.assert_same(expected, got, tuple(shared.name for shared in compilation.plan.shared_parameters))
-
-
-def assert_none(receives):
-    assert not receives, "a receive is under way"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "complex64", "int16", "bool"])
