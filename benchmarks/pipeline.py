@@ -20,7 +20,8 @@ what the true time of each action and what messages cost add to it, `keeping` wh
 busy machine does to a process counts as its computing, and a rank that is not run when its message comes as its bubble: with more
 programs than cores the measured one is higher. The last ratio, measured to simulated, is the executor's: what it makes ranks wait for
 beyond all that.
-A step of `compute-bound` takes seconds, so there a third of the steps are run.
+A step of `compute-bound` takes seconds; the median needs all of them, for a pair's ratio is off by several percent on a machine that is
+shared.
 Then the interpreter's own cost: see interpreter.py.
 """
 
@@ -216,7 +217,6 @@ def worker(rank: int, folder: str, steps: int, schedules: list[str], sizes: list
 def compare(rank: int, size: str, name: str, steps: int) -> None:
     """A row of the table."""
     shape = SIZES[size]
-    steps = max(steps // 3, 5) if size == "compute-bound" else steps
     num = shape.microbatches
     placement = choose(RANKS, num, schedule=name).placement
     torch.manual_seed(0)

@@ -30,9 +30,8 @@ from smpc.codegen.program import Instruction, Op, RankProgram
 _SENDS = (Op.SEND, Op.SEND_GRAD)
 _RECEIVES = (Op.RECV, Op.RECV_GRAD)
 
-Points = Mapping[
-    Instruction, Sequence[tuple[int, int]]
-]  # before this instruction: of this peer, so many messages of the step
+# Before this instruction: of this peer, so many messages of the step.
+Points = Mapping[Instruction, Sequence[tuple[int, int]]]
 
 
 def posting_points(programs: Sequence[RankProgram], rank: int) -> Points:

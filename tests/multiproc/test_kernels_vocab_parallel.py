@@ -96,4 +96,4 @@ def compare(whole, target, group, rank, columns, classes, rule, tolerance):
 
 
 def test_ranks_agree_with_the_whole_vocabulary(tmp_path):
-    mp.spawn(rank_main, (tmp_path / "store",), nprocs=RANKS)
+    mp.start_processes(rank_main, (tmp_path / "store",), RANKS, start_method="forkserver")

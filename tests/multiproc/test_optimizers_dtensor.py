@@ -80,4 +80,4 @@ def check_refusals():
 
 @pytest.mark.slow
 def test_fsdp2(tmp_path):
-    mp.start_processes(rank_main, (str(tmp_path / "rendezvous"),), RANKS, start_method="spawn")
+    mp.start_processes(rank_main, (str(tmp_path / "rendezvous"),), RANKS, start_method="forkserver")

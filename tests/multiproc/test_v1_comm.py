@@ -35,7 +35,9 @@ PLACEMENTS = {
 
 def run_ranks(body, tmp_path):
     """Run `body(rank, tmp_path)` in four processes; the first exception of any is this test's, and none outlives it."""
-    context = mp.start_processes(enter, args=(body, str(tmp_path)), nprocs=WORLD_SIZE, join=False, start_method="spawn")
+    context = mp.start_processes(
+        enter, args=(body, str(tmp_path)), nprocs=WORLD_SIZE, join=False, start_method="forkserver"
+    )
     deadline = time.monotonic() + TIMEOUT
     try:
         while not context.join(timeout=1.0):

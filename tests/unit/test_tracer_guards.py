@@ -4,6 +4,7 @@ import parity
 import pytest
 import torch
 from torch import nn
+from transformers.utils import import_utils
 
 from smpc.compile import compile_model
 from smpc.errors import StepError, TraceError
@@ -115,3 +116,50 @@ def test_a_guard_draws_no_random_numbers():
     eager = parity.run_eager(model, inputs, 1)
     torch.manual_seed(1)
     parity.assert_same(eager, parity.run_loopback(model, compilation, inputs), ())
+
+
+class Positions(nn.Module):
+    """Asks about positions, which depend on the length of a row alone."""
+
+    def forward(self, x):
+        positions = torch.arange(x.shape[1], device=x.device)
+        return x * 2 if (positions.diff() == 1).all() and positions.max() > 3 else x
+
+
+@pytest.mark.parametrize("options", [{}, {"answers": ()}])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_depends_on_sizes_alone_needs_no_values_and_no_guard(device, options):
+    long, short = (record(Positions(), (torch.ones(2, n, device=device),), **options) for n in (5, 4))
+    assert not long.guards
+    assert not short.guards
+    assert any(node.target == "torch.Tensor.mul" for node in long.nodes)
+    assert not any(node.target == "torch.Tensor.mul" for node in short.nodes)
+    verify(long, Positions(), (torch.ones(2, 5),))
+    verify(short, Positions(), (torch.ones(2, 4),))
+
+
+class Asking(nn.Module):
+    """Notes in `seen` of what Hugging Face's code would say that it is being traced."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.linear, self.note = nn.Linear(3, 3), seen.update
+        self.register_buffer("positions", torch.arange(3))
+
+    def forward(self, x):
+        values = {
+            "input": x,
+            "parameter": self.linear(x),
+            "buffer": self.positions + 1,
+            "random": torch.rand(3),
+            "sizes": torch.arange(x.shape[0]).cumsum(0),
+        }
+        self.note({name: import_utils.is_tracing(value) for name, value in values.items()})
+        return values["parameter"]
+
+
+def test_libraries_may_look_at_what_depends_on_sizes_alone():
+    seen, original = {}, import_utils.is_fake_tensor
+    record(Asking(seen), (torch.ones(2, 3),))
+    assert seen == {"input": True, "parameter": True, "buffer": True, "random": True, "sizes": False}
+    assert import_utils.is_fake_tensor is original
