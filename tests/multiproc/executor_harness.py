@@ -83,7 +83,7 @@ class Launch:
         for process in self.processes:
             process.start()
 
-    def wait(self, timeout=100.0):
+    def wait(self, timeout=240.0):
         deadline = time.monotonic() + timeout
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
