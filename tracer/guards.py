@@ -72,13 +72,14 @@ def broken_guard(trace: Trace, model: nn.Module, inputs: Mapping[str, Tensor]) -
     return None
 
 
-def is_fixed(nodes: Sequence[Node], names: Sequence[str]) -> bool:
-    """Whether these nodes have the same values in every run: sizes are all that they are computed from."""
+def is_fixed(nodes: Sequence[Node], names: Sequence[str], inputs: Container[str] = ()) -> bool:
+    """Whether these nodes have the same values in every run: all that they are computed from is sizes, and these inputs, if any."""
     try:
         cone, _ = _cone(nodes, names, ())
     except NoAnswerError:
         return False
-    return not any(node.name in cone and node.kind in (NodeKind.PLACEHOLDER, NodeKind.GET_ATTR) for node in nodes)
+    given = (NodeKind.PLACEHOLDER, NodeKind.GET_ATTR)
+    return not any(node.name in cone and node.kind in given and node.name not in inputs for node in nodes)
 
 
 def shapes(value: Any) -> tuple[tuple[int, ...], ...]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -66,6 +66,7 @@ def record(
     device: torch.device | str = "cpu",
     answers: Answers | None = None,
     autocast: Autocast | None = None,
+    shown: Collection[str] = (),
 ) -> Trace:
     """Records one forward run of `model(*args, **kwargs)`.
 
@@ -74,7 +75,8 @@ def record(
 
     Where the model's Python asks for a value that depends on inputs and buffers alone, real inputs are needed; the answer becomes a
     guard of the trace (see `smpc.tracer.guards`). `answers`, from the guards of a trace of the same model, replace real inputs.
-    `autocast`: what the model runs under, as if it entered that itself.
+    `autocast`: what the model runs under, as if it entered that itself. `shown`: paths of inputs (`Structure.paths`) at whose values
+    libraries may look that would take another way when traced (see `smpc.tracer.libraries`).
 
     A module whose forward cannot be recorded becomes a leaf by itself (see `smpc.tracer.opaque`), and so do all others of its class.
     Raises TraceError if what cannot be recorded is the model's own forward; the message says where.
@@ -97,6 +99,7 @@ def record(
                 torch.device(device),
                 answers,
                 autocast,
+                shown,
             )
         except UntraceableError as error:
             first_error = first_error or error
@@ -132,6 +135,7 @@ def _record_once(
     device: torch.device,
     answers: Answers | None,
     autocast: Autocast | None,
+    shown: Collection[str],
 ) -> Trace:
     """One attempt, with these modules called whole."""
     if len(FakeTensorMode.cache) > _MAX_CACHED_FAKES:
@@ -142,12 +146,12 @@ def _record_once(
         # Ours, not the caller's, decides what is recorded: autograd on or off is part of the signature.
         stack.enter_context(installed(model, state))
         stack.enter_context(mode)
-        recorder = Recorder(state, names, leaves, device, answers)
+        recorder = Recorder(state, names, leaves, device, answers, shown)
         fake_args, fake_kwargs = recorder.bind_inputs(args, kwargs)
         stack.enter_context(recorder.meter)
         stack.enter_context(_saved_tensors(recorder))
         stack.enter_context(_python_calls(recorder))
-        stack.enter_context(looking(recorder.is_fixed))
+        stack.enter_context(looking(recorder.is_shown))
         stack.enter_context(_quiet())
         stack.enter_context(recorder)
         if autocast is not None:

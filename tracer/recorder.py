@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,8 +82,10 @@ class Recorder(TorchFunctionMode):
         leaf_modules: frozenset[str],
         device: torch.device,
         answers: Answers | None = None,
+        shown: Collection[str] = (),
     ) -> None:
         super().__init__()
+        self._shown_paths, self._shown = frozenset(shown), set[str]()
         self.state, self.modules, self.leaf_modules, self.device = state, names, leaf_modules, device
         self.meter = Meter()
         self.questions = Questions(state, device, answers)
@@ -130,6 +132,8 @@ class Recorder(TorchFunctionMode):
                     )
                 )
                 self._tensors.bind(fake, name)
+                if path in self._shown_paths:
+                    self._shown.add(name)
                 if leaf.device.type != "meta" and not isinstance(leaf, FakeTensor):
                     self.questions.samples[name] = leaf
                 fakes.append(fake)
@@ -341,10 +345,10 @@ class Recorder(TorchFunctionMode):
         """The name of a tensor that a node has returned, or of a parameter or buffer; "" for others."""
         return self._tensors.node_of(tensor) or self.state.names.get(id(tensor), "")
 
-    def is_fixed(self, tensor: torch.Tensor) -> bool:
-        """Whether a recorded tensor has the same values in every run."""
+    def is_shown(self, tensor: torch.Tensor) -> bool:
+        """Whether libraries may look at the values of a recorded tensor."""
         name = self._tensors.node_of(tensor)
-        return bool(name) and is_fixed(self.nodes, (name,))
+        return bool(name) and is_fixed(self.nodes, (name,), self._shown)
 
     def note_saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Called for every tensor that autograd saves."""

@@ -243,7 +243,12 @@ class Compiler:
                 self._placement.skeleton(),
             ):
                 trace = record(
-                    self._module, *inputs, device=self._session.device, answers=answers, autocast=signature.autocast
+                    self._module,
+                    *inputs,
+                    device=self._session.device,
+                    answers=answers,
+                    autocast=signature.autocast,
+                    shown=signature.ones,
                 )
         finally:
             state.tracing = False

@@ -262,7 +262,8 @@ class Pipeline:
             signatures.append(read_signature(capture.inputs, modes, capture.grad_enabled, capture.autocast))
         check_equal(signatures, body.name)
         form, tensors = form_of(arguments)
-        return Request(inputs, self._compiler.answered(signatures[0], inputs, self.programs), form, tensors)
+        signature = self._compiler.answered(signatures[0].with_ones(inputs), inputs, self.programs)
+        return Request(inputs, signature, form, tensors)
 
     def _announce(self, body: StepBody, request: Request | None, failure: Exception | None) -> int:
         """The header, and what it says is to follow."""

@@ -3,7 +3,9 @@
 Terms
     modes       `training` of every module and `requires_grad` of every parameter, as bytes; and whether autograd is on
     answers     what the model's Python asked of the inputs' values when it was recorded (see `smpc.tracer.guards`), as JSON
-    signature   structure, tensor specs and constants of the inputs, the modes, and the answers. Equal signatures run the same program
+    ones        the masks among the inputs that hold nothing but ones, in all microbatches: Hugging Face leaves them out of its kernels
+    signature   structure, tensor specs and constants of the inputs, the modes, the ones, and the answers. Equal signatures run the same
+                program
 
 Pipeline rank 0 captures signatures; the others get them, with everything that is needed to record the model: tensors become meta tensors.
 """
@@ -46,6 +48,22 @@ class Signature:
     grad_enabled: bool
     answers: str = "[]"
     autocast: Autocast | None = None  # that of the step function, around the model
+    ones: tuple[str, ...] = ()  # paths of inputs
+
+    def with_ones(self, microbatches: Sequence[Inputs]) -> Signature:
+        """This signature, for the masks of these microbatches."""
+        leaves = [flatten(inputs)[0] for inputs in microbatches]
+        masks = [
+            (position, path)
+            for position, path in enumerate(self.structure.paths())
+            if "mask" in path and isinstance(self.leaves[position], TensorSpec)
+        ]
+        ones = (
+            path
+            for position, path in masks
+            if bool(torch.stack([(tensors[position] == 1).all() for tensors in leaves]).all())
+        )
+        return dataclasses.replace(self, ones=tuple(ones))
 
     def with_answers(self, trace: Trace) -> Signature:
         """This signature, for the values that the trace was recorded on."""
