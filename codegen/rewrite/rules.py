@@ -191,9 +191,13 @@ def _attention(facts: Facts, node: Node) -> Iterator[Strategy]:
     query, key, value = names
     out = facts.shape(node.name)
     rank = len(out)
-    for dim in range(rank - 2):  # samples, heads: of the key and value there may be fewer
-        dims: dict[str, int | None] = dict.fromkeys((query, key, value), dim)
-        if any(len(facts.shape(name)) != rank or facts.shape(name)[dim] % facts.degree for name in names):
+    alike = all(len(facts.shape(name)) == rank for name in names)
+    for dim in (
+        range(rank - 2) if alike else ()
+    ):  # samples, heads: of the key and value there may be fewer, or one for all
+        shared = {name for name in (key, value) if facts.shape(name)[dim] == 1}
+        dims: dict[str, int | None] = {name: None if name in shared else dim for name in names}
+        if any(facts.shape(name)[dim] % facts.degree for name in names if name not in shared):
             continue
         if mask is not None:
             dims |= broadcast_dims(facts, (mask.name,), out, dim)

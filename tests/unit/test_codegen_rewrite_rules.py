@@ -40,6 +40,14 @@ OPERATIONS = {
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (6,), w, b), [(2, 4, 6), (6,), (6,)], {"S(0)", "S(1)"}),
     "softmax": (lambda x: x.softmax(-1), [(2, 4, 6)], {"S(0)", "S(1)"}),
     "attention": (F.scaled_dot_product_attention, [(2, 4, 6, 8)] * 3, {"S(0)", "S(1)", "S(2)"}),
+    "attention of groups": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        [(2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8)], {"S(0)", "S(1)"},
+    ),
+    "attention of one group": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        [(2, 4, 6, 8), (2, 1, 6, 8), (2, 1, 6, 8)], {"S(0)", "S(1)"},
+    ),
     "sum": (lambda x: x.sum(1), [(2, 4, 6)], {"S(0)", "S(1)", "P"}),
     "mean": (lambda x: x.mean(-1, keepdim=True), [(2, 4, 6)], {"S(0)", "S(1)"}),
     "heads": (lambda x: x.view(2, 3, -1, 4), [(2, 3, 8)], {"S(0)", "S(2)", "P"}),
@@ -61,7 +69,8 @@ OPERATIONS = {
     "chunk": (lambda x: x.chunk(3, -1), [(2, 12)], {"S(0)", "S(1)", "P"}),
     "unbind": (lambda x: x.unbind(1), [(2, 3, 4)], {"S(0)", "S(1)", "P"}),
     "unknown": (lambda x: torch.fft.fft(x).real, [(4, 6)], set()),
-}  # function, shapes of what it takes, layouts of what it gives besides R and B
+}  # fmt: skip
+# function, shapes of what it takes, layouts of what it gives besides R and B
 
 
 def on_ranks(tensor, layout):
