@@ -83,8 +83,8 @@ class WireFormat:
         )
 
     def conform(self, tensor: Tensor) -> Tensor:
-        """The tensor, detached and in the planned layout; shares memory where the layout is right already."""
-        tensor = tensor.detach()
+        """The tensor, detached and in the planned layout; shares memory where that holds its values in this layout already."""
+        tensor = tensor.detach().resolve_conj().resolve_neg()  # `z.conj()` has the memory of z, and a bit
         if tensor.stride() == self.stride or self._same_layout(tensor.stride()):
             return tensor
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=tensor.device).copy_(tensor)

@@ -69,6 +69,19 @@ def test_right_layout_is_not_copied():
     assert not sent.requires_grad
 
 
+@pytest.mark.parametrize(
+    "lazy", [torch.tensor([1 + 2j, 3 - 4j]).conj(), torch.tensor([1 + 2j]).conj().imag], ids=["conjugate", "negative"]
+)
+def test_what_travels_are_the_values(lazy):
+    """`z.conj()` is the memory of z, and a bit that says how to read it. gloo sent the memory alone: another number arrived."""
+    assert lazy.is_conj() or lazy.is_neg()
+    form = WireFormat.of("v", TensorSpec.of(lazy))
+    sent = form.wire(form.conform(lazy))
+    assert not sent.is_conj()
+    assert not sent.is_neg()
+    assert torch.equal(sent, lazy)
+
+
 def test_check():
     form = WireFormat.of("h", TensorSpec((2, 3), "float32", (3, 1)))
     form.check(torch.zeros(2, 3), "edge 4", gradients=True)
