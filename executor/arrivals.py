@@ -34,6 +34,12 @@ def message_pairs(programs: Sequence[RankProgram]) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
+def other_holders(program: RankProgram, reduce: Instruction) -> tuple[int, ...]:
+    """With which ranks a REDUCE exchanges gradients, in the order in which it sends to them, and receives from them."""
+    _, holders = program.shared_parameters[reduce.parameter]
+    return tuple(rank for rank in sorted(set(holders)) if rank != program.rank)
+
+
 def told_by_receives(programs: Sequence[RankProgram], rank: int) -> dict[Instruction, int]:
     """Receive of `rank` -> how many of its messages to that peer have arrived when it is there. Messages are instructions, not tensors."""
     found: dict[Instruction, int] = {}

@@ -24,6 +24,7 @@ from smpc.codegen.actions import split_backwards
 from smpc.codegen.checkpoint import Checkpointing
 from smpc.codegen.program import Instruction, Op, RankProgram, StageCode
 from smpc.errors import StepError
+from smpc.executor.arrivals import other_holders
 from smpc.executor.bind_channels import ChannelBinder
 from smpc.executor.deferral import Deferral
 from smpc.executor.frame import Frame, Root
@@ -113,21 +114,20 @@ class Binder:
             Op.REDUCE: self._reduce,
         }
         bound = [(i, binders[i.op](i)) for i in self._program.instructions]
-        return [handler for i, handlers in bound for handler in self._posting(i, handlers)]
+        return [self._posting(i, n, handler) for i, handlers in bound for n, handler in enumerate(handlers)]
 
-    def _posting(self, instruction: Instruction, handlers: list[Handler]) -> list[Handler]:
-        """The handlers of an instruction, the first of which posts the receives that are due before it."""
-        due = [(self.inboxes[peer], count) for peer, count in self._points.get(instruction, ())]
+    def _posting(self, instruction: Instruction, number: int, handler: Handler) -> Handler:
+        """That handler of an instruction, which first posts the receives that are due."""
+        due = [(self.inboxes[peer], count) for peer, count in self._points.get((instruction, number), ())]
         if not due:
-            return handlers
-        first, *others = handlers
+            return handler
 
         def run() -> None:
             for inbox, count in due:
                 inbox.allow(count)
-            first.run()
+            handler.run()
 
-        return [Handler(run, first.instruction, first.inbox), *others]
+        return Handler(run, instruction, handler.inbox)
 
     def _carried(self, stage: int) -> list[tuple[int, bool]]:
         """(output, whether it wants a gradient) of the values that leave the stage on channels."""
@@ -274,12 +274,11 @@ class Binder:
         return run
 
     def _reduce(self, instruction: Instruction) -> list[Handler]:
-        name, holders = self._program.shared_parameters[instruction.parameter]
-        peers = [rank for rank in sorted(set(holders)) if rank != self._program.rank]
+        name, _ = self._program.shared_parameters[instruction.parameter]
         reduction = Reduction(self._parameters[name], name, self._program.rank, self._transport)
         self.reductions.append(reduction)
         handlers = [Handler(reduction.send, instruction)]
-        for peer in peers:
+        for peer in other_holders(self._program, instruction):
             inbox = self._channels.inbox(peer)
             handlers.append(Handler(reduction.bind_peer(peer, inbox), instruction, inbox))
         return [*handlers, Handler(reduction.finish, instruction)]

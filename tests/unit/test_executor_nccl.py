@@ -129,9 +129,9 @@ def on_all(num_ranks, run):
         ("gpt2", {"pipeline": "interleaved", "virtual_pipeline_degree": 2}),
     ],
 )
-def test_ranks_do_not_wait_in_a_circle(name, options):
+def test_ranks_do_not_wait_in_a_circle(monkeypatch, name, options):
     """Neither when their first operations make the communicators, each with one of its peers, nor when every stage, before it computes,
-    waits for all that its rank has under way: for receives that were posted ahead, and for sends.
+    and every allocation of a buffer waits for all that its rank has under way: for receives that were posted ahead, and for sends.
     """
     num_ranks, num_microbatches = 3, 4
     model, batch = zoo.build(name)
@@ -148,11 +148,20 @@ def test_ranks_do_not_wait_in_a_circle(name, options):
         while under_way[rank]:
             under_way[rank].pop().wait()
 
+    own, empty = threading.local(), WireFormat.empty
+
+    def wait_and_allocate(form, device):
+        wait_for_device(own.rank)
+        return empty(form, device)
+
+    monkeypatch.setattr(WireFormat, "empty", wait_and_allocate)
+
     def on_output(m, output):
         outputs[m] = output
         return [(parity.loss_of(output) / num_microbatches, None)]
 
     def run(rank):
+        own.rank = rank
         runtime = Runtime(models[rank], rank=rank, transport=transports[rank])
         program = runtime.install(compilation)
         for stage in runtime.stages.values():
