@@ -225,3 +225,40 @@ def test_a_closed_transport_has_aborted_its_groups():
     assert all(group.is_aborted for group in groups)
     with pytest.raises(TransportError, match="closed after a failure"):
         transports[1].send(0, torch.zeros(2), WireFormat.of("v", TensorSpec((2,), "float32", (1,))))
+
+
+@pytest.mark.parametrize("kinds", [("train", "skip", "evaluate", "train"), ("evaluate", "skip", "train")])
+def test_every_message_is_received_whatever_a_step_does(kinds):
+    """A receive more, or one less, would give the next step this one's tensors: after a step of which nothing is differentiated, where
+    there are no gradients, and after an evaluation, whose program has none.
+    """
+    num_ranks, num_microbatches = 3, 4
+    model, batch = zoo.build("t5")
+    compilation = compile_model(model, batch, pipeline_parallel_degree=num_ranks, microbatches=num_microbatches)
+    parts = parity.split(batch, num_microbatches)
+    transports, under_way = make_transports(num_ranks)
+    models = [copy.deepcopy(model) for _ in range(num_ranks)]
+    outputs = {}
+
+    def run(rank):
+        runtime = Runtime(models[rank], rank=rank, transport=transports[rank])
+        program = runtime.install(compilation)
+        for kind in kinds:
+            for parameter in models[rank].parameters():
+                parameter.grad = None
+
+            def on_output(m, output, kind=kind):
+                outputs[m] = output
+                return [(parity.loss_of(output) / num_microbatches, None)] if kind == "train" else None
+
+            runtime.run(program, parts if rank == 0 else None, on_output, training=kind != "evaluate")
+
+    on_all(num_ranks, run)
+    links = {work.link for works in under_way for work in works}
+    assert all(len(link.sent) == link.num_posted for link in links)
+    expected = parity.run_eager(model, batch, num_microbatches)
+    holder = {name: stage.rank for stage in compilation.plan.stages for name in stage.parameters}
+    grads = {name: dict(models[holder[name]].named_parameters())[name].grad for name in expected[1]}
+    shared = tuple(item.name for item in compilation.plan.shared_parameters)
+    found = parity.results(model, outputs)
+    parity.assert_same((expected[0], expected[1], {}), (found[0], grads, {}), shared)
