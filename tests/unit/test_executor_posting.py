@@ -11,6 +11,7 @@ from codegen_cases import chain_channels, channel, pipelines, split_backwards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smpc.codegen.actions import backward, forward
 from smpc.codegen.lower import lower
 from smpc.codegen.program import Op, RankProgram
 from smpc.codegen.schedule import evaluation, interleaved
@@ -125,6 +126,27 @@ def test_no_schedule_deadlocks_though_every_operation_waits_for_all_that_is_unde
     check(named(name, num_ranks, num_microbatches))
 
 
+def any_order(placement, channels, num_microbatches, numbers):
+    """A schedule as a CSV file may hold it: each rank runs what it can, in whatever order."""
+    edges = [(c.source, c.destination) for c in channels if c.source >= 0]
+    waiting = [act(s, m) for act in (forward, backward) for s in range(len(placement)) for m in range(num_microbatches)]
+    schedule = [[] for _ in range(4)]
+
+    def may_run(action):
+        if action.op is Op.FORWARD:
+            needs = [forward(u, action.microbatch) for u, v in edges if v == action.stage]
+        else:
+            needs = [backward(v, action.microbatch) for u, v in edges if u == action.stage]
+            needs.append(forward(action.stage, action.microbatch))
+        return not any(need in waiting for need in needs)
+
+    while waiting:
+        action = numbers.choice([action for action in waiting if may_run(action)])
+        waiting.remove(action)
+        schedule[placement[action.stage]].append(action)
+    return tuple(map(tuple, schedule))
+
+
 SHARED = st.lists(st.sets(st.integers(0, 3), min_size=2), max_size=3)
 
 
@@ -136,6 +158,7 @@ def test_nor_does_any_pipeline(pipeline, shared, numbers):
     shared = tuple((f"p{i}", tuple(sorted(holders))) for i, holders in enumerate(shared))
     schedule = interleaved(len(placement), placement, num_microbatches, active)
     check(programs_of(schedule, channels, 4, shared))
+    check(programs_of(any_order(placement, channels, num_microbatches, numbers), channels, 4, shared))
     check(programs_of(split_backwards(schedule, numbers), channels, 4, shared))
     check(programs_of(evaluation(len(placement), placement, num_microbatches), channels, 4))
 
