@@ -57,14 +57,22 @@ class Structure:
         """How each leaf is reached from the container, as Python: `[0]`, `['mask']`, `.logits`."""
         if self.kind == LEAF:
             return (prefix,)
+        return tuple(path for step, child in self._steps() for path in child.paths(prefix + step))
+
+    def containers(self, prefix: str = "") -> Iterator[tuple[str, Structure]]:
+        """This container and those in it, each with its path, as for leaves; none for a leaf."""
+        if self.kind != LEAF:
+            yield prefix, self
+            for step, child in self._steps():
+                yield from child.containers(prefix + step)
+
+    def _steps(self) -> Iterator[tuple[str, Structure]]:
+        """The children, each with how it is reached."""
         by_key = self.kind in ("mapping", "dict")
         by_index = self.kind in ("namedtuple", "return_type", "tuple", "list")
         keys = self.keys or tuple(range(len(self.children)))
-        found: list[str] = []
         for i, (key, child) in enumerate(zip(keys, self.children, strict=True)):
-            step = f"[{key!r}]" if by_key else f"[{i}]" if by_index else f".{key}"
-            found.extend(child.paths(prefix + step))
-        return tuple(found)
+            yield f"[{key!r}]" if by_key else f"[{i}]" if by_index else f".{key}", child
 
     def _build(self, leaves: Iterator[Any]) -> Any:
         if self.kind == LEAF:

@@ -41,6 +41,16 @@ def sometimes_trains(model, ids, flags):
 
 
 @smp.step
+def returns_a_set(model, ids):
+    return {"loss": model(input_ids=ids, labels=ids).loss, "sizes": {len(ids), 0}}
+
+
+@smp.step
+def returns_a_generator(model, ids):
+    return model(input_ids=ids, labels=ids).loss, (n for n in range(3))
+
+
+@smp.step
 def wants_gradients(model, embeddings):
     return model(inputs_embeds=embeddings).logits
 
@@ -63,6 +73,8 @@ def misuse(rank, folder, by_hand):
         (lambda: backward_twice(model, feed(ids)), "backward twice"),
         (lambda: not_scalar(model, feed(ids)), "reduce it to one"),
         (lambda: wants_gradients(model, feed(torch.randn(8, 4, 32, requires_grad=True))), "requires grad"),
+        (lambda: returns_a_set(model, feed(ids)), r"found as \['sizes'\] a set"),
+        (lambda: returns_a_generator(model, feed(ids)), r"cannot be sent .*, as \[1\] a generator"),
     ]
     for call, message in errors:
         with pytest.raises(StepError, match=message):  # the same on every rank, and the next step goes on

@@ -1,9 +1,12 @@
 """Results of microbatches as results of a step, and their way through bytes."""
 
+import collections
 import pickle
+import threading
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutput
@@ -20,9 +23,9 @@ class Result:
 
 
 def over_the_wire(values):
-    form, tensors = read_results(values, "f")
-    form = pickle.loads(pickle.dumps(form))
-    payload = pack(tensors, torch.device("cpu"))
+    results = read_results(values, "f")
+    form = pickle.loads(pickle.dumps(results.form()))
+    payload = pack(results.tensors, torch.device("cpu"))
     assert payload.numel() == form.num_bytes
     return form.build(unpack(payload, form.specs))
 
@@ -69,3 +72,76 @@ def test_microbatches_that_return_different_structures():
         read_results([{"a": torch.ones(1)}, {"b": torch.ones(1)}], "f")
     with pytest.raises(StepError, match=r"tensor itself.*value itself"):
         read_results([torch.ones(1), 1], "f")
+
+
+def test_history_is_kept_or_not():
+    loss = torch.ones(1, requires_grad=True) * 2
+    results = read_results([{"loss": loss, "n": 1}], "f")
+    assert results.join(detach=False)["loss"].outputs[0] is loss
+    detached = results.join(detach=True)
+    assert detached["loss"].outputs == [torch.tensor([2.0])]
+    assert detached["loss"].outputs[0].grad_fn is None
+    assert detached["n"] == [1]
+
+
+@pytest.mark.parametrize("members", [{1, 2}, {torch.ones(1), torch.zeros(1)}, {None}, set()])
+def test_sets_are_refused_with_their_places(members):
+    """Of values they ended in "unhashable type: 'list'"; of tensors, one microbatch's took the place of another's."""
+    value = {"x": (members, 1), "y": frozenset(members)}
+    with pytest.raises(
+        StepError, match=r"^step function f: .* found as \['x'\]\[0\] a set, as \['y'\] a frozenset; .*: return a list"
+    ):
+        read_results([value, value], "f")
+    with pytest.raises(StepError, match="found as the whole value a set"):
+        read_results([members, members], "f")
+
+
+class ReadOnly(dict):
+    def __setitem__(self, key, value):
+        raise KeyError("read only")
+
+
+def test_classes_that_cannot_be_rebuilt_are_refused_with_their_places():
+    @dataclass
+    class Local:
+        loss: Any
+
+    local = read_results([(Result(1), Local(torch.ones(1)))], "f")
+    with pytest.raises(
+        StepError, match=r"as \[1\] \S+<locals>.Local\] \(AttributeError: .*; return tensors and values in lists"
+    ):
+        local.join(detach=True)
+    unnamed = read_results([collections.namedtuple("Other", "loss")(1)], "f")
+    with pytest.raises(StepError, match=r"\[as the whole value \S+:Other\] \(AttributeError"):
+        unnamed.join(detach=True)
+    with pytest.raises(StepError, match=r"ReadOnly\] \(KeyError: 'read only'\)"):
+        read_results([ReadOnly(loss=1)], "f").join(detach=True)
+
+
+def test_leaves_that_cannot_be_sent_are_refused_with_their_places():
+    value = {"loss": torch.ones(1), "lock": threading.Lock(), "more": [iter(x for x in "ab")]}
+    results = read_results([value, value], "f")
+    assert results.join(detach=True)["lock"] == [value["lock"]] * 2  # without a pipeline it stays where it is
+    found = r"as \['lock'\] a lock \(TypeError: .*\); as \['more'\]\[0\] a generator \(TypeError: .*\); return tensors and plain"
+    with pytest.raises(StepError, match=found):
+        results.form()
+
+
+class Counter:
+    n = 0
+
+
+def test_a_form_is_not_equal_to_that_of_other_values():
+    """Forms compared the values themselves: an array is no truth value, a changed object equals itself, and 1 is True."""
+    counter = Counter()
+
+    def form(value):
+        return read_results([value, value], "f").form()
+
+    before = form(counter)
+    counter.n += 1
+    assert form(counter) != before
+    assert form(counter) == form(counter)
+    assert form(np.arange(3)) == form(np.arange(3))
+    assert form(np.arange(3)) != form(np.arange(3) + 1)
+    assert form(1) != form(True)

@@ -310,11 +310,13 @@ class Pipeline:
         """Bring the results of the last rank to all."""
         control, last = self._control, self._last
         form: ResultForm | None = None
+        value: Any = None
         tensors: list[Tensor] = []
         failure: Exception | None = None if tail is None else tail.failure
         if tail is not None and failure is None:
             try:
-                form, tensors = read_results(tail.values(), body.name)
+                results = read_results(tail.values(), body.name)
+                value, form, tensors = results.join(body.detach_outputs), results.form(), results.tensors
             except StepError as error:
                 failure = error
         same = form is not None and form == memory.results
@@ -335,12 +337,10 @@ class Pipeline:
         device = self._session.device
         if tail is not None:
             control.broadcast_bytes(pack(tensors, device), last)
-            tensors = [tensor.detach() for tensor in tensors] if body.detach_outputs else tensors
         else:
             payload = torch.empty(memory.results.num_bytes, dtype=torch.uint8, device=device)
             control.broadcast_bytes(payload, last)
-            tensors = unpack(payload, memory.results.specs)
-        value = memory.results.build(tensors)
+            value = memory.results.build(unpack(payload, memory.results.specs))
         return Outcome(value, verdict, loss=loss_from_bits(bits), did_backward=bool(did_backward))
 
     # -- programs ------------------------------------------------------------------------------------------------------

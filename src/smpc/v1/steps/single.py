@@ -69,14 +69,14 @@ class Single:
             backwards.append(whole.did_backward)
             losses.add(index, whole.losses)
         self._finish(body, backwards, replicas)
-        form, tensors = read_results(values, body.name)
+        value = read_results(values, body.name).join(body.detach_outputs)
         verdict = losses.verdict(self._session)
         if any(backwards):
             verdict = agree(verdict, self._session)
         if watch.is_wanted:
             watch.loss, watch.training = losses.mean, any(backwards)
             watch.samples, watch.tokens = batch_of(_specs(microbatches[0]), len(microbatches))
-        return form.build([tensor.detach() for tensor in tensors] if body.detach_outputs else tensors), verdict
+        return value, verdict
 
     def may_train(self, body: StepBody) -> bool:
         """Whether a step of the function may do a backward; replicas then exchange buffers before it."""
