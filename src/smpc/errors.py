@@ -80,7 +80,7 @@ class TransportError(SmpcError):
 
 
 class PeerError(TransportError):
-    """Another rank failed first; the text carries that rank's traceback."""
+    """Another rank failed first, and the text carries its traceback; or it ended before the others met."""
 
 
 class CheckpointError(SmpcError):

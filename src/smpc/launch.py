@@ -90,7 +90,9 @@ def launch(job: Job) -> int:
     processes = Processes(output, inherit=job.output.is_inherited(job.num_ranks), grace=job.grace)
     with processes.signals(), tempfile.TemporaryDirectory(prefix="smpc_run_") as folder:
         commands = _commands(job, place, port, Path(folder))
-        rendezvous = Rendezvous(listener, place.master_addr, port, job.num_ranks, place.world_size)
+        rendezvous = Rendezvous(
+            listener, place.master_addr, port, job.num_ranks, place.world_size, lambda: processes.left_early
+        )
 
         def tell(failure: RankFailure) -> None:
             text = str(failure.report.get("py_callstack", ""))

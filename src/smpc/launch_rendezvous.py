@@ -16,7 +16,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
@@ -44,14 +44,25 @@ class Failure:
 
 
 class Rendezvous:
-    """`listener`: the socket to serve the store on, None on the other nodes. `num_ranks`: of this node; `world_size`: of all."""
+    """`listener`: the socket to serve the store on, None on the other nodes. `num_ranks`: of this node; `world_size`: of all.
+
+    `left_early` tells the ranks of this node that have ended with status 0, for those that wait for them.
+    """
 
     def __init__(
-        self, listener: socket.socket | None, address: str, port: int, num_ranks: int, world_size: int
+        self,
+        listener: socket.socket | None,
+        address: str,
+        port: int,
+        num_ranks: int,
+        world_size: int,
+        left_early: Callable[[], Sequence[int]],
     ) -> None:
         self._listener = listener
         self._address, self._port = address, port
         self._num_ranks, self._world_size = num_ranks, world_size
+        self._left_early = left_early
+        self._told_ends: list[int] = []
         self._own: Failure | None = None
         self._remote: Failure | None = None
         self._heard: list[int] = []  # nodes whose failure is known
@@ -122,6 +133,7 @@ class Rendezvous:
             if self._own is not None and not self._has_told:
                 self._has_told = True
                 self._publish(store, self._own, number)
+            self._tell_ends(store)
             if self._num_ranks < self._world_size:
                 self._listen_to_others(store, number, beats)
             if is_done and not has_counted:
@@ -151,6 +163,14 @@ class Rendezvous:
         from smpc.launch_store import STORE_PREFIX
 
         publish(PrefixStore(f"{STORE_PREFIX}0", store), Report(failure.rank, failure.headline, failure.text))
+
+    def _tell_ends(self, store: Store) -> None:
+        from smpc.launch_store import ENDED, STORE_PREFIX
+
+        for rank in self._left_early():
+            if rank not in self._told_ends:
+                self._told_ends.append(rank)
+                store.append(f"{STORE_PREFIX}0/{ENDED}", f"{rank},")  # type: ignore[attr-defined]
 
     def _listen_to_others(self, store: Store, number: int, beats: dict[int, tuple[int, float]]) -> None:
         store.add(f"{_PREFIX}/beat/{number}", 1)

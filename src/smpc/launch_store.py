@@ -11,6 +11,7 @@ The socket is there before torch is imported; clients that come early wait in it
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -18,10 +19,11 @@ from typing import TYPE_CHECKING
 from smpc.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import Store, TCPStore
 
 LOOPBACK = "127.0.0.1"
-STORE_PREFIX = "smpc_attempt_"  # of what the ranks' monitors and the launcher write; the number of the attempt follows
+STORE_PREFIX = "smpc_attempt_"  # of what the ranks and the launcher tell each other; the number of the attempt follows
+ENDED = "smpc/ended"  # under that prefix: the ranks that have ended with status 0, each with a comma behind it
 _BACKLOG = 1024
 _LOCAL_NAMES = ("localhost", LOOPBACK, "::1")
 
@@ -70,3 +72,15 @@ def serve(listener: socket.socket, timeout: timedelta) -> TCPStore:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
+
+
+def of_job(store: Store) -> Store:
+    """What the ranks and the launcher tell each other in a store that torch.distributed gave.
+
+    Not under torch's prefix, which changes between versions, but under one for every attempt that a launcher makes.
+    """
+    from torch._C._distributed_c10d import PrefixStore
+
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return PrefixStore(f"{STORE_PREFIX}{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -94,7 +94,8 @@ def run(job: Job, folder: Path):
 
     def is_over():
         if not rendezvous:
-            rendezvous.append(Rendezvous(listener, LOOPBACK, port, job.num_ranks, place.world_size))
+            place_in_job = (job.num_ranks, place.world_size, lambda: processes.left_early)
+            rendezvous.append(Rendezvous(listener, LOOPBACK, port, *place_in_job))
         return rendezvous[0].remote is not None
 
     def tell(failure):

@@ -430,6 +430,25 @@ def test_a_rank_that_ends_too_early_is_named(write, tmp_path):
     assert "smpc: error: rank 1 ended with status 0 while rank 0 still needed its peers:" in done.stderr
 
 
+def test_a_rank_that_ends_before_the_others_meet_is_named(write):
+    """The others used to wait for `start_timeout`; now they do not wait for slow ranks either, without which nothing would help."""
+    script = write(
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    sys.exit(0)\n"
+        "if os.environ['RANK'] == '2':\n"
+        "    time.sleep(600)\n"
+        "import smpc.v1 as smp\n"
+        "smp.init({'pipeline_parallel_degree': 3, 'start_timeout': 600})\n"
+    )
+    done = _run("-n", "3", script)
+    assert done.returncode == 1
+    assert done.stderr.startswith("smpc: error: rank 1 ended with status 0 while rank 0 still needed its peers:\n")
+    assert (
+        "expected 3 processes, but rank 1 ended with status 0 before smp.init; every rank must call it" in done.stderr
+    )
+
+
 def test_closed_streams_do_not_matter(write, tmp_path):
     """Python has None for them; it used to end the launcher with an AttributeError."""
     script = write("import os, sys\nprint('shown')\nopen(f\"{sys.argv[1]}/{os.environ['RANK']}\", 'w')\n")

@@ -1,5 +1,6 @@
 """`smpc.v1.session.init`: the launcher's environment, sessions of one process, and what is listened on."""
 
+import datetime
 import os
 import socket
 import subprocess
@@ -9,10 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 import smpc.v1 as smp
-from smpc.errors import ConfigError, ConfigUnsupportedError, UsageError
-from smpc.v1.session.init import Launch, _choose_device, _end
+from smpc.errors import ConfigError, ConfigUnsupportedError, PeerError, TransportError, UsageError
+from smpc.launch_store import ENDED, of_job
+from smpc.v1.session.init import Launch, _choose_device, _end, _meet
 
 TORCHRUN = {
     "RANK": "3",
@@ -318,3 +321,31 @@ def free_port():
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         return bound.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("here", "ended", "error", "found"),
+    [
+        ((0, 1, 2), "", None, ""),
+        ((0, 1, 2), "1,0,", None, ""),  # they came, and had left before this rank looked
+        ((0, 1, 2), "7,", None, ""),  # of other jobs that a script makes of its launcher's ranks
+        ((0,), "7,", TransportError, "ranks 1, 2 did not come"),
+        ((0,), "", TransportError, "ranks 1, 2 did not come"),
+        ((0, 2), "1,", PeerError, "expected 4 processes, but rank 1 ended with status 0 before smp.init"),
+        ((0,), "2,0,", PeerError, "but rank 2 ended with status 0"),  # though rank 1 may still come
+        ((), "2,0,1,", PeerError, "but ranks 0, 1, 2 ended with status 0"),
+    ],
+)
+def test_who_is_waited_for(here, ended, error, found):
+    """One rank of four waits for the others; `ended` is what the launcher tells."""
+    store, launch = dist.PrefixStore("/torch", HashStore()), Launch.read(TORCHRUN)
+    for rank in here:
+        store.set(f"smpc_here/{rank}", "")
+    if ended:
+        of_job(store).set(ENDED, ended)
+    if error is None:
+        _meet(store, launch, datetime.timedelta(seconds=600))
+    else:
+        timeout = datetime.timedelta(seconds=600 if error is PeerError else 0)
+        with pytest.raises(error, match=found):
+            _meet(store, launch, timeout)

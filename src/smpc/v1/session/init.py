@@ -21,6 +21,7 @@ import dataclasses
 import datetime
 import os
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,10 +32,10 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from smpc.config import Config
-from smpc.errors import ConfigError, TransportError
+from smpc.errors import ConfigError, PeerError, TransportError
 from smpc.executor.clocks import clock_offset
 from smpc.executor.collectives import TensorGroup
-from smpc.launch_store import LOOPBACK, is_loopback, listen, serve
+from smpc.launch_store import ENDED, LOOPBACK, is_loopback, listen, of_job, serve
 from smpc.mesh import Axis, Mesh
 from smpc.nn.parallel import TensorParallel, set_parallel
 from smpc.nn.random import RandomStreams
@@ -44,6 +45,7 @@ from smpc.v1.state import Session, state
 
 _HERE = "smpc_here"  # store key: which processes have called smp.init
 _MANY = 8
+_SHORTEST_LOOK, _LONGEST_LOOK = 0.01, 1.0  # seconds between two looks at who is here: a tenth of the wait so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,17 +272,40 @@ def _connect(launch: Launch, timeout: datetime.timedelta) -> Store:
 
 
 def _meet(store: Store, launch: Launch, timeout: datetime.timedelta) -> None:
-    """Wait until all processes are here. Raises TransportError, naming those that are not."""
+    """Wait until all processes are here.
+
+    Raises TransportError, naming those that are not; PeerError once the launcher says that one of those has ended with status 0.
+    """
     store.set(f"{_HERE}/{launch.rank}", "")
-    keys = [f"{_HERE}/{rank}" for rank in range(launch.world_size)]
-    try:
-        store.wait(keys, timeout)
-    except RuntimeError as error:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise TransportError(
-            f"smp.init: expected {launch.world_size} processes within start_timeout = {timeout.total_seconds():g} s, but "
-            f"{_ranks(missing)} did not come: look for what they do before smp.init ({error})"
-        ) from None
+    missing = list(range(launch.world_size))
+    launcher, started = of_job(store), time.monotonic()
+    while True:
+        while missing and store.check([f"{_HERE}/{missing[0]}"]):
+            del missing[0]
+        if not missing:
+            return
+        ended = _ended(launcher)
+        waited = time.monotonic() - started
+        if ended or waited > timeout.total_seconds():
+            missing = [rank for rank in missing if not store.check([f"{_HERE}/{rank}"])]
+        gone = [rank for rank in missing if rank in ended]
+        if gone:
+            raise PeerError(
+                f"smp.init: expected {launch.world_size} processes, but {_ranks(gone)} ended with status 0 before smp.init; every "
+                "rank must call it, or none: look for what ends the script there"
+            )
+        if missing and waited > timeout.total_seconds():
+            raise TransportError(
+                f"smp.init: expected {launch.world_size} processes within start_timeout = {timeout.total_seconds():g} s, but "
+                f"{_ranks(missing)} did not come: look for what they do before smp.init"
+            )
+        time.sleep(min(max(waited / 10, _SHORTEST_LOOK), _LONGEST_LOOK))
+
+
+def _ended(launcher: Store) -> list[int]:
+    """The ranks that have ended with status 0, as far as a launcher tells."""
+    told = launcher.get(ENDED).decode() if launcher.check([ENDED]) else ""
+    return [int(number) for number in told.split(",") if number.isdecimal()]
 
 
 def _ranks(numbers: list[int]) -> str:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import datetime
 import itertools
-import os
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from smpc.executor import FailureMonitor
 from smpc.executor.transport import GlooTransport, NcclTransport, Transport
-from smpc.launch_store import STORE_PREFIX
+from smpc.launch_store import of_job
 from smpc.mesh import Axis
 from smpc.v1.state import Session
 from smpc.v1.steps import control, join
@@ -41,14 +40,8 @@ def make_monitor(session: Session) -> FailureMonitor:
 
 
 def job_store() -> Store:
-    """The job's store on a connection of its own, for the watcher thread; its launcher knows what lies in it.
-
-    Not under torch's prefix, which changes between versions, but under one for every attempt that a launcher makes.
-    """
-    store = _get_default_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return PrefixStore(f"{STORE_PREFIX}{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store.clone())  # type: ignore[attr-defined]
+    """The job's store on a connection of its own, for the watcher thread; its launcher knows what lies in it."""
+    return of_job(_get_default_store()).clone()  # type: ignore[attr-defined,no-any-return]
 
 
 def make_control(session: Session) -> Control:
