@@ -110,6 +110,35 @@ def test_different_batches_with_prescaled_batch_are_refused(tmp_path):
     run_workers(give_different_batches, 2, tmp_path)
 
 
+@smp.step
+def other_step(model, ids):
+    loss = model(ids).square().mean()
+    model.backward(loss)
+    return loss
+
+
+def run_different_functions(rank, folder):
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 1, "microbatches": MB, "ddp": True})
+    with smp.tensor_parallelism():
+        model = smp.DistributedModel(nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)))
+    ids = batches()[0][:4]
+    functions = (train_step, other_step) if smp.rdp_rank() else (other_step, train_step)
+    for function in functions:  # replicas may differ
+        function(model, ids)
+    mine = functions[smp.tp_rank() if smp.rdp_rank() else 0]
+    with pytest.raises(
+        SmpcError, match=r"run the same step function, found .*train_step on rank .*other_step on rank"
+    ) as error:
+        mine(model, ids)
+    assert f"{mine._body.name} on rank {rank}" in str(error.value)
+    smp.shutdown()
+
+
+def test_different_step_functions_in_a_tensor_parallel_group_are_refused(tmp_path):
+    """Of equal shapes, they used to train on a mixture of both losses without a word."""
+    run_workers(run_different_functions, 4, tmp_path)
+
+
 def warn_of_what_stays(rank, folder):
     smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 1, "ddp": True})
     with smp.tensor_parallelism():

@@ -159,7 +159,7 @@ class Join:
         elif not has_pipeline:
             replicas.shadow()
         if has_pipeline or phase == Phase.TRAINED:
-            self._verdict = agree(0, self._session)
+            self._verdict = agree(0, None, self._session)
 
     def finish(self, optimizer: SharedOptimizer | None) -> None:
         """Once all are over: the state of the last replica for all."""

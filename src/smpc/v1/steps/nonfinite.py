@@ -10,6 +10,9 @@ What happens then is the key `nan_policy`: `raise` NonFiniteLossError on all ran
 gradients that have accumulated, so that the optimizer changes nothing; training can go on after either.
 
 Losses stay where they were computed until the step ends: one look at them, not one for every microbatch.
+
+The message that brings the verdict to all ranks also says which step function each tensor-parallel group runs: ranks of a group that run
+different ones of equal shapes would exchange each other's values, and add up gradients of different losses.
 """
 
 from __future__ import annotations
@@ -22,11 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smpc.errors import UsageError
 from smpc.mesh import Axis
 from smpc.v1.optimization.precision import num_scaled, overflow_is_curable
+from smpc.v1.session.comm import gather_objects
 from smpc.v1.state import Session
+from smpc.v1.steps.step_body import StepBody
 
 _KINDS = ("nan", "inf", "-inf")
+_NO_FUNCTION = -(1 << 33)  # less than the number of any step function, and than its negative
 
 
 class Losses:
@@ -70,13 +77,39 @@ def loss_from_bits(bits: int) -> float | None:
     return None if math.isnan(mean) else float(mean)
 
 
-def agree(verdict: int, session: Session) -> int:
-    """The verdict of all ranks whose gradients are averaged. Collective over those that run the same stage, in steps that train."""
-    if session.mesh.dp_size == 1 or session.config.nan_policy == "ignore":
+def agree(verdict: int, body: StepBody | None, session: Session) -> int:
+    """The verdict of all ranks whose gradients are averaged. Collective over those that run the same stage, in steps that train.
+
+    `body` is None on a rank that takes part in others' steps. Raises UsageError on all ranks where a tensor-parallel group runs several.
+    """
+    mesh = session.mesh
+    if mesh.dp_size == 1 or session.config.nan_policy == "ignore":
         return verdict
-    number = torch.tensor([verdict], dtype=torch.int64, device=session.message_device)
-    dist.all_reduce(number, dist.ReduceOp.MAX, group=session.groups[Axis.DP])
-    return int(number)
+    numbers = [verdict]
+    if mesh.tp_size > 1:  # two numbers for each group: the largest one's, and the smallest one's negative
+        numbers += [_NO_FUNCTION] * 2 * mesh.rdp_size
+        if body is not None:
+            place = 1 + 2 * mesh.rdp_rank(session.rank)
+            numbers[place : place + 2] = [body.number, -body.number]
+    message = torch.tensor(numbers, dtype=torch.int64, device=session.message_device)
+    dist.all_reduce(message, dist.ReduceOp.MAX, group=session.groups[Axis.DP])
+    verdict, *found = message.tolist()
+    if any(largest + negative for largest, negative in zip(found[::2], found[1::2], strict=True) if largest >= 0):
+        raise _different_functions(body, session)
+    return verdict
+
+
+def _different_functions(body: StepBody | None, session: Session) -> UsageError:
+    """What all ranks raise. Collective over them."""
+    names = gather_objects(
+        "none" if body is None else body.name, session.groups[Axis.DP], session.message_device, session.device
+    )
+    members = session.mesh.group(Axis.DP, session.rank)
+    found = ", ".join(f"{name} on rank {rank}" for name, rank in zip(names, members, strict=True))
+    return UsageError(
+        f"expected all ranks of a tensor-parallel group to run the same step function, found {found}; run the same step functions in the "
+        "same order on all of them"
+    )
 
 
 def describe_verdict(verdict: int, step_name: str, session: Session) -> str:

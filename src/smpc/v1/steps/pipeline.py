@@ -222,7 +222,7 @@ class Pipeline:
             self.join.end_step(did_backward=outcome.did_backward)
         if not outcome.did_backward:
             self._runtime.did_not_train()
-        return dataclasses.replace(outcome, verdict=agree(outcome.verdict, self._session))
+        return dataclasses.replace(outcome, verdict=agree(outcome.verdict, body, self._session))
 
     def may_train(self, body: StepBody, program: int) -> bool:
         """Whether this step of the function runs the training program; replicas then exchange buffers and gradients in it."""

@@ -72,7 +72,7 @@ class Single:
         value = read_results(values, body.name).join(body.detach_outputs)
         verdict = losses.verdict(self._session)
         if any(backwards):
-            verdict = agree(verdict, self._session)
+            verdict = agree(verdict, body, self._session)
         if watch.is_wanted:
             watch.loss, watch.training = losses.mean, any(backwards)
             watch.samples, watch.tokens = batch_of(_specs(microbatches[0]), len(microbatches))
