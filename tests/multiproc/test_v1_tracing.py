@@ -63,23 +63,27 @@ def reference():
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "on_rank_0"),
+    ("config", "options", "on_rank_0", "on_rank_1"),
     [
-        ({}, {"trace_execution_times": True, "trace_memory_usage": True}, {"slow.0.linear.weight"}),
+        # Whatever a busy machine adds to measured times, what is not slow is no match for what is. Rows of tables take no time, anywhere.
+        (
+            {},
+            {"trace_execution_times": True, "trace_memory_usage": True},
+            {"slow.0.linear.weight"},
+            {"large.0.weight", "large.1.weight"},
+        ),
         (
             {"skip_tracing": True},
             {"trace_memory_usage": True},
-            {"slow.0.linear.weight", "slow.1.linear.weight", "tables.0"},
+            {"slow.0.linear.weight", "slow.1.linear.weight", "large.0.weight", "tables.0"},
+            {"large.1.weight", "tables.1"},
         ),
     ],
 )
-def test_the_cut_follows_what_is_known(tmp_path, config, options, on_rank_0):
+def test_the_cut_follows_what_is_known(tmp_path, config, options, on_rank_0, on_rank_1):
     results = run_workers(train, 2, tmp_path, config, options)
     expected = reference()
     for losses, _ in results:
         assert losses == expected
-    names = set(results[0][1])
-    assert on_rank_0 <= names
-    assert "tables.1" not in names
-    if "trace_execution_times" in options:
-        assert "slow.1.linear.weight" not in names or "tables.0" not in names
+    assert on_rank_0 <= set(results[0][1])
+    assert on_rank_1 <= set(results[1][1])
