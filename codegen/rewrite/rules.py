@@ -191,10 +191,9 @@ def _attention(facts: Facts, node: Node) -> Iterator[Strategy]:
     query, key, value = names
     out = facts.shape(node.name)
     rank = len(out)
-    alike = all(len(facts.shape(name)) == rank for name in names)
-    for dim in (
-        range(rank - 2) if alike else ()
-    ):  # samples, heads: of the key and value there may be fewer, or one for all
+    # Samples, heads: of the key and value there may be fewer, or one for all.
+    outer = range(rank - 2) if all(len(facts.shape(name)) == rank for name in names) else ()
+    for dim in outer:
         shared = {name for name in (key, value) if facts.shape(name)[dim] == 1}
         dims: dict[str, int | None] = {name: None if name in shared else dim for name in names}
         if any(facts.shape(name)[dim] % facts.degree for name in names if name not in shared):
