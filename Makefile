@@ -6,9 +6,9 @@ STAMP := $(VENV)/installed
 # One thread per process: reductions then have one order, and bitwise comparisons are fair.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-all lint kernels bench clean
+.PHONY: demo test test-all lint kernels docs bench gpu clean
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py src/smpc_alias.pth constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,plot]'
 	touch $(STAMP)
@@ -19,8 +19,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/pytest -m 'not slow' -n 2 --dist loadfile
 
+# Property tests draw other examples every time, by a seed that is printed: `make test-all SMPC_TEST_SEED=7` draws them again.
+test-all: SMPC_TEST_SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 test-all: $(STAMP)
-	$(BIN)/pytest
+	SMPC_TEST_SEED=$(SMPC_TEST_SEED) $(BIN)/pytest
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -32,8 +34,20 @@ lint: $(STAMP)
 kernels: $(STAMP)
 	$(BIN)/python -P -m smpc.kernels.compile_gate
 
+$(VENV)/installed-docs: $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+# The site, in build/site. A warning, a broken link, a notebook that fails or a model of the gallery without a plan fails it.
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 PYTHONSAFEPATH=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs build --strict --quiet
+
 bench: $(STAMP)
 	$(BIN)/python benchmarks/pipeline.py
+
+# All that one GPU can tell within 25 minutes, as gpu.md; exit status 2 where there is none.
+gpu: $(STAMP)
+	$(BIN)/python -P benchmarks/gpu.py --report gpu.md
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

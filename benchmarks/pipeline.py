@@ -16,10 +16,10 @@ than torch). `cpu` is the same of the processor time of rank 0, which says more 
 The measured bubble is that of further steps of ours in which every instruction is timed: 1 - (time in F, B and W on all ranks) / (ranks x
 time from the first of them to the end of the last instruction), the median. The simulated one is what the simulator makes of the same
 schedule from the parts that those steps had: `schedule` is what the order alone leaves idle with even times, `uneven` and `messages` are
-what the true time of each action and what messages cost add to it, `keeping` what a rank does besides (see `smpc.report.bubble`). What a
-busy machine does to a process counts as its computing, and a rank that is not run when its message comes as its bubble: with more
-programs than cores the measured one is higher. The last ratio, measured to simulated, is the executor's: what it makes ranks wait for
-beyond all that.
+what the true time of each action and what messages cost add to it, `keeping` what a rank does besides (see
+`smpc.report.measured`). What a busy machine does to a process counts as its computing, and a rank that is not run when its message
+comes as its bubble: with more programs than cores the measured one is higher. The last ratio, measured to simulated, is the executor's:
+what it makes ranks wait for beyond all that.
 A step of `compute-bound` takes seconds; the median needs all of them, for a pair's ratio is off by several percent on a machine that is
 shared.
 Then the interpreter's own cost: see interpreter.py.
@@ -55,12 +55,11 @@ from transformers import GPT2Config, GPT2Model
 from smpc.codegen.schedules.choice import choose
 from smpc.compile import Compilation, compile_plan
 from smpc.executor.transport import GlooTransport
-from smpc.observe import RankRecord
-from smpc.partitioner.plan import ScheduleSummary
+from smpc.observe.observer import RankRecord
+from smpc.partitioner.graph.plan import ScheduleSummary
 from smpc.partitioner.solve import plan_from_assignment
-from smpc.report.bubble import explain
+from smpc.report.measured import explain, pipeline_steps
 from smpc.report.predict import plan_links
-from smpc.report.steps import pipeline_steps
 from smpc.runtime import Runtime
 from smpc.tracer import NodeKind, record
 

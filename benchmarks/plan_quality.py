@@ -4,7 +4,8 @@
     python benchmarks/plan_quality.py --models gpt2-xl --stages 4 --weights 0.8
 
 Models live on the meta device, so nothing is allocated. Every number is the largest stage cost (see `smpc.partitioner.problem`)
-divided by the lower bound that no plan can be below. The rules, all cutting between whole layers:
+divided by the lower bound that no plan can be below. `by` is the solver whose plan it is; the last line counts
+them. The rules, all cutting between whole layers:
 
     layers      equal numbers of layers
     params      parameters balanced (DeepSpeed's `parameters`); `uniform` is `layers`
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,11 +30,11 @@ from torch import nn
 
 from smpc.codegen.schedules.choice import choose
 from smpc.partitioner.analysis import Analysis, analyse
-from smpc.partitioner.chain import ChainProblem, solve_chain
-from smpc.partitioner.cost import CostModel
-from smpc.partitioner.device import H100
+from smpc.partitioner.costs.cost import CostModel
+from smpc.partitioner.costs.device import H100
 from smpc.partitioner.problem import Scale, Units, stage_costs
 from smpc.partitioner.solve import solve_partition
+from smpc.partitioner.solvers.chain import ChainProblem, solve_chain
 from smpc.tracer import Trace, record
 
 MICROBATCHES = 32
@@ -224,8 +226,10 @@ def main() -> None:
     parser.add_argument("--weights", nargs="+", type=float, default=[0.0, 0.2, 0.8, 1.0])
     options = parser.parse_args()
     names = ("layers", "params", "time", "size", "tree")
-    print(f"{'model':<10} {'stages':>6} {'weight':>6} {'smpc':>8}  " + " ".join(f"{name:>8}" for name in names))
-    worst, beaten = 1.0, 0
+    print(
+        f"{'model':<10} {'stages':>6} {'weight':>6} {'smpc':>8} {'by':>6}  " + " ".join(f"{name:>8}" for name in names)
+    )
+    worst, beaten, wins = 1.0, 0, Counter[str]()
     for name in options.models:
         trace = trace_of(name)
         analysis = analyse(trace, CostModel.of(H100, 8))
@@ -252,9 +256,14 @@ def main() -> None:
                 for rule in rules
             ]
             worst, beaten = max(worst, ours), beaten + (min(found) < ours * (1 - 1e-9))
+            wins[plan.objective.solver] += 1
             cells = " ".join(f"{value:8.3f}" if math.isfinite(value) else f"{'-':>8}" for value in found)
-            print(f"{name:<10} {num_stages:>6} {weight:>6g} {ours:8.3f}  {cells}", flush=True)
-    print(f"worst bottleneck over lower bound: {worst:.3f}; plans that a rule beats: {beaten}")
+            print(
+                f"{name:<10} {num_stages:>6} {weight:>6g} {ours:8.3f} {plan.objective.solver:>6}  {cells}", flush=True
+            )
+    print(
+        f"worst bottleneck over lower bound: {worst:.3f}; plans that a rule beats: {beaten}; plans by solver: {dict(wins.most_common())}"
+    )
 
 
 if __name__ == "__main__":

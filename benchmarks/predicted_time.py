@@ -1,51 +1,56 @@
-"""Predicted step time from measured module times, against the measured step: 2 gloo ranks, a GPT-2 and a U-Net, both schedules.
+"""Predicted steps of two gloo ranks, for the machine as `smpc calibrate` has just described it, beside measured ones.
 
-    python benchmarks/predicted_time.py [--steps 20] [--models gpt2 unet] [--report]
+    python benchmarks/predicted_time.py [--models gpt2 unet] [--ways 1f1b zb-h1 tp] [--steps 15] [--seconds 60] [--device FILE.toml]
 
-The ranks time the nodes of the model, one thread each, and the wire between them; a plan is made of these and run. Where cores are
-shared with other work times wander, so nodes and wire are timed again among the steps, one pass before each, in turn by both ranks
-at once and by each alone: ranks of one host share its memory, and perhaps its cores, so a node takes longer while another rank works.
-With t alone and T together, and s the share of the ranks' work during which both work (of the simulated timeline), it is taken to need
-t + s (T - t). The prediction from these medians is compared with the medians of the steps: of the pipeline as recorded, and of the
-wall clock of rank 0 around a step, with the error (predicted / measured - 1). The prediction does not know the optimizer nor what
-else a script does, so neither is in the measured time. `before` is what the plan said before the first step.
+GPT-2, Llama, T5 and a U-Net train through `smp.step`, in every way that two ranks can share a model: two stages under each schedule,
+tensor parallelism (`tp`), replicas that hold parts (`fsdp`) or all (`ddp`) of it. Without --device the ranks calibrate first, in the same
+processes.
+
+A step is timed from `zero_grad` to its loss, on rank 0, without the optimizer; the median of the steps within 15% of the fastest counts, as
+in the calibration. The prediction is that of `smpc compile` for the same settings, its optimizer left out. The ratio of the two is printed,
+and at the end how far off the worst is. Where other programs use the cores, steps that take longer than a slice of the scheduler are all
+interrupted: then `work` says more, the predicted time of computing of a rank beside the processor time that it used for a step.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import datetime
 import os
 import statistics
-import tempfile
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
-from smpc.codegen.simulate import Timeline
-from smpc.compile import Compilation, PipelineOptions, compile_plan, make_plan, predict_timeline
-from smpc.executor.transport import GlooTransport
-from smpc.executor.wires import measure_wire
-from smpc.partitioner.cost import NodeTimes
-from smpc.partitioner.device import Wire, find_device
-from smpc.partitioner.plan import Plan
-from smpc.partitioner.timing import Stopwatch, typical
-from smpc.report.measured import Comparison
-from smpc.runtime import Runtime
-from smpc.sample_inputs import Inputs
-from smpc.tracer import record
-from smpc.tracer.ir import Trace
+import smpc.v1 as smp
+from smpc.calibration import Ranks, calibrate
+from smpc.calibration.operations import steady
+from smpc.compile.options import PipelineOptions
+from smpc.compile.passes import compile_batch
+from smpc.compile.step import Around, step_parts
+from smpc.config import Config
+from smpc.launch.job import Job, launch
+from smpc.partitioner.costs.description import Device
+from smpc.partitioner.costs.device import find_device
 
 MICROBATCHES = 4
-SCHEDULES = ("simple", "interleaved")
+SAMPLES = 8  # of a batch
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "gpipe": {"pipeline_parallel_degree": 2, "pipeline": "simple"},
+    "1f1b": {"pipeline_parallel_degree": 2},
+    "interleaved-1f1b": {"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2, "schedule": "interleaved-1f1b"},
+    "zb-h1": {"pipeline_parallel_degree": 2, "schedule": "zb-h1"},
+    "zb-h2": {"pipeline_parallel_degree": 2, "schedule": "zb-h2"},
+    "zb-v": {"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2, "schedule": "zb-v"},
+    "list": {"pipeline_parallel_degree": 2, "schedule": "list"},
+    "tp": {"tensor_parallel_degree": 2, "tensor_parallel_plan": "auto", "prescaled_batch": True, "ddp": True},
+    "fsdp": {"ddp": True, "fully_shard": True},
+    "ddp": {"ddp": True},
+}
 
 
 class UNet(nn.Module):
@@ -73,177 +78,118 @@ class UNet(nn.Module):
         return self.out(x).square().mean()
 
 
-def gpt2() -> tuple[nn.Module, list[Inputs]]:
+Made = tuple[nn.Module, dict[str, torch.Tensor]]
+
+
+def text(model: nn.Module, vocabulary: int, length: int) -> Made:
+    ids = torch.randint(0, vocabulary, (SAMPLES, length))
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def gpt2() -> Made:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     sizes = {"n_embd": 192, "n_layer": 6, "n_head": 6, "n_positions": 64, "vocab_size": 1024}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False))
-    ids = [torch.randint(0, 1024, (4, 64)) for _ in range(MICROBATCHES)]
-    return model, [((), {"input_ids": part, "labels": part}) for part in ids]
+    return text(GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)), 1024, 64)
 
 
-def unet() -> tuple[nn.Module, list[Inputs]]:
-    return UNet(), [((torch.randn(2, 3, 64, 64),), {}) for _ in range(MICROBATCHES)]
+def llama() -> Made:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 1024}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    return text(LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False)), 1024, 64)
 
 
-MODELS = {"gpt2": gpt2, "unet": unet}
+def t5() -> Made:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 192, "d_ff": 512, "d_kv": 32, "num_layers": 3, "num_heads": 6, "vocab_size": 1024}
+    return text(T5ForConditionalGeneration(T5Config(**sizes, use_cache=False, decoder_start_token_id=0)), 1024, 64)
 
 
-def loss_of(output: object) -> torch.Tensor:
-    loss = output if isinstance(output, torch.Tensor) else output.loss  # type: ignore[attr-defined]
-    return loss / MICROBATCHES
+def unet() -> Made:
+    return UNet(), {"x": torch.randn(SAMPLES, 3, 64, 64)}
 
 
-class Timers:
-    """Times the model's nodes on both ranks, at once and one after another, and the wire between them."""
-
-    def __init__(self, trace: Trace, model: nn.Module, inputs: Inputs, transport: GlooTransport, rank: int) -> None:
-        self.stopwatch, self.transport, self.rank = Stopwatch(trace, model, *inputs), transport, rank
-        self.stopwatch.run()
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what was measured."""
-        self.alone: list[NodeTimes] = []
-        self.together: list[NodeTimes] = []
-        self.wires: list[Wire] = []
-
-    def measure(self) -> None:
-        """One pass alone or together, in turn."""
-        self.wires.append(measure_wire(self.transport, self.rank, 2))
-        if len(self.together) <= len(self.alone):
-            dist.barrier()
-            self.together.append(self.stopwatch.run())
-            return
-        for turn in range(2):
-            dist.barrier()
-            if turn == self.rank:
-                self.alone.append(self.stopwatch.run())
-        dist.barrier()
-
-    def found(self) -> tuple[NodeTimes, NodeTimes, Wire]:
-        """Alone, together, and the wire: medians, and of the ranks the mean."""
-        alone, together = mean(typical(self.alone)), mean(typical(self.together))
-        bandwidth = statistics.median(wire.bandwidth for wire in self.wires)
-        return alone, together, Wire(bandwidth, statistics.median(wire.latency for wire in self.wires))
+MODELS: Mapping[str, Callable[[], Made]] = {"gpt2": gpt2, "llama": llama, "t5": t5, "unet": unet}
 
 
-def mean(own: NodeTimes) -> NodeTimes:
-    """Over the ranks."""
-    times = torch.stack([torch.from_numpy(own.forward), torch.from_numpy(own.backward)])
-    dist.all_reduce(times)
-    forward, backward = (times / dist.get_world_size()).numpy()
-    return NodeTimes(forward, backward)
+@smp.step
+def train_step(model: smp.DistributedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    output = model(**batch)
+    loss = output if isinstance(output, torch.Tensor) else output.loss
+    model.backward(loss)
+    return loss
 
 
-def between(alone: NodeTimes, together: NodeTimes, share: float) -> NodeTimes:
-    """Times where ranks work at once for a share of their work."""
-    pairs = ((alone.forward, together.forward), (alone.backward, together.backward))
-    return NodeTimes(*(a + share * (b - a) for a, b in pairs))
+def predict(make: Callable[[], Made], settings: Mapping[str, Any], device: Device) -> tuple[float, float]:
+    """Seconds of a step as `smpc compile` predicts them, without the optimizer, and those of a rank that are computing."""
+    model, batch = make()
+    config = Config.parse(settings, origin="benchmark")
+    replicas = 2 // config.pipeline_parallel_degree // config.tensor_parallel_degree
+    options = PipelineOptions.of(config, device=device, data_parallel_degree=replicas, optimizer="sgd")
+    planned = compile_batch(model.train(), batch, options).planned
+    assert planned is not None
+    assert planned.traced is not None
+    parts = step_parts(planned.traced, planned.plan, planned.timeline, Around.of(options))
+    return parts.total - parts.optimizer, parts.compute
 
 
-def work_at_once(timeline: Timeline) -> float:
-    """The share of the work of two ranks during which both work."""
-    spans = [[(event.start, event.end) for event in timeline.events if event.rank == rank] for rank in range(2)]
-    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in spans[0] for b in spans[1])
-    return 2 * both / sum(timeline.busy)
+def measure(make: Callable[[], Made], settings: Mapping[str, Any], steps: int) -> tuple[float, float]:
+    """Seconds of a step, and of the processor on the average of the ranks."""
+    smp.init(dict(settings))
+    made, batch = make()
+    model = smp.DistributedModel(made.train())
+    times, used = [], []
+    for _ in range(steps + 3):
+        model.zero_grad(set_to_none=True)
+        smp.barrier()
+        start, before = time.perf_counter(), time.process_time()
+        train_step(model, batch)
+        times.append(time.perf_counter() - start)
+        used.append(time.process_time() - before)
+    work = statistics.mean(smp.allgather(steady(used[3:]), smp.WORLD))
+    smp.shutdown()
+    return steady(times[3:]), work
 
 
-def predict(
-    trace: Trace, options: PipelineOptions, timers: Timers, like: Compilation | None = None
-) -> tuple[Plan, float]:
-    """The plan from what was measured, and the share of the work that is done at once."""
-    alone, together, wire = timers.found()
-    options = dataclasses.replace(options, device=dataclasses.replace(find_device("cpu"), inside_host=wire))
-    share = 1.0
-    for _ in range(5):
-        plan = make_plan(trace, options, like=like, times=between(alone, together, share))
-        share = work_at_once(predict_timeline(trace, plan))
-    return plan, share
+def compare(args: Any) -> None:
+    """What every rank runs."""
+    torch.manual_seed(0)
+    ranks = Ranks.here()
+    device = find_device(args.device) if args.device else calibrate(ranks, args.seconds)
+    errors = []
+    for name in args.models:
+        for way in args.ways:
+            settings = {"microbatches": MICROBATCHES, "memory_weight": 0.0, **WAYS[way]}
+            measured, used = measure(MODELS[name], settings, args.steps)
+            if ranks.rank == 0:
+                predicted, work = predict(MODELS[name], settings, device)
+                errors.append(predicted / measured - 1)
+                print(
+                    f"{name:6} {way:17} predicted {1e3 * predicted:7.1f} ms   measured {1e3 * measured:7.1f} ms   {errors[-1]:+6.1%}   "
+                    f"work {1e3 * work:6.1f} / {1e3 * used:6.1f} ms {work / used - 1:+6.1%}   load {os.getloadavg()[0]:.1f}",
+                    flush=True,
+                )
+    if errors:
+        median = statistics.median(errors)
+        print(f"{len(errors)} steps: median {median:+.1%}, worst {max(errors, key=abs):+.1%}", flush=True)
 
 
-def steps_of(runtime: Runtime, program: int, microbatches: list[Inputs] | None, rank: int) -> Callable[[], float]:
-    """A function that runs a step; the seconds that it took."""
-    parameters = [parameter for stage in runtime.stages.values() for parameter in stage.parameters()]
-
-    def step() -> float:
-        for parameter in parameters:
-            parameter.grad = None
-        dist.barrier()
-        start = time.perf_counter()
-        runtime.run(program, microbatches if rank == 0 else None, lambda _, out: [(loss_of(out), None)], training=True)
-        return time.perf_counter() - start
-
-    return step
-
-
-def worker(rank: int, folder: str, models: list[str], num_steps: int, report: bool) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    for name in models:
-        for pipeline in SCHEDULES:
-            torch.manual_seed(0)
-            model, microbatches = MODELS[name]()
-            model.train()
-            transport = GlooTransport(dist.group.WORLD)
-            trace = record(model, *microbatches[0])
-            timers = Timers(trace, model, microbatches[0], transport, rank)
-            for _ in range(6):
-                timers.measure()
-            options = PipelineOptions(2, MICROBATCHES, pipeline, 0.0, device="cpu", optimizer="sgd")
-            plan, _ = predict(trace, options, timers)
-            runtime = Runtime(model, rank=rank, transport=transport)
-            compilation = compile_plan(trace, plan)
-            step = steps_of(runtime, runtime.install(compilation), microbatches, rank)
-            for _ in range(2):
-                step()
-            runtime.observe(num_steps)
-            step()  # for memory
-            walls = []
-            timers.clear()
-            for _ in range(num_steps):
-                timers.measure()
-                walls.append(step())
-            found = runtime.report(dist.group.WORLD)
-            there, share = predict(trace, options, timers, compilation)
-            alone, together, wire = timers.found()
-            slowdown = float(np.sum([together.forward, together.backward]) / np.sum([alone.forward, alone.backward]))
-            if rank == 0:
-                before = plan.schedule.step_time
-                show(f"{name}, {pipeline}", found, there.schedule.step_time, statistics.median(walls), before)
-                if report:
-                    print(
-                        f"both work for {share:.0%} of their work, and take {slowdown:.2f} times as long then; {wire}"
-                    )
-                    for stage in there.stages:
-                        print(
-                            f"  stage {stage.index}: {1e3 * stage.forward_time:.1f} + {1e3 * stage.backward_time:.1f} ms"
-                        )
-                    print(found, flush=True)
-    dist.destroy_process_group()
-
-
-def show(what: str, found: Comparison, predicted: float, wall: float, before: float) -> None:
-    measured = found.line("pipeline").measured
-    assert measured is not None
-    print(
-        f"{what:18} predicted {1e3 * predicted:7.1f} ms   pipeline {1e3 * measured:7.1f} ms ({predicted / measured - 1:+.1%})   "
-        f"wall clock {1e3 * wall:7.1f} ms ({predicted / wall - 1:+.1%})   before {1e3 * before:7.1f} ms",
-        flush=True,
-    )
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--report", action="store_true", help="print all of each comparison")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--seconds", type=float, default=60, help="of the calibration")
+    parser.add_argument("--device", help="a .toml file, in place of a calibration")
     args = parser.parse_args()
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    print(f"{now}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (folder, args.models, args.steps, args.report), nprocs=2)
-    print(f"load afterwards {os.getloadavg()[0]:.1f}")
+    if "RANK" not in os.environ:
+        return launch(Job(__file__, tuple(sys.argv[1:]), num_ranks=2))
+    compare(args)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

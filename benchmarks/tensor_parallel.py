@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from smpc.executor.collectives import TensorGroup, sum_over
-from smpc.nn.linear import ColumnLinear, RowLinear
+from smpc.nn.layers.linear import ColumnLinear, RowLinear
 from smpc.nn.parallel import TensorParallel
 from smpc.tensor_parallel import shard
 

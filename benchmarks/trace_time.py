@@ -28,7 +28,7 @@ from torch import nn
 from smpc.sample_inputs import first_microbatch
 from smpc.tracer import record
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 MICROBATCHES = 4
 

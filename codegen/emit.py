@@ -5,8 +5,9 @@ The stage classes in the file are, to the letter, the code that the executor run
 
 from __future__ import annotations
 
-from smpc.codegen.printer import TENSOR_OPS, uses_tensor_ops
+from smpc.codegen.printer import in_text, uses_tensor_ops
 from smpc.codegen.program import Channel, RankProgram
+from smpc.tracer.targets import TENSOR_OPS
 
 _HEADER = '''"""Rank {rank} of {num_ranks}: {schedule} schedule, {num_microbatches} microbatches.
 
@@ -38,7 +39,7 @@ def emit_rank(program: RankProgram) -> str:
         tensor_ops=f"from {package} import {tensor_ops}\n" if parallel else "",
         rank=program.rank,
         num_ranks=program.num_ranks,
-        schedule=program.schedule,
+        schedule=in_text(program.schedule),
         num_microbatches=program.num_microbatches,
         fingerprint=program.fingerprint,
         channels="\n".join(describe_channel(channel) for channel in channels) or "No edges.",
@@ -53,7 +54,7 @@ def describe_channel(channel: Channel) -> str:
     """One line: `edge 1: stage 0 (rank 0) -> stage 1 (rank 1): h_3 float32[4,128,256]`."""
     source = "model inputs" if channel.source < 0 else f"stage {channel.source}"
     values = ", ".join(f"{name} {spec}" for name, spec in zip(channel.values, channel.specs, strict=True))
-    return (
+    return in_text(
         f"edge {channel.index}: {source} (rank {channel.source_rank}) -> "
         f"stage {channel.destination} (rank {channel.destination_rank}): {values}"
     )

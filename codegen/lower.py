@@ -38,9 +38,9 @@ from collections.abc import Sequence
 
 from smpc.codegen.actions import Action, Schedule
 from smpc.codegen.program import Channel, Instruction, Op
-from smpc.codegen.simulate import Costs, Event, Link, simulate
+from smpc.codegen.simulate import Costs, Event, Transfer, simulate
 from smpc.errors import ScheduleError
-from smpc.partitioner.plan import INPUTS
+from smpc.partitioner.graph.plan import INPUTS
 
 _OPS = {
     Op.FORWARD: (Op.SEND, Op.RECV, Op.MOVE),
@@ -63,7 +63,7 @@ def lower(
     if len(schedule) > num_ranks:
         raise ScheduleError(f"expected a schedule for {num_ranks} ranks, found one for {len(schedule)}")
     num_stages = 1 + max((action.stage for actions in schedule for action in actions), default=-1)
-    links = [Link.of(channel) for channel in channels]
+    links = [Transfer.of(channel) for channel in channels]
     order = simulate(schedule, links, Costs.uniform(num_stages)).events
     inputs = _place_inputs(order, channels)
     lowering = _Lowering(channels, num_ranks)
@@ -115,7 +115,7 @@ class _Lowering:
         for channel in channels:
             self.forward_in[channel.destination].append(channel)
             self.forward_out[channel.source].append(channel)
-            if Link.of(channel).has_gradient:
+            if Transfer.of(channel).has_gradient:
                 self.backward_in[channel.source].append(channel)
                 self.backward_out[channel.destination].append(channel)
 

@@ -6,8 +6,8 @@ gets
     OFFLOAD s m    after F and everything that F sends
     RELOAD s m     `horizon` tasks ahead of B, so that loading overlaps with them
 
-The others would be loaded back at once, and stay. What is moved is decided when the step runs (`smpc.executor.offload`), from the values
-themselves.
+The others would be loaded back at once, and stay. What is moved is decided when the step runs (`smpc.executor.program.offload`), from the
+values themselves.
 
 Example, horizon 1: F0 F1 F2 B0 B1 B2 becomes F0 OFFLOAD0 F1 OFFLOAD1 RELOAD0 F2 OFFLOAD2 B0 RELOAD... as each B is due.
 """

@@ -5,6 +5,9 @@
     Node _operator.getitem(x, (slice(None), 0))      x[:, 0]
     Node builtins.getattr(x, "T")                    x.T
     attribute transformer.h.0.ln_1.weight            self.transformer.h[0].ln_1.weight
+    attribute heads.x-y                              getattr(self.heads, 'x-y')
+
+Names come from data (keys of a ModuleDict or of a dict of inputs, say): what is not a plain name is printed as a string, never as code.
 
 Names in scope of the printed code: `torch`, `F` (torch.nn.functional), `importlib`, `function` (of `smpc.tracer.targets`), `tensor_ops`
 (of `smpc.executor`), `self`.
@@ -13,20 +16,19 @@ Names in scope of the printed code: `torch`, `F` (torch.nn.functional), `importl
 from __future__ import annotations
 
 import functools
-import keyword
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from smpc.tracer import targets
+from smpc.tracer.constants import Ref, to_source
 from smpc.tracer.ir import Autocast, Node, NodeKind
-from smpc.tracer.literals import Ref, to_source
+from smpc.tracer.paths import is_index, is_plain_name, split_item
 from smpc.tracer.structure import LEAF, Structure
 
 Namer = Callable[[str], str]
 
-TENSOR_OPS = "smpc.executor.tensor_ops"  # what tensor-parallel stages call
 
 # `a.add(b)` is what Python calls for `a + b`; reversed operators have their operands swapped.
 _INFIX = {
@@ -35,6 +37,7 @@ _INFIX = {
 }  # fmt: skip
 _REVERSED = {"__rsub__": "-", "__rpow__": "**", "__rdiv__": "/", "__rfloordiv__": "//", "__rmatmul__": "@"}
 _PREFIX = {"__neg__": "-", "__invert__": "~"}
+_KEYS = (bool, int, str)  # of dicts that can be written down: their own classes, whose `repr` is a literal
 
 
 def uses_tensor_ops(source: str) -> bool:
@@ -42,32 +45,46 @@ def uses_tensor_ops(source: str) -> bool:
     return "tensor_ops." in source
 
 
-def attribute_source(path: str) -> str:
-    """The expression for a parameter, buffer or module of a stage: "h.0.weight" is `self.h[0].weight`."""
-    dotted, bracket, rest = path.partition("[")
+def attribute_source(path: str, *, by_name: bool = False) -> str:
+    """The expression for a parameter, buffer or module of a stage: "h.0.weight" is `self.h[0].weight`.
+
+    `by_name`: `getattr(self.h, '0').weight`, for modules of the user's, in which `[0]` may be another one or nothing.
+    """
+    dotted, key = split_item(path)
     source = "self"
     for part in dotted.split("."):
-        if part.isdigit():
+        if is_index(part) and not by_name:
             source += f"[{part}]"
-        elif _is_plain_name(part):
-            source += f".{part}"
         else:
-            source = f"getattr({source}, {part!r})"
-    return source + bracket + rest
+            source = _member(source, part)
+    return f"{source}[{key}]" if key else source
 
 
-def _is_plain_name(name: str) -> bool:
-    return name.isidentifier() and not keyword.iskeyword(name)
+def _assignment(path: str, value: str) -> str:
+    """The statement that rebinds an attribute of a stage."""
+    owner, _, name = path.rpartition(".")
+    source = attribute_source(owner) if owner else "self"
+    return f"{source}.{name} = {value}" if is_plain_name(name) else f"setattr({source}, {name!r}, {value})"
+
+
+def _member(owner: str, name: str) -> str:
+    return f"{owner}.{name}" if is_plain_name(name) else f"getattr({owner}, {name!r})"
 
 
 def _keyword_argument(name: str, source: str) -> str:
-    return f"{name}={source}" if _is_plain_name(name) else f"**{{{name!r}: {source}}}"
+    return f"{name}={source}" if is_plain_name(name) else f"**{{{name!r}: {source}}}"
+
+
+def in_text(name: str) -> str:
+    """A name as it may stand in a docstring of printed code, which it cannot end."""
+    plain = all(c.isprintable() and c not in "\"'\\" for c in name)
+    return name if plain else name.encode("unicode_escape").decode().replace('"', '\\"').replace("'", "\\'")
 
 
 def node_source(node: Node, name_of: Namer) -> str:
     """The statement or expression that evaluates a node; assignments to items and attributes are statements."""
     if node.kind is NodeKind.SET_ATTR:
-        return f"{attribute_source(node.target)} = {to_source(node.args[0], name_of)}"
+        return _assignment(node.target, to_source(node.args[0], name_of))
     if node.kind is NodeKind.CALL_MODULE:
         return f"{attribute_source(node.target)}({_arguments(node, name_of)})"
     return _function_source(node, name_of)
@@ -104,15 +121,16 @@ def context_source(grad_enabled: bool, autocast: Autocast | None) -> str:
 def _function_source(node: Node, name_of: Namer) -> str:
     target, args = node.target, node.args
     if target == targets.GETATTR:
-        return f"{_operand(args[0], name_of)}.{args[1]}"
+        return _member(_operand(args[0], name_of), str(args[1]))
     if target == targets.SETATTR:
-        return f"{_operand(args[0], name_of)}.{args[1]} = {to_source(args[2], name_of)}"
+        owner, value = _operand(args[0], name_of), to_source(args[2], name_of)
+        return f"{owner}.{args[1]} = {value}" if is_plain_name(args[1]) else f"setattr({owner}, {args[1]!r}, {value})"
     if target == targets.GETITEM:
         return f"{_operand(args[0], name_of)}[{_index(args[1], name_of)}]"
     if target == targets.SETITEM:
         return f"{_operand(args[0], name_of)}[{_index(args[1], name_of)}] = {to_source(args[2], name_of)}"
     owner, _, method = target.rpartition(".")
-    if owner == "torch.Tensor" and args and isinstance(args[0], Ref):
+    if owner == "torch.Tensor" and is_plain_name(method) and args and isinstance(args[0], Ref):
         if len(args) == 2 and not node.kwargs and _is_operand(args[1]):
             if method in _INFIX:
                 return f"{_operand(args[0], name_of)} {_INFIX[method]} {_operand(args[1], name_of)}"
@@ -125,9 +143,11 @@ def _function_source(node: Node, name_of: Namer) -> str:
 
 
 def _callee(target: str) -> str:
+    if not all(map(is_plain_name, target.split("."))):
+        return f"function({target!r})"
     if target.startswith("torch.nn.functional."):
         return "F." + target.rpartition(".")[2]
-    if target.startswith(f"{TENSOR_OPS}."):
+    if target.startswith(f"{targets.TENSOR_OPS}."):
         return "tensor_ops." + target.rpartition(".")[2]
     return target if _is_attribute_of_torch(target) else f"function({target!r})"
 
@@ -194,11 +214,17 @@ def is_plain(structure: Structure) -> bool:
     """Whether `call_source` can print an argument of this structure."""
     if structure.kind not in (LEAF, "tuple", "list", "dict", "slice"):
         return False
-    if structure.kind == "dict" and not all(isinstance(key, (str, int, bool)) for key in structure.keys):
+    if structure.kind == "dict" and not all(type(key) in _KEYS for key in structure.keys):
         return False
     return all(is_plain(child) for child in structure.children)
 
 
 def is_addressable(structure: Structure) -> bool:
     """Whether every leaf of a returned value can be reached by an expression; members of sets cannot."""
-    return structure.kind not in ("set", "frozenset") and all(is_addressable(child) for child in structure.children)
+    if structure.kind in ("set", "frozenset"):
+        return False
+    if structure.kind in ("dict", "mapping") and not all(type(key) in _KEYS for key in structure.keys):
+        return False
+    if structure.kind in ("dataclass", "object") and not all(map(is_plain_name, structure.keys)):
+        return False
+    return all(is_addressable(child) for child in structure.children)

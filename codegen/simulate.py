@@ -36,13 +36,13 @@ from dataclasses import dataclass, field
 from smpc.codegen.actions import Action, Schedule, backward, forward, split_backwards, weight
 from smpc.codegen.program import Channel, Op
 from smpc.errors import ScheduleError
-from smpc.partitioner.plan import INPUTS, Plan
+from smpc.partitioner.graph.plan import INPUTS, Plan
 
 _RANKING = {Op.BACKWARD: 0, Op.FORWARD: 1, Op.WEIGHT: 2}  # what a rank prefers; W can always wait
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class Transfer:
     """Values that stage `source` (or INPUTS) passes to stage `destination`, in bytes for one microbatch."""
 
     source: int
@@ -52,17 +52,17 @@ class Link:
     has_gradient: bool = True
 
     @classmethod
-    def of(cls, channel: Channel) -> Link:
-        """The link of a channel: gradients come back for values that require grad, but not to the model's inputs."""
+    def of(cls, channel: Channel) -> Transfer:
+        """The transfer of a channel: gradients come back for values that require grad, but not to the model's inputs."""
         returned = [spec for spec in channel.specs if spec.requires_grad and channel.source != INPUTS]
         num_bytes = sum(spec.num_bytes for spec in channel.specs)
         gradient_bytes = sum(spec.num_bytes for spec in returned)
         return cls(channel.source, channel.destination, num_bytes, gradient_bytes, bool(returned))
 
 
-def chain(num_stages: int, num_bytes: int = 0) -> tuple[Link, ...]:
+def chain(num_stages: int, num_bytes: int = 0) -> tuple[Transfer, ...]:
     """Every stage passes `num_bytes` to the next and gets as many back."""
-    return tuple(Link(stage, stage + 1, num_bytes, num_bytes) for stage in range(num_stages - 1))
+    return tuple(Transfer(stage, stage + 1, num_bytes, num_bytes) for stage in range(num_stages - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +159,19 @@ class Timeline:
         return 1.0 - sum(self.busy) / available if available else 0.0
 
 
-def simulate(schedule: Schedule, links: Sequence[Link], costs: Costs) -> Timeline:
+def simulate(schedule: Schedule, links: Sequence[Transfer], costs: Costs) -> Timeline:
     """Run a schedule as it is ordered. ScheduleError if it deadlocks."""
     return merge(tuple(enumerate(schedule)), links, costs, num_ranks=len(schedule))
 
 
+def simulate_plan(plan: Plan, channels: Sequence[Channel], schedule: Schedule) -> Timeline:
+    """One training step with the predicted times of the stages and of the messages between them."""
+    return simulate(schedule, [Transfer.of(channel) for channel in channels], Costs.of_plan(plan))
+
+
 def merge(
     sequences: Sequence[tuple[int, Sequence[Action]]],
-    links: Sequence[Link],
+    links: Sequence[Transfer],
     costs: Costs,
     *,
     num_ranks: int,
@@ -216,7 +221,7 @@ class _Simulation:
     def __init__(
         self,
         sequences: Sequence[tuple[int, Sequence[Action]]],
-        links: Sequence[Link],
+        links: Sequence[Transfer],
         costs: Costs,
         num_ranks: int,
         in_flight: Sequence[int] | None,

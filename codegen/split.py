@@ -1,17 +1,18 @@
 """Cuts a traced model into stages: the code of each stage, and the channels between them.
 
 A stage calls the LARGEST INTACT modules and computes the rest node by node. A module call is intact in a stage when
-    - all its nodes that matter are run by the stage,
+    - all its nodes that matter are run by the stage, which also holds what its dead nodes read,
     - every tensor used inside comes from its arguments, or is a parameter, buffer or attribute that the module reads itself,
     - every tensor used outside is among those it returns,
     - its arguments can be written down, and the tensors among them are at hand,
     - the checkpointed regions inside are those that its own Python asks for, and they use no buffers that change.
 
-What else is checkpointed becomes a function of its own, which `StageModule.checkpoint` runs and runs again.
+What else is checkpointed becomes a function of its own, which `StageModule.checkpoint` runs and runs again. So does what a stage runs of
+the modules that are `units`: `self.inside("h.0", function, ...)` calls the module, whatever is wrapped around it, to run the function.
 
 Nodes that neither reach the model's output nor have an effect are dead and not emitted.
 
-    >>> codes, channels = split(trace, plan)        # doctest: +SKIP
+    >>> codes = split(trace, plan)                  # doctest: +SKIP
     >>> print(codes[1].source)                      # doctest: +SKIP
     class Stage1(StageModule):
         def forward(self, h_0, labels):
@@ -23,13 +24,15 @@ from __future__ import annotations
 
 import builtins
 import keyword
-from collections.abc import Iterator, Sequence
+import unicodedata
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from smpc.codegen.printer import (
     attribute_source,
     call_source,
     context_source,
+    in_text,
     is_addressable,
     is_plain,
     is_statement,
@@ -37,28 +40,26 @@ from smpc.codegen.printer import (
 )
 from smpc.codegen.program import Channel, StageCode
 from smpc.errors import CodegenError
-from smpc.partitioner.checkpoints import changing_buffers
-from smpc.partitioner.plan import INPUTS, Plan
+from smpc.partitioner.graph.plan import INPUTS, Plan
+from smpc.partitioner.graph.recompute import changing_buffers
+from smpc.tracer.constants import Ref, is_writable, references
 from smpc.tracer.ir import ModuleCall, Node, NodeKind, Region, Trace
-from smpc.tracer.literals import Opaque, Ref, references
+from smpc.tracer.paths import is_index, split_item
 
 _IN_SCOPE = ("F", "StageModule", "function", "importlib", "self", "tensor_ops", "torch")
 _COMPUTES = (NodeKind.CALL_FUNCTION, NodeKind.CALL_MODULE, NodeKind.SET_ATTR)
 
 
-def split(trace: Trace, plan: Plan) -> tuple[tuple[StageCode, ...], tuple[Channel, ...]]:
-    """Stage codes in stage order and one channel for each edge of the plan."""
-    if plan.trace_fingerprint != trace.fingerprint:
-        raise CodegenError(
-            f"the plan was made for trace {plan.trace_fingerprint[:12]}, found trace {trace.fingerprint[:12]}; plan again"
-        )
-    program = _Program(trace, plan)
-    codes = tuple(_StageWriter(program, index).write() for index in range(len(plan.stages)))
-    return codes, plan_channels(trace, plan)
+def split(trace: Trace, plan: Plan, units: Collection[str] = ()) -> tuple[StageCode, ...]:
+    """Stage codes in stage order. `units`: names of modules that run what is inside of them. CodegenError for a plan of another trace."""
+    _check_same(trace, plan)
+    program = _Program(trace, plan, units)
+    return tuple(_StageWriter(program, index).write() for index in range(len(plan.stages)))
 
 
 def plan_channels(trace: Trace, plan: Plan) -> tuple[Channel, ...]:
-    """The edges of a plan with the specs of their values."""
+    """One channel for each edge of the plan, with the specs of its values. CodegenError for a plan of another trace."""
+    _check_same(trace, plan)
     ranks = {stage.index: stage.rank for stage in plan.stages} | {INPUTS: 0}
     channels = []
     for edge in plan.edges:
@@ -81,11 +82,19 @@ def plan_channels(trace: Trace, plan: Plan) -> tuple[Channel, ...]:
     return tuple(channels)
 
 
+def _check_same(trace: Trace, plan: Plan) -> None:
+    if plan.trace_fingerprint != trace.fingerprint:
+        raise CodegenError(
+            f"the plan was made for trace {plan.trace_fingerprint[:12]}, found trace {trace.fingerprint[:12]}; plan again"
+        )
+
+
 class _Program:
     """What all stages need to know about the trace."""
 
-    def __init__(self, trace: Trace, plan: Plan) -> None:
+    def __init__(self, trace: Trace, plan: Plan, units: Collection[str] = ()) -> None:
         self.trace, self.plan = trace, plan
+        self.units = frozenset(units)
         self.assignment = dict(plan.assignment)
         self.live = trace.live
         self.users: dict[str, list[int]] = {}  # node -> positions of live nodes that read it
@@ -107,6 +116,7 @@ class _Program:
 
     def new_variable(self, base: str) -> str:
         """A variable called `base`, or like it where that is taken or no name."""
+        base = unicodedata.normalize("NFKC", base)  # as Python reads it
         name, count = base, 0
         while name in self._taken or not name.isidentifier():
             count += 1
@@ -152,7 +162,11 @@ class _StageWriter:
     nodes: dict[str, None] = field(default_factory=dict)  # what the stage runs
     available: dict[str, None] = field(default_factory=dict)  # values at hand so far
     first_reads: dict[str, None] = field(default_factory=dict)  # reads of buffers that are rebound later
+    foreign: frozenset[str] = frozenset()  # parameters and buffers of other stages
     regions: tuple[Region, ...] = ()  # what is computed again, outer ones first
+    by_name: tuple[
+        str, ...
+    ] = ()  # attributes to read inside of modules that are called whole: these are the user's own
 
     def write(self) -> StageCode:
         trace, plan = self.program.trace, self.program.plan
@@ -162,11 +176,16 @@ class _StageWriter:
         if self.index == len(plan.stages) - 1:
             assert not outputs, "the last stage sends to no stage"
             outputs = trace.output_names
+        held = frozenset((*stage.parameters, *stage.buffers))
+        self.foreign = frozenset(state.name for state in trace.state) - held
         self._select_nodes(stage.recomputed)
         self.available = dict.fromkeys(inputs)
-        self.regions = stage.checkpoints
+        self.regions = tuple(region for region in stage.checkpoints if not self._is_of_a_unit(region))
         self._write_call(0)
         source = self._class_source(inputs, outputs)
+        inside = tuple(name for name in self.attributes if self._has_index_inside(name))
+        if inside and not self.by_name:
+            return _StageWriter(self.program, self.index, by_name=inside).write()
         for name in (*stage.parameters, *stage.buffers):
             self.attributes[name] = None
         return StageCode(
@@ -206,6 +225,8 @@ class _StageWriter:
             if any(node.name in self.nodes for node in self.program.trace.nodes[call.first : call.last]):
                 if self._is_intact(index):
                     self._emit_call(call)
+                elif call.fqn in self.program.units:
+                    self._write_unit(index)
                 else:
                     self._write_call(index)
             position = call.last
@@ -213,28 +234,63 @@ class _StageWriter:
 
     def _write_region(self, region: Region, children: list[int], inner: list[Region]) -> None:
         """Writes a region as a function and the statement that runs it."""
-        trace, program, before, statements = self.program.trace, self.program, dict(self.available), self.statements
-        self.statements = []
-        self._write_span(region.first, region.last, children, inner)
-        body, self.statements = tuple(self.statements), statements
-        made = [name for name in self.available if name not in before]
-        self.available = before
-        defined = dict.fromkeys(variable for statement in body for variable in statement.defines)
-        reads = dict.fromkeys(v for statement in body for v in statement.reads if v not in defined)
-        results = [name for name in made if self._is_used_outside(name, region.first, region.last)]
-        self.available.update(dict.fromkeys(results))
+        trace = self.program.trace
+        base = f"checkpointed_{region.name.rpartition(' to ')[2].replace('.', '_') or 'region'}"
         nodes = trace.nodes[region.first : region.last]
         draws = any(node.random or node.kind is NodeKind.CALL_MODULE for node in nodes)
         options = [] if region.preserve_rng_state and draws else ["preserve_rng_state=False"]
         buffers = changing_buffers(trace, region)
         options += [f"buffers={buffers!r}"] if buffers else []
-        function = program.new_variable(
-            f"checkpointed_{region.name.rpartition(' to ')[2].replace('.', '_') or 'region'}"
+        self._write_function(
+            base,
+            (region.first, region.last),
+            lambda: self._write_span(region.first, region.last, children, inner),
+            lambda name, reads: f"self.checkpoint({', '.join((name, *reads, *options))})",
         )
+
+    def _write_unit(self, index: int) -> None:
+        """Writes what this stage runs of a call as a function, and the statement that has the module run it."""
+        call = self.program.trace.calls[index]
+        self._write_function(
+            f"inside_{call.fqn.replace('.', '_')}",
+            (call.first, call.last),
+            lambda: self._write_call(index),
+            lambda name, reads: f"self.inside({', '.join((repr(call.fqn), name, *reads))})",
+        )
+
+    def _write_function(
+        self,
+        base: str,
+        span: tuple[int, int],
+        write: Callable[[], None],
+        call_of: Callable[[str, tuple[str, ...]], str],
+    ) -> None:
+        """Has `write` write a span as a function with a name like `base`, and writes the statement `call_of` (its name, what it reads)."""
+        program, before, statements = self.program, dict(self.available), self.statements
+        self.statements = []
+        write()
+        body, self.statements = tuple(self.statements), statements
+        made = [name for name in self.available if name not in before]
+        self.available = before
+        defined = dict.fromkeys(variable for statement in body for variable in statement.defines)
+        reads = tuple(dict.fromkeys(v for statement in body for v in statement.reads if v not in defined))
+        results = [name for name in made if self._is_used_outside(name, *span)]
+        self.available.update(dict.fromkeys(results))
+        function = program.new_variable(base)
         defines = tuple(program.variables[name] for name in results)
-        call = f"self.checkpoint({', '.join((function, *reads, *options))})"
+        call = call_of(function, reads)
         text = f"{', '.join(defines)} = {call}" if defines else call
-        self.statements.append(_Statement(text, tuple(reads), defines, function=function, body=body))
+        self.statements.append(_Statement(text, reads, defines, function=function, body=body))
+
+    def _is_of_a_unit(self, region: Region) -> bool:
+        """Whether a region is made by calling a unit, whose class checkpoints by itself."""
+        if not region.own:
+            return False
+        inside = (self.program.trace.calls[index] for index in self.program.children.get(region.call, ()))
+        return any(
+            call.bare and call.fqn in self.program.units and region.first <= call.first and call.last <= region.last
+            for call in inside
+        )
 
     def _write_nodes(self, first: int, last: int) -> None:
         for node in self.program.trace.nodes[first:last]:
@@ -265,8 +321,8 @@ class _StageWriter:
     def _is_intact(self, index: int) -> bool:
         trace, program = self.program.trace, self.program
         call = trace.calls[index]
-        if not (call.whole and call.fqn and is_plain(call.arguments)) or any(
-            isinstance(x, Opaque) for x in call.argument_leaves
+        if not (call.whole and call.fqn and is_plain(call.arguments)) or not all(
+            map(is_writable, call.argument_leaves)
         ):
             return False
         arguments = references(call.argument_leaves)
@@ -279,6 +335,9 @@ class _StageWriter:
                 continue
             if node.name in program.live and node.name not in self.nodes:
                 return False
+            reads = (trace.node(name) for name in node.inputs)
+            if any(read.kind is NodeKind.GET_ATTR and read.target in self.foreign for read in reads):
+                return False  # Python computes it, though nothing comes of it
             for name in node.inputs:
                 outside = trace.position(name) not in span and trace.node(name).kind is not NodeKind.GET_ATTR
                 if outside and name not in arguments:
@@ -298,11 +357,16 @@ class _StageWriter:
         if found.kind is NodeKind.GET_ATTR:
             self.attributes[found.target] = None
             if found.target not in self.program.rebound:
-                return attribute_source(found.target)
+                return self._attribute_source(found.target)
             self.first_reads[node] = None
         return self.program.variables[node]
 
     def _emit_node(self, node: Node) -> None:
+        if not is_writable((node.args, dict(node.kwargs))):
+            raise CodegenError(
+                f"{node.target} at {node.source or 'an unknown line'} has a class as argument that a program cannot name: one that is "
+                "defined inside of a function; define it in a module"
+            )
         text = node_source(node, self._name)
         if node.kind is NodeKind.CALL_MODULE:
             self.modules[node.target] = None
@@ -347,6 +411,14 @@ class _StageWriter:
         users = self.program.users.get(name, ())
         return name in self.program.outputs or any(not first <= position < last for position in users)
 
+    def _has_index_inside(self, path: str) -> bool:
+        """Whether an attribute is reached by a number inside of a module that the stage calls whole."""
+        inside = (path.removeprefix(f"{name}.") for name in self.modules if path.startswith(f"{name}."))
+        return any(is_index(part) for rest in inside for part in split_item(rest)[0].split("."))
+
+    def _attribute_source(self, path: str) -> str:
+        return attribute_source(path, by_name=path in self.by_name)
+
     def _variables(self, names: tuple[str, ...]) -> tuple[str, ...]:
         kinds = ((name, self.program.trace.node(name).kind) for name in names)
         return tuple(
@@ -357,17 +429,22 @@ class _StageWriter:
 
     # -- source --------------------------------------------------------------------------------------------------------
 
+    def _attributes_source(self) -> list[str]:
+        found = [name for name in self.program.trace.differentiating if name in self.nodes]
+        return ["", "    differentiates = True  # autograd runs in its forward"] if found else []
+
     def _class_source(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> str:
         variables = self.program.variables
         results = [self._name(name) for name in outputs]
         reads = [(variables[name], self.program.trace.node(name).target) for name in self.first_reads]
         self.statements[:0] = [
-            _Statement(f"{variable} = {attribute_source(target)}", (), (variable,)) for variable, target in reads
+            _Statement(f"{variable} = {self._attribute_source(target)}", (), (variable,)) for variable, target in reads
         ]
         parameters = ", ".join(("self", *(variables[name] for name in inputs)))
         lines = [
             f"class Stage{self.index}(StageModule):",
-            f'    """Stage {self.index} of {len(self.program.plan.stages)} of {self.program.trace.model_class}."""',
+            f'    """Stage {self.index} of {len(self.program.plan.stages)} of {in_text(self.program.trace.model_class)}."""',
+            *self._attributes_source(),
             "",
             f"    def forward({parameters}):",
             *_function_body(self.statements, [variables[name] for name in inputs], results, " " * 8),

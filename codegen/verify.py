@@ -33,9 +33,9 @@ from dataclasses import dataclass, fields
 
 from smpc.codegen.actions import backward, forward, split_backwards, weight
 from smpc.codegen.program import Channel, Instruction, Op, RankProgram
-from smpc.codegen.simulate import Link
+from smpc.codegen.simulate import Transfer
 from smpc.errors import ScheduleError
-from smpc.partitioner.plan import INPUTS
+from smpc.partitioner.graph.plan import INPUTS
 
 _SENDS = (Op.SEND, Op.SEND_GRAD)
 _RECEIVES = {Op.SEND: Op.RECV, Op.SEND_GRAD: Op.RECV_GRAD}
@@ -173,7 +173,7 @@ def _transfers(
     ahead = forward(channel.destination, microbatch).instruction
     produced = () if channel.source == INPUTS else (forward(channel.source, microbatch).instruction,)
     directions = [(Op.SEND, Op.RECV, Op.MOVE, channel.source_rank, channel.destination_rank, produced, ahead)]
-    if expectation.has_backward and Link.of(channel).has_gradient:
+    if expectation.has_backward and Transfer.of(channel).has_gradient:
         produced = (backward(channel.destination, microbatch).instruction,)
         back = backward(channel.source, microbatch).instruction
         ranks = (channel.destination_rank, channel.source_rank)

@@ -5,9 +5,9 @@ if not __name__.startswith("smpc."):
         f"import smpc.executor, not {__name__}: the folders at the top of the repository are parts of smpc"
     )
 
-from smpc.executor.data_parallel import StageReplicas
-from smpc.executor.failure import FailureMonitor
-from smpc.executor.interpreter import Interpreter
-from smpc.executor.loopback import run_loopback
+from smpc.executor.failure.monitor import FailureMonitor
+from smpc.executor.program.interpreter import Interpreter
+from smpc.executor.program.loopback import run_loopback
+from smpc.executor.replicas.data_parallel import StageReplicas
 
 __all__ = ["FailureMonitor", "Interpreter", "StageReplicas", "run_loopback"]

@@ -17,7 +17,7 @@ Terms
 (`replicate_in` and `all_reduce` are f and g of Shoeybi et al. 2019, arXiv 1909.08053, `gather_in` and `reduce_scatter` those of
 Korthikanti et al. 2022, arXiv 2205.05198.) In a group of one rank each returns its argument. Fake tensors are answered by shape alone,
 so that a recorder can run the modules that call these. Small CPU tensors go through memory where all ranks are on one host
-(`smpc.executor.shared_slots`), everything else through the process group: which way does not depend on the rank.
+(`smpc.executor.host_memory.shared_slots`), everything else through the process group: which way does not depend on the rank.
 
 Example, a linear layer whose weight is split by columns, then one whose weight is split by rows, on [N, H] inputs:
 
@@ -36,8 +36,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from smpc.executor.shared_memory import HostLink
-from smpc.executor.shared_slots import SUMMED, SharedSlots
+from smpc.executor.host_memory.shared_memory import HostLink
+from smpc.executor.host_memory.shared_slots import SUMMED, SharedSlots
 
 OnRank = Callable[[Tensor], Tensor]  # of this rank's tensor, communicating inside, to this rank's tensor
 
@@ -128,13 +128,16 @@ def all_to_all(tensor: Tensor, split_dim: int, gather_dim: int, group: TensorGro
 
 def collective(tensor: Tensor, group: TensorGroup, there: OnRank, back: OnRank) -> Tensor:
     """`there` of a tensor, with `back` of its gradient in the backward pass. In a group of one rank, the tensor itself."""
-    if group.size == 1:
-        return tensor
-    found: Tensor = _Collective.apply(tensor, there, back)  # type: ignore[no-untyped-call]
+    return tensor if group.size == 1 else linear_map(tensor, there, back)
+
+
+def linear_map(tensor: Tensor, there: OnRank, back: OnRank) -> Tensor:
+    """`there` of a tensor, with `back`, its adjoint, of the gradient in the backward pass."""
+    found: Tensor = _LinearMap.apply(tensor, there, back)  # type: ignore[no-untyped-call]
     return found
 
 
-class _Collective(torch.autograd.Function):
+class _LinearMap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, there: OnRank, back: OnRank) -> Tensor:
         ctx.there, ctx.back = there, back
@@ -143,8 +146,7 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if torch.is_grad_enabled():  # for a gradient of gradients (create_graph)
-            found: Tensor = _Collective.apply(grad, ctx.back, ctx.there)  # type: ignore[no-untyped-call]
-            return found, None, None
+            return linear_map(grad, ctx.back, ctx.there), None, None
         return ctx.back(grad), None, None
 
 

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from smpc.codegen.rewrite.sharding import Kind, Layout
-from smpc.errors import UsageError
+from smpc.codegen.rewrite.tensor_parallel.layouts import Kind, Layout
+from smpc.errors import PartitionError, UsageError
 from smpc.executor.collectives import TensorGroup, gathered
+from smpc.executor.pieces import in_own_order
 from smpc.executor.tensor_ops import own_part
 
 
@@ -23,6 +24,7 @@ def slice_parameters(model: nn.Module, layouts: Mapping[str, Layout], group: Ten
 
     A parameter on the meta device becomes one of the slice's shape. Gradients that the whole parameter had are dropped.
     """
+    check_no_hooks(model, layouts)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -37,23 +39,36 @@ def slice_parameters(model: nn.Module, layouts: Mapping[str, Layout], group: Ten
             model.get_submodule(owner)._parameters[own] = part
 
 
+def check_no_hooks(model: nn.Module, layouts: Mapping[str, Layout]) -> None:
+    """PartitionError if a parameter that is to be sliced has hooks on its gradient: they would see this rank's part of it."""
+    hooked = [name for name, parameter in model.named_parameters() if name in layouts and has_hooks(parameter)]
+    if hooked:
+        raise PartitionError(
+            f"expected no hooks on parameters of which tensor-parallel ranks hold slices, found one on {', '.join(hooked)}: on each rank "
+            "it would see a part of the gradient; change the gradient after the step instead, or leave the parameter whole "
+            "(tensor_parallel_plan)"
+        )
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether somebody is called with the parameter's gradient."""
+    with torch._C.DisableTorchFunctionSubclass():  # parameters of other ranks have one
+        return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def slice_of(whole: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
     """This rank's part of a tensor, outside autograd."""
     if layout.kind is not Kind.SHARDED:
         return whole.detach()
-    return own_part(whole.detach(), layout.dim, group, layout.blocks)
+    return own_part(whole.detach(), layout.dim, group, layout.blocks, layout.mirrored)
 
 
 def whole_of(part: Tensor, layout: Layout, group: TensorGroup) -> Tensor:
     """The tensor that the ranks' parts make up, outside autograd. All ranks must call it."""
     if layout.kind is not Kind.SHARDED or group.size == 1:
         return part.detach()
-    parts = gathered(part.detach(), layout.dim, group).chunk(group.size, layout.dim)
-    if not layout.blocks:
-        return torch.cat(parts, layout.dim)
-    sizes = [size // group.size for size in layout.blocks]
-    pieces = [torch.split(own, sizes, layout.dim) for own in parts]
-    return torch.cat([piece for block in zip(*pieces, strict=True) for piece in block], layout.dim)
+    parts = gathered(part.detach(), layout.dim, group)
+    return in_own_order(parts, layout.dim, group.size, layout.blocks, layout.mirrored)
 
 
 def load_whole(

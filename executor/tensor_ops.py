@@ -1,4 +1,4 @@
-"""What the code of tensor-parallel stages calls on plain tensors: the collectives, three operations that communicate nothing, and a loss.
+"""What the code of tensor- and context-parallel stages calls on plain tensors: collectives, operations without any, losses, attention.
 
         function        takes             returns      backward
         own_part        replicated        sharded      zeros around this rank's slice: partial, as those of its users must be
@@ -6,62 +6,122 @@
         embedding       sharded rows      partial      of its own rows alone
         cross_entropy   sharded classes   replicated   of its own classes alone; forward, two small all-reduces
 
-`draw_apart` runs what draws random numbers for slices: equal draws where data is equal, different ones where it is split.
+Slices can be several pieces of a dimension, joined: `blocks` and `mirrored` are those of `smpc.executor.pieces`.
+
+What draws random numbers is in `smpc.executor.draws`.
 See `smpc.executor.collectives` for the terms. What comes out of a call that cuts or joins is contiguous, so that code which views it runs.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smpc.executor import collectives
-from smpc.executor.collectives import TensorGroup, all_reduce, all_to_all, replicate_in, split
+from smpc.executor import collectives, pieces
+from smpc.executor.collectives import TensorGroup, all_reduce, replicate_in
+from smpc.executor.draws import attention_with_noise, draw_apart, dropout_noise
+from smpc.executor.sequence.attention import causal_rows, exchanged_attention
+from smpc.executor.sequence.exchange import all_to_all
+from smpc.executor.sequence.means import mean_part, rows_cross_entropy
+from smpc.executor.sequence.ring import ring_attention
 from smpc.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
-from smpc.tracer.targets import function
 
 __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "attention_with_noise",
+    "causal_rows",
     "cross_entropy",
     "draw_apart",
+    "dropout_noise",
     "embedding",
+    "exchanged_attention",
     "gather_in",
+    "mean_part",
     "own_part",
     "reduce_scatter",
     "replicate_in",
+    "ring_attention",
+    "rows_cross_entropy",
     "split",
     "to_partial",
 ]
 
 
-def all_gather(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    """`smpc.executor.collectives.all_gather`, contiguous."""
-    return collectives.all_gather(tensor, dim, group).contiguous()
+def all_gather(
+    tensor: Tensor, dim: int, group: TensorGroup, blocks: tuple[int, ...] = (), mirrored: bool = False
+) -> Tensor:
+    """`smpc.executor.collectives.all_gather`, contiguous, of slices that are these pieces."""
+    if not (blocks or mirrored):
+        return collectives.all_gather(tensor, dim, group).contiguous()
+    return collectives.collective(
+        tensor,
+        group,
+        lambda x: _whole(x, dim, group, blocks, mirrored),
+        lambda grad: pieces.own_pieces(grad, dim, group.rank, group.size, blocks, mirrored),
+    )
 
 
-def gather_in(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    """`smpc.executor.collectives.gather_in`, contiguous."""
-    return collectives.gather_in(tensor, dim, group).contiguous()
+def gather_in(
+    tensor: Tensor, dim: int, group: TensorGroup, blocks: tuple[int, ...] = (), mirrored: bool = False
+) -> Tensor:
+    """`smpc.executor.collectives.gather_in`, contiguous, of slices that are these pieces."""
+    if not (blocks or mirrored):
+        return collectives.gather_in(tensor, dim, group).contiguous()
+    return collectives.collective(
+        tensor,
+        group,
+        lambda x: _whole(x, dim, group, blocks, mirrored),
+        lambda grad: _own_of_sum(grad, dim, group, blocks, mirrored),
+    )
 
 
-def reduce_scatter(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    """`smpc.executor.collectives.reduce_scatter`, contiguous."""
-    return collectives.reduce_scatter(tensor, dim, group).contiguous()
+def reduce_scatter(
+    tensor: Tensor, dim: int, group: TensorGroup, blocks: tuple[int, ...] = (), mirrored: bool = False
+) -> Tensor:
+    """`smpc.executor.collectives.reduce_scatter`, contiguous, to slices that are these pieces."""
+    if not (blocks or mirrored):
+        return collectives.reduce_scatter(tensor, dim, group).contiguous()
+    return collectives.collective(
+        tensor,
+        group,
+        lambda x: _own_of_sum(x, dim, group, blocks, mirrored),
+        lambda grad: _whole(grad, dim, group, blocks, mirrored),
+    )
 
 
-def own_part(tensor: Tensor, dim: int, group: TensorGroup, blocks: tuple[int, ...] = ()) -> Tensor:
+def split(tensor: Tensor, dim: int, group: TensorGroup, blocks: tuple[int, ...] = (), mirrored: bool = False) -> Tensor:
+    """`smpc.executor.collectives.split`, to slices that are these pieces."""
+    if not (blocks or mirrored):
+        return collectives.split(tensor, dim, group)
+    return collectives.collective(
+        tensor,
+        group,
+        lambda x: pieces.own_pieces(x, dim, group.rank, group.size, blocks, mirrored),
+        lambda grad: _whole(grad, dim, group, blocks, mirrored),
+    )
+
+
+def own_part(
+    tensor: Tensor, dim: int, group: TensorGroup, blocks: tuple[int, ...] = (), mirrored: bool = False
+) -> Tensor:
     """This rank's slice along `dim`, or of each of the `blocks` along it, joined."""
     if group.size == 1:
         return tensor
-    if not blocks:
+    if not (blocks or mirrored):
         return collectives.own_slice(tensor, dim, group)
-    parts = torch.split(tensor, list(blocks), dim)
-    return torch.cat([part.chunk(group.size, dim)[group.rank] for part in parts], dim)
+    return pieces.own_pieces(tensor, dim, group.rank, group.size, blocks, mirrored)
+
+
+def _whole(tensor: Tensor, dim: int, group: TensorGroup, blocks: tuple[int, ...], mirrored: bool) -> Tensor:
+    return pieces.in_own_order(collectives.gathered(tensor, dim, group), dim, group.size, blocks, mirrored)
+
+
+def _own_of_sum(tensor: Tensor, dim: int, group: TensorGroup, blocks: tuple[int, ...], mirrored: bool) -> Tensor:
+    ordered = pieces.in_rank_order(tensor, dim, group.size, blocks, mirrored)
+    return collectives.scattered_sum(ordered, dim, group).contiguous()
 
 
 def to_partial(tensor: Tensor, group: TensorGroup) -> Tensor:
@@ -114,18 +174,3 @@ def cross_entropy(
     elif reduction == "sum":
         losses = losses.sum()
     return losses.to(logits.dtype)
-
-
-def draw_apart(name: str, group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
-    """Calls the torch function `name` (dropout, say) on slices: what it draws differs between the ranks.
-
-    They go on alike from there: one draw of the default CPU generator, in which they agree, seeds all that the call draws.
-    """
-    seed = int(torch.randint(2**62, ()).item()) + group.rank
-    cuda = next((arg.device for arg in args if isinstance(arg, Tensor) and arg.is_cuda), None)
-    with torch.random.fork_rng([] if cuda is None else [cuda]):
-        torch.default_generator.manual_seed(seed)
-        if cuda is not None:
-            with torch.cuda.device(cuda):
-                torch.cuda.manual_seed(seed)
-        return function(name)(*args, **kwargs)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from smpc.errors import UsageError
-from smpc.kernels.elements import accumulation_dtype, as_rows, kernels_compute, require_floating, require_like
+from smpc.kernels.shared.elements import accumulation_dtype, as_rows, kernels_compute, require_floating, require_like
 
 APPROXIMATIONS = ("none", "tanh")
 
@@ -55,7 +55,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 @torch.library.custom_op("smpc::bias_gelu", mutates_args=())
 def _bias_gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     if kernels_compute(x):
-        from smpc.kernels.activations_triton import launch_bias_gelu
+        from smpc.kernels.programs.activations_triton import launch_bias_gelu
 
         return launch_bias_gelu(as_rows(x), bias, tanh).view(x.shape)
     values = _biased(x, bias)
@@ -65,7 +65,7 @@ def _bias_gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
 @torch.library.custom_op("smpc::bias_gelu_backward", mutates_args=())
 def _bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
     if kernels_compute(x):
-        from smpc.kernels.activations_triton import launch_bias_gelu_backward
+        from smpc.kernels.programs.activations_triton import launch_bias_gelu_backward
 
         grad_x, grad_bias = launch_bias_gelu_backward(as_rows(grad), as_rows(x), bias, tanh)
         return grad_x.view(x.shape), grad_bias
@@ -77,7 +77,7 @@ def _bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None, tanh: bool
 @torch.library.custom_op("smpc::swiglu", mutates_args=())
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if kernels_compute(gate):
-        from smpc.kernels.activations_triton import launch_swiglu
+        from smpc.kernels.programs.activations_triton import launch_swiglu
 
         return launch_swiglu(as_rows(gate), as_rows(up)).view(gate.shape)
     wide = accumulation_dtype(gate.dtype)
@@ -87,7 +87,7 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
 @torch.library.custom_op("smpc::swiglu_backward", mutates_args=())
 def _swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     if kernels_compute(gate):
-        from smpc.kernels.activations_triton import launch_swiglu_backward
+        from smpc.kernels.programs.activations_triton import launch_swiglu_backward
 
         grad_gate, grad_up = launch_swiglu_backward(as_rows(grad), as_rows(gate), as_rows(up))
         return grad_gate.view(gate.shape), grad_up.view(gate.shape)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from smpc.errors import UsageError
-from smpc.kernels.elements import accumulation_dtype, as_rows, kernels_compute, require_floating, require_like
+from smpc.kernels.shared.elements import accumulation_dtype, as_rows, kernels_compute, require_floating, require_like
 
 WORDS = 4
 _LEVELS = 2**24
@@ -74,7 +74,7 @@ def bias_dropout_add(
 @torch.library.custom_op("smpc::bias_dropout_add", mutates_args=())
 def _bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor) -> Tensor:
     if kernels_compute(x):
-        from smpc.kernels.bias_dropout_add_triton import launch_forward
+        from smpc.kernels.programs.bias_dropout_add_triton import launch_forward
 
         return launch_forward(as_rows(x), bias, as_rows(residual), threshold(p), scale(p), seed).view(x.shape)
     wide = accumulation_dtype(x.dtype)
@@ -87,7 +87,7 @@ def _bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, p: float
 def _bias_dropout_add_backward(grad: Tensor, p: float, seed: Tensor, of_bias: bool) -> tuple[Tensor, Tensor]:
     """The gradients of x, mask * grad / (1 - p), and of the bias, in fp32; that is empty unless wanted."""
     if kernels_compute(grad):
-        from smpc.kernels.bias_dropout_add_triton import launch_backward
+        from smpc.kernels.programs.bias_dropout_add_triton import launch_backward
 
         grad_x, grad_bias = launch_backward(as_rows(grad), threshold(p), scale(p), seed, of_bias)
         return grad_x.view(grad.shape), grad_bias

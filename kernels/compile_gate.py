@@ -7,7 +7,7 @@
 
 Triton compiles for a target that is named, whether or not the machine has it, and its wheel brings NVIDIA's assembler
 `ptxas`, whose report is read here. `registers` are per thread; `spills` are the bytes a thread stores to memory because it
-has too few registers; `shared` is per program, in bytes. The limits are in `smpc.kernels.variants`. A kernel that does
+has too few registers; `shared` is per program, in bytes. The limits are in `smpc.kernels.launch.variants`. A kernel that does
 not compile fails the gate with the compiler's words. The exit status is 1 if anything is over its limit.
 
 The results say nothing of numerics (the interpreter's tests do) or of speed (benchmarks/kernels.py, on a GPU).
@@ -26,8 +26,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
-from smpc.kernels.runtime import LAUNCH_OPTIONS, interpreting
-from smpc.kernels.variants import (
+from smpc.kernels.launch.runtime import LAUNCH_OPTIONS, interpreting
+from smpc.kernels.launch.variants import (
     KERNEL_FILES,
     MAX_SPILL_BYTES,
     SHARED_MEMORY,

@@ -3,7 +3,7 @@
     loss = cross_entropy(logits, labels)                    logits [..., classes], labels [...]; the mean, in fp32
     loss.backward()                                         one write of the gradient, in the logits' dtype
 
-The formula, ignored labels and -inf: `smpc.kernels.token_loss`. No fp32 copy of the logits is made, neither forward nor
+The formula, ignored labels and -inf: `smpc.kernels.shared.token_loss`. No fp32 copy of the logits is made, neither forward nor
 backward. With `inplace_backward` the backward pass writes the gradient over the logits, so that the second largest
 tensor of a language model is never made; the logits must not be needed afterwards, by anybody: autograd raises if another
 operation saved them, but nothing warns a script that prints them.
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smpc.kernels.elements import accumulation_dtype, as_rows
-from smpc.kernels.logits_gradient import logits_gradient
-from smpc.kernels.token_loss import LossRule, check_loss, losses, reduce
+from smpc.kernels.shared.elements import accumulation_dtype, as_rows
+from smpc.kernels.shared.logits_gradient import logits_gradient
+from smpc.kernels.shared.token_loss import LossRule, check_loss, losses, reduce
 
 
 def cross_entropy(

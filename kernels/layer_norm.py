@@ -1,6 +1,6 @@
 """LayerNorm, and LayerNorm of a sum, as ops: `smpc::layer_norm`, `smpc::add_layer_norm`.
 
-    y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias          the formula and its gradients: `smpc.kernels.norms`
+    y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias          the formula and its gradients: `smpc.kernels.shared.norms`
 
     y = layer_norm(x, (1024,), weight, bias)
     y, s = add_layer_norm(x, residual, weight, bias)                s = x + residual, to be the next residual
@@ -16,8 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smpc.kernels.elements import accumulation_dtype
-from smpc.kernels.norms import NormRule, NormSaved, backward, check_norm, fake_gradients, flatten_normalized, forward
+from smpc.kernels.shared.elements import accumulation_dtype
+from smpc.kernels.shared.norms import (
+    NormRule,
+    NormSaved,
+    backward,
+    check_norm,
+    fake_gradients,
+    flatten_normalized,
+    forward,
+)
 
 
 def layer_norm(

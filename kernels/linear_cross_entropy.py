@@ -6,7 +6,7 @@ The rows are taken in chunks. The logits of a chunk [chunk_rows, classes] become
 are multiplied away into the gradients of the inputs, all in the forward pass; the backward pass only scales:
 
     for each chunk      x  = h_c W^T + b            logits of the chunk
-                        loss_c;  x <- dx            in place (smpc.kernels.token_loss)
+                        loss_c;  x <- dx            in place (smpc.kernels.shared.token_loss)
                         dh_c = dx W;    dW += dx^T h_c;    db += sum of dx
     backward            dh, dW, db times (gradient of the loss) / (number of labels)
 
@@ -25,8 +25,14 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from smpc.errors import UsageError
-from smpc.kernels.elements import accumulation_dtype, as_rows, kernels_compute, require_floating, require_same_device
-from smpc.kernels.token_loss import LossRule, check_rule, losses, losses_then_gradient_, num_labels
+from smpc.kernels.shared.elements import (
+    accumulation_dtype,
+    as_rows,
+    kernels_compute,
+    require_floating,
+    require_same_device,
+)
+from smpc.kernels.shared.token_loss import LossRule, check_rule, losses, losses_then_gradient_, num_labels
 
 # Fewer rows than this make the GEMMs inefficient, and rewrite dW more often than the logits of a chunk are worth.
 _LEAST_CHUNK = 1024
@@ -216,7 +222,7 @@ def _(
 def _scaled(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """`values` times the number `factor`, multiplied in fp32 and rounded once."""
     if kernels_compute(values):
-        from smpc.kernels.scale_triton import launch_scale
+        from smpc.kernels.programs.scale_triton import launch_scale
 
         return launch_scale(values, factor, dtype)
     return torch.mul(values.to(factor.dtype), factor).to(dtype)

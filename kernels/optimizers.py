@@ -35,9 +35,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from smpc.kernels.elements import KERNEL_DTYPES, accumulation_dtype
-from smpc.kernels.runtime import Backend, backend
-from smpc.kernels.tensor_table import TableCache
+from smpc.kernels.launch.runtime import Backend, backend
+from smpc.kernels.shared.elements import KERNEL_DTYPES, accumulation_dtype
+from smpc.kernels.shared.tensor_table import TableCache
 
 Reduce = Callable[[Tensor], Tensor]
 
@@ -117,7 +117,7 @@ def tensor_norms(tensors: Sequence[Tensor], order: float, tables: TableCache | N
     `order` is a positive number or infinity; kernels know 2 and infinity.
     """
     if tables is not None and order in (2.0, math.inf):
-        from smpc.kernels.optimizers_triton import launch_norms
+        from smpc.kernels.programs.optimizers_triton import launch_norms
 
         return launch_norms(tensors, order, tables)
     dtype = accumulation_dtype(tensors[0].dtype)
@@ -132,7 +132,7 @@ def tensor_norms(tensors: Sequence[Tensor], order: float, tables: TableCache | N
 def scale_tensors_(tensors: Sequence[Tensor], factor: Tensor, tables: TableCache | None) -> None:
     """Multiplies tensors of one device and dtype by `factor` (no dimension, same device)."""
     if tables is not None:
-        from smpc.kernels.optimizers_triton import launch_scale_
+        from smpc.kernels.programs.optimizers_triton import launch_scale_
 
         launch_scale_(tensors, factor, tables)
         return
@@ -142,7 +142,7 @@ def scale_tensors_(tensors: Sequence[Tensor], factor: Tensor, tables: TableCache
 def adamw_(bucket: Bucket, rule: AdamWRule, lr: float | Tensor, tables: TableCache | None) -> None:
     """One step of AdamW; by kernel if there are `tables`, else by torch's fused one on CUDA where that takes the dtypes."""
     if tables is not None:
-        from smpc.kernels.optimizers_triton import launch_adamw_
+        from smpc.kernels.programs.optimizers_triton import launch_adamw_
 
         launch_adamw_(bucket, rule, lr, tables)
         return
@@ -190,7 +190,7 @@ def lamb_(
 ) -> None:
     """One step of LAMB. `clip` divides the gradients (no dimension, same device); `reduce` takes and returns [2, tensors]."""
     if tables is not None:
-        from smpc.kernels.optimizers_triton import launch_lamb_
+        from smpc.kernels.programs.optimizers_triton import launch_lamb_
 
         launch_lamb_(bucket, rule, lr, clip, reduce, tables)
         return
@@ -228,7 +228,7 @@ def trust_ratios(norms: Tensor, lr: float | Tensor) -> Tensor:
 def novograd_(bucket: Bucket, rule: NovoGradRule, tables: TableCache | None) -> None:
     """One step of NovoGrad."""
     if tables is not None:
-        from smpc.kernels.optimizers_triton import launch_novograd_
+        from smpc.kernels.programs.optimizers_triton import launch_novograd_
 
         launch_novograd_(bucket, rule, tables)
         return

@@ -1,6 +1,6 @@
 """RMSNorm, and RMSNorm of a sum, as ops: `smpc::rms_norm`, `smpc::add_rms_norm`.
 
-    y = x / sqrt(mean(x^2) + eps) * (weight + offset)               the formula and its gradients: `smpc.kernels.norms`
+    y = x / sqrt(mean(x^2) + eps) * (weight + offset)               the formula and its gradients: `smpc.kernels.shared.norms`
 
     y = rms_norm(x, (1024,), weight, eps=1e-6)
     y, s = add_rms_norm(x, residual, weight, eps=1e-6)              s = x + residual, to be the next residual
@@ -17,8 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smpc.kernels.elements import accumulation_dtype, require_floating
-from smpc.kernels.norms import NormRule, NormSaved, backward, check_norm, fake_gradients, flatten_normalized, forward
+from smpc.kernels.shared.elements import accumulation_dtype, require_floating
+from smpc.kernels.shared.norms import (
+    NormRule,
+    NormSaved,
+    backward,
+    check_norm,
+    fake_gradients,
+    flatten_normalized,
+    forward,
+)
 
 
 def rms_norm(

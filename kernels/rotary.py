@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from smpc.errors import UsageError
-from smpc.kernels.elements import accumulation_dtype, kernels_compute, require_floating
+from smpc.kernels.shared.elements import accumulation_dtype, kernels_compute, require_floating
 
 
 def rotary(
@@ -71,7 +71,7 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, positions: i
     # [batch, heads, seq, features], views of the same memory.
     values, result = x.movedim(positions, 2), out.movedim(positions, 2)
     if kernels_compute(x):
-        from smpc.kernels.rotary_triton import launch_rotary
+        from smpc.kernels.programs.rotary_triton import launch_rotary
 
         launch_rotary(values, cos, sin, result, interleaved, inverse)
     else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 AUTO, OFF = "auto", "off"
 
@@ -28,6 +29,16 @@ OPERATIONS: tuple[str, ...] = (
     "swiglu",
     "bias_gelu",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class KernelUse:
+    """What became of an op of `smpc.kernels`, asked for or on by default: `reason` says why it was not used, "" that it was."""
+
+    op: str
+    count: int  # places; 0: none in the model
+    first: str  # the first of them: a module, or a source line
+    reason: str = ""
 
 
 def names_in(kernels: str | Sequence[str]) -> tuple[str, ...]:

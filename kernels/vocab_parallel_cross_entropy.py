@@ -7,7 +7,7 @@
     each rank    m_i, s_i, x_t (0 where the label is elsewhere), sum of x        one pass over its logits
     MAX          m = max m_i                                                     [rows]
     SUM          s = sum s_i exp(m_i - m), x_t, sum of x                         [3, rows]
-    loss         as in `smpc.kernels.token_loss`, from these four
+    loss         as in `smpc.kernels.shared.token_loss`, from these four
 
 The logits are read once forward and once backward; no rank ever holds the logits of another, and the backward pass does not
 communicate. The group is an argument: nothing here knows of a mesh.
@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from smpc.errors import UsageError
-from smpc.kernels.elements import accumulation_dtype, as_rows
-from smpc.kernels.logits_gradient import logits_gradient
-from smpc.kernels.token_loss import LossRule, RowStatistics, check_loss, combine, reduce, statistics
+from smpc.kernels.shared.elements import accumulation_dtype, as_rows
+from smpc.kernels.shared.logits_gradient import logits_gradient
+from smpc.kernels.shared.token_loss import LossRule, RowStatistics, check_loss, combine, reduce, statistics
 
 
 def vocab_parallel_cross_entropy(

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import networkx as nx
 import numpy as np
 
-from smpc.partitioner.checkpoints import Requested, depths, requested_regions, with_regions
-from smpc.partitioner.clusters import Clusters, find_clusters
-from smpc.partitioner.coarsen import node_units
-from smpc.partitioner.cost import CostModel, NodeTimes, node_times
-from smpc.partitioner.graph import Graph, build_graph
+from smpc.partitioner.costs.cost import CostModel, NodeTimes, node_times
+from smpc.partitioner.exact import check_total
+from smpc.partitioner.graph.clusters import Clusters, find_clusters
+from smpc.partitioner.graph.recompute import Requested, depths, find_recomputable, requested_regions, with_regions
+from smpc.partitioner.graph.trace_graph import Graph, build_graph
 from smpc.partitioner.problem import Units
-from smpc.partitioner.recompute import find_recomputable
+from smpc.partitioner.solvers.coarsen import node_units
 from smpc.tracer.ir import Trace
 
 
@@ -48,9 +48,20 @@ def analyse(
 
 def _index(trace: Trace, recompute: tuple[str, ...]) -> tuple[Requested, Graph, Clusters]:
     """What depends on no cost."""
+    _check_bytes(trace)
     requested = requested_regions(trace, recompute)
     graph = with_regions(build_graph(trace), requested.regions)
     return requested, graph, find_clusters(graph)
+
+
+def _check_bytes(trace: Trace) -> None:
+    """PartitionError if the bytes of one microbatch cannot be added up exactly: all its storages, and four times all values and state.
+
+    While one node works, a value has at most two gradients and their sum, and a parameter one gradient.
+    """
+    specs = [node.spec for node in trace.nodes if node.spec is not None] + [state.spec for state in trace.state]
+    total = sum(trace.storages) + 4 * sum(spec.num_bytes for spec in specs)
+    check_total(total, "bytes of values and gradients of one microbatch", "make microbatches smaller")
 
 
 def keep_regions_whole(analysis: Analysis, num_stages: int) -> Analysis:

@@ -24,16 +24,21 @@ and 30. Both units on one stage cost 0.5 * 4 / 4 + 0.5 * 30 / 30 = 1; apart they
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
 
 from smpc.errors import PartitionError
+from smpc.partitioner.exact import check_total
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+
+_COLUMNS = ("units of time", "bytes of state", "bytes of activations of one microbatch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ class SharedItem:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What there is to place, in execution order. `time` may be in any unit; the planner uses femtoseconds."""
+    """What there is to place, in execution order. `time` may be in any unit: see `smpc.partitioner.exact`."""
 
     time: tuple[int, ...]
     static_bytes: tuple[int, ...]
@@ -60,9 +65,17 @@ class Units:
         assert all(0 <= user < n for item in self.shared for user in item.users), "shared item: no such unit"
         smallest = min((*self.time, *self.static_bytes, *self.activation_bytes), default=0)
         assert smallest >= 0, "units: negative time or bytes"
+        for total, what in zip(self.totals(), _COLUMNS, strict=True):
+            check_total(total, what)
 
     def __len__(self) -> int:
         return len(self.time)
+
+    def totals(self) -> tuple[int, int, int]:
+        """Time, static bytes and activation bytes of all units, shared items once."""
+        static = sum(self.static_bytes) + sum(item.static_bytes for item in self.shared)
+        activation = sum(self.activation_bytes) + sum(item.activation_bytes for item in self.shared)
+        return sum(self.time), static, activation
 
     def merged(self, group: Sequence[int] | IntArray, num_groups: int) -> Units:
         """Units whose members are `group[unit]`; an item that all lies in one group becomes the group's own."""
@@ -108,7 +121,7 @@ class Scale:
 
     memory_weight: float
     total_time: int
-    total_memory: int
+    total_memory: float
     speeds: tuple[float, ...] = ()  # by stage; empty: all 1
     limits: tuple[int, ...] = ()  # most bytes, by stage; empty: none
 
@@ -128,12 +141,19 @@ class Scale:
         memory_weight: float,
         speeds: Sequence[float] = (),
         limits: Sequence[int] = (),
+        *,
+        exactly: bool = False,
     ) -> Scale:
-        """Totals of the whole model, every item once and activations times the mean in flight: costs sum to about 1."""
-        static = sum(units.static_bytes) + sum(item.static_bytes for item in units.shared)
-        activation = sum(units.activation_bytes) + sum(item.activation_bytes for item in units.shared)
-        mean = -(-activation * sum(in_flight) // max(1, len(in_flight)))
-        return cls(memory_weight, sum(units.time), static + mean, tuple(speeds), tuple(limits))
+        """Totals of the whole model, every item once and activations times the mean in flight: costs sum to about 1.
+
+        What that mean makes of them is rounded up to a whole number, as bytes are large ones; `exactly`: it is not.
+        """
+        time, static, activation = units.totals()
+        most = max(in_flight, default=0)
+        check_total(static + most * activation, f"bytes with {most} microbatches in flight")
+        mean = Fraction(activation * sum(in_flight), max(1, len(in_flight)))
+        memory = float(static + mean) if exactly else static + math.ceil(mean)
+        return cls(memory_weight, time, memory, tuple(speeds), tuple(limits))
 
     def cost(self, time: IntArray, memory: IntArray, speed: float | FloatArray = 1.0) -> FloatArray:
         """Cost of stages, limits aside. Each floating point step is monotone: more time or memory never costs less."""
@@ -184,6 +204,13 @@ def stage_costs(
     memory = static + np.asarray(in_flight, dtype=np.int64) * activation
     costs = scale.cost(time, memory, np.asarray(scale.speeds) if scale.speeds else 1.0)
     return np.where(memory <= np.asarray(scale.limits), costs, np.inf) if scale.limits else costs
+
+
+def relative_gap(bottleneck: float, proven: float) -> float:
+    """bottleneck / proven - 1: infinite where nothing but 0 is proven, and 0 for a bottleneck of 0."""
+    if proven > 0:
+        return bottleneck / proven - 1.0
+    return math.inf if bottleneck > 0 else 0.0
 
 
 def own_costs(units: Units, scale: Scale, in_flight: int) -> FloatArray:

@@ -7,10 +7,10 @@ at_least(13_421_772_900) "12.51 GiB": rounded up, so that what is said to do, do
 
 from __future__ import annotations
 
-import math
 import re
 from types import MappingProxyType
 
+from smpc.config.limits import MAX_BYTES, shown
 from smpc.errors import ConfigError
 
 _PREFIXES = "KMGTP"
@@ -19,19 +19,22 @@ _UNITS = MappingProxyType(
     | {f"{p.lower()}b": 1000**i for i, p in enumerate(_PREFIXES, 1)}
     | {f"{p.lower()}ib": 1024**i for i, p in enumerate(_PREFIXES, 1)}
 )
-_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)(?:e\+?(\d+))?\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(
+    r"\s*([0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:e\+?([0-9]{1,2}))?\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII
+)
 
 
 def parse_bytes(size: str | float, what: str) -> int:
     """Bytes of a size; `what` names the setting in the ConfigError for anything that is no positive size."""
+    given = shown(size)
     if isinstance(size, str):
         found = _SIZE.fullmatch(size)
         unit = _UNITS.get(found[3].lower()) if found is not None else None
         if found is not None and unit is not None:
-            size = float(found[1]) * 10.0 ** min(int(found[2] or 0), 100) * unit
-    if isinstance(size, (str, bool)) or not math.isfinite(size) or size < 1:
+            size = float(found[1]) * 10.0 ** int(found[2] or 0) * unit
+    if isinstance(size, (str, bool)) or not 1 <= size <= MAX_BYTES:
         raise ConfigError(
-            f"{what}: expected a size such as 80GB (10^9 bytes), 79.6GiB (2^30 bytes) or a number of bytes, found {size!r}"
+            f"{what}: expected a size such as 80GB (10^9 bytes), 79.6GiB (2^30 bytes) or a number of bytes, at most 1 EiB, found {given}"
         )
     return int(size)
 

@@ -10,7 +10,7 @@ What a plan's objective says
     bottleneck      the largest stage cost, as defined in `smpc.partitioner.problem`
     lower_bound     no assignment of the nodes to this many stages, contiguous or not, has a smaller bottleneck (`bound`); of
                     those that leave small checkpointed regions whole, if there are any
-    gap             bottleneck / lower_bound - 1
+    gap             bottleneck / lower_bound - 1; infinite where nothing but a bound of 0 is known, as of a plan made without proof
     note            the optimum over contiguous partitions, which is exact, and any solver limit that was hit
 
 Example: two stages, 1F1B, at most two microbatches in flight on stage 0 and one on stage 1:
@@ -24,29 +24,29 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from smpc.errors import PartitionError
 from smpc.partitioner.analysis import Analysis, analyse, keep_regions_whole
-from smpc.partitioner.backward_parts import weight_time
-from smpc.partitioner.bound import lower_bound
-from smpc.partitioner.chain import ChainSolution, solve_chain
-from smpc.partitioner.checkpoints import active_regions, depths
-from smpc.partitioner.clusters import condense
-from smpc.partitioner.coarsen import chain_problem, coarse_problem
-from smpc.partitioner.cost import CostModel, NodeTimes
-from smpc.partitioner.edges import Crossing, check_stages, find_crossing, stages_by_rank
-from smpc.partitioner.graph import largest_whole_calls
-from smpc.partitioner.ilp import PlacementSolution, solve_placement
-from smpc.partitioner.limit import InFlight, Limited, MakePlan, plan_within, rank_peaks
-from smpc.partitioner.memory import StageUse, stage_memory
-from smpc.partitioner.placing import Placed, place
-from smpc.partitioner.plan import Objective, Plan, ScheduleSummary, SharedParameter, Stage
-from smpc.partitioner.problem import IntArray, Scale, stage_costs
+from smpc.partitioner.costs.cost import CostModel, NodeTimes, weight_time
+from smpc.partitioner.graph.clusters import condense
+from smpc.partitioner.graph.edges import Crossing, check_stages, find_crossing, stages_by_rank
+from smpc.partitioner.graph.plan import Objective, Plan, ScheduleSummary, SharedParameter, Stage
+from smpc.partitioner.graph.recompute import active_regions, depths
+from smpc.partitioner.graph.trace_graph import largest_whole_calls
+from smpc.partitioner.memory.peak import StageUse, stage_memory
+from smpc.partitioner.memory_limit import InFlight, Limited, MakePlan, plan_within, rank_peaks
+from smpc.partitioner.problem import IntArray, Scale, relative_gap, stage_costs
+from smpc.partitioner.solvers.bound import lower_bound
+from smpc.partitioner.solvers.chain import ChainSolution, solve_chain
+from smpc.partitioner.solvers.coarsen import chain_problem
+from smpc.partitioner.solvers.lattice import Placed, place
 from smpc.tracer.ir import Trace
 
 TOLERANCE = 0.01  # how much bottleneck may be given for whole modules and fewer bytes
+_MOST_ABOVE = 1.02  # the bound, where the best contiguous cut is no further above it
 MAX_COARSE_UNITS = 32
 UNSCHEDULED = ScheduleSummary("unscheduled", 1, 1, 0.0, 0.0)
 
@@ -73,7 +73,7 @@ def solve_partition(
 
     in_flight: microbatches that each stage holds at the peak of the schedule. placement: the pipeline rank of each
     stage; stage i on rank i if None. times: those measured,
-    if any. memory_limit: most bytes at the predicted peak of a rank (see `smpc.partitioner.limit`);
+    if any. memory_limit: most bytes at the predicted peak of a rank (see `smpc.partitioner.memory_limit`);
     in_flight_of gives `in_flight` for other numbers of stages, to say how many would do. recompute: names of modules to checkpoint.
     resident: of the microbatches in flight, those whose activations are not offloaded; None: all. prove: without, the best contiguous
     plan is taken, and nothing is said of others, which is much quicker. speeds, limits: of the stages' devices, relative to the cost
@@ -83,14 +83,7 @@ def solve_partition(
     _check_settings(num_stages, memory_weight, in_flight, placement)
     if memory_limit is not None and memory_limit < 1:
         raise PartitionError(f"expected a memory limit of at least 1 byte, found {memory_limit}")
-    analysis = analyse(trace, cost_model or CostModel(), times, recompute)
-    num_modules = analysis.graph.num_modules()
-    if num_stages > num_modules:
-        raise PartitionError(
-            f"expected at most as many stages as modules, found {num_stages} stages and {num_modules} modules in "
-            f"{trace.model_class}: lower the pipeline parallel degree"
-        )
-    analysis = keep_regions_whole(analysis, num_stages)
+    analysis = _analysed(analyse(trace, cost_model or CostModel(), times, recompute), num_stages)
     scale = Scale.of(analysis.units, in_flight, memory_weight, speeds)
     chain = chain_problem(analysis.graph, analysis.clusters, analysis.recomputable, analysis.units, scale, in_flight)
     contiguous = solve_chain(chain, num_stages, TOLERANCE)
@@ -99,11 +92,14 @@ def solve_partition(
         bound = lower_bound(
             analysis.graph, analysis.clusters, analysis.units, scale, in_flight, reached=contiguous.optimum
         )
+    if contiguous.optimum <= bound * _MOST_ABOVE < contiguous.bottleneck:
+        contiguous = solve_chain(chain, num_stages, bound * _MOST_ABOVE / contiguous.optimum - 1.0)
     limit = max(limits, default=memory_limit or 0)
 
     def make(stage_of: Sequence[int], solver: str, note: str) -> Plan:
         bottleneck = float(stage_costs(analysis.units, scale, in_flight, stage_of).max())
-        objective = _objective(memory_weight, bottleneck, bound, solver, note, limit)
+        proven = bound if prove or num_stages == 1 else 0.0
+        objective = _objective(memory_weight, bottleneck, proven, solver, note, limit)
         return _plan(analysis, np.asarray(stage_of), scale, in_flight, placement, schedule, objective, resident)
 
     plan = _unlimited(analysis, scale, in_flight, contiguous, bound, make)
@@ -111,22 +107,19 @@ def solve_partition(
     if not limit or peak <= limit:
         return plan
     stages_per_rank = 1 if placement is None else max(Counter(placement).values())
-    return plan_within(
-        Limited(
-            analysis,
-            scale,
-            tuple(in_flight),
-            schedule.num_microbatches,
-            limit,
-            stages_per_rank,
-            TOLERANCE,
-            MAX_COARSE_UNITS,
-            peak,
-            make,
-            in_flight_of,
-            tuple(limits),
+    bounds = (schedule.num_microbatches, limit, stages_per_rank, TOLERANCE, MAX_COARSE_UNITS, peak)
+    return plan_within(Limited(analysis, scale, tuple(in_flight), *bounds, make, in_flight_of, tuple(limits), prove))
+
+
+def _analysed(analysis: Analysis, num_stages: int) -> Analysis:
+    """With whole regions for so many stages. PartitionError if there are fewer modules."""
+    num_modules = analysis.graph.num_modules()
+    if num_stages > num_modules:
+        raise PartitionError(
+            f"expected at most as many stages as modules, found {num_stages} stages and {num_modules} modules in "
+            f"{analysis.graph.trace.model_class}: lower the pipeline parallel degree"
         )
-    )
+    return keep_regions_whole(analysis, num_stages)
 
 
 def _unlimited(
@@ -144,13 +137,7 @@ def _unlimited(
         return make(stage_of, solver, note)
     found = _place_freely(analysis, scale, in_flight, bound, contiguous.optimum)
     if found is not None and found.bottleneck < reached * (1.0 - TOLERANCE / 2):
-        stage_of, solver, reached = found.stage_of, "graph", found.bottleneck
-    if reached > bound * (1.0 + TOLERANCE):
-        placed, stage_placed = _place(analysis, scale, in_flight, stage_of)
-        if placed is not None:
-            note = "; ".join(filter(None, (note, placed.note)))
-            if placed.bottleneck < min(reached, contiguous.optimum) * (1.0 - TOLERANCE):
-                stage_of, solver = stage_placed, "ilp"
+        stage_of, solver = found.stage_of, "graph"
     return make(stage_of, solver, note)
 
 
@@ -182,7 +169,7 @@ def plan_from_assignment(
 ) -> Plan:
     """The plan of a given assignment (node name -> stage, for every node that computes).
 
-    Raises PartitionError if it cannot run: see `smpc.partitioner.edges.check_assignment`.
+    Raises PartitionError if it cannot run: see `smpc.partitioner.graph.edges.check_assignment`.
     """
     _check_settings(num_stages, memory_weight, in_flight, placement)
     analysis = analyse(trace, cost_model or CostModel(), times, recompute)
@@ -212,33 +199,18 @@ def _check_settings(
             )
 
 
-def _place(
-    analysis: Analysis, scale: Scale, in_flight: Sequence[int], stage_of: Sequence[int]
-) -> tuple[PlacementSolution | None, tuple[int, ...]]:
-    """Try the integer program: its solution (None: not worth trying), stages by rank."""
-    if len(in_flight) == 1:
-        return None, tuple(stage_of)
-    coarse = coarse_problem(
-        analysis.graph,
-        analysis.clusters,
-        analysis.recomputable,
-        analysis.units,
-        scale,
-        in_flight,
-        MAX_COARSE_UNITS,
-    )
-    if coarse.is_ordered or not coarse.start:
-        return None, tuple(stage_of)
-    found = solve_placement(coarse.problem, coarse.start, gap=TOLERANCE / 10)
-    return found, tuple(found.assignment[unit] for unit in coarse.unit_of)
+def with_bound(plan: Plan, proven: float) -> Plan:
+    """The plan, with the lower bound of another one of the same problem."""
+    objective, proven = plan.objective, min(proven, plan.objective.bottleneck)
+    gap = relative_gap(objective.bottleneck, proven)
+    return replace(plan, objective=replace(objective, lower_bound=proven, gap=gap))
 
 
 def _objective(
     memory_weight: float, bottleneck: float, bound: float, solver: str, note: str, limit: int = 0
 ) -> Objective:
     proven = min(bound, bottleneck)
-    gap = bottleneck / proven - 1.0 if proven > 0 else 0.0
-    return Objective(memory_weight, bottleneck, proven, gap, solver, note, limit)
+    return Objective(memory_weight, bottleneck, proven, relative_gap(bottleneck, proven), solver, note, limit)
 
 
 def _plan(

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from smpc.tracer import targets
+from smpc.tracer.constants import TraceDevice, map_references
 from smpc.tracer.ir import NodeKind, Trace
-from smpc.tracer.literals import TraceDevice, map_references
 
 
 def to_fx(trace: Trace, device: torch.device | str = "cpu") -> fx.Graph:

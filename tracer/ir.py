@@ -9,7 +9,7 @@ Terms
     state       the model's parameters and buffers, known by fully qualified name (FQN)
 
 A `Trace` is immutable, serialises to JSON and back, prints as text, and has a fingerprint (SHA-256 of the JSON).
-Arguments are trees of tuple, list, dict and slice whose leaves are `Ref` or plain constants (see `smpc.tracer.literals`).
+Arguments are trees of tuple, list, dict and slice whose leaves are `Ref` or plain constants (see `smpc.tracer.constants`).
 
 Example: `x + self.weight` inside the model's forward, with x of shape [2, 3], is
 
@@ -30,7 +30,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from smpc.tracer.literals import decode, encode, references, register, to_source
+from smpc.tracer.constants import decode, encode, references, register, to_source
+from smpc.tracer.layouts import arrival_bytes
 from smpc.tracer.structure import Structure
 
 T = TypeVar("T")
@@ -66,6 +67,11 @@ class TensorSpec:
     def num_bytes(self) -> int:
         """Bytes of a dense tensor of this shape."""
         return self.num_elements * self.torch_dtype.itemsize
+
+    @property
+    def arrival_bytes(self) -> int:
+        """Bytes of the memory that such a tensor gets on another rank."""
+        return arrival_bytes(self.shape, self.stride, self.torch_dtype.itemsize)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -197,6 +203,7 @@ class Guard:
     expected: Any
     dtypes: tuple[str, ...] = ()
     source: str = ""
+    size: str = ""  # the key of a size that was asked for (see `smpc.tracer.operations.data_sized`)
 
     def __str__(self) -> str:
         arguments = ", ".join(to_source(arg, str) for arg in self.args)
@@ -220,6 +227,9 @@ class StateSpec:
         return self.names[0]
 
 
+_LEFT_OUT = ("differentiating", "overwritten")  # of JSON, where they are empty
+
+
 @dataclass(frozen=True)
 class Trace:
     """A recorded run of a model: see the module docstring."""
@@ -236,6 +246,10 @@ class Trace:
     storages: tuple[int, ...]  # bytes of each storage
     guards: tuple[Guard, ...] = ()  # what must hold of the inputs' values, in the order in which it was asked
     regions: tuple[Region, ...] = ()  # in order of their begin, outer ones first
+    differentiating: tuple[str, ...] = ()  # nodes of modules called whole that run autograd in their forward
+    overwritten: tuple[
+        tuple[str, str, str], ...
+    ] = ()  # state that forward overwrites and the backward needs: name, read, written where
     _index: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -265,11 +279,13 @@ class Trace:
 
     @functools.cached_property
     def live(self) -> frozenset[str]:
-        """Nodes that matter: they reach the output, write state, or draw random numbers (which shifts later draws)."""
+        """Nodes that matter: they reach the output, write state, draw random numbers (which shifts later draws), or are modules called
+        whole, of which nobody knows what else they do."""
         live: list[str] = []
         wanted = set(self.output_names)
+        acts = (NodeKind.SET_ATTR, NodeKind.CALL_MODULE)
         for node in reversed(self.nodes):
-            if node.name in wanted or node.mutates or node.random or node.kind is NodeKind.SET_ATTR:
+            if node.name in wanted or node.mutates or node.random or node.kind in acts:
                 live.append(node.name)
                 wanted.update(node.inputs)
         return frozenset(live)
@@ -287,11 +303,12 @@ class Trace:
     def to_json(self) -> str:
         """JSON text: the same trace gives the same bytes."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "_index"}
+        fields = {name: value for name, value in fields.items() if value or name not in _LEFT_OUT}
         return json.dumps({name: encode(value) for name, value in fields.items()}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
-        """The inverse of `to_json`."""
+        """The inverse of `to_json`. Reading runs nothing, but a trace is a program: replay one of which you know the origin."""
         return cls(**{name: decode(value) for name, value in json.loads(text).items()})
 
     def __str__(self) -> str:

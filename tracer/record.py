@@ -14,37 +14,30 @@ statistics without telling autograd, is the one operation that has to be known b
 
 from __future__ import annotations
 
-import logging
-import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import dataclasses
+import traceback
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import graph
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import checkpoint
 
-from smpc.errors import SmpcError, TraceError
-from smpc.tracer.effects import tensors_in
-from smpc.tracer.fakes import installed, make_fakes
-from smpc.tracer.functions import Functions
-from smpc.tracer.ir import Autocast, Trace
-from smpc.tracer.libraries import looking
-from smpc.tracer.opaque import shape_rule
-from smpc.tracer.places import innermost_line
-from smpc.tracer.questions import Answers
-from smpc.tracer.recorder import Recorder, UntraceableError, current_recorder
-from smpc.tracer.scripts import call_script
-
-_CUSTOM_OPS = "torch._library.autograd"  # where torch defines the autograd functions of custom ops
-_CHECK_INPUTS = "what to do: check that the model runs by itself on inputs of these shapes and dtypes"
-
+from smpc.errors import TraceError
+from smpc.tracer.attempt import LookCloselyError, Request, Run, Subject, record_once
+from smpc.tracer.effects.module_hooks import check_hooks, hook_of
+from smpc.tracer.environment.aliased import Aliases
+from smpc.tracer.environment.guarded import Environment, TableLike, tables_of
+from smpc.tracer.environment.memory_words import DictVersions
+from smpc.tracer.environment.state_changes import Survivors, common_module, is_same, settled
+from smpc.tracer.guards import Answers
+from smpc.tracer.ir import Autocast, NodeKind, Trace
+from smpc.tracer.operations.data_sized import DataSized, SizeAskedError
+from smpc.tracer.operations.opaque import shape_rule
+from smpc.tracer.recording.untraceable import UntraceableError
 
 _LEAF_MARK = "_smpc_leaf"
-_MAX_CACHED_FAKES = 4096  # FakeTensorMode remembers operations on shapes, for the whole process and without a bound
 
 
 def mark_leaf(module: nn.Module) -> nn.Module:
@@ -67,8 +60,9 @@ def record(
     answers: Answers | None = None,
     autocast: Autocast | None = None,
     shown: Collection[str] = (),
+    buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> Trace:
-    """Records one forward run of `model(*args, **kwargs)`.
+    """Records one forward run of `model(*args, **kwargs)`, for what the model's Python finds now: see `record_guarded`.
 
     Tensors in the inputs may be real, on the meta device, or fake: only their shapes, dtypes and strides count. `leaf_modules` are
     FQNs of modules to be called whole, with nothing recorded inside. `device` is the device that the run pretends to be on.
@@ -76,43 +70,168 @@ def record(
     Where the model's Python asks for a value that depends on inputs and buffers alone, real inputs are needed; the answer becomes a
     guard of the trace (see `smpc.tracer.guards`). `answers`, from the guards of a trace of the same model, replace real inputs.
     `autocast`: what the model runs under, as if it entered that itself. `shown`: paths of inputs (`Structure.paths`) at whose values
-    libraries may look that would take another way when traced (see `smpc.tracer.libraries`).
+    libraries may look that would take another way when traced (see `smpc.tracer.patches`). `buffers`: the real ones, by name,
+    where the model has stand-ins.
 
-    A module whose forward cannot be recorded becomes a leaf by itself (see `smpc.tracer.opaque`), and so do all others of its class.
+    A module whose forward cannot be recorded becomes a leaf by itself (see `smpc.tracer.operations.opaque` and
+    `smpc.tracer.effects.watch`), and so do all others of its class. A module with hooks is a leaf.
     Raises TraceError if what cannot be recorded is the model's own forward; the message says where.
+    """
+    place, inputs = torch.device(device), (tuple(args), dict(kwargs or {}))
+    request = Request(*inputs, place, answers, autocast, tuple(shown), buffers)
+    return record_guarded(model, request, leaf_modules).trace
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A trace, and what its Python read besides its inputs: the trace holds as long as that is the same."""
+
+    trace: Trace
+    environment: Environment
+
+
+def record_guarded(
+    model: nn.Module, request: Request, leaf_modules: Sequence[str] = (), versions: DictVersions | None = None
+) -> Recording:
+    """Records one forward run, and what must stay as it is for the trace to hold. `versions`: see `Environment`.
+
+    State that the run reads and changes is settled, left to a module that is called whole, or refused:
+    `smpc.tracer.environment.state_changes`.
     """
     names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
     unknown = [name for name in leaf_modules if name not in names.values()]
     if unknown:
         raise TraceError(f"leaf_modules: the model has no module called {', '.join(map(repr, unknown))}")
-    marked = (name for name, module in model.named_modules() if _is_leaf(module))
-    leaves = dict.fromkeys((*leaf_modules, *marked))
-    first_error: UntraceableError | None = None
-    while True:
+    check_hooks(model)
+    leaves = dict.fromkeys((*leaf_modules, *(name for name, module in model.named_modules() if _is_leaf(module))))
+    attempts = _Attempts(model, names, request)
+    try:
+        run = attempts.run(leaves)
+    except UntraceableError as error:
+        raise TraceError(str(error)) from error.__cause__
+    tables: list[TableLike] = [*tables_of(model, run.listed), *run.names]
+    tables.append(Aliases(model, _read_tensors(run.trace), run.guards))
+    # Elsewhere than on the CPU, what has been evaluated is on the wrong device: there every call computes it anew.
+    leave = run.leftovers.apply if run.leftovers is not None and request.device.type == "cpu" else None
+    return Recording(run.trace, Environment(run.guards, tables, versions, leave))
+
+
+def _read_tensors(trace: Trace) -> frozenset[str]:
+    """The names of the buffers and tensor attributes that a trace reads."""
+    read = {node.target for node in trace.nodes if node.kind is NodeKind.GET_ATTR}
+    return frozenset(read.difference(name for spec in trace.state if spec.is_parameter for name in spec.names))
+
+
+@dataclass(frozen=True)
+class _Attempts:
+    """One attempt after another, with ever more modules called whole, and ever more sizes asked for."""
+
+    model: nn.Module
+    names: dict[int, str]
+    request: Request
+
+    def run(self, leaves: Mapping[str, None]) -> Run:
+        """The run that is right. Raises the first UntraceableError."""
+        answers = self.request.answers
+        if answers is not None:  # from the last attempt of another rank
+            whole = {**leaves, **dict.fromkeys(answers.leaves)}
+            return self._attempt(whole, DataSized(frozenset(answers.sizes), everywhere=True))
         try:
-            return _record_once(
-                model,
-                tuple(args),
-                dict(kwargs or {}),
-                names,
-                frozenset(leaves),
-                torch.device(device),
-                answers,
-                autocast,
-                shown,
-            )
-        except UntraceableError as error:
-            first_error = first_error or error
-            more = _to_call_whole(model, error.module, leaves)
-            if not more:
-                raise TraceError(str(first_error)) from first_error.__cause__
-            leaves.update(more)
+            return self._repeat(leaves, everywhere=False)
+        except UntraceableError:
+            with suppress(TraceError):
+                return self._repeat(leaves, everywhere=True)
+            raise
+
+    def _repeat(self, leaves: Mapping[str, None], *, everywhere: bool) -> Run:
+        asked: frozenset[str] = frozenset()
+        first_error: UntraceableError | None = None
+        while True:
+            try:
+                return self._attempt(leaves, DataSized(asked, everywhere))
+            except SizeAskedError as error:
+                more_sizes = asked | error.keys
+                assert more_sizes != asked, "a size that was asked for is known"
+                asked = more_sizes
+            except UntraceableError as error:
+                first_error = first_error or error
+                more = _to_call_whole(self.model, error.module, leaves)
+                if not more:
+                    text = _both(str(first_error), str(error))
+                    raise UntraceableError(text, first_error.module) from first_error.__cause__
+                leaves = {**leaves, **more}
+
+    def _attempt(self, leaves: Mapping[str, None], sizes: DataSized) -> Run:
+        subject = Subject(self.model, self.names, self.request, frozenset(leaves), sizes, Survivors())
+        try:
+            with subject.survivors:
+                run = _settled(subject, _looked(subject))
+        except (TraceError, SizeAskedError) as error:
+            traceback.clear_frames(error.__traceback__)
+            subject.survivors.forget_cached()
+            raise
+        subject.survivors.check()
+        return run
+
+
+def _looked(subject: Subject) -> Run:
+    """A run, made once more where somebody has used a generator of random numbers, to see who it was."""
+    try:
+        return record_once(subject)
+    except LookCloselyError:
+        return record_once(dataclasses.replace(subject, sizes=subject.sizes.again(), closely=True))
+
+
+def _settled(subject: Subject, run: Run) -> Run:
+    """The run, if what it has changed changes nothing about the trace; else UntraceableError."""
+    if not run.changed:
+        return _undisturbed(subject, run)
+    if subject.request.answers is not None:  # the rank that gave the answers has looked
+        for guard, after in zip(run.changed, run.after, strict=True):
+            guard.expected.append(after)
+        return run
+    if run.leftovers is not None:
+        before = [(guard, guard.place.read()) for guard in run.changed]
+        try:
+            run.leftovers.apply()
+            again = _looked(dataclasses.replace(subject, sizes=subject.sizes.again()))
+        except (TraceError, SizeAskedError):
+            again = None
+        finally:
+            run.leftovers.restore()
+            for guard, value in before:
+                guard.place.write(value)
+        is_settled = again is not None and not again.changed and not any(read.is_of_files for read in again.outside)
+        if again is not None and is_settled and is_same(run.trace, again.trace, run.leftovers.cached):
+            return dataclasses.replace(run, guards=settled(run.guards, run.changed, again.guards))
+    owner = common_module(run.contexts[0])
+    raise UntraceableError(run.refusal, subject.model.get_submodule(owner) if owner else None)
+
+
+def _undisturbed(subject: Subject, run: Run) -> Run:
+    """The run, if what it has read from outside the process changes nothing about the trace; else UntraceableError."""
+    if not run.outside or subject.request.answers is not None:
+        return run
+    read = next((read for read in run.outside if read.is_of_files), None)
+    if read is None:
+        with suppress(TraceError, SizeAskedError):
+            if is_same(run.trace, _looked(dataclasses.replace(subject, sizes=subject.sizes.again())).trace, ()):
+                return run
+        read = run.outside[0]
+    module = subject.model.get_submodule(read.fqn)
+    raise UntraceableError.inside(module, read.fqn, read.line, f"forward {read.what}, which every step has to do anew")
+
+
+def _both(first: str, last: str) -> str:
+    """What stopped a recording first, and why it did not help to call that module whole."""
+    return first if first == last else f"{first}; and then: {last}"
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    """Whether nothing is to be recorded inside: so it is marked, a rule gives its shapes, or it is no Python (TorchScript)."""
+    """Whether nothing is to be recorded inside: it is marked so, a rule gives its shapes, it has hooks, or is no Python (TorchScript)."""
     return (
         isinstance(module, torch.jit.ScriptModule)
+        or bool(hook_of(module))
         or bool(vars(module).get(_LEAF_MARK))
         or shape_rule(module) is not None
     )
@@ -124,152 +243,3 @@ def _to_call_whole(model: nn.Module, failed: nn.Module | None, leaves: Mapping[s
         return {}
     alike = (name for name, module in model.named_modules() if type(module) is type(failed) and name not in leaves)
     return dict.fromkeys(alike)
-
-
-def _record_once(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    names: dict[int, str],
-    leaves: frozenset[str],
-    device: torch.device,
-    answers: Answers | None,
-    autocast: Autocast | None,
-    shown: Collection[str],
-) -> Trace:
-    """One attempt, with these modules called whole."""
-    if len(FakeTensorMode.cache) > _MAX_CACHED_FAKES:
-        FakeTensorMode.cache_clear()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    state = make_fakes(model, mode, device)
-    with ExitStack() as stack:
-        # Ours, not the caller's, decides what is recorded: autograd on or off is part of the signature.
-        stack.enter_context(installed(model, state))
-        stack.enter_context(mode)
-        recorder = Recorder(state, names, leaves, device, answers, shown)
-        fake_args, fake_kwargs = recorder.bind_inputs(args, kwargs)
-        stack.enter_context(recorder.meter)
-        stack.enter_context(_saved_tensors(recorder))
-        stack.enter_context(_python_calls(recorder))
-        stack.enter_context(looking(recorder.is_shown))
-        stack.enter_context(_quiet())
-        stack.enter_context(recorder)
-        if autocast is not None:
-            dtype = getattr(torch, autocast.dtype)
-            stack.enter_context(torch.autocast(autocast.device_type, dtype, autocast.enabled))
-        try:
-            output = model(*fake_args, **fake_kwargs)
-        except SmpcError:
-            raise
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise recorder.error(what, line=innermost_line(error), way_out=_CHECK_INPUTS) from error
-        with torch._C.DisableTorchFunction():
-            return recorder.finish(model, output)
-
-
-@contextmanager
-def _saved_tensors(recorder: Recorder) -> Iterator[None]:
-    """Tells the recorder what autograd saves.
-
-    The autograd graph keeps the hooks and what they return, out of the garbage collector's sight. Were the tensors among these, or the
-    recorder, which has them all, then each would hold its own node of the graph, and the whole recording would stay for ever.
-    """
-    kept: list[torch.Tensor] = []
-    note = weakref.WeakMethod(recorder.note_saved)
-
-    def pack(tensor: torch.Tensor) -> int:
-        noted = note()
-        assert noted is not None, "the recording is under way"
-        kept.append(noted(tensor))
-        return len(kept) - 1
-
-    unpack, without = kept.__getitem__, graph.disable_saved_tensors_hooks
-
-    @contextmanager
-    def stepping_aside(error_message: str) -> Iterator[None]:
-        # torch.func refuses to run under such hooks: what it saves is not counted.
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        try:
-            with without(error_message):
-                yield
-        finally:
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-    with saved_tensors_hooks(pack, unpack):
-        graph.disable_saved_tensors_hooks = stepping_aside
-        try:
-            yield
-        finally:
-            graph.disable_saved_tensors_hooks = without
-            kept.clear()
-
-
-@contextmanager
-def _python_calls(recorder: Recorder) -> Iterator[None]:
-    """Routes every call of a module, and of a custom autograd function, through the recorder.
-
-    Activation checkpointing, one of these functions, has the backward of what it runs: it becomes a region. An op of
-    `torch.library.custom_op` has its backward with it wherever it is called: the call of the op is recorded.
-    """
-    original, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
-    script, set_attribute = torch.jit.ScriptFunction.__call__, nn.Module.__setattr__
-    without_reentrant = checkpoint._checkpoint_without_reentrant_generator
-    functions = Functions(recorder)
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.module_call(module, lambda: original(module, *args, **kwargs), args, kwargs)
-
-    def guarded(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls is checkpoint.CheckpointFunction and not recorder.muted:
-            run, preserve_rng_state, *rest = args
-            grad_enabled = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(rest))
-            with torch.set_grad_enabled(grad_enabled), recorder.region(preserve_rng_state, own=True):
-                return run(*rest)
-        is_inside = recorder.muted or current_recorder() is None  # the latter in a torch call
-        if is_inside or cls.__module__ in (checkpoint.__name__, _CUSTOM_OPS):
-            return apply.__func__(cls, *args, **kwargs)
-        return functions.call(cls, lambda: apply.__func__(cls, *args, **kwargs), args, kwargs)
-
-    def around(run: Any, preserve_rng_state: bool = True, *args: Any, **kwargs: Any) -> Iterator[None]:
-        if recorder.muted:
-            yield from without_reentrant(run, preserve_rng_state, *args, **kwargs)
-            return
-        with recorder.region(preserve_rng_state, own=True):
-            yield
-
-    def noting(module: nn.Module, name: str, value: Any) -> None:
-        recorder.note_write(module, name)
-        set_attribute(module, name, value)
-
-    def scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if recorder.muted or current_recorder() is None:
-            return script(function, *args, **kwargs)
-        return call_script(recorder, function, lambda: script(function, *args, **kwargs), args, kwargs)
-
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    nn.Module.__setattr__ = noting  # type: ignore[method-assign, assignment]
-    torch.jit.ScriptFunction.__call__ = scripted  # type: ignore[method-assign, assignment]
-    checkpoint._checkpoint_without_reentrant_generator = around  # type: ignore[assignment]
-    torch.autograd.Function.apply = classmethod(guarded)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = original  # type: ignore[method-assign]
-        nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
-        torch.jit.ScriptFunction.__call__ = script  # type: ignore[method-assign]
-        checkpoint._checkpoint_without_reentrant_generator = without_reentrant
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-        functions.restore()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """FakeTensor logs the errors that it raises; ours say the same, with the module and the line."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -12,19 +12,28 @@ The regions of a sequential container's layers share a number and a strategy, wh
 become one region: "each" layer for itself, all that are "contiguous", or "group_3" at most.
 
 Example: `matching_regions(trace, ("model.layers.*",))` has a region for every layer that is called.
+
+`RegionLog` notes the checkpointed regions of one recording while the model runs.
+
+    log = RegionLog()
+    with log.region(call=3, position=lambda: len(nodes)):
+        ...                                 # what is recorded here is computed again for the backward pass
+    log.finished(calls)                     # (Region("h.0", 12, 40, 3), ...): with names, empty ones left out
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from smpc.errors import ConfigError
-from smpc.tracer.ir import NodeKind, Region, Trace
+from smpc.tracer.ir import ModuleCall, NodeKind, Region, Trace
 
 _MARK = "_smpc_checkpoint"
 EACH = "each"
@@ -32,11 +41,15 @@ EACH = "each"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMark:
-    """What a module's mark says. `strategy` is for the layers of a sequential container, else ""."""
+    """What a module's mark says. `strategy` is for the layers of a sequential container, else "".
+
+    `is_member`: the module is one of an nn.ModuleList, and the strategy is for the list.
+    """
 
     preserve_rng_state: bool = True
     strategy: str = ""
     pack_args_as_tuple: bool = False
+    is_member: bool = False
 
 
 def mark_checkpoint(module: nn.Module, mark: CheckpointMark) -> None:
@@ -95,3 +108,64 @@ def _named_spans(trace: Trace) -> Iterator[tuple[str, int, int, int]]:
     for position, node in enumerate(trace.nodes):
         if node.kind is NodeKind.CALL_MODULE:
             yield node.target, position, position + 1, node.call
+
+
+class RegionLog:
+    """Regions in order of their begin, outer ones first."""
+
+    def __init__(self) -> None:
+        self._regions: list[Region | None] = []
+        self._open: list[int] = []  # the innermost call around each region that has not ended
+        self._num_sequences = 0
+        self._lists: dict[tuple[int, str], int] = {}  # sequences by the call and the list
+
+    @contextmanager
+    def region(
+        self,
+        call: int,
+        position: Callable[[], int],
+        preserve_rng_state: bool = True,
+        sequence: int = -1,
+        strategy: str = "",
+        *,
+        own: bool = False,
+    ) -> Iterator[None]:
+        """A region from the present `position` to that at the end; `call` is the innermost module call around it."""
+        index, first = len(self._regions), position()
+        self._regions.append(None)
+        self._open.append(call)
+        try:
+            yield
+        finally:
+            self._open.pop()
+        self._regions[index] = Region("", first, position(), call, preserve_rng_state, sequence, strategy, own)
+
+    def is_innermost(self, call: int) -> bool:
+        """Whether the innermost open region was begun right inside this call."""
+        return self._open[-1:] == [call]
+
+    def new_sequence(self) -> int:
+        """A number for the layers of one call of a sequential container."""
+        self._num_sequences += 1
+        return self._num_sequences - 1
+
+    def of_list(self, call: int, member: str) -> int:
+        """A number for the members of one list of modules that are called right inside this call."""
+        place = call, member.rpartition(".")[0]
+        if place not in self._lists:
+            self._lists[place] = self.new_sequence()
+        return self._lists[place]
+
+    def finished(self, calls: tuple[ModuleCall, ...]) -> tuple[Region, ...]:
+        """The regions, each with the name of the module that it is a call of, or of the one whose code it is."""
+        regions = (region for region in self._regions if region is not None and region.first < region.last)
+        return tuple(_named(region, calls) for region in regions)
+
+
+def _named(region: Region, calls: tuple[ModuleCall, ...]) -> Region:
+    inside = [
+        call for call in calls if call.parent == region.call and region.first <= call.first and call.last <= region.last
+    ]
+    inside = [call for call in inside if call.last > call.first]
+    name = inside[0].fqn if len(inside) == 1 else calls[region.call].fqn
+    return dataclasses.replace(region, name=name)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch import nn
 
 from smpc.errors import TraceError
 from smpc.tracer import targets
+from smpc.tracer.constants import Opaque, Ref, TraceDevice, map_references, normalise
 from smpc.tracer.ir import Autocast, Node, NodeKind, TensorSpec, Trace
-from smpc.tracer.literals import Opaque, Ref, TraceDevice, map_references, normalise
+from smpc.tracer.paths import item_of, split_item
 from smpc.tracer.structure import flatten
 
 
@@ -29,11 +30,11 @@ def input_values(trace: Trace, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             f"the trace belongs to inputs of the form {trace.inputs.paths()}, found {structure.paths()}; trace again"
         )
     wrong = []
-    for leaf, traced, path in zip(leaves, trace.input_leaves, structure.paths(), strict=True):
+    for position, (leaf, traced) in enumerate(zip(leaves, trace.input_leaves, strict=True)):
         expected = trace.node(traced.name).spec if isinstance(traced, Ref) else traced
         if not _is_as_traced(leaf, expected):
             found = TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)
-            wrong.append(f"{path}: expected {expected}, found {found}")
+            wrong.append(f"{structure.paths()[position]}: expected {expected}, found {found}")
     if wrong:
         raise TraceError(
             f"these inputs, as (args, kwargs), are not those of the trace; trace again: {'; '.join(wrong)}"
@@ -55,17 +56,31 @@ def _is_as_traced(leaf: Any, expected: Any) -> bool:
     return bool(normalise(leaf) == expected or expected != expected)  # the latter is nan
 
 
-def replay(trace: Trace, model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-    """What `model(*args, **kwargs)` returns, computed from the trace and the model's parameters and buffers."""
+Watch = Callable[[int, dict[str, Any], bool], None]  # position of a node, values by name, whether it has been evaluated
+
+
+def replay(
+    trace: Trace,
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    watch: Watch = lambda position, values, is_done: None,
+) -> Any:
+    """What `model(*args, **kwargs)` returns, computed from the trace and the model's parameters and buffers.
+
+    `watch` is called before and after every node.
+    """
     inputs = input_values(trace, args, kwargs or {})
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     # A read is recorded at its first use, which may come after the model has rebound the buffer.
     values: dict[str, Any] = {
         node.name: read_attribute(model, node.target) for node in trace.nodes if node.kind is NodeKind.GET_ATTR
     }
-    for node in trace.nodes:
+    for position, node in enumerate(trace.nodes):
+        watch(position, values, False)
         if node.kind is not NodeKind.GET_ATTR:
             values[node.name] = _evaluate(node, values, inputs, model, device)
+        watch(position, values, True)
     return trace.output.unflatten(resolved(leaf, values, device) for leaf in trace.output_leaves)
 
 
@@ -145,14 +160,11 @@ def evaluate(node: Node, values: Mapping[str, Any], device: torch.device) -> Any
 
 
 def read_attribute(model: nn.Module, path: str) -> Any:
-    """A parameter, buffer or tensor attribute by its path: "transformer.h.0.weight", "tables['cos']", "scales[1]"."""
-    owner, _, name = path.partition("[")[0].rpartition(".")
-    module = model.get_submodule(owner)
-    value = getattr(module, name)
-    if "[" in path:
-        key = path[path.index("[") + 1 : -1]
-        value = value[int(key) if key.lstrip("-").isdigit() else key.strip("'\"")]
-    return value
+    """A parameter, buffer or tensor attribute by its path: "transformer.h.0.weight", "tables..'cos'", "scales..1"."""
+    dotted, key = split_item(path)
+    owner, _, name = dotted.rpartition(".")
+    value = getattr(model.get_submodule(owner), name)
+    return item_of(value, key) if key else value
 
 
 @contextmanager

@@ -17,6 +17,7 @@ Unlike torch's pytree, sets and unregistered classes are opened, and a Structure
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,9 +26,12 @@ from typing import Any
 
 import torch
 
-from smpc.tracer.literals import register, resolve
+from smpc.tracer.constants import register, resolve
+from smpc.tracer.paths import is_plain_name
 
 LEAF = "leaf"
+_DEPTH = 8  # an encoder-decoder cache: caches, layers, a layer, its keys
+_KEYWORD = re.compile(r"""\[1\]\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\](.*)""", re.DOTALL)
 
 
 @register
@@ -92,7 +96,7 @@ class Structure:
             return cls(values)
         if self.kind == "mapping":
             return _build_mapping(cls, self.keys, values)
-        instance = object.__new__(cls)
+        instance = _bare(cls)
         for key, value in zip(self.keys, values, strict=True):
             object.__setattr__(instance, key, value)
         return instance
@@ -142,7 +146,7 @@ def _open(value: Any, open_objects: tuple[int, ...]) -> tuple[str, tuple[Any, ..
         names = tuple(f.name for f in dataclasses.fields(value))
         return "dataclass", names, [getattr(value, name) for name in names]
     attributes = getattr(value, "__dict__", None)
-    if attributes and _holds_tensor(attributes, 4):
+    if attributes and _holds_tensor(attributes):
         return "object", tuple(attributes), list(attributes.values())
     return LEAF, (), []
 
@@ -156,16 +160,35 @@ def _ordered(values: Iterable[Any]) -> list[Any]:
         return members
 
 
-def _holds_tensor(value: Any, depth: int) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if depth == 0 or value is None or isinstance(value, (torch.nn.Module, type)):
-        return False
+def _holds_tensor(attributes: Any) -> bool:
+    """Whether there is a tensor in an object's attributes, in what they hold, and so on, as far as caches of caches go."""
+    level, seen = [attributes], {id(attributes)}
+    for _ in range(_DEPTH):
+        below = []
+        for item in (item for each in level for item in _inside(each)):
+            if isinstance(item, torch.Tensor):
+                return True
+            if id(item) not in seen and not isinstance(item, (str, int, float, torch.nn.Module, type)):
+                seen.add(id(item))
+                below.append(item)
+        level = below
+    return False
+
+
+def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
-        return any(_holds_tensor(item, depth - 1) for item in value.values())
+        return value.values()
     if isinstance(value, (list, tuple)):
-        return any(_holds_tensor(item, depth - 1) for item in value)
-    return _holds_tensor(getattr(value, "__dict__", None), depth - 1)
+        return value
+    return _inside(getattr(value, "__dict__", ()))
+
+
+def _bare(cls: Any) -> Any:
+    """An instance without attributes; of classes that C has written (types.SimpleNamespace), as they make one."""
+    try:
+        return object.__new__(cls)
+    except TypeError:
+        return cls.__new__(cls)
 
 
 def _build_mapping(cls: Any, keys: tuple[Any, ...], values: list[Any]) -> Any:
@@ -186,6 +209,7 @@ def input_path(path: str) -> str:
     """ "[1]['input_ids']" of (args, kwargs) as "input_ids"; "[0][2]" as "args[2]"."""
     if path.startswith("[0]"):
         return "args" + path[3:]
-    match = re.match(r"\[1\]\['(\w+)'\](.*)", path, re.DOTALL)
+    match = _KEYWORD.match(path)
     assert match, path
-    return match[1] + match[2]
+    name = ast.literal_eval(match[1])
+    return (name if is_plain_name(name) else f"kwargs[{match[1]}]") + match[2]

@@ -17,10 +17,13 @@ from typing import Any
 
 import torch
 
+from smpc.tracer.constants import loaded
+
 GETATTR = "builtins.getattr"
 SETATTR = "builtins.setattr"
 GETITEM = "_operator.getitem"
 SETITEM = "_operator.setitem"
+TENSOR_OPS = "smpc.executor.tensor_ops"  # what tensor-parallel stages call
 APPLY = ".apply"  # how the names of custom autograd functions end
 
 # As torch defines it: while a model is recorded, another one stands in its place.
@@ -92,21 +95,22 @@ def name_of_apply(cls: type[torch.autograd.Function]) -> str:
 
 @functools.cache
 def function(name: str) -> Callable[..., Any]:
-    """The function of that qualified name. Raises KeyError if there is none."""
+    """The function of that qualified name, in a module of torch or one that is imported. Raises KeyError if there is none."""
     if name.startswith(_OWN_OPS):
         importlib.import_module("smpc.kernels.ops")  # registers them
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(parts[:length]))
+            found: Any = loaded(".".join(parts[:length]))
         except ModuleNotFoundError:
             continue
         owner: Any = None
         for part in parts[length:]:
             owner, found = found, getattr(found, part, None)
-        if found is None:
+            if isinstance(found, types.ModuleType) and found.__name__.split(".")[0] != parts[0]:
+                found = None  # what a module imports is no part of it: torch.os.system
+        if not callable(found):
             break
-        assert callable(found), name
         if name.endswith(APPLY) and isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
             return types.MethodType(_TORCH_APPLY, owner)
         return found  # type: ignore[no-any-return]

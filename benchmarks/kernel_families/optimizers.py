@@ -19,7 +19,7 @@ PER_BYTE = "fused Adam, per byte"
 GOALS = {OF_COPY: 0.85, PER_BYTE: 1 / 1.05}
 
 # Name, class, options, the peer of kernel=False, bytes moved for each parameter beside those of itself and its gradient: moments and
-# masters, read and written. LAMB reads moments and parameters twice; see kernels/optimizers_triton.py.
+# masters, read and written. LAMB reads moments and parameters twice; see kernels/programs/optimizers_triton.py.
 CASES: tuple[tuple[str, Any, dict[str, Any], str, int], ...] = (
     ("adamw", FusedAdamW, {}, "torch fused", 16),
     ("adamw masters", FusedAdamW, {"master_weights": True}, "torch foreach", 24),

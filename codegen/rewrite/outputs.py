@@ -13,8 +13,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from smpc.errors import ConfigError
+from smpc.tracer.constants import references
 from smpc.tracer.ir import Trace
-from smpc.tracer.literals import references
 
 
 def keep_outputs(trace: Trace, names: Sequence[str]) -> Trace:

@@ -26,14 +26,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from smpc.codegen.actions import Schedule, peaks, rank_peaks
-from smpc.codegen.schedule import SCHEDULES, in_flight, scheduler
+from smpc.codegen.schedule import SCHEDULES, in_flight, interleaved_1f1b, loop_placement, scheduler
 from smpc.codegen.schedules.csv_file import read_csv
 from smpc.codegen.schedules.search import search
-from smpc.codegen.schedules.virtual import interleaved_1f1b, loop_placement
-from smpc.codegen.schedules.zero_bubble import zb_h1, zb_h2
-from smpc.codegen.schedules.zero_bubble_v import v_placement, zb_v
-from smpc.codegen.simulate import Costs, Link, chain
-from smpc.errors import ConfigError, ScheduleError
+from smpc.codegen.schedules.zero_bubble import v_placement, zb_h1, zb_h2, zb_v
+from smpc.codegen.simulate import Costs, Transfer, chain
+from smpc.config.limits import shown, size_violation
+from smpc.errors import ConfigError, ScheduleError, printable
 
 _ALIASES = {"gpipe": "simple", "1f1b": "interleaved"}
 # name -> (fewest pieces per rank, most, default); most 0: no limit
@@ -64,6 +63,7 @@ class Choice:
     def __post_init__(self) -> None:
         if self.name not in SCHEDULES and (self.name in _ALIASES or self.name not in NAMES) and not _is_file(self.name):
             scheduler(self.name)
+        _check_size(self.name, len(self.placement), self.num_microbatches)
 
     @property
     def in_flight(self) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ class Choice:
             return in_flight(self.name, num_stages, self.num_microbatches, self.active_microbatches)
         return peaks(self._typical if self.name == "list" else self._named(self.name), num_stages)
 
-    def build(self, links: Sequence[Link], costs: Costs, in_flight: Sequence[int] | None = None) -> Schedule:
+    def build(self, links: Sequence[Transfer], costs: Costs, in_flight: Sequence[int] | None = None) -> Schedule:
         """The schedule. Links and costs matter to `list` alone.
 
         A rank of `list` holds no more (stage, microbatch) than balanced stages need, but may share them among its stages
@@ -176,10 +176,10 @@ def choose(
     else:
         name = schedule
         if name not in _PIECES:
-            close = difflib.get_close_matches(name, NAMES, n=1)
+            close = difflib.get_close_matches(name[:100], NAMES, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(
-                f"schedule: expected one of {', '.join(map(repr, NAMES))} or a .csv file, found {name!r}{hint}"
+                f"schedule: expected one of {', '.join(map(repr, NAMES))} or a .csv file, found {shown(name)}{hint}"
             )
     fewest, most, default = _PIECES[name]
     pieces = default if num_pieces is None else num_pieces
@@ -187,6 +187,7 @@ def choose(
         expected = f"{fewest}" if fewest == most else f"at least {fewest}"
         raise ConfigError(f"virtual_pipeline_degree: expected {expected} for the {name} schedule, found {pieces}")
     is_v = name == "zb-v" or (name == "list" and pieces > 1)
+    _check_size(name, num_ranks * pieces, num_microbatches)
     placement = passes(num_ranks, pieces) if is_v else loop_placement(num_ranks, pieces)
     active = min(active_microbatches or num_ranks + 2, num_microbatches)
     return Choice(_ALIASES.get(name, name), placement, num_microbatches, active)
@@ -203,6 +204,13 @@ def passes(num_ranks: int, num_pieces: int) -> tuple[int, ...]:
     return tuple(rank for i, length in enumerate(lengths) for rank in ways[i % 2] for _ in range(length))
 
 
+def _check_size(name: str, num_stages: int, num_microbatches: int) -> None:
+    """Raise ConfigError for more actions than a schedule of that name is made of in any bearable time."""
+    violation = size_violation(num_stages, num_microbatches, searched=name == "list")
+    if violation:
+        raise ConfigError(violation)
+
+
 def _is_file(name: str) -> bool:
     return name.endswith(".csv")
 
@@ -216,7 +224,7 @@ def _choose_file(path: str, num_ranks: int, num_microbatches: int, num_pieces: i
     if num_pieces is not None and len(placement) != num_ranks * num_pieces:
         raise ConfigError(
             f"virtual_pipeline_degree: {num_pieces} on {num_ranks} ranks needs {num_ranks * num_pieces} stages, but "
-            f"{path} has {len(placement)}; leave it out"
+            f"{printable(path)} has {len(placement)}; leave it out"
         )
     return choice
 
@@ -234,10 +242,10 @@ def _check_file(path: str, schedule: Schedule, choice: Choice, num_ranks: int | 
     placement = dict(enumerate(choice.placement))
     stages = sorted({action.stage for _, action in actions})
     if stages != list(placement):
-        wrong.append(f"expected the stages {list(placement)}, found {stages}")
+        wrong.append(f"expected the stages {shown(list(placement))}, found {shown(stages)}")
     elsewhere = sorted({action.stage for rank, action in actions if placement.get(action.stage, rank) != rank})
     wrong += [
         f"expected stage {stage} in row {placement[stage] + 1} alone, where it is found too" for stage in elsewhere
     ]
     if wrong:
-        raise ConfigError("\n".join(f"schedule: {path}: {line}" for line in wrong))
+        raise ConfigError("\n".join(f"schedule: {printable(path)}: {line}" for line in wrong))

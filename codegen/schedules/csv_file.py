@@ -27,35 +27,35 @@ from pathlib import Path
 
 from smpc.codegen.actions import Action, Schedule, split_backwards
 from smpc.codegen.program import Op
-from smpc.errors import ConfigError
+from smpc.config.files import read_text
+from smpc.config.limits import MAX_MICROBATCHES, MAX_STEPS, shown, size_violation
+from smpc.errors import ConfigError, printable
 
-_CELL = re.compile(r"(\d+)(F|I|W|B)(\d+)")
-_COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+MAX_CSV_BYTES = 16 << 20
+_CELL = re.compile(r"([0-9]{1,6})(F|I|W|B)([0-9]{1,6})")
+_NUMBERED = re.compile(r"[0-9]+[FIWB][0-9]+")
+_TOO_MANY = f"of at most {MAX_MICROBATCHES} microbatches and {MAX_STEPS} stages x microbatches, "
+_COMMUNICATION = re.compile(r"[0-9]{1,6}(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)[0-9]{0,6}")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _OPS = {"F": Op.FORWARD, "B": Op.BACKWARD, "I": Op.BACKWARD, "W": Op.WEIGHT}
 
 
 def read_csv(path: str | Path) -> Schedule:
     """The schedule in a file. ConfigError names the file and every cell that is wrong."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"schedule: cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"schedule: {path} is not UTF-8 text at byte {error.start}") from None
-    return parse_csv(text, str(path))
+    return parse_csv(read_text(path, f"schedule {path}", most=MAX_CSV_BYTES), str(path))
 
 
 def parse_csv(text: str, origin: str) -> Schedule:
     """The schedule in a text; messages call it `origin`."""
     rows, wrong, letters = [], [], {}
-    for rank, row in enumerate(csv.reader(io.StringIO(text))):
+    origin = printable(origin)
+    for rank, row in enumerate(_rows(text, origin)):
         actions = []
         for column, cell in enumerate(row):
             if not _is_known(cell):
                 wrong.append(
                     f"schedule: {origin}, row {rank + 1}, cell {column + 1}: expected an action such as 0F3, 0B3, 0I3 "
-                    f"or 0W3, found {cell!r}"
+                    f"or 0W3, {_TOO_MANY if _NUMBERED.fullmatch(cell.strip()) else ''}found {shown(cell)}"
                 )
                 continue
             for stage, letter, microbatch in () if _COMMUNICATION.fullmatch(cell.strip()) else _CELL.findall(cell):
@@ -90,8 +90,21 @@ def _cells(actions: tuple[Action, ...], split: frozenset[tuple[int, int]]) -> It
         yield f"{action.stage}{'I' if is_part else action.op}{action.microbatch}"
 
 
+def _rows(text: str, origin: str) -> Iterator[list[str]]:
+    reader = csv.reader(io.StringIO(text))
+    try:
+        yield from reader
+    except csv.Error as error:  # a cell of more than 128 KiB, for instance
+        raise ConfigError(f"schedule: {origin}, line {reader.line_num}: malformed CSV: {error}") from None
+
+
 def _is_known(cell: str) -> bool:
     cell = cell.strip()
     if overlap := _OVERLAP.fullmatch(cell):
-        return all(_CELL.fullmatch(part.strip()) for part in overlap[1].split(";"))
-    return not cell or bool(_CELL.fullmatch(cell) or _COMMUNICATION.fullmatch(cell))
+        return all(_is_action(part.strip()) for part in overlap[1].split(";"))
+    return not cell or _is_action(cell) or bool(_COMMUNICATION.fullmatch(cell))
+
+
+def _is_action(cell: str) -> bool:
+    found = _CELL.fullmatch(cell)
+    return found is not None and not size_violation(int(found[1]) + 1, int(found[3]) + 1)

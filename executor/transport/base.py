@@ -30,7 +30,7 @@ class Transport(Protocol):
 
     @property
     def receives_on_device(self) -> bool:
-        """Whether a posted receive occupies the device until the message comes (see `smpc.executor.posting`)."""
+        """Whether a posted receive occupies the device until the message comes (see `smpc.executor.program.receive_order`)."""
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Before a program runs first: open the ways of its messages, each from one rank to another. Collective over its ranks."""

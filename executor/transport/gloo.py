@@ -4,7 +4,7 @@ The group's ranks are the pipeline ranks. Tensors from one rank to another go fi
 tag of their own, so other traffic on the group does not get between. gloo moves the bytes in the background
 once both ends have posted, and copies bytes whatever their dtype. It cannot tell whether an operation has
 completed without waiting for it, and a wait that times out closes the connection: so a wait has the whole
-step's time, and what was sent is held until it is known to arrive (`smpc.executor.arrivals`) or the step ends.
+step's time, and what was sent is held until it is known to arrive (`smpc.executor.program.send_completion`) or the step ends.
 
 On one host, small tensors go through shared memory (`smpc.executor.transport.rings`): gloo wakes a thread on each side, which takes
 as long as the kernels of a small layer, and a core from them. Both ends know a tensor's size, and so its way.
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smpc.errors import TransportError
-from smpc.executor.shared_memory import connect
+from smpc.executor.host_memory.shared_memory import connect
 from smpc.executor.transport.layout import WireFormat
 from smpc.executor.transport.pool import BufferPool
 from smpc.executor.transport.rings import LIMIT, Post, Rings, ring_bytes

@@ -3,11 +3,12 @@
 Terms
     dense       non-overlapping and without gaps: the strides are a permutation of contiguous ones
     wire view   the same memory seen as a contiguous tensor: what a transport reads and writes
+    gaps        the strides on arrival of a tensor that is not dense, such as a slice: see `smpc.tracer.layouts`
 
-A dense tensor keeps its strides: its dimensions, sorted by falling stride, are a contiguous tensor. Anything
-else (expanded, overlapping, with gaps) travels contiguous, and so it arrives. Both ends know the format from
-the plan, so nothing but the elements is sent, and a tensor without elements is not sent at all. Only gradients
-may come in another dense layout than planned: see `smpc.executor.inbox`.
+A dense tensor keeps its strides: its dimensions, sorted by falling stride, are a contiguous tensor. A tensor with gaps travels without
+them, and whoever takes it out of its inbox gives it gaps again. What is expanded or overlaps travels contiguous, and so it arrives. Both
+ends know the format from the plan, so nothing but the elements is sent, and a tensor without elements is not sent at all. Only
+gradients may come in another layout than planned: see `smpc.executor.program.inbox`.
 
 Example: float32[2,3] with strides (1, 2) is dense; its wire view is `tensor.permute(1, 0)`, contiguous [3,
 2].
@@ -23,11 +24,12 @@ from torch import Tensor
 
 from smpc.errors import TransportError
 from smpc.tracer.ir import TensorSpec
+from smpc.tracer.layouts import arrival_stride, dense_order, falling_order
 
 
 @dataclass(frozen=True, slots=True)
 class WireFormat:
-    """The format of one value. `stride` is the layout in which it arrives; `order` makes that layout contiguous."""
+    """The format of one value. `stride` is the layout in which it travels; `order` makes that layout contiguous."""
 
     value: str
     shape: tuple[int, ...]
@@ -36,37 +38,45 @@ class WireFormat:
     order: tuple[int, ...] | None  # None: contiguous as it is
     requires_grad: bool
     is_empty: bool
+    gaps: tuple[int, ...] = ()  # the strides on arrival, if others
 
     @classmethod
     def of(cls, value: str, spec: TensorSpec) -> WireFormat:
         """The format of the value with that spec."""
-        order = _dense_order(spec.shape, spec.stride)
-        stride = spec.stride if order is not None else _contiguous_stride(spec.shape)
-        if order == tuple(range(len(spec.shape))):
-            order = None
         empty = spec.num_elements == 0
-        return cls(value, spec.shape, spec.torch_dtype, stride, order, spec.requires_grad, empty)
+        form = cls(value, spec.shape, spec.torch_dtype, (), None, spec.requires_grad, empty)
+        return form.arriving(arrival_stride(spec.shape, spec.stride, spec.torch_dtype.itemsize))
 
-    def in_order(self, order: tuple[int, ...]) -> WireFormat:
-        """The same value in another dense layout: `order` lists the dimensions by falling stride."""
-        stride, step = [0] * len(self.shape), 1
-        for dim in reversed(order):
-            stride[dim] = step
-            step *= max(self.shape[dim], 1)
+    def arriving(self, stride: tuple[int, ...]) -> WireFormat:
+        """The same value in the layout on arrival of these strides (see `smpc.tracer.layouts`)."""
+        order = falling_order(self.shape, stride)
         kept = None if order == tuple(range(len(order))) else order
-        return dataclasses.replace(self, stride=tuple(stride), order=kept)
+        if dense_order(self.shape, stride) is not None:
+            return dataclasses.replace(self, stride=stride, order=kept, gaps=())
+        packed, step = [0] * len(self.shape), 1
+        for dim in reversed(order):
+            packed[dim] = step
+            step *= self.shape[dim]
+        return dataclasses.replace(self, stride=tuple(packed), order=kept, gaps=stride)
 
     def laid_out_like(self, tensor: Tensor) -> WireFormat:
-        """This format in the layout of a tensor of that shape, if that is dense; otherwise this format."""
-        if tensor.stride() == self.stride or self._same_layout(tensor.stride()):
+        """This format in the layout of a tensor of that shape, unless that is expanded or overlaps; otherwise this format."""
+        if not self.gaps and (tensor.stride() == self.stride or self._same_layout(tensor.stride())):
             return self
-        order = _dense_order(self.shape, tensor.stride())
-        return self if order is None else self.in_order(order)
+        stride = arrival_stride(self.shape, tensor.stride(), self.dtype.itemsize)
+        is_kept = dense_order(self.shape, tensor.stride()) is not None or dense_order(self.shape, stride) is None
+        return self.arriving(stride) if is_kept else self
 
     @property
-    def dimensions(self) -> tuple[int, ...]:
-        """The dimensions by falling stride."""
-        return tuple(range(len(self.shape))) if self.order is None else self.order
+    def arrival(self) -> tuple[int, ...]:
+        """The strides on arrival."""
+        return self.gaps or self.stride
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        """What has travelled in this format, as it arrives: with gaps, if it has any."""
+        if not self.gaps:
+            return tensor
+        return torch.empty_strided(self.shape, self.gaps, dtype=self.dtype, device=tensor.device).copy_(tensor)
 
     def check(self, tensor: Tensor, where: str, *, gradients: bool) -> None:
         """Raise TransportError unless the tensor is what was planned; `gradients`: an unplanned need of one counts."""
@@ -83,7 +93,7 @@ class WireFormat:
         )
 
     def conform(self, tensor: Tensor) -> Tensor:
-        """The tensor, detached and in the planned layout; shares memory where that holds its values in this layout already."""
+        """The tensor, detached and in the layout in which it travels; shares memory where that holds its values so already."""
         tensor = tensor.detach().resolve_conj().resolve_neg()  # `z.conj()` has the memory of z, and a bit
         if tensor.stride() == self.stride or self._same_layout(tensor.stride()):
             return tensor
@@ -93,32 +103,9 @@ class WireFormat:
         return all(n == 1 or a == b for n, a, b in zip(self.shape, stride, self.stride, strict=True))
 
     def wire(self, tensor: Tensor) -> Tensor:
-        """The wire view of a tensor in the planned layout."""
+        """The wire view of a tensor in the layout in which it travels."""
         return tensor if self.order is None else tensor.permute(self.order)
 
     def empty(self, device: torch.device) -> Tensor:
-        """A new tensor in the planned layout, contents undefined."""
+        """A new tensor in the layout in which it travels, contents undefined."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
-
-
-def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
-
-
-def _dense_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The dimensions by falling stride if the layout is dense, else None. Dimensions of size 1 stay where they are."""
-    if 0 in shape or stride == _contiguous_stride(shape):
-        return tuple(range(len(shape)))
-    real = [dim for dim, size in enumerate(shape) if size != 1]
-    falling = sorted(real, key=lambda dim: -stride[dim])
-    step = 1
-    for dim in reversed(falling):
-        if stride[dim] != step:
-            return None
-        step *= shape[dim]
-    remaining = iter(falling)
-    return tuple(dim if size == 1 else next(remaining) for dim, size in enumerate(shape))

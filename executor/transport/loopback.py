@@ -2,7 +2,7 @@
 
 A message is a detached alias of the sender's tensor when its layout is as planned, a copy otherwise: what the
 receiver sees has the layout that it would have after a real transport. Senders copy what they may write later
-(see `smpc.executor.bind`).
+(see `smpc.executor.program.bind`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Terms
 
 The sender copies the elements into the ring and then writes the word, at number mod _WORDS; the receiver waits for the word with the next
 number, copies the elements into the buffer that was posted first, and then writes `taken`. So nobody reads what is half written, and the
-sender uses the places again of what has been taken (`smpc.executor.shared_peers` says on which processors that follows).
+sender uses the places again of what has been taken (`smpc.executor.host_memory.shared_peers` says on which processors that follows).
 
 A message is where it lies before `send` returns, and it stays there when the sender ends. Copying keeps the sender from computing, for
 about 0.1 ms a MiB: larger messages than LIMIT are for transports that send in the background.
@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from smpc.errors import TransportError
-from smpc.executor.shared_memory import Shared
-from smpc.executor.shared_peers import CACHE_LINE, PAGE, Peers
+from smpc.executor.host_memory.shared_memory import Shared
+from smpc.executor.host_memory.shared_peers import CACHE_LINE, PAGE, Peers
 
 LIMIT: Final = 4 << 20  # bytes of a message
 _RING: Final = 16 << 20

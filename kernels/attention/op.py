@@ -36,7 +36,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from smpc.kernels.attention.check import check_attention
 from smpc.kernels.attention.reference import reference_backward, reference_forward
-from smpc.kernels.runtime import Backend, backend
+from smpc.kernels.launch.runtime import Backend, backend
 
 
 def flash_attention(

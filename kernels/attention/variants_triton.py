@@ -19,7 +19,7 @@ from smpc.kernels.attention.backward_triton import (
 )
 from smpc.kernels.attention.forward_triton import BLOCKS, attention_forward_kernel
 from smpc.kernels.attention.tiles_triton import LENGTHS, SMALL_SHARED_MEMORY, Blocks, Table
-from smpc.kernels.variants import TARGETS, KernelVariant, variant
+from smpc.kernels.launch.variants import TARGETS, KernelVariant, variant
 
 # The tensors that a kernel reads and writes in the type of q; the others are fp32.
 _FORWARD = (attention_forward_kernel, BLOCKS, "attention forward", ("q", "k", "v", "out"), ("lse",))

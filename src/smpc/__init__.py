@@ -2,6 +2,7 @@
 
     plan = smpc.partition(model, sample_inputs, pipeline_parallel_degree=4)     a plan, without any process group
     import smpc.v1 as smp                                                       training scripts, SMP's own API
+    smpc.alias()                                                                the same, imported by SMP's own name
 
 Names are loaded when they are first used, so that importing smpc does not import torch.
 """
@@ -12,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from smpc.aliasing import alias
     from smpc.api import (
         Compilation,
         LoopbackRuntime,
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
         Search,
         StepInfo,
         TensorBoard,
+        WandB,
         compile_model,
         mark_leaf,
         partition,
@@ -42,7 +45,9 @@ __all__ = [
     "SmpcError",
     "StepInfo",
     "TensorBoard",
+    "WandB",
     "__version__",
+    "alias",
     "compile_model",
     "mark_leaf",
     "partition",
@@ -50,8 +55,10 @@ __all__ = [
     "search",
 ]
 
+_ELSEWHERE = {"SmpcError": "smpc.errors", "alias": "smpc.aliasing"}
+
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'smpc' has no attribute {name!r}")
-    return getattr(importlib.import_module("smpc.errors" if name == "SmpcError" else "smpc.api"), name)
+    return getattr(importlib.import_module(_ELSEWHERE.get(name, "smpc.api")), name)

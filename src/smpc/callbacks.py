@@ -1,9 +1,10 @@
-"""Ready-made callbacks for `register_step_callback`: a line of progress, and TensorBoard.
+"""Ready-made callbacks for `register_step_callback`: a line of progress, TensorBoard, and Weights & Biases.
 
     model.register_step_callback(smpc.ProgressLine(num_steps=1000))
     model.register_step_callback(smpc.TensorBoard("runs/first"))
+    model.register_step_callback(smpc.WandB(project="first", peak_flops=989e12))
 
-A callback is any function of a `smpc.StepInfo`. Both of these may be registered on every rank: each shows what it says it shows, once.
+A callback is any function of a `smpc.StepInfo`. They may be registered on every rank: each shows what it says it shows, once.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from smpc.errors import ConfigError
-from smpc.observe import StepInfo
+from smpc.observe.observer import StepInfo
 from smpc.report.format import format_bytes, format_number, format_time
 
 if TYPE_CHECKING:
@@ -81,11 +82,12 @@ class ProgressLine:
 class TensorBoard:
     """Scalars of every step for TensorBoard, in a folder for each rank: `FOLDER/rank0` and so on.
 
-    Of a training step: smpc/step_seconds, smpc/samples_per_second, smpc/tokens_per_second, smpc/bubble, smpc/loss, smpc/peak_bytes, as far
-    as the rank knows them; of others the same under smpc/evaluation. Raises ConfigError where tensorboard is not installed.
+    Of a training step: smpc/step_seconds, smpc/samples_per_second, smpc/tokens_per_second, smpc/flops_per_second, smpc/bubble, smpc/loss,
+    smpc/peak_bytes, as far as the rank knows them, and with `peak_flops`, the FLOP/s of a device, smpc/mfu; of others the same under
+    smpc/evaluation. Raises ConfigError where tensorboard is not installed.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, peak_flops: float | None = None) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -94,27 +96,67 @@ class TensorBoard:
             ) from None
         self._make = SummaryWriter
         self._folder = Path(folder)
+        self._peak_flops = peak_flops
         self._writer: SummaryWriter | None = None
 
     def __call__(self, info: StepInfo) -> None:
         """Write a step."""
         if self._writer is None:
             self._writer = self._make(str(self._folder / f"rank{info.rank}"))
-        group = "smpc" if info.training else "smpc/evaluation"
-        scalars = {
-            "step_seconds": info.seconds,
-            "samples_per_second": info.samples_per_second,
-            "tokens_per_second": info.tokens_per_second,
-            "bubble": info.bubble,
-            "loss": info.loss,
-            "peak_bytes": info.peak_bytes,
-        }
-        for name, value in scalars.items():
-            if value is not None:
-                self._writer.add_scalar(f"{group}/{name}", value, info.step)
+        for name, value in _scalars(info, self._peak_flops).items():
+            self._writer.add_scalar(name, value, info.step)
 
     def close(self) -> None:
         """Write what is left; a script that ends does so too."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+class WandB:
+    """Scalars of every step for Weights & Biases, from rank 0: one run, which begins with the first step.
+
+    `options` are those of `wandb.init`, such as project="gpt" or mode="offline"; names and `peak_flops` are as for `TensorBoard`. Raises
+    ConfigError where wandb is not installed.
+    """
+
+    def __init__(self, *, peak_flops: float | None = None, **options: Any) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(f"WandB: the package wandb is not installed ({error}); pip install wandb") from None
+        self._init = wandb.init
+        self._options = options
+        self._peak_flops = peak_flops
+        self._run: Any = None
+
+    def __call__(self, info: StepInfo) -> None:
+        """Log a step."""
+        if info.rank != 0:
+            return
+        if self._run is None:
+            self._run = self._init(**self._options)
+        self._run.log(_scalars(info, self._peak_flops), step=info.step)
+
+    def close(self) -> None:
+        """End the run; a script that ends does so too."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
+
+
+def _scalars(info: StepInfo, peak_flops: float | None) -> dict[str, float]:
+    """What is known of a step, by the names that it is written under."""
+    group = "smpc" if info.training else "smpc/evaluation"
+    speed = info.flops_per_second
+    found = {
+        "step_seconds": info.seconds,
+        "samples_per_second": info.samples_per_second,
+        "tokens_per_second": info.tokens_per_second,
+        "flops_per_second": speed,
+        "mfu": None if speed is None or peak_flops is None else speed / peak_flops,
+        "bubble": info.bubble,
+        "loss": info.loss,
+        "peak_bytes": info.peak_bytes,
+    }
+    return {f"{group}/{name}": float(value) for name, value in found.items() if value is not None}

@@ -5,6 +5,9 @@
     |   |-- ConfigTypeError (TypeError)     ... because it has the wrong type
     |   `-- ConfigUnsupportedError (NotImplementedError)    ... because this version cannot do it yet
     |-- UsageError (ValueError)             a function is called too early or with wrong arguments
+    |   |-- NonFiniteNormError (RuntimeError)    ... or gradients to clip are not finite, and it was asked to say so
+    |   `-- GroupError (RuntimeError)       ... or process groups are missing, or not those of the launcher
+    |       `-- MissingEnvironmentError     ... because a variable of the launcher is missing
     |-- StepError (ValueError)              the arguments or the body of a step function are wrong
     |   `-- NonFiniteLossError              ... or its loss is NaN or infinite
     |-- TraceError                          the model cannot be recorded
@@ -12,15 +15,23 @@
     |   `-- MemoryLimitError                ... because every plan that was found exceeds the memory limit
     |-- CodegenError                        a plan cannot be turned into programs
     |   `-- ScheduleError                   a schedule deadlocks, or reads a value before it exists
+    |-- VerificationError                   compiled programs do not do what the model does
     |-- TransportError                      a message between ranks is missing, late or not as planned
     |   `-- PeerError                       another rank failed first; carries that rank's traceback
+    |       `-- PeerMemoryError             ... because its memory was not enough; all ranks may go on with less
     `-- CheckpointError                     a checkpoint is missing, damaged or does not fit the model
+        `-- MissingKeyError (KeyError)      ... because it lacks what is to be loaded
 
 A message says what was expected, what was found, where (module, rank, microbatch) and what to do.
 All violations of one input are reported together, one line each.
 """
 
 from __future__ import annotations
+
+
+def printable(text: str) -> str:
+    """The text with control characters and the like as escapes, so that it cannot steer a terminal or add a line."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 class SmpcError(Exception):
@@ -41,6 +52,18 @@ class ConfigUnsupportedError(ConfigError, NotImplementedError):
 
 class UsageError(SmpcError, ValueError):
     """A function of the programming interface is called too early, or with arguments that cannot be."""
+
+
+class NonFiniteNormError(UsageError, RuntimeError):
+    """The norm of the gradients is NaN or infinite, and `error_if_nonfinite` is set; torch raises RuntimeError."""
+
+
+class GroupError(UsageError, RuntimeError):
+    """A function of `smpc.dist` needs process groups that are not there, or that do not agree with the launcher."""
+
+
+class MissingEnvironmentError(GroupError):
+    """A variable of the launcher is missing, such as LOCAL_RANK."""
 
 
 class StepError(SmpcError, ValueError):
@@ -75,6 +98,10 @@ class ScheduleError(CodegenError):
     """A schedule deadlocks, reads a value too early, or breaks its memory bound."""
 
 
+class VerificationError(SmpcError):
+    """Compiled programs give or leave something else than the model itself; names the first module that differs."""
+
+
 class TransportError(SmpcError):
     """A message between ranks is missing, late or not as planned."""
 
@@ -83,5 +110,18 @@ class PeerError(TransportError):
     """Another rank failed first, and the text carries its traceback; or it ended before the others met."""
 
 
+class PeerMemoryError(PeerError):
+    """Another rank has run out of memory, and told so before this one began what that one would never join."""
+
+
 class CheckpointError(SmpcError):
-    """A checkpoint is missing, damaged or does not fit the model."""
+    """A checkpoint is missing, damaged or does not fit the model. Names in the text may come from files: control characters are escaped."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text))
+
+
+class MissingKeyError(CheckpointError, KeyError):
+    """A checkpoint has no value of a name that is to be loaded."""
+
+    __str__ = Exception.__str__  # KeyError shows its text in quotes

@@ -21,7 +21,7 @@ the model, one for each microbatch, on pipeline rank 0; the other ranks pass Non
 from __future__ import annotations
 
 import contextlib
-import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,25 +30,34 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from smpc.codegen.actions import split_backwards
 from smpc.codegen.program import RankProgram
-from smpc.codegen.rewrite.tensor_parallel import GROUP
-from smpc.codegen.stage import StageModule, build_stage
-from smpc.compile import Compilation
+from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, GROUP, group_attribute
+from smpc.codegen.stage import StageModule, build_stage, compile_stage
+from smpc.compile.result import Compilation
 from smpc.errors import StepError, UsageError
-from smpc.executor.fully_shard import StageShards, exchange
-from smpc.executor.handler import StepHooks
-from smpc.executor.interpreter import Interpreter
-from smpc.executor.loopback import run_loopback
-from smpc.executor.sharded_tensor import local
+from smpc.executor.program.interpreter import Interpreter
+from smpc.executor.program.loopback import run_loopback
+from smpc.executor.replicas.fully_shard import StageShards
+from smpc.executor.replicas.step_hooks import StepHooks
+from smpc.executor.replicas.tensor_replicas import TensorReplicas
 from smpc.executor.transport import Transport, loopback_transports
-from smpc.observation import Window
-from smpc.observe import Observer, RankRecord, StepCallback, Watch, batch_of
-from smpc.partitioner.plan import Plan
+from smpc.kept_parameters import KeptParameters
+from smpc.late_hooks import LateHooks
+from smpc.observe.observer import Observer, RankRecord, StepCallback, Watch, batch_of
+from smpc.observe.window import Window
+from smpc.partitioner.costs.cost import useful_flops
+from smpc.partitioner.graph.plan import Plan
+from smpc.rank_models import RankModels
 from smpc.sample_inputs import Inputs
+from smpc.sharding import exchange
+from smpc.sharding.tensors import local
+from smpc.tracer.constants import Ref, TraceDevice
+from smpc.tracer.environment.guarded import Environment
 from smpc.tracer.guards import broken_guard
 from smpc.tracer.ir import NodeKind, Trace
-from smpc.tracer.literals import Ref, TraceDevice
 from smpc.tracer.replay import input_values
+from smpc.tracer.state.state_use import StateUse
 
 if TYPE_CHECKING:
     from smpc.report.measured import Comparison
@@ -74,17 +83,33 @@ class RankPrograms:
                 "expected a model whose parameters are slices, as the compilation is tensor parallel, found a whole one; call "
                 "smpc.tensor_parallel.place(model, compilation.sharded, group) first"
             )
+        if compilation.divided is not None:
+            raise UsageError(
+                "expected a compilation whose experts are those of the model at hand, found one that divides them: it is a plan; to run "
+                "one, call smpc.expert_parallel.shard(model, group), and compile the result without expert_parallel_degree"
+            )
+        if compilation.context is not None and group_attribute(CONTEXT) not in vars(model):
+            raise UsageError(
+                "expected a model that knows the ranks it shares sequences with, as the compilation is context parallel, found one that "
+                "does not; call smpc.context_parallel.place(model, compilation.context, group) first"
+            )
         self.model = model
         self.trace = compilation.trace
+        self.environment = compilation.environment
         self.plan = compilation.plan
         self.batch = _batch(compilation.trace, compilation.plan)
+        self.flops = _flops(compilation.trace, compilation.plan)
         self.written_inputs = _written_inputs(compilation.trace)
+        self._late_hooks = LateHooks(model, compilation)
+        self._late_hooks.check()
         program = compilation.programs[rank]
         self.stages = {code.index: build_stage(code, model, device) for code in program.stages}
+        _compile(self.stages, program, model)
         labels = _labels(compilation.trace)
         made = hooks(self.stages)  # may put other parameters in the places of the model's
         parameters = shared_parameters(model, program)
-        modules = made.modules(self.stages) if isinstance(made, StageShards) else self.stages
+        shards = _shards_of(made)
+        modules = self.stages if shards is None else shards.modules(self.stages)
         self._interpreters = {
             training: Interpreter(
                 programs[rank],
@@ -101,6 +126,7 @@ class RankPrograms:
 
     def interpreter(self, training: bool) -> Interpreter:
         """The interpreter of the training program, or of the program that runs forwards only, for one step."""
+        self._late_hooks.check()
         for stage in self.stages.values():
             stage.refresh()
         return self._interpreters[training]
@@ -142,6 +168,7 @@ class Runtime:
         self._hooks: StepHooks | None = None
         self._programs: list[RankPrograms] = []
         self._running: Interpreter | None = None
+        self._kept: KeptParameters | None = None  # unless its environment is looked after elsewhere
 
     @property
     def stages(self) -> Mapping[int, StageModule]:
@@ -153,7 +180,11 @@ class Runtime:
 
         `program`: that index, either the next one or that of a program that this one replaces; the first one cannot be replaced.
         """
+        if self._kept is not None:
+            self._kept.check(thoroughly=True)
         new = RankPrograms(self._model, compilation, self._rank, self._transport, self.device, self._hooks_for)
+        if self._kept is None and compilation.environment is not None:
+            self._kept = KeptParameters(self._model)  # the hooks may have put others there
         if program is None or program == len(self._programs):
             self._programs.append(new)
             return len(self._programs) - 1
@@ -166,20 +197,26 @@ class Runtime:
     ) -> None:
         """One step: forwards and, when `training`, backwards of all microbatches."""
         programs = self._programs[program]
+        if programs.environment is not None:
+            _check_environment(programs.environment)
+        if self._kept is not None:
+            self._kept.check()
         interpreter = self._running = programs.interpreter(training)
         inputs = (
             None if microbatches is None else placeholders(programs, interpreter.program, microbatches, self.device)
         )
         output = restored(programs.trace, on_output, self.device)
-        with self._observer.step(_tensors(inputs)) as watch:
+        observer = self._observer
+        with observer.step(() if observer.is_idle else _tensors(inputs)) as watch:
             if watch.is_wanted:
                 watch.program = program
                 with _watching(interpreter, watch, programs, training):
                     interpreter.run(inputs, _noting_loss(output, watch))
             else:
                 interpreter.run(inputs, output)
-        if isinstance(self._hooks, StageShards):
-            self._hooks.release()
+        shards = _shards_of(self._hooks)
+        if shards is not None:
+            shards.release()
         self._running = None
 
     def register_step_callback(self, callback: StepCallback) -> RemovableHandle:
@@ -237,34 +274,38 @@ class Runtime:
     def _hooks_for(self, stages: Mapping[int, StageModule]) -> StepHooks | None:
         if not self._programs:
             self._hooks = self._make_hooks(stages)
-            if isinstance(self._hooks, StageShards):
-                exchange(self._model, self._hooks.exchanged)
+            shards = _shards_of(self._hooks)
+            if shards is not None:
+                exchange(self._model, shards.exchanged)
         return self._hooks
 
 
 class LoopbackRuntime:
     """All pipeline ranks in one process, over the parameters of one model.
 
-    A parameter that several ranks hold belongs to the model on the first of them; the others have a parameter of their own over
-    the same memory, with a gradient of its own, in a copy of the model that shares everything else.
+    Every rank has memory of its own, as `smpc.rank_models` says: what works here works on ranks that are processes. Gradients, buffers
+    and attributes come back to the model.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | str = "cpu") -> None:
         self._model, self._device = model, torch.device(device)
         self._programs: list[tuple[RankPrograms, ...]] = []
-        self._models: list[nn.Module] = []
+        self._models: RankModels | None = None
         self._observers: list[Observer] = []  # by rank, once someone observes
 
     def install(self, compilation: Compilation) -> int:
         """Builds every rank's stages; returns the index to run the compilation by."""
         num_ranks = len(compilation.programs)
-        if not self._models:
-            self._models = [self._rank_model(compilation, rank) for rank in range(num_ranks)]
+        if self._models is None:
+            self._models = RankModels(self._model, compilation.plan, compilation.programs)
+        self._models.follow()
+        self._models.add(compilation.plan, StateUse.of(compilation.trace))
+        models = self._models.of_rank
         transports = loopback_transports(num_ranks, self._device)
         self._programs.append(
             tuple(
-                RankPrograms(self._models[rank], compilation, rank, transports[rank], self._device, lambda stages: None)
-                for rank in range(num_ranks)
+                RankPrograms(model, compilation, rank, transports[rank], self._device, lambda stages: None)
+                for rank, model in enumerate(models[:num_ranks])
             )
         )
         return len(self._programs) - 1
@@ -277,12 +318,12 @@ class LoopbackRuntime:
         """One step of all ranks."""
         ranks = self._programs[program]
         trace = ranks[0].trace
+        if ranks[0].environment is not None:
+            _check_environment(ranks[0].environment)
+        assert self._models is not None, "a program is installed"
+        self._models.begin_step()
         interpreters = [rank.interpreter(training) for rank in ranks]
         inputs = placeholders(ranks[0], interpreters[0].program, microbatches, self._device)
-        copies = [model for model in self._models if model is not self._model]
-        for model in copies:
-            _follow_model(model, self._model)
-        before = [dict(module._buffers) for module in self._model.modules()]
         output = restored(trace, on_output, self._device)
         with contextlib.ExitStack() as stack:
             for rank, observer in enumerate(self._observers):
@@ -290,8 +331,7 @@ class LoopbackRuntime:
                 watch.program = program
                 stack.enter_context(_watching(interpreters[rank], watch, ranks[rank], training))
             run_loopback(interpreters, inputs, output)
-        for model in copies:
-            _return_rebound(model, self._model, before)
+        self._models.end_step()
 
     def observe(self, num_steps: int = 20) -> None:
         """Measure the times of the next `num_steps` steps, for `report`."""
@@ -315,25 +355,13 @@ class LoopbackRuntime:
             raise UsageError("the runtime has no program yet; install a compilation first")
         return self._programs
 
-    def _rank_model(self, compilation: Compilation, rank: int) -> nn.Module:
-        """The model as this rank sees it: its own objects, except for parameters that belong to an earlier rank."""
-        foreign = {
-            name for name, ranks in compilation.programs[rank].shared_parameters if rank in ranks and rank != min(ranks)
-        }
-        if not foreign:
-            return self._model
-        memo = {id(tensor): tensor for tensor in (*self._model.parameters(), *self._model.buffers())}
-        for name, parameter in self._model.named_parameters():
-            if name in foreign:
-                memo[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
-        return copy.deepcopy(self._model, memo)
-
 
 @contextlib.contextmanager
 def _watching(interpreter: Interpreter, watch: Watch, programs: RankPrograms, training: bool) -> Iterator[None]:
     """Notes the spans of one step, and what kind of step it is."""
     watch.training = training
     watch.samples, watch.tokens = programs.batch
+    watch.flops = programs.flops[training]
     if watch.recorder is None:
         yield
         return
@@ -363,9 +391,25 @@ def _noting_loss(
     return call
 
 
+def _compile(stages: Mapping[int, StageModule], program: RankProgram, model: nn.Module) -> None:
+    """Honours torch.compile; warns of what is compiled in vain."""
+    splits = bool(split_backwards(program.instructions))
+    found = [compile_stage(stages[code.index], code, model, splits=splits) for code in program.stages]
+    for text in dict.fromkeys(filter(None, found)):
+        warnings.warn(text, stacklevel=2)
+
+
 def _tensors(inputs: Sequence[Mapping[str, Tensor]] | None) -> Iterator[Tensor]:
     for values in inputs or ():
         yield from values.values()
+
+
+def _check_environment(environment: Environment) -> None:
+    """Raise StepError if the model's Python would read something else than when it was recorded; else leave what it leaves behind."""
+    difference = environment.difference()
+    if difference is not None:
+        raise StepError(f"{difference} when the model was compiled; compile it again, or put it back")
+    environment.leave()
 
 
 def _batch(trace: Trace, plan: Plan) -> tuple[int | None, int | None]:
@@ -375,25 +419,19 @@ def _batch(trace: Trace, plan: Plan) -> tuple[int | None, int | None]:
     return batch_of([(spec.shape, spec.dtype in integers) for spec in specs], plan.schedule.num_microbatches)
 
 
+def _flops(trace: Trace, plan: Plan) -> tuple[float, float]:
+    """FLOPs of a step on the average of the pipeline's ranks: of its forwards, and of forwards and backwards."""
+    forward, both = useful_flops(trace)
+    share = plan.schedule.num_microbatches / plan.pipeline_parallel_degree
+    return forward * share, both * share
+
+
 def _check_records(records: Sequence[RankRecord]) -> None:
     if not records or not all(any(step.training for step in record.steps) for record in records):
         raise UsageError(
             "report: no training step has been measured; call observe() on every rank, then run training steps (with several "
             "processes memory is measured in the first one, times in those after it)"
         )
-
-
-def _follow_model(copied: nn.Module, model: nn.Module) -> None:
-    """Gives a copy the model's mode and buffers, either of which may have changed since the last step."""
-    for ours, theirs in zip(copied.modules(), model.modules(), strict=True):
-        ours.training = theirs.training
-        ours._buffers.update(theirs._buffers)
-
-
-def _return_rebound(copied: nn.Module, model: nn.Module, before: Sequence[Mapping[str, Tensor | None]]) -> None:
-    """Gives the model the buffers that the step has rebound in a copy; `before` are the model's, module by module."""
-    for ours, theirs, old in zip(copied.modules(), model.modules(), before, strict=True):
-        theirs._buffers.update({name: value for name, value in ours._buffers.items() if value is not old.get(name)})
 
 
 def shared_parameters(model: nn.Module, program: RankProgram) -> dict[str, nn.Parameter]:
@@ -421,7 +459,7 @@ def placeholders(
                 f"model input {wrong[0]} of microbatch {index} requires grad, but gradients do not flow out of the pipeline; "
                 "detach it, or compute it inside the model"
             )
-        broken = broken_guard(programs.trace, programs.model, values)
+        broken = broken_guard(programs.trace, programs.model, values) if programs.trace.guards else None
         if broken is not None:
             raise StepError(
                 f"microbatch {index}: the model's Python depends on {broken[0]}, which was {broken[0].expected} when the model was traced "
@@ -464,3 +502,9 @@ def restored(
         return on_output(microbatch, trace.output.unflatten(leaves))
 
     return call
+
+
+def _shards_of(hooks: StepHooks | None) -> StageShards | None:
+    """What divides the stages' parameters over replicas, around which there may be hooks for a tensor-parallel group."""
+    inner = hooks.inner if isinstance(hooks, TensorReplicas) else hooks
+    return inner if isinstance(inner, StageShards) else None

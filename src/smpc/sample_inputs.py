@@ -29,19 +29,27 @@ def as_inputs(sample_inputs: Any) -> Inputs:
     if isinstance(sample_inputs, torch.Tensor):
         return (sample_inputs,), {}
     if isinstance(sample_inputs, Mapping):
-        return (), dict(sample_inputs)
+        return (), _named(sample_inputs)
     if isinstance(sample_inputs, (tuple, list)):
         if (
             len(sample_inputs) == 2
             and isinstance(sample_inputs[0], (tuple, list))
             and isinstance(sample_inputs[1], dict)
         ):
-            return tuple(sample_inputs[0]), dict(sample_inputs[1])
+            return tuple(sample_inputs[0]), _named(sample_inputs[1])
         return tuple(sample_inputs), {}
     raise ConfigError(
         "sample inputs: expected a tensor, a tuple or list of arguments, a dict of keyword arguments or a (tuple, dict) "
         f"pair, found {type(sample_inputs).__name__}"
     )
+
+
+def _named(inputs: Mapping[Any, Any]) -> dict[str, Any]:
+    """Keyword arguments; ConfigError for names that are no strings."""
+    wrong = [key for key in inputs if not isinstance(key, str)]
+    if wrong:
+        raise ConfigError(f"sample inputs: expected names of keyword arguments as keys, found {wrong[0]!r}")
+    return {str.__str__(key): value for key, value in inputs.items()}
 
 
 def first_microbatch(inputs: Inputs, microbatches: int) -> Inputs:

@@ -1,13 +1,13 @@
 """Tests of kernels in Triton's interpreter, which has to be switched on before a kernel is imported, for a whole process.
 
-`pytest` collects nothing here without TRITON_INTERPRET=1; tests/unit/test_kernels_interpreter.py runs this folder in a process
+`pytest` collects nothing here without TRITON_INTERPRET=1; tests/unit/kernels/test_kernels_interpreter.py runs this folder in a process
 of its own with it set, so that `make test` includes it. By hand: `TRITON_INTERPRET=1 pytest tests/kernels`.
 """
 
 import pytest
 import torch
 
-from smpc.kernels.runtime import interpreting
+from smpc.kernels.launch.runtime import interpreting
 
 collect_ignore_glob = [] if interpreting() else ["test_*.py"]
 

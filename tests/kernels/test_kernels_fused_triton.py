@@ -4,9 +4,9 @@ import fused_cases as cases
 import pytest
 import torch
 
+from smpc.kernels.launch.runtime import Backend, backend
 from smpc.kernels.layer_norm import _add_layer_norm, layer_norm
 from smpc.kernels.linear_cross_entropy import _linear_cross_entropy
-from smpc.kernels.runtime import Backend, backend
 
 DTYPES = (torch.float32, torch.float16)
 pytestmark = [

@@ -2,11 +2,11 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from locations import REPOSITORY
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+FOLDER = REPOSITORY / "benchmarks"
 PIPELINE = ["pipeline.py", "--steps", "1", "--sizes", "launch-bound", "--schedules", "1f1b", "zb-v"]
 
 
@@ -31,6 +31,16 @@ def test_tensor_parallel_runs():
 
 
 @pytest.mark.slow
+def test_context_parallel_runs():
+    done = subprocess.run(
+        [sys.executable, "context_parallel.py", "--length", "128", "--rounds", "1", "--layers", "1"],
+        cwd=FOLDER, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "work of ranks, zigzag: [4.0, 4.0]" in done.stdout
+
+
+@pytest.mark.slow
 def test_trace_time_runs():
     done = subprocess.run(
         [sys.executable, "trace_time.py", "--only", "lstm", "--runs", "1"],
@@ -38,3 +48,13 @@ def test_trace_time_runs():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "over 1 models that both record" in done.stdout
+
+
+@pytest.mark.slow
+def test_experts_run():
+    done = subprocess.run(
+        [sys.executable, "experts.py", "--steps", "2", "--sizes", "tiny"],
+        cwd=FOLDER, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ratio") == 2

@@ -17,7 +17,7 @@ import torch
 from checkpoint_harness import KillAt, content, run_ranks, shards, state, values_of
 
 from smpc.checkpoint import Alone, BackgroundSaver, Checkpoint, Root, load, save, verify
-from smpc.checkpoint.content import VALUES
+from smpc.checkpoint.format.content import VALUES
 
 LAYOUTS = {2: ["pp", "rows", "dp"], 4: ["pp", "columns", "pp2tp", "dp"]}
 SEED = int(os.environ.get("SMPC_KILL_SEED", "20240"))
@@ -79,7 +79,7 @@ def rehearse(case, folder):
     return REHEARSED[key]
 
 
-def one_run(seed, folder):
+def check_one_run(seed, folder):
     case, fraction = draw(seed)
     calls, seconds = rehearse(case, folder)
     point = None if case["by_time"] else int(fraction * calls)
@@ -173,7 +173,7 @@ def go_on(path, case, published):
 @pytest.mark.parametrize("number", range(6))
 def test_a_random_kill(number, tmp_path):
     print(f"seed {SEED + number}", draw(SEED + number))
-    print(one_run(SEED + number, tmp_path))
+    print(check_one_run(SEED + number, tmp_path))
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ def test_300_random_kills(piece, tmp_path):
         folder = tmp_path / str(seed)
         folder.mkdir()
         try:
-            _, _, took, done = one_run(seed, folder)
+            _, _, took, done = check_one_run(seed, folder)
         except BaseException:
             print(f"seed {seed}", draw(seed))
             raise

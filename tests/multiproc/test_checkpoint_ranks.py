@@ -5,12 +5,12 @@ import os
 import resource
 import shutil
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_harness import TIMEOUT, content, empty, peak_of, run_ranks, shards, state, values_of
+from locations import GOLDEN
 from safetensors.torch import load_file
 
 from smpc.checkpoint import (
@@ -193,7 +193,7 @@ def damaged_load(rank, channel, path, golden):
 def test_damage_is_named_on_all_ranks_and_nothing_is_touched(tmp_path):
     for step, tag in ((1, "one"), (2, "two")):
         save(Root(tmp_path / "run"), tag, content(step, "dp", 0, 1), Alone())
-    golden = Path(__file__).parents[1] / "golden" / "checkpoints" / "version_1"
+    golden = GOLDEN / "checkpoints" / "version_1"
     outcomes = values_of(run_ranks(2, damaged_load, tmp_path, str(tmp_path), str(golden)))
     for rank, (told, other, rows) in enumerate(outcomes):
         for harm, text in zip(HARMS, told, strict=True):
@@ -220,7 +220,7 @@ def late(rank, channel, folder):
         )
     else:
         while not os.path.exists(f"{folder}/done"):
-            assert time.monotonic() - begin < 30
+            assert time.monotonic() - begin < 120
             time.sleep(0.02)
     open(f"{folder}/done", "w").close()
     return told

@@ -148,4 +148,4 @@ def test_a_script_with_a_partition_by_hand(tmp_path):
 
 
 def test_a_layer_on_two_partitions_is_an_error_on_both_ranks(tmp_path):
-    run_workers(script, 2, tmp_path, True, True)
+    assert run_workers(script, 2, tmp_path, True, True) == [None] * 2

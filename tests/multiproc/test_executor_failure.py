@@ -14,7 +14,7 @@ from executor_harness import Launch, Stage, layer, microbatches, two_stage_progr
 from smpc.executor import FailureMonitor, Interpreter
 from smpc.executor.transport import GlooTransport
 
-LIMIT = 10.0
+LIMIT = 60.0  # seconds after the fault, on a loaded machine
 
 
 class Bomb(torch.autograd.Function):
@@ -66,7 +66,7 @@ def step(rank, folder, failing, place, lingers):
                 interpreter.run(microbatches(0) if rank == 0 else None, on_output)
         except ArithmeticError:
             if lingers:
-                time.sleep(LIMIT + 5)  # does not end by itself: the others must not wait for that
+                time.sleep(1000)  # does not end by itself: the others must not wait for that
             raise
 
 
@@ -83,7 +83,7 @@ def assert_stopped_in_time(folder):
 def test_all_ranks_stop_with_the_first_traceback(tmp_path, failing, place):
     if place == "on_output":
         failing = 1
-    results = Launch(step, 2, tmp_path, failing, place, False).wait(60)
+    results = Launch(step, 2, tmp_path, failing, place, False).wait(120)
     assert_stopped_in_time(tmp_path)
     for status, log in results:
         assert status == 1, log
@@ -96,16 +96,16 @@ def test_all_ranks_stop_with_the_first_traceback(tmp_path, failing, place):
 
 def test_a_peer_that_does_not_end_is_not_waited_for(tmp_path):
     launch = Launch(step, 2, tmp_path, 1, "forward", True)
-    launch.processes[0].join(60)
+    launch.processes[0].join(120)
     assert launch.processes[0].exitcode not in (None, 0)
     assert_stopped_in_time(tmp_path)
     launch.processes[1].kill()
-    (_, log), _ = launch.wait(10)
+    (_, log), _ = launch.wait(60)
     assert "PeerError: another rank failed first" in log
 
 
 def test_a_killed_rank(tmp_path):
-    results = Launch(step, 2, tmp_path, 1, "kill", False).wait(60)
+    results = Launch(step, 2, tmp_path, 1, "kill", False).wait(120)
     assert_stopped_in_time(tmp_path)
     assert results[1][0] == -signal.SIGKILL
     assert results[0][0] == 1
@@ -114,7 +114,7 @@ def test_a_killed_rank(tmp_path):
 
 
 def test_a_stalled_rank_is_named(tmp_path):
-    results = Launch(step, 2, tmp_path, 0, "sleep", False).wait(60)
+    results = Launch(step, 2, tmp_path, 0, "sleep", False).wait(120)
     for status, log in results:
         assert status == 1, log
         assert "rank 0 stalled, nothing moved for 5 s: step 2, pipeline rank 0, instruction 'F s0 m2' (stage 0" in log

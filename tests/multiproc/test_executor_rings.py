@@ -13,7 +13,7 @@ import torch.distributed as dist
 from executor_harness import Launch, run_workers
 
 from smpc.errors import TransportError
-from smpc.executor.shared_memory import VARIABLE
+from smpc.executor.host_memory.shared_memory import VARIABLE
 from smpc.executor.transport import GlooTransport, WireFormat
 from smpc.executor.transport.gloo import RingReceipt
 from smpc.executor.transport.rings import LIMIT
@@ -148,7 +148,7 @@ def lost(rank, _, way):
         assert first.wait().tolist() == [1, 1, 1]
     with pytest.raises(TransportError) as error:
         (first if way == "size" else second).wait()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     if way != "death":
         dist.barrier()
     return str(error.value)

@@ -8,9 +8,9 @@ import shared_slots_jobs as jobs
 import torch
 from executor_harness import Launch, run_workers
 
-from smpc.executor.shared_slots import num_bytes, slot_bytes
+from smpc.executor.host_memory.shared_slots import num_bytes, slot_bytes
 
-LIMIT = 10.0  # seconds; the longest timeout is 2
+LIMIT = 60.0  # seconds, on a loaded machine; the longest timeout is 2
 
 
 def test_two_ranks_get_what_gloo_gives_them(tmp_path):
@@ -51,7 +51,7 @@ def test_memory_goes_with_the_group(tmp_path):
 
 
 def test_modes_of_torch_do_not_matter(tmp_path):
-    run_workers(jobs.modes, 2, tmp_path)
+    assert run_workers(jobs.modes, 2, tmp_path) == [None] * 2
 
 
 def test_the_switch(tmp_path):
@@ -60,11 +60,11 @@ def test_the_switch(tmp_path):
 
 
 def test_a_rank_that_cannot_share_is_enough(tmp_path):
-    run_workers(jobs.crowded, 2, tmp_path)
+    assert run_workers(jobs.crowded, 2, tmp_path) == [None] * 2
 
 
 def test_a_forked_child_is_refused(tmp_path):
-    run_workers(jobs.forked, 2, tmp_path)
+    assert run_workers(jobs.forked, 2, tmp_path) == [None] * 2
 
 
 @pytest.mark.parametrize(
@@ -80,12 +80,12 @@ def test_a_forked_child_is_refused(tmp_path):
 )  # fmt: skip
 def test_a_rank_that_waits_hears_of(tmp_path, action, expected):
     launch = Launch(jobs.fault, 2, tmp_path, action)
-    launch.processes[0].join(60)
+    launch.processes[0].join(120)
     assert launch.processes[0].exitcode == 0, (tmp_path / "0.log").read_text()
     other = launch.processes[1]
     if other.is_alive():
         os.kill(other.pid, signal.SIGKILL)
-    launch.wait(10)
+    launch.wait(120)
     error, second, took = torch.load(tmp_path / "found.pt")
     assert error.startswith(expected)
     assert second.startswith("the group's collectives of small tensors were closed after a failure")
@@ -93,7 +93,7 @@ def test_a_rank_that_waits_hears_of(tmp_path, action, expected):
 
 
 def test_a_mismatch_is_told_to_both(tmp_path):
-    _, (status, log) = Launch(jobs.fault, 2, tmp_path, "shape").wait(60)
+    _, (status, log) = Launch(jobs.fault, 2, tmp_path, "shape").wait(120)
     assert status == 0, log
     assert "a collective of 32 bytes, found one of 16 bytes" in torch.load(tmp_path / "1.pt")
 

@@ -14,21 +14,69 @@ from pathlib import Path
 import fault_script
 import forked_launch
 import pytest
-from fault_script import KILL, MICROBATCHES, NUM_STEPS, RAISE, SEGV, SLEEP, STALLS, WIRE, Fault
+from fault_script import (
+    AFTER,
+    BEFORE,
+    BETWEEN,
+    BUILD,
+    COLLECTIVE,
+    ENDS,
+    EXIT,
+    INIT,
+    KILL,
+    LEAVE,
+    LOOP,
+    MICROBATCHES,
+    MODEL,
+    NATIVE,
+    NUM_STEPS,
+    RAISE,
+    RECORD,
+    SEGV,
+    SLEEP,
+    STALLS,
+    START,
+    STOP,
+    WIRE,
+    Fault,
+)
 
-from smpc.launch import Job
+from smpc.launch.job import Job
 
 LIMIT = 10.0
+START_LIMIT = 18.0  # ranks come to the start at different times, and look for those that have ended now and then
 STEP_TIMEOUT = 6.0
+START_TIMEOUT = 8.0
 SEED = int(os.environ.get("SMPC_FAULT_SEED", "0"))
 NUM_FAULTS = int(os.environ.get("SMPC_NUM_FAULTS", "200"))
 NUM_DRIVERS = int(os.environ.get("SMPC_FAULT_DRIVERS", "2"))  # at a time
 PROGRESS = 10  # faults between two lines
 STATUS = {KILL: 137, SEGV: 139}
+# What the others know of a rank before its first step.
+PHASES = {
+    INIT: "in smp.init",
+    AFTER: "after smp.init, before smp.DistributedModel",
+    BUILD: "after smp.init, before smp.DistributedModel",
+    MODEL: "in smp.DistributedModel",
+    RECORD: "recording the model",
+    BETWEEN: "after smp.DistributedModel, before its first step",
+}
 
 
 def draw(generator):
     world, degree = generator.choice([(2, 2), (2, 2), (4, 4), (4, 2)])
+    return draw_start(generator, world, degree) if generator.random() < 0.4 else draw_step(generator, world, degree)
+
+
+def draw_start(generator, world, degree):
+    """A fault before the first step."""
+    action = generator.choice([RAISE, RAISE, KILL, SEGV, EXIT, LEAVE, SLEEP, LOOP, STOP, NATIVE, COLLECTIVE])
+    place = generator.choice(START if action != COLLECTIVE else [AFTER, BUILD])
+    start_timeout = START_TIMEOUT if action in STALLS else 100.0
+    return Fault(action, place, world, degree, generator.randrange(world), 0, 0, 100.0, start_timeout=start_timeout)
+
+
+def draw_step(generator, world, degree):
     action = generator.choice([RAISE, RAISE, RAISE, KILL, KILL, SEGV, SLEEP, SLEEP, WIRE, *STALLS[1:]])
     places = {
         RAISE: ["forward", "backward", "loss", "optimizer", "data"],
@@ -99,6 +147,8 @@ def complaints(fault, found):
     others = [log for other, log in enumerate(logs) if other != rank]
     if found["took"] is None:
         return [f"the fault did not happen: {shown}"]
+    if fault.place in START:
+        return complaints_of_start(fault, found)
     limit = LIMIT + (fault.step_timeout if fault.action in STALLS else 0.0)
     if found["took"] > limit:
         wrong.append(f"took {found['took']:.1f} s")
@@ -123,6 +173,31 @@ def complaints(fault, found):
         expected += ["time.sleep(1000)"]
     wrong += [f"the launcher does not say {text!r}" for text in expected if text not in shown]
     return wrong
+
+
+def complaints_of_start(fault, found):
+    """The same of a fault before the first step."""
+    shown, rank, action = found["shown"], fault.rank, fault.action
+    others = [log for other, log in enumerate(found["logs"]) if other != rank]
+    limit = START_LIMIT + (fault.start_timeout if action in STALLS else 0.0)
+    wrong = [f"took {found['took']:.1f} s"] if found["took"] > limit else []
+    wrong += [f"left behind {found['left']}"] if found["left"] else []
+    wrong += [f"status {found['status']}"] if found["status"] != STATUS.get(action, 1) else []
+    expected = [f"rank {rank}"]
+    if action in STATUS:
+        expected = [
+            f"smpc: error: rank {rank} was killed by signal {'9 (SIGKILL)' if action == KILL else '11 (SIGSEGV)'}"
+        ]
+    elif action == RAISE:
+        whole = f"smpc: error: rank {rank} failed, which ended the other ranks"
+        expected = ["ArithmeticError: bomb", *([whole] if fault.place != RECORD else [])]
+    elif action in STALLS:
+        expected = [f"rank {rank} did not come" if fault.place == BEFORE else f"smpc: error: rank {rank} stalled"]
+    if action in STALLS and fault.place != BEFORE:
+        expected.append(PHASES[fault.place])
+    if action in (*STALLS, *ENDS) and fault.place != BEFORE:
+        wrong += [f"a rank does not say who: {log!r}" for log in others if f"rank {rank}" not in log + shown]
+    return wrong + [f"the launcher does not say {text!r}" for text in expected if text not in shown]
 
 
 def lines_of(folder, number):
@@ -163,7 +238,7 @@ def run_campaign(faults, folder, num_drivers):
         for fault, line in zip(mine, lines, strict=False):
             found = json.loads(line)
             bad = complaints(fault, found)
-            times.append((found["took"] or 0.0) - (fault.step_timeout if fault.action in STALLS else 0.0))
+            times.append((found["took"] or 0.0) - allowed(fault))
             if bad:
                 wrong.append("\n".join([str(fault), *bad, found["shown"], *found["logs"]]))
         wrong += [f"never ran: {fault}" for fault in mine[len(lines) :]]
@@ -171,6 +246,28 @@ def run_campaign(faults, folder, num_drivers):
         f"seed {SEED}: {len(faults)} faults, {len(wrong)} wrong; slowest end {max(times, default=0.0):.1f} s after it was due"
     )
     return wrong
+
+
+def allowed(fault):
+    """Seconds that nothing moves before the fault is told."""
+    if fault.action not in STALLS:
+        return 0.0
+    return fault.start_timeout if fault.place in START else fault.step_timeout
+
+
+def test_a_few_faults_before_the_first_step(tmp_path):
+    """Ranks waited seven days for one that stopped, or left, between smp.init and its model, or before its first step."""
+    faults = [
+        Fault(action, place, 2, 2, 1, 0, 0, 100.0, start_timeout=3.0 if action in STALLS else 100.0)
+        for action, place in (
+            (STOP, AFTER),
+            (SLEEP, MODEL),
+            (LEAVE, BUILD),
+            (NATIVE, BETWEEN),
+        )
+    ]
+    wrong = run_campaign(faults, tmp_path, 2)
+    assert not wrong, "\n\n".join(wrong)
 
 
 def test_a_few_faults(tmp_path):

@@ -6,9 +6,9 @@ import hashlib
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from locations import SUPPORT
 
 # A tied encoder-decoder in 3 stages with everything that is written about it, a U-Net with a memory limit, and a search.
 SCRIPT = """
@@ -34,7 +34,7 @@ write(smpc.search(model, torch.zeros(4, 8), world_size=2).to_json())
 
 
 def digest(seed: int) -> str:
-    script = SCRIPT.format(tests=str(Path(__file__).parents[1]))
+    script = SCRIPT.format(tests=str(SUPPORT))
     environment = {**os.environ, "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, cwd="/", timeout=250)
     assert done.returncode == 0, done.stderr.decode()

@@ -1,12 +1,9 @@
 """Cross-entropy of a vocabulary cut over real ranks equals that of the whole vocabulary."""
 
-import os
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from executor_harness import run_workers
 
 from smpc.executor.collectives import TensorGroup, replicate_in
 from smpc.kernels.cross_entropy import cross_entropy
@@ -21,18 +18,8 @@ RULES = (
 )
 
 
-def rank_main(rank, path):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=RANKS, timeout=timeout)
-    try:
-        check(rank, dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
-
-
-def check(rank, group):
+def check(rank, folder):
+    group = dist.group.WORLD
     torch.manual_seed(0)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float16, 2e-3)):
         for columns, classes in ((5, 10), (4, 7), (6, 6)):  # even; padded; all padding on the last rank
@@ -96,4 +83,4 @@ def compare(whole, target, group, rank, columns, classes, rule, tolerance):
 
 
 def test_ranks_agree_with_the_whole_vocabulary(tmp_path):
-    mp.start_processes(rank_main, (tmp_path / "store",), RANKS, start_method="forkserver")
+    assert run_workers(check, RANKS, tmp_path) == [None] * RANKS

@@ -61,7 +61,7 @@ def _environment(**changes):
 
 
 def _run(*arguments, environment=None):
-    command = [*SMPC, "run", *arguments]
+    command = [*SMPC, "run", "--console", "all", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=LIMIT, env=environment or _environment(), check=False
     )
@@ -69,7 +69,7 @@ def _run(*arguments, environment=None):
 
 def _start(*arguments, **changes):
     return subprocess.Popen(
-        [*SMPC, "run", *arguments],
+        [*SMPC, "run", "--console", "all", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -201,7 +201,7 @@ def test_signal_to_the_launcher_leaves_nothing(write, tmp_path, sent):
     ranks = [int(number) for file in files for number in file.read_text().split()]
     assert all(map(_lives, ranks))
     job.send_signal(sent)
-    assert _ends_within(10, ranks)
+    assert _ends_within(LIMIT, ranks)
     job.communicate(timeout=LIMIT)
     assert job.returncode == (-9 if sent == signal.SIGKILL else 128 + sent)
     assert not list(temporary.iterdir())
@@ -239,7 +239,7 @@ def test_failed_rank_leaves_no_children(write, tmp_path):
     )
     done = _run("-n", "1", script, str(tmp_path))
     assert done.returncode == 3
-    assert _ends_within(10, [int((tmp_path / "child").read_text())])
+    assert _ends_within(LIMIT, [int((tmp_path / "child").read_text())])
 
 
 def test_interface_that_the_user_chose_stays(write):
@@ -262,7 +262,7 @@ def test_ranks_that_ignore_the_signal_are_killed(write, tmp_path):
     _await(job, [tmp_path / "pid"])
     started = time.monotonic()
     job.terminate()
-    assert _ends_within(5, [int((tmp_path / "pid").read_text())])
+    assert _ends_within(LIMIT, [int((tmp_path / "pid").read_text())])
     assert time.monotonic() - started >= 0.2
     job.communicate(timeout=LIMIT)
     assert job.returncode == 143
@@ -323,10 +323,42 @@ def test_two_nodes(write, fails):
     (out, err), (more, others) = (job.communicate(timeout=LIMIT) for job in (first, second))
     assert sorted(out.splitlines()) == ["[rank 0] 0 of 6, 0", "[rank 1] 1 of 6, 1"], err
     assert more == "2 of 6, 0\n"
-    assert (first.returncode, second.returncode) == ((42, 42) if fails else (0, 0))
+    assert (first.returncode, second.returncode) == ((42, 42) if fails else (0, 0)), err + others
     if fails:
         assert "on another node, rank 2 exited with status 42" in err
         assert "smpc: error: rank 2 exited with status 42, which ended the other ranks\n" in others
+
+
+SLOW_TO_TELL = """
+import os, signal
+from torch import distributed
+distributed.init_process_group("gloo")
+distributed.barrier()
+if distributed.get_rank() == 1:
+    os.kill(os.getppid(), signal.SIGSTOP)
+    os._exit(42)
+distributed.barrier()
+"""
+
+
+def test_a_node_that_only_lost_its_peer_waits_for_the_cause(write):
+    """The launcher of the node at fault tells it when it can: after longer than the others wait for last words."""
+    script = write(SLOW_TO_TELL)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = ["-n", "1", "--world-size", "3", "--master-addr", "127.0.0.1", "--master-port", port]
+    jobs = [_start(*common, "--node-rank", str(node), "--base-rank", str(node), script) for node in range(3)]
+    limit = time.monotonic() + LIMIT
+    while Path(f"/proc/{jobs[1].pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < limit, "rank 1 has not stopped its launcher"
+        time.sleep(0.1)
+    time.sleep(6)
+    jobs[1].send_signal(signal.SIGCONT)
+    texts = [job.communicate(timeout=LIMIT)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [42, 42, 42], texts
+    for node in (0, 2):
+        assert "on another node, rank 1 exited with status 42" in texts[node]
 
 
 WAITS = """
@@ -341,6 +373,24 @@ open(path + ".new", "w").write(str(os.getpid()))
 os.rename(path + ".new", path)
 time.sleep(600 if os.environ["RANK"] == "1" else 0)
 """
+
+
+def test_a_rank_of_another_node_that_fails_at_once(write):
+    """Its launcher left before it had told anybody, for that takes an import of torch: the other node's ranks ran on until killed."""
+    script = write("import os, time\nos._exit(42) if os.environ['RANK'] == '1' else time.sleep(600)\n")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = ["-n", "1", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
+    jobs = [_start(*common, "--node-rank", node, script) for node in "01"]
+    try:
+        (_, told), (_, own) = (job.communicate(timeout=LIMIT) for job in jobs)
+    finally:
+        for job in jobs:
+            job.terminate()
+    assert [job.returncode for job in jobs] == [42, 42]
+    assert "on another node, rank 1 exited with status 42" in told
+    assert "smpc: error: rank 1 exited with status 42, which ended the other ranks\n" in own
 
 
 @needs_proc
@@ -399,8 +449,10 @@ def test_junk_in_the_store_runs_no_code_and_is_named(write, tmp_path):
     payload = pickle.dumps(Canary(tmp_path / "canary"))
     store = TCPStore("127.0.0.1", port, is_master=False)
     for key in (
-        "smpc_attempt_0/smpc/stall/0",
-        "smpc_attempt_0/smpc/stall/0/0",
+        "smpc_attempt_0/session1/smpc/stall/0",
+        "smpc_attempt_0/session1/smpc/stall/0/0",
+        "smpc_attempt_0/session1/smpc/process/0",
+        "smpc_attempt_0/session1/smpc/left",
         "smpc_run/failure",
         "smpc_attempt_0/smpc/error",
     ):

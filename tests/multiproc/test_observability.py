@@ -14,10 +14,10 @@ from executor_harness import run_workers
 from torch import nn
 
 from smpc.compile import compile_model
-from smpc.executor.clocks import clock_offset
+from smpc.executor.measure.clocks import clock_offset
+from smpc.executor.measure.link_measurement import measure_wire
 from smpc.executor.transport import GlooTransport
-from smpc.executor.wires import measure_wire
-from smpc.partitioner.plan import INPUTS, Plan
+from smpc.partitioner.graph.plan import INPUTS, Plan
 from smpc.runtime import Runtime
 
 SMPC = [sys.executable, "-c", "import sys; from smpc.cli import main; sys.exit(main())"]
@@ -61,7 +61,7 @@ def run(tmp_path, *arguments, script_arguments, status=0):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SMPC_")}
-    command = [*SMPC, "run", *arguments, str(script), *map(str, script_arguments)]
+    command = [*SMPC, "run", "--console", "all", *arguments, str(script), *map(str, script_arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, check=False)
     assert done.returncode == status, done.stdout + done.stderr
     return done

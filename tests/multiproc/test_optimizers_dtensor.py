@@ -1,12 +1,8 @@
 """FSDP2's parameters, which are DTensors, train with the fused optimizers as whole parameters do; states are saved and loaded."""
 
-import os
-from datetime import timedelta
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from executor_harness import run_workers
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,17 +20,10 @@ KINDS = (
 )
 
 
-def rank_main(rank, path):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=RANKS, timeout=timeout)
-    try:
-        for kind, options in KINDS:
-            check(kind, options)
-        check_refusals()
-    finally:
-        dist.destroy_process_group()
+def check_all(rank, folder):
+    for kind, options in KINDS:
+        check(kind, options)
+    check_refusals()
 
 
 def made():
@@ -80,4 +69,4 @@ def check_refusals():
 
 @pytest.mark.slow
 def test_fsdp2(tmp_path):
-    mp.start_processes(rank_main, (str(tmp_path / "rendezvous"),), RANKS, start_method="forkserver")
+    assert run_workers(check_all, RANKS, tmp_path) == [None] * RANKS

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from smpc.compile import compile_model
-from smpc.executor.fully_shard import StageShards
-from smpc.executor.sharded_tensor import local
+from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.transport import GlooTransport
 from smpc.runtime import Runtime
+from smpc.sharding.tensors import local
 
 VOCABULARY, BATCH = 2048, 12
 

@@ -139,8 +139,16 @@ def test_misuse():
     assert not smp.amp.GradScaler(enabled=False).is_enabled()
     smp.shutdown()
     smp.init({"pipeline_parallel_degree": 1})
-    with pytest.raises(ConfigError, match="pass init_scale by its name"):
-        smp.amp.GradScaler(1024.0)
+    scaler = smp.amp.GradScaler(1024.0, 4.0)  # as torch.cuda.amp.GradScaler takes them
+    assert (scaler.get_scale(), scaler.get_growth_factor()) == (1024.0, 4.0)
+    scaler = smp.amp.GradScaler("cpu", 512.0, growth_interval=7)  # as torch.amp.GradScaler does
+    assert (scaler.get_scale(), scaler.get_growth_interval()) == (512.0, 7)
+    with pytest.raises(ConfigError, match="init_scale: given twice"):
+        smp.amp.GradScaler(1024.0, init_scale=2.0)
+    with pytest.raises(ConfigError, match=r"unknown argument 'scale'; known are device, init_scale"):
+        smp.amp.GradScaler(scale=2.0)
+    with pytest.raises(ConfigError, match="expected at most 5 positional arguments, found 6"):
+        smp.amp.GradScaler(1.0, 2.0, 0.5, 3, True, 1)
     with pytest.raises(ConfigError, match="init_scale above 0, found -1"):
         smp.amp.GradScaler(init_scale=-1.0)
     smp.shutdown()

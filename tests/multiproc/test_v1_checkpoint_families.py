@@ -13,7 +13,7 @@ import smpc.v1 as smp
 from smpc.v1.nn import huggingface as translators
 
 MB, SAMPLES = 2, 4
-FAMILIES = ["vit", "gptneox", "gpt2", "gptj", "bert", "roberta", "t5"]
+FAMILIES = ["vit", "gptneox", "gpt2", "gptj", "gptneo", "bert", "roberta", "t5"]
 
 
 @smp.step
@@ -52,7 +52,9 @@ def train(rank, folder, path, name, plan):
     model, optimizer = start(name, 2, plan)
     train_step(model, batch(name))
     optimizer.step()
-    smp.save_checkpoint(str(path / "run"), "export", partial=False, model=model, optimizer=optimizer)
+    smp.save_checkpoint(
+        str(path / "run"), "export", partial=False, model=model, optimizer=optimizer, full_format="safetensors"
+    )
     state = model.state_dict()
     return theirs(name, state) if plan == "modules" else state
 

@@ -51,7 +51,8 @@ def train_gpt2(rank, folder, path):
     optimizer.step()
     options = {"partial": False, "model": model, "optimizer": optimizer, "user_content": {"step": 1}}
     smp.save_checkpoint(str(path), "ours", translate_if_full=False, **options)
-    smp.save_checkpoint(str(path), "export", **options)
+    smp.save_checkpoint(str(path), "archive", **options)
+    smp.save_checkpoint(str(path), "export", full_format="safetensors", **options)
     plain = zoo.build("gpt2")[0]
     plain.load_state_dict(translate_state_dict_to_hf_gpt2(model.state_dict()))
     with torch.no_grad():
@@ -83,11 +84,17 @@ def resume_gpt2(rank, folder, path):
     content, _ = resume(path / "bare", tag="pytorch_model.bin", partial=False, load_optimizer=False)
     assert content is None
     assert same_tensors(model, expected)
-    with pytest.raises(CheckpointError, match="load_optimizer=False"):
-        smp.resume_from_checkpoint(str(path / "bare"), tag="pytorch_model.bin", partial=False)
+    before = optimizer.state_dict()
+    _, texts = resume(path / "bare", tag="pytorch_model.bin", partial=False)
+    assert rank != 0 or any("has no optimizer state: the optimizer begins anew" in text for text in texts)
+    for name, items in optimizer.state_dict()["state"].items():
+        assert torch.equal(items["exp_avg"], before["state"][name]["exp_avg"]), "it stays as it was"
     optimizer.step()
-    resume(path / "run", tag="ours", partial=False)
-    assert same_tensors(model, expected)
+    for tag in ("ours", "archive"):
+        train_step(model, feed(data[0]), 1.0)
+        optimizer.step()
+        resume(path / "run", tag=tag, partial=False)
+        assert same_tensors(model, expected)
 
     def halve(values):
         return {key: value / 2 for key, value in values.items()}
@@ -109,6 +116,10 @@ def test_hugging_face_there_and_back(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(tmp_path / "logits.pt"), logits)
+    plain = zoo.build("gpt2")[0]
+    plain.load_state_dict(torch.load(tmp_path / "run" / "archive", weights_only=True))  # strict
+    with torch.no_grad():
+        assert torch.equal(plain.eval()(input_ids=ids).logits, logits)
     # As the hub has it: without the base model's prefix and the tied head.
     (tmp_path / "bare").mkdir()
     state = load_file(tmp_path / "run" / "export" / "model.safetensors")
@@ -134,10 +145,10 @@ def save_whole(rank, folder, path):
     job.steps(0)
     job.save(path, "whole", partial=False, user_content=[1, torch.ones(2)])
     with pytest.raises(CheckpointError, match="exists and is not overwritten"):
-        job.save(path, "whole", partial=False)
+        job.save(path, "whole", partial=False, force=False)
     job.steps(1)
     state = job.state()
-    job.save(path, "whole", partial=False, user_content=[2], asynchronous=True, force=True)
+    job.save(path, "whole", partial=False, user_content=[2], asynchronous=True)
     with torch.no_grad():  # what is saved is what was there
         for parameter in job.model.local_parameters():
             parameter.zero_()
@@ -149,6 +160,12 @@ def save_whole(rank, folder, path):
     job.step(1)
     resume(path, tag="whole", partial=False)
     wrong = same(job.state(), state)
+    found = smp.load(str(path / "whole"), partial=False)
+    wrong += [name for name, value in state["model"].items() if not torch.equal(found[name], value)]
+    assert smp.load(str(path / "user_content_whole"), partial=False) == [2]
+    assert smp.load(str(path / "newest_full"), partial=False) == "other"
+    job.save(path, "part", user_content=[3])
+    wrong += load_parts(path, job.state())
     if rank == 0:  # what lies beside the model is damaged: the model is not touched either
         damage(next(path.glob("user_content_other/*/optimizer_00000.safetensors")))
     smp.barrier()
@@ -175,14 +192,24 @@ def save_whole(rank, folder, path):
     return state, wrong
 
 
+def load_parts(path, state):
+    """What smp.load finds wrong in a partial checkpoint, by the names that the specification gives to its parts."""
+    assert smp.load(str(path / "newest")) == "part_partial"
+    assert smp.load(str(path / "part_partial" / "user_content.pt"), partial=False) == [3]
+    found = smp.load(str(path / "part_partial"), partial=False)
+    assert found["user_content"] == [3]
+    assert found["optimizer"].keys()
+    return [name for name, value in state["model"].items() if not torch.equal(found["model"][name], value)]
+
+
 def test_a_full_checkpoint_is_a_plain_file_that_any_topology_loads(tmp_path):
     results = run_workers(save_whole, 2, tmp_path, tmp_path / "run")
     state = results[0][0]
     assert [wrong for _, wrong in results] == [[], []]
-    found = load_file(tmp_path / "run" / "whole")
+    found = torch.load(tmp_path / "run" / "whole", weights_only=True)
     assert found.keys() == state["model"].keys()
     assert all(torch.equal(found[key], value) for key, value in state["model"].items())
-    there = ["aside", "mine", "newest_full", "other", "user_content_whole", "whole"]
+    there = ["aside", "mine", "newest", "newest_full", "other", "part_partial", "user_content_whole", "whole"]
     assert sorted(p.name for p in Path(tmp_path / "run").iterdir()) == there
 
 

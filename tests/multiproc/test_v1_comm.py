@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 import smpc.v1 as smp
 from smpc.errors import ConfigError, UsageError
 from smpc.mesh import Axis, Mesh
-from smpc.v1.session.init import _make_groups
+from smpc.mesh.device_mesh import make_groups
 
 WORLD_SIZE = 4
 TIMEOUT = 120.0  # seconds for a whole test
@@ -33,7 +33,7 @@ PLACEMENTS = {
 }
 
 
-def run_ranks(body, tmp_path):
+def assert_ranks_end_well(body, tmp_path):
     """Run `body(rank, tmp_path)` in four processes; the first exception of any is this test's, and none outlives it."""
     context = mp.start_processes(
         enter, args=(body, str(tmp_path)), nprocs=WORLD_SIZE, join=False, start_method="forkserver"
@@ -94,7 +94,7 @@ def check_tensor_parallel_groups(rank, _):
     smp.init(config(placement_strategy="PTD"))
     session, mesh = smp.state.session, Mesh(4, 2, 2, "PTD")
     timeout = datetime.timedelta(hours=2)  # torch's own is ten minutes for nccl, less than a step may take
-    groups = _make_groups(mesh, rank, session.groups[Axis.WORLD], timeout)
+    groups = make_groups(mesh, rank, session.groups[Axis.WORLD], timeout)
     for axis in (Axis.TP, Axis.PP):
         assert groups[axis]._get_backend(torch.device("cpu")).options._timeout == timeout
     smp.state.start(dataclasses.replace(session, mesh=mesh, groups=groups))
@@ -218,4 +218,4 @@ def check_errors(rank, _):
     "body", [check_groups, check_tensor_parallel_groups, check_messages, check_collectives, check_errors]
 )
 def test_four_ranks(body, tmp_path):
-    run_ranks(body, tmp_path)
+    assert_ranks_end_well(body, tmp_path)

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import smpc.v1 as smp
 from smpc.errors import TraceError
-from smpc.nn.delayed import delay_param_initialization, draw_delayed, is_delayed
+from smpc.nn.init.delayed import delay_param_initialization, draw_delayed, is_delayed
 
 LAYERS, WIDTH, SEED = 4, 2048, 11
 WEIGHT = 4 * WIDTH * WIDTH
@@ -169,4 +169,4 @@ def delay_on_one_rank(rank, folder):
 
 @pytest.mark.slow
 def test_a_delay_on_some_ranks_alone_is_refused(tmp_path):
-    run_workers(delay_on_one_rank, 2, tmp_path)
+    assert run_workers(delay_on_one_rank, 2, tmp_path) == [None] * 2

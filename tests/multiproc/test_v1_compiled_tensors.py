@@ -219,7 +219,7 @@ def square(model, x):
 
 
 def test_different_models_in_one_group_are_refused(tmp_path):
-    run_workers(record_another_model, 2, tmp_path)
+    assert run_workers(record_another_model, 2, tmp_path) == [None] * 2
 
 
 def draw_and_refuse(rank, folder):
@@ -251,4 +251,4 @@ def draw_and_refuse(rank, folder):
 
 
 def test_random_numbers_agree_and_what_does_not_go_together_is_refused(tmp_path):
-    run_workers(draw_and_refuse, 2, tmp_path)
+    assert run_workers(draw_and_refuse, 2, tmp_path) == [None] * 2

@@ -2,16 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from executor_harness import run_workers
-from torch import nn
 from torch.distributed.tensor import DTensor
 from v1_harness import batches, evaluate, feed, start, train_step
 
 import smpc.v1 as smp
 from smpc.errors import ConfigUnsupportedError
-from smpc.executor.fully_shard import StageShards
-from smpc.executor.sharded_tensor import whole
+from smpc.sharding.tensors import whole
 
 # (model, schedule, whether blocks are checkpointed); of gpt2_tied both pipeline ranks hold the embedding
 FEW = [("gpt2_tied", "1f1b", True)]
@@ -186,12 +183,3 @@ def test_a_step_whose_last_microbatch_has_no_backward(tmp_path):
         assert found.keys() == expected.keys()
         for name, grad in expected.items():
             assert_close(found[name], grad, rtol=1e-5)
-
-
-def test_stages_that_cannot_be_sharded():
-    linear = nn.Linear(2, 2)
-    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-    with pytest.raises(ConfigUnsupportedError) as error:
-        StageShards({0: linear, 2: nn.Sequential(linear, nn.Linear(2, 2)), 3: mixed}, dist.GroupMember.NON_GROUP_MEMBER)
-    assert "parameter '0.weight' is used by stages 0 and 2 of one rank, expected one of them" in str(error.value)
-    assert "the parameters of stage 3 that train have the dtypes torch.float32, torch.float64" in str(error.value)

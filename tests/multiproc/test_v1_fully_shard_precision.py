@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import smpc.v1 as smp
-from smpc.executor.sharded_tensor import local
+from smpc.sharding.tensors import local
 
 STEPS, HUGE = 6, (2, 4)
 DYNAMIC = {"static_loss_scale": None, "dynamic_loss_scale": True, "init_scale": 2.0**12, "scale_window": 2}
@@ -260,4 +260,4 @@ def load_plain(job, folder):
 
 
 def test_masters_in_parts_follow_what_is_written_into_parameters(tmp_path):
-    run_workers(writes, 4, tmp_path)
+    assert run_workers(writes, 4, tmp_path) == [None] * 4

@@ -29,7 +29,9 @@ def train(rank, folder):
         losses.append(train_step(model, *map(feed, batch(index))).outputs)
         optimizer.step()
         optimizer.zero_grad()
-        programs.append({signature.ones: left_out(trace) for signature, trace in model._pipeline.programs})
+        programs.append(
+            {signature.ones: left_out(recording.trace) for signature, recording in model._pipeline.programs}
+        )
     return losses, programs
 
 

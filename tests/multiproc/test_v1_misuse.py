@@ -62,7 +62,7 @@ def misuse(rank, folder, by_hand):
         model(input_ids=ids)
     with pytest.raises(StepError, match="outside a step"):
         model.backward(torch.ones(1))
-    with pytest.raises(UsageError, match="only one"):
+    with pytest.raises(UsageError, match="shares parameters with another DistributedModel"):
         smp.DistributedModel(module)
     with pytest.raises(ConfigError, match="trace_execution_times: must be False if trace_device is 'cpu'"):
         smp.DistributedModel(nn.Linear(1, 1), trace_execution_times=True, trace_device="cpu")

@@ -253,7 +253,7 @@ def follow_writes(job):
 
 
 def test_overflows_nan_policy_and_writes_from_outside(tmp_path):
-    run_workers(policy, 2, tmp_path)
+    assert run_workers(policy, 2, tmp_path) == [None] * 2
 
 
 def join(rank, folder, config):

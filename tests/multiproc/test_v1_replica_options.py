@@ -14,7 +14,10 @@ OPTIONS = {
     "at the end": ({"overlapping_allreduce": False}, 1),
     "summed over microbatches": ({"average_grads_across_microbatches": False}, MB),
     "small buckets": ({"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True, "broadcast_buffers": False}, 1),
-    "a hook": ({"hook": True}, 4),  # it adds up, where the default averages, and doubles
+    "a hook": (
+        {"hook": True},
+        4 * MB,
+    ),  # it adds up, where the default averages over replicas and microbatches, and doubles
 }
 
 

@@ -107,7 +107,7 @@ def give_different_batches(rank, folder):
 
 
 def test_different_batches_with_prescaled_batch_are_refused(tmp_path):
-    run_workers(give_different_batches, 2, tmp_path)
+    assert run_workers(give_different_batches, 2, tmp_path) == [None] * 2
 
 
 @smp.step
@@ -136,7 +136,7 @@ def run_different_functions(rank, folder):
 
 def test_different_step_functions_in_a_tensor_parallel_group_are_refused(tmp_path):
     """Of equal shapes, they used to train on a mixture of both losses without a word."""
-    run_workers(run_different_functions, 4, tmp_path)
+    assert run_workers(run_different_functions, 4, tmp_path) == [None] * 4
 
 
 def warn_of_what_stays(rank, folder):
@@ -155,4 +155,4 @@ def warn_of_what_stays(rank, folder):
 
 
 def test_shared_weights_and_indivisible_sizes_are_left_alone_with_a_warning(tmp_path):
-    run_workers(warn_of_what_stays, 2, tmp_path)
+    assert run_workers(warn_of_what_stays, 2, tmp_path) == [None] * 2

@@ -10,9 +10,11 @@ import forked_launch
 import pytest
 import tensor_fault_script
 
-from smpc.launch import Job
+from smpc.launch.job import Job
 
-LIMIT = 15.0  # seconds after the fault; stalls are found after 3, and silent ranks get some to answer
+LIMIT = (
+    60.0  # seconds after the fault, on a loaded machine; stalls are found after 3, and silent ranks get some to answer
+)
 
 SHOWN = {  # by the launcher, of rank {bad}
     "kill": ["rank {bad} was killed by signal 9 (SIGKILL)"],

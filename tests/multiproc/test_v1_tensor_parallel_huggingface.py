@@ -8,7 +8,7 @@ import torch
 from executor_harness import run_workers
 
 import smpc.v1 as smp
-from smpc.nn.delayed import is_delayed
+from smpc.nn.init.delayed import is_delayed
 
 STEPS, SAMPLES, MB = 3, 8, 2
 
@@ -77,7 +77,7 @@ def losses_together(tmp_path, world, *args):
     return torch.load(folder / "losses0.pt")
 
 
-OTHERS = ["t5", "gptj", "gptneox", "bert", "roberta", "t5-gated", "vit"]
+OTHERS = ["t5", "gptj", "gptneo", "gptneox", "bert", "roberta", "t5-gated", "vit"]
 
 
 @pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])

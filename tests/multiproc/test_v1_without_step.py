@@ -93,4 +93,4 @@ def give_different_batches(rank, folder):
 
 
 def test_different_batches_with_prescaled_batch_are_refused(tmp_path):
-    run_workers(give_different_batches, 2, tmp_path)
+    assert run_workers(give_different_batches, 2, tmp_path) == [None] * 2

@@ -1,6 +1,5 @@
 """Rewrites that replace what a model computes by the ops of `smpc.kernels`."""
 
-from smpc.codegen.rewrite.kernels.rewrite import Rewritten, rewrite_kernels
-from smpc.codegen.rewrite.kernels.select import REWRITES, select_rewrites
+from smpc.codegen.rewrite.kernels.rewrite import REWRITES, Rewritten, rewrite_kernels, select_rewrites
 
 __all__ = ["REWRITES", "Rewritten", "rewrite_kernels", "select_rewrites"]

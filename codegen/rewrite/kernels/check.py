@@ -20,8 +20,8 @@ import torch
 
 from smpc.codegen.rewrite.kernels.graph import Graph
 from smpc.codegen.rewrite.kernels.replacement import Replacement
+from smpc.tracer.constants import Ref, map_references
 from smpc.tracer.ir import Node, NodeKind, TensorSpec
-from smpc.tracer.literals import Ref, map_references
 from smpc.tracer.replay import evaluate
 
 _SMALL = 256

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from smpc.tracer.constants import Ref, references
 from smpc.tracer.ir import Node, NodeKind, TensorSpec, Trace
-from smpc.tracer.literals import Ref, references
 
 _OWNERS = ("torch", "torch.Tensor", "torch.nn.functional", "torch.special", "torch._C._nn", "_operator", "torch._VF")
 _SAME = {

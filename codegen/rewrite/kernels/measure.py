@@ -17,10 +17,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from smpc.codegen.rewrite.kernels.replacement import Call, Replacement
 from smpc.tracer import targets
-from smpc.tracer.effects import same_memory
+from smpc.tracer.constants import Ref, map_references, references
+from smpc.tracer.effects.torch_calls import same_memory
 from smpc.tracer.ir import Node, NodeKind, TensorSpec, Trace
-from smpc.tracer.literals import Ref, map_references, references
-from smpc.tracer.measure import Meter, touched_bytes
+from smpc.tracer.operations.measure import Meter, touched_bytes
+from smpc.tracer.replay import resolved
 
 
 class Measurer:
@@ -94,8 +95,9 @@ class Measurer:
             saved.append(owner(tensor))
             return tensor
 
-        args = map_references(call.args, lambda ref: values[ref])
-        kwargs = {key: map_references(value, lambda ref: values[ref]) for key, value in call.kwargs}
+        device = torch.device("cpu")
+        args = resolved(call.args, values, device)
+        kwargs = {key: resolved(value, values, device) for key, value in call.kwargs}
         function = targets.function(call.target)
         with saved_tensors_hooks(note, lambda tensor: tensor):
             out = function(*args, **kwargs)

@@ -4,7 +4,7 @@
     rewritten.trace       the same trace, with some nodes replaced; the very same if none is
     rewritten.uses        what was replaced, and what was not and why
 
-Each rewrite (`select.REWRITES`) proposes replacements by how nodes are connected, never by the name of a module. A proposal is made when
+Each rewrite (`REWRITES`) proposes replacements by how nodes are connected, never by the name of a module. A proposal is made when
 
     - nothing else reads what it replaces inside, and nothing writes in place meanwhile
     - all of it runs under one grad mode, without autocast of its own, and within the same checkpointed regions
@@ -12,21 +12,66 @@ Each rewrite (`select.REWRITES`) proposes replacements by how nodes are connecte
     - the result has the spec of what it replaces, and its layout (`measure`)
 
 and otherwise refused, with the reason. The new nodes carry measured FLOPs, bytes and saved storages.
+
+`select_rewrites` chooses among the rewrites by a setting (`smpc.kernels.setting`).
+
+`splice` makes the trace with nodes replaced: the same Python, the same inputs and outputs, other calls. The new nodes stand where the
+last replaced one stood, under the module call that it was in: other replaced nodes that are read on (`Replacement.also`) move there. A
+module call that lost nodes cannot be
+made any more, since the module would compute what was replaced: its arguments become `Opaque`, which has the splitter write it out
+node by node.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from smpc.codegen.rewrite.kernels.check import Checker
 from smpc.codegen.rewrite.kernels.graph import GUARD, OUTPUT, Graph
 from smpc.codegen.rewrite.kernels.measure import Measurer
+from smpc.codegen.rewrite.kernels.patterns import bias_dropout_add, flash_attention, rotary
+from smpc.codegen.rewrite.kernels.patterns.activations import BIAS_GELU, SWIGLU
+from smpc.codegen.rewrite.kernels.patterns.cross_entropy import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY
+from smpc.codegen.rewrite.kernels.patterns.norms import ADD_NORM, LAYER_NORM, RMS_NORM
 from smpc.codegen.rewrite.kernels.replacement import Refusal, Replacement, Rewrite
-from smpc.codegen.rewrite.kernels.splice import splice
-from smpc.partitioner.plan import KernelUse
-from smpc.tracer.ir import Node, NodeKind, Trace
+from smpc.errors import ConfigError
+from smpc.kernels.defaults import used_by_default
+from smpc.kernels.setting import AUTO, OFF, OPERATIONS, KernelUse, faults_of, names_in
+from smpc.tracer.constants import Opaque, Ref
+from smpc.tracer.ir import ModuleCall, Node, NodeKind, Trace
+from smpc.tracer.structure import Structure
+
+# Where two could take the same nodes the earlier one does.
+REWRITES: tuple[Rewrite, ...] = (
+    LINEAR_CROSS_ENTROPY,
+    CROSS_ENTROPY,
+    flash_attention.REWRITE,
+    bias_dropout_add.REWRITE,
+    *ADD_NORM,
+    RMS_NORM,
+    LAYER_NORM,
+    rotary.REWRITE,
+    SWIGLU,
+    BIAS_GELU,
+)
+assert tuple(rewrite.op for rewrite in REWRITES) == OPERATIONS, "smpc.kernels.setting names the rewrites in this order"
+
+
+def select_rewrites(kernels: str | Sequence[str], *, on_gpu: bool) -> tuple[Rewrite, ...]:
+    """The rewrites that a setting asks for, for targets that are GPUs or not. ConfigError for what is no setting."""
+    faults = faults_of(kernels)
+    if faults:
+        raise ConfigError("\n".join(faults))
+    names = names_in(kernels)
+    if names == (OFF,):
+        return ()
+    if names == (AUTO,):
+        return tuple(rewrite for rewrite in REWRITES if on_gpu and used_by_default(rewrite.op))
+    return tuple(rewrite for rewrite in REWRITES if rewrite.op in names)
+
 
 # One draws otherwise by design; attention without dropout draws nothing, but torch marks it.
 _RANDOM = ("bias_dropout_add", "flash_attention")
@@ -135,3 +180,52 @@ def _context(graph: Graph, proposal: Replacement) -> str:
         tuple(region.first <= trace.position(node.name) < region.last for region in trace.regions) for node in nodes
     ]
     return "" if len(dict.fromkeys(around)) == 1 else "part of it is checkpointed and part is not"
+
+
+_REWRITTEN = Opaque("rewritten")
+
+
+def splice(
+    trace: Trace, replacements: Sequence[tuple[Replacement, tuple[Node, ...]]], storages: Sequence[int]
+) -> Trace:
+    """The trace with every replacement made; `storages` is its list of storages, with those of the new nodes."""
+    new = {replacement.result: nodes for replacement, nodes in replacements}
+    gone = {name: None for replacement, _ in replacements for name in replacement.replaced if name not in new}
+    moved = {name: None for replacement, _ in replacements for name, _ in replacement.also}
+    lacking = {name: None for name in gone if name not in moved}
+    nodes: list[Node] = []
+    positions: list[int] = []
+    lost: list[int] = []  # replaced nodes before each position
+    count = 0
+    for node in trace.nodes:
+        positions.append(len(nodes))
+        lost.append(count)
+        count += node.name in new or node.name in gone
+        nodes.extend(new.get(node.name, () if node.name in gone else (node,)))
+    positions.append(len(nodes))
+    lost.append(count)
+    regions = tuple(
+        dataclasses.replace(region, first=positions[region.first], last=positions[region.last])
+        for region in trace.regions
+    )
+    calls = tuple(_call(call, index, positions, lost, lacking) for index, call in enumerate(trace.calls))
+    return dataclasses.replace(trace, nodes=tuple(nodes), calls=calls, regions=regions, storages=tuple(storages))
+
+
+def _call(
+    call: ModuleCall, index: int, positions: Sequence[int], lost: Sequence[int], lacking: Mapping[str, None]
+) -> ModuleCall:
+    """The call over the new nodes."""
+
+    def kept(leaf: object) -> object:
+        return Opaque("tensor") if isinstance(leaf, Ref) and leaf.name in lacking else leaf
+
+    rewritten = index > 0 and lost[call.first] < lost[call.last]
+    return dataclasses.replace(
+        call,
+        first=positions[call.first],
+        last=positions[call.last],
+        arguments=Structure() if rewritten else call.arguments,
+        argument_leaves=(_REWRITTEN,) if rewritten else tuple(map(kept, call.argument_leaves)),
+        output_leaves=tuple(map(kept, call.output_leaves)),
+    )

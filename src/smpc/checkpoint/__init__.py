@@ -1,20 +1,27 @@
 """Checkpoints: whole or not there, verified, and loadable on any topology. See docs/checkpoints.md."""
 
 from smpc.checkpoint.background import BackgroundSaver
-from smpc.checkpoint.boxes import Box
 from smpc.checkpoint.channel import Alone, Channel, GroupChannel, StoreChannel, together
-from smpc.checkpoint.content import Content, Shard
 from smpc.checkpoint.convert import open_source, write_checkpoint
 from smpc.checkpoint.distributed import write_distributed
 from smpc.checkpoint.dtensor import shard_of
-from smpc.checkpoint.export import FullSaving, save_full, standing, write_file_of, write_folder
-from smpc.checkpoint.files import read_file, write_file
-from smpc.checkpoint.folders import Root
-from smpc.checkpoint.load import Loaded, check, load
+from smpc.checkpoint.folder.files import read_file, write_file
+from smpc.checkpoint.folder.folders import Root
+from smpc.checkpoint.format.content import Content, Shard
+from smpc.checkpoint.format.regions import Box
+from smpc.checkpoint.load import Loaded, check, load, verify_source
 from smpc.checkpoint.modules import load_modules, module_content
 from smpc.checkpoint.reader import Checkpoint, verify
 from smpc.checkpoint.rng import capture_rng, restore_rng
 from smpc.checkpoint.save import Saving, save
+from smpc.checkpoint.sources.export import (
+    FullSaving,
+    save_full,
+    standing,
+    write_archive_of,
+    write_file_of,
+    write_folder,
+)
 
 __all__ = [
     "Alone",
@@ -44,6 +51,8 @@ __all__ = [
     "standing",
     "together",
     "verify",
+    "verify_source",
+    "write_archive_of",
     "write_checkpoint",
     "write_distributed",
     "write_file",

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from smpc.checkpoint.channel import Channel
-from smpc.checkpoint.content import Content, Shard
-from smpc.checkpoint.folders import Root
+from smpc.checkpoint.folder.folders import Root
+from smpc.checkpoint.format.content import Content, Shard
 from smpc.checkpoint.save import Saving
 from smpc.errors import CheckpointError
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from smpc.errors import CheckpointError
 
+_SLICE = 1.0  # seconds
 _STAY = datetime.timedelta(seconds=10)  # for ranks that have only to read
 
 
@@ -88,12 +90,21 @@ class GroupChannel:
 
 
 class StoreChannel:
-    """Ranks that share a store. `prefix` sets channels of one store apart; no two may ever have used the same."""
+    """Ranks that share a store. `prefix` sets channels of one store apart; no two may ever have used the same.
+
+    `skipped` tells what is known of a rank that will not come; None where it may.
+    """
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout: datetime.timedelta, prefix: str = "checkpoint"
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: datetime.timedelta,
+        prefix: str = "checkpoint",
+        skipped: Callable[[Sequence[int]], str | None] = lambda ranks: None,
     ) -> None:
-        self._store = PrefixStore(prefix, store)
+        self._store, self._skipped = PrefixStore(prefix, store), skipped
         self._timeout, self._turn = timeout, 0
         self._broken = False
         self.rank, self.size = rank, size
@@ -109,7 +120,7 @@ class StoreChannel:
         try:
             self._store.set(f"{turn}/{self.rank}", "+" + message)  # a store may take an empty value for a missing one
             for rank in range(self.size):
-                self._store.wait([f"{turn}/{rank}"], self._timeout)
+                self._await(f"{turn}/{rank}", rank)
                 found.append(self._store.get(f"{turn}/{rank}")[1:].decode())
             if turn:  # every rank has come here, so every rank has read the turn before
                 self._store.delete_key(f"{turn - 1}/{self.rank}")
@@ -121,6 +132,24 @@ class StoreChannel:
                 f"{str(error).strip().splitlines()[0]}"
             ) from error
         return found
+
+    def _await(self, key: str, rank: int) -> None:
+        """Wait for a key. In slices, between which it may become known that the rank will not come."""
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                self._store.wait([key], datetime.timedelta(seconds=max(min(left, _SLICE), 0.001)))
+                return
+            except RuntimeError:
+                if left <= _SLICE:
+                    raise
+            reason = self._skipped([rank])
+            if reason is not None:
+                self._broken = True
+                raise CheckpointError(
+                    f"rank {self.rank}: saving and loading must be called on all {self.size} ranks, and {reason}"
+                )
 
     def _stay(self, turn: int) -> None:
         """Rank 0, whose process may hold the store, returns when all have read: it may be the last thing that it does.

@@ -3,6 +3,7 @@
 with open_source(path) as source:
     write_checkpoint(source, "run/step_100")    a checkpoint of this library ("partial")
     write_file_of(source, "model.safetensors")  one file of the model ("full")
+    write_archive_of(source, "model.bin")       one file of the model for torch.load ("torch")
     write_folder(source, "export")              a Hugging Face folder ("hf")
     write_distributed(source, "dcp")            torch.distributed.checkpoint ("dcp")
 """
@@ -15,27 +16,34 @@ from collections.abc import Mapping
 import torch
 
 from smpc.checkpoint.channel import Alone
-from smpc.checkpoint.content import Content, Shard
 from smpc.checkpoint.distributed import METADATA, DistributedSource
-from smpc.checkpoint.export import shard_of
-from smpc.checkpoint.folders import Root
-from smpc.checkpoint.manifest import NAME
+from smpc.checkpoint.folder.folders import Root, is_checkpoint, is_share
+from smpc.checkpoint.format.content import Advance, Content, Shard
+from smpc.checkpoint.format.manifest import NAME
+from smpc.checkpoint.format.regular import is_file
+from smpc.checkpoint.format.tensorfile import is_tensorfile
 from smpc.checkpoint.save import save
-from smpc.checkpoint.sources import CheckpointSource, LegacySource, SafetensorsSource, Source
-from smpc.checkpoint.tensorfile import Advance, is_tensorfile
-from smpc.checkpoint.views import TIED
+from smpc.checkpoint.sources.export import shard_of
+from smpc.checkpoint.sources.renamed_source import TIED
+from smpc.checkpoint.sources.sources import CheckpointSource, LegacySource, SafetensorsSource, Source
 from smpc.errors import CheckpointError
 
 
-def open_source(path: str | os.PathLike[str]) -> Source:
-    """Whatever lies there, to be read tensor by tensor. Raises CheckpointError if it is missing or nothing that can be read."""
+def open_source(path: str | os.PathLike[str], *, any_name: bool = False) -> Source:
+    """Whatever lies there, to be read tensor by tensor. Raises CheckpointError if it is missing or nothing that can be read.
+
+    `any_name`: of a checkpoint, see `Checkpoint.open`.
+    """
     found = os.path.abspath(os.fspath(path))
-    if os.path.isfile(found):
+    if is_file(found):
+        parent = os.path.dirname(found)
+        if not any_name and is_checkpoint(parent) and is_share(os.path.basename(found)):
+            raise CheckpointError(f"{found}: the share of one rank of the checkpoint {parent}; name the folder")
         return SafetensorsSource(found) if is_tensorfile(found) else LegacySource(found)
     if not os.path.isdir(found):
         raise CheckpointError(f"{found}: no such file or folder")
-    if os.path.lexists(os.path.join(found, NAME)):
-        return CheckpointSource(found)
+    if is_checkpoint(found):  # perhaps one that has lost its manifest, which is an error
+        return CheckpointSource(found, any_name=any_name)
     if os.path.lexists(os.path.join(found, METADATA)):
         return DistributedSource(found)
     if any(name.endswith(".safetensors") for name in os.listdir(found)):

@@ -9,20 +9,21 @@ level itself has the kind "model". An optimizer's state is written as torch's `g
     {"optimizer": {"state": {parameter: {key: tensor}}, "param_groups": [...]}}     kind "optimizer", name "parameter::key";
                                                                                    metadata["optimizer"]["param_groups"]
 
+A Trainer's folder, with {"state": {"model": {...}, "optimizers": {class: {"state": ...}}}, "rng": ...}, is read as such a dict, too.
 Extra state of modules comes as `metadata["extra_state"]`, other values that are no tensors as
 `metadata["torch.distributed.checkpoint"]`, by key.
 
-`.metadata` is a pickle, and torch unpickles it as such, with whatever it calls. Here the unpickler knows the names that torch writes and no
-others, and what it makes of them are inert records: nothing in the file is ever called. Tensors and other values are read with
-weights_only=True; a value that needs more is refused. torch keeps no checksums: damage to a tensor cannot be seen in such a folder.
+`.metadata` is a pickle, and torch unpickles it as such, with whatever it calls; `smpc.checkpoint.sources.distributed_metadata` calls
+nothing. Tensors and other values are read with weights_only=True; a value that needs more is refused. torch keeps no checksums of its
+own, but those of the archives that torch.save writes: damage to the bytes of a tensor is found by them when it is read
+(`smpc.checkpoint.folder.files`).
 """
 
 from __future__ import annotations
 
-import io
+import errno
 import json
 import os
-import pickle
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,14 +31,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smpc.checkpoint.boxes import Box, find_gap
-from smpc.checkpoint.content import VALUES
-from smpc.checkpoint.export import new_path
+from smpc.checkpoint.folder.files import load_tensors
+from smpc.checkpoint.format.content import VALUES, Advance
+from smpc.checkpoint.format.dtypes import num_bytes
+from smpc.checkpoint.format.plain_json import flatten, rebuild
+from smpc.checkpoint.format.regions import Box, find_gap
+from smpc.checkpoint.format.regular import open_regular, printable
 from smpc.checkpoint.modules import OPTIMIZER, SEPARATOR
-from smpc.checkpoint.sources import Item, Source
-from smpc.checkpoint.tensorfile import Advance, open_regular
-from smpc.checkpoint.tree import flatten, rebuild
-from smpc.checkpoint.views import with_tied
+from smpc.checkpoint.sources.distributed_metadata import Described, Stored, read_metadata
+from smpc.checkpoint.sources.export import new_path
+from smpc.checkpoint.sources.renamed_source import with_tied
+from smpc.checkpoint.sources.sources import Item, Source
 from smpc.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -45,7 +49,6 @@ OTHERS = "torch.distributed.checkpoint"  # key in metadata of the values that ar
 _OWN = "smpc_metadata"  # key of our metadata in a folder that we write
 _STATE, _GROUPS = (OPTIMIZER, "state"), (OPTIMIZER, "param_groups")
 _EXTRA = "_extra_state"  # what keys of torch's extra state end in
-_MAX_METADATA = 1 << 30
 
 
 class DistributedSource:
@@ -54,13 +57,12 @@ class DistributedSource:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         path = os.path.join(folder, METADATA)
+        self._found = read_metadata(path)
         try:
-            self._read_metadata(_unpickle(path))
-        except CheckpointError:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            self._read_items()
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError, RecursionError) as error:
             raise CheckpointError(
-                f"{path}: not as torch writes it, or damaged: {type(error).__name__}: {error}"
+                f"{path}: not as torch writes it, or damaged: {type(error).__name__}: {str(error)[:200]}"
             ) from error
 
     def __enter__(self) -> DistributedSource:
@@ -72,30 +74,33 @@ class DistributedSource:
     def read(self, item: Item) -> Tensor:
         """See Source. Raises CheckpointError if a chunk is not as the metadata says."""
         key = self._keys[item.kind, item.name]
+        described = self._found.entries[key]
+        assert described is not None, "a tensor"
+        for box in described.chunks:  # before there is room for all of them
+            if self._where(key, box.offsets).length < num_bytes(box.shape, item.dtype):
+                raise self._not_as_said(key, box)
         values = torch.empty(item.shape, dtype=item.dtype)
         whole = Box((0,) * len(item.shape), item.shape)
-        for box in self._chunks[key]:
+        for box in described.chunks:
             chunk = self._load(key, box.offsets)
             if not isinstance(chunk, Tensor) or tuple(chunk.shape) != box.shape or chunk.dtype != item.dtype:
-                raise CheckpointError(
-                    f"{self._folder}: the chunk of {key} at {list(box.offsets)} is not what {METADATA} says"
-                )
+                raise self._not_as_said(key, box)
             values[box.within(whole)].copy_(chunk)
         return values
 
-    def _read_metadata(self, found: Any) -> None:
-        described: Mapping[str, Any] = found.state_dict_metadata
-        paths: Mapping[str, Any] = vars(found).get("planner_data") or {}
-        self._infos = {
-            (str(index.fqn), tuple(vars(index).get("offset") or ())): info for index, info in found.storage_data.items()
-        }
-        self._chunks: dict[str, list[Box]] = {}
+    def _not_as_said(self, key: str, box: Box) -> CheckpointError:
+        return CheckpointError(
+            f"{self._folder}: the chunk of {printable(key)} at {list(box.offsets)} is not what {METADATA} says"
+        )
+
+    def _read_items(self) -> None:
+        paths = self._found.paths
         self._keys: dict[tuple[str, str], str] = {}
         self.items: list[Item] = []
         others: dict[str, Any] = {}
         where: dict[str, tuple[Any, ...]] = {}
-        for key, entry in described.items():
-            if not vars(entry):  # BytesStorageMetadata: no fields
+        for key, entry in self._found.entries.items():
+            if entry is None:
                 others[key] = self._load(key, ())
                 where[key] = paths.get(key, (key,))
                 continue
@@ -105,54 +110,66 @@ class DistributedSource:
         self.metadata: Any = self._metadata(others, where)
         self.items = [item for item in self.items if item.kind != VALUES]
 
-    def _item(self, key: str, path: tuple[Any, ...], entry: Any) -> Item:
+    def _item(self, key: str, path: tuple[Any, ...], entry: Described) -> Item:
+        path = _untrained(path)
         kind = str(path[0]) if len(path) > 1 else "model"
         name = ".".join(map(str, path[1:] if len(path) > 1 else path))
         if path[:2] == _STATE and len(path) == 4:
             name = f"{path[2]}{SEPARATOR}{path[3]}"
-        shape = tuple(entry.size)
-        self._chunks[key] = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-        gap = find_gap(shape, self._chunks[key])
+        gap = find_gap(entry.shape, entry.chunks)
         if gap is not None or (kind, name) in self._keys:
-            raise CheckpointError(f"{self._folder}: {key}: {gap or 'another tensor has the same name'}")
-        return Item(kind, name, entry.properties.state[0], shape)
+            raise CheckpointError(f"{self._folder}: {printable(key)}: {gap or 'another tensor has the same name'}")
+        return Item(kind, name, entry.dtype, entry.shape)
 
     def _metadata(self, others: dict[str, Any], where: Mapping[str, tuple[Any, ...]]) -> Any:
         own = others.pop(_OWN, None)
         if own is None:
             return _known(others, where)
         items = {item.name: item for item in self.items if item.kind == VALUES}
-        return rebuild(json.loads(own), lambda name: self.read(items[name]))
+        try:
+            return rebuild(json.loads(own), lambda name: self.read(items[name]))
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._folder}: the metadata that lie there are damaged: {error}") from error
 
     def _load(self, key: str, offsets: tuple[int, ...]) -> Any:
         """A chunk or another value, as torch.save wrote it into one of the files."""
-        info = self._infos.get((key, offsets))
-        if info is None:
-            raise CheckpointError(f"{self._folder}: {METADATA} does not say where {key} at {list(offsets)} lies")
-        name, start, length = str(info.relative_path), int(info.offset), int(info.length)
-        if os.path.basename(name) != name or name in ("", ".", ".."):
-            raise CheckpointError(
-                f"{self._folder}: expected the plain name of a file in the same folder, found {name!r}"
-            )
-        if vars(info).get("transform_descriptors"):
-            raise CheckpointError(
-                f"{self._folder}: {key} was written through an extension, such as compression; not supported"
-            )
-        path = os.path.join(self._folder, name)
+        info = self._where(key, offsets)
+        path = os.path.join(self._folder, info.file)
         descriptor = open_regular(path)
         try:
-            if start < 0 or length < 0 or start + length > os.fstat(descriptor).st_size:
-                raise CheckpointError(f"{path}: truncated: {key} lies at bytes {start} to {start + length}")
-            data = os.pread(descriptor, length, start) if length < 1 << 30 else _pread(descriptor, length, start)
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"{path}: {key} holds objects that are not tensors or plain values, or is damaged; such are never unpickled"
-            ) from error
-        except Exception as error:  # as in `smpc.checkpoint.files.read_file`
-            raise CheckpointError(f"{path}: cannot read {key}: {type(error).__name__}: {str(error)[:200]}") from error
+            if info.begin < 0 or info.length < 0 or info.begin + info.length > os.fstat(descriptor).st_size:
+                place = f"at bytes {info.begin} to {info.begin + info.length}"
+                raise CheckpointError(f"{path}: truncated: {printable(key)} lies {place}")
+            return load_tensors(_pread(descriptor, info.length, info.begin), f"{path}: {printable(key)}")
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         finally:
             os.close(descriptor)
+
+    def _where(self, key: str, offsets: tuple[int, ...]) -> Stored:
+        info = self._found.stored.get((key, offsets))
+        if info is None:
+            raise CheckpointError(
+                f"{self._folder}: {METADATA} does not say where {printable(key)} at {list(offsets)} lies"
+            )
+        if os.path.basename(info.file) != info.file or info.file in ("", ".", ".."):
+            raise CheckpointError(
+                f"{self._folder}: expected the plain name of a file in the same folder, found {info.file!r}"
+            )
+        if not info.is_plain:
+            raise CheckpointError(
+                f"{self._folder}: {printable(key)} was written through an extension, such as compression; not supported"
+            )
+        return info
+
+
+def _untrained(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The path of a tensor, where a Trainer has put model and optimizers below `state` (`smpc.composer`, mosaicml)."""
+    if path[0] == "state" and len(path) > 2 and path[1] == "model":
+        return path[1:]
+    if path[:2] == ("state", "optimizers") and path[3:4] == ("state",) and len(path) == 6:
+        return (*_STATE, *path[4:])
+    return path
 
 
 def _known(others: dict[str, Any], where: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
@@ -161,6 +178,8 @@ def _known(others: dict[str, Any], where: Mapping[str, tuple[Any, ...]]) -> dict
     for key, path in where.items():
         if path[:2] == _GROUPS and len(path) == 4:
             groups = found.setdefault(_GROUPS[0], {}).setdefault(_GROUPS[1], [])
+            if not 0 <= path[2] < len(where):
+                raise ValueError(f"there is no parameter group {path[2]}")
             groups.extend({} for _ in range(path[2] + 1 - len(groups)))
             groups[path[2]][path[3]] = others.pop(key)
         elif path[0] == "model" and len(path) > 1 and str(path[1]).endswith(_EXTRA):
@@ -217,7 +236,8 @@ def _described(source: Source, advance: Advance | None) -> tuple[dict[str, Any],
         name, _, of_state = item.name.rpartition(SEPARATOR)
         path = (*_STATE, name, of_state) if item.kind == _STATE[0] and name else (item.kind, item.name)
         key = ".".join(path)
-        assert key not in bring, f"two tensors are called {key}"
+        if key in bring:
+            raise CheckpointError(f"two tensors would be called {printable(key)}; rename one")
         bring[key] = _bringing(source, item, advance)
         inner = state
         for part in path[:-1]:
@@ -236,75 +256,6 @@ def _bringing(source: Source, item: Item, advance: Advance | None) -> Callable[[
     return bring
 
 
-class _Record:
-    """What stands for an object of the pickle: its fields, and nothing that runs."""
-
-    def __init__(self, *_: Any) -> None: ...
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-        else:
-            self.__dict__["state"] = state
-
-
-def _tuple(values: Any = ()) -> tuple[Any, ...]:
-    return tuple(values)
-
-
-def _first(value: Any) -> Any:
-    return value
-
-
-_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
-_RECORDS = {
-    *(
-        (_METADATA_MODULE, name)
-        for name in (
-            "Metadata",
-            "MetadataIndex",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "StorageMeta",
-        )
-    ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-}
-_FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
-    ("torch", "Size"): _tuple,
-    ("torch.serialization", "_get_layout"): _first,
-    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): _first,
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    """Knows what torch writes into .metadata, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _RECORDS:
-            return _Record
-        if (module, name) in _FUNCTIONS:
-            return _FUNCTIONS[module, name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong there")
-
-
-def _unpickle(path: str) -> Any:
-    with open(open_regular(path), "rb") as file:
-        data = file.read(_MAX_METADATA + 1)
-    if len(data) > _MAX_METADATA:
-        raise CheckpointError(f"{path}: larger than {_MAX_METADATA} bytes")
-    try:
-        return _Unpickler(io.BytesIO(data)).load()
-    except Exception as error:  # a damaged pickle fails in many ways
-        raise CheckpointError(f"{path}: refused: {type(error).__name__}: {str(error)[:200]}") from error
-
-
 def _pread(descriptor: int, length: int, start: int) -> bytes:
     """As os.pread, which brings 2 GiB at most."""
     data = bytearray(length)
@@ -312,6 +263,6 @@ def _pread(descriptor: int, length: int, start: int) -> bytes:
     while done < length:
         count = os.preadv(descriptor, [view[done : done + (64 << 20)]], start + done)
         if not count:
-            raise OSError("truncated")
+            raise OSError(errno.EIO, "truncated while it was read")
         done += count
     return bytes(data)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from smpc.checkpoint.content import Shard
+from smpc.checkpoint.format.content import Shard
 from smpc.errors import CheckpointError
 
 

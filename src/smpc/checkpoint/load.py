@@ -6,6 +6,8 @@
     2  the ranks check every block that one of them wants, each a part of the blocks, each block once
     3  every rank reads its boxes into its tensors, against the checksums again
 
+    verify_source(source, channel)      2 for all that a source has; nothing is filled
+
 A failure on one rank is CheckpointError on all. Until 2 has succeeded everywhere no tensor has been touched. Each rank needs its tensors
 and one block (see `smpc.checkpoint.reader`), whatever the checkpoint's size.
 """
@@ -13,17 +15,22 @@ and one block (see `smpc.checkpoint.reader`), whatever the checkpoint's size.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from smpc.checkpoint.channel import Channel, together
-from smpc.checkpoint.content import Shard
-from smpc.checkpoint.reader import Checkpoint
-from smpc.checkpoint.tensorfile import Advance
+from smpc.checkpoint.format.content import Advance, Shard
+from smpc.checkpoint.format.regular import printable
+from smpc.checkpoint.reader import Checkpoint, verify
+from smpc.checkpoint.sources.sources import Source, damaged_of
 from smpc.errors import CheckpointError
 
 Key = tuple[str, str]
+
+_MOST = 10  # lines about damage
+_NOTHING = "nothing was loaded; take another checkpoint by its tag, or bring an undamaged copy of this one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,7 @@ def load(
     cast: bool = False,
     kinds: Collection[str] | None = None,
     known: Collection[Key] = (),
+    verified: bool = False,
     advance: Advance | None = None,
 ) -> Loaded:
     """Fill the shards' tensors. Collective; ranks may want different boxes, or nothing.
@@ -50,6 +58,7 @@ def load(
     strict: tensors that are missing, or of `kinds` (by default the kinds wanted by any rank) and wanted by no rank, are errors.
     known: tensors that may be there and wanted by no rank, such as other names of tied parameters; the same on all ranks.
     cast: tensors of another dtype than the saved are filled by casting; otherwise they are errors. Shapes must always agree.
+    verified: `verify_source` has been called for this checkpoint just now, so its blocks are not checked before they are read.
     advance: told the bytes that this rank has checked and read.
 
     Raises CheckpointError on every rank if anything is wrong on one.
@@ -58,12 +67,31 @@ def load(
     try:
         answers, loaded = _agree(folder, wanted, channel, opened, strict, cast, kinds, known)
         keys = [(kind, name) for answer in answers for kind, name in answer["wanted"]]
-        together(channel, lambda: _verify(opened[0], list(dict.fromkeys(keys)), channel, advance))
+        if not verified:
+            together(channel, lambda: _verify(opened[0], list(dict.fromkeys(keys)), channel, advance))
         together(channel, lambda: _fill(opened[0], wanted, loaded, advance))
         return loaded
     finally:
         for checkpoint in opened:
             checkpoint.close()
+
+
+def verify_source(source: Source | Checkpoint, channel: Channel, kinds: Collection[str] | None = None) -> None:
+    """Check every byte that has a checksum, of a checkpoint those of some kinds of tensors, each rank its part. Collective.
+
+    Raises CheckpointError on every rank, listing what is damaged. Nothing has been loaded then.
+    """
+
+    def look() -> None:
+        if isinstance(source, Checkpoint):
+            found = verify(source, kinds=kinds, rank=channel.rank, size=channel.size)
+        else:
+            found = damaged_of(source, channel.rank, channel.size)
+        if found:
+            more = [f"and {len(found) - _MOST} more damaged"] if len(found) > _MOST else []
+            raise CheckpointError("\n".join([*found[:_MOST], *more, _NOTHING]))
+
+    together(channel, look)
 
 
 def check(
@@ -115,11 +143,11 @@ def _compare(folder: str | os.PathLike[str], wanted: Sequence[Shard], opened: li
         found.append((shard.kind, shard.name))
         if entry.shape != shard.global_shape:
             wrong.append(
-                f"shape of {shard.kind} {shard.name}: expected {list(shard.global_shape)}, found {list(entry.shape)}"
+                f"shape of {shard.kind} {printable(shard.name)}: expected {list(shard.global_shape)}, found {list(entry.shape)}"
             )
         if entry.dtype != shard.dtype and not cast:
             wrong.append(
-                f"dtype of {shard.kind} {shard.name}: expected {shard.dtype}, found {entry.dtype}; ask for a cast to load it"
+                f"dtype of {shard.kind} {printable(shard.name)}: expected {shard.dtype}, found {entry.dtype}; ask for a cast to load it"
             )
     return {"wanted": found, "missing": missing, "wrong": wrong, "sequence": checkpoint.manifest.sequence}
 
@@ -141,8 +169,8 @@ def _refuse(loaded: Loaded, answers: Sequence[Any], folder: str, strict: bool) -
     wrong = list(dict.fromkeys(line for answer in answers for line in answer["wrong"]))
     if strict:
         wrong = [
-            *(f"missing: {kind} {name}" for kind, name in loaded.missing),
-            *(f"unexpected: {kind} {name}" for kind, name in loaded.unexpected),
+            *(f"missing: {kind} {printable(name)}" for kind, name in loaded.missing),
+            *(f"unexpected: {kind} {printable(name)}" for kind, name in loaded.unexpected),
             *wrong,
         ]
     if len({answer["sequence"] for answer in answers}) > 1:
@@ -159,12 +187,21 @@ def _verify(checkpoint: Checkpoint, keys: Sequence[Key], channel: Channel, advan
         files |= dict.fromkeys(piece.file for piece in entry.pieces)
         for index in range(checkpoint.blocks(entry)):
             if turn % channel.size == channel.rank:
-                _tell(advance, checkpoint.verify_block(entry, index))
+                _checked(partial(checkpoint.verify_block, entry, index), advance)
             turn += 1
     for name in files:
         if turn % channel.size == channel.rank:
-            _tell(advance, checkpoint.verify_file(name))
+            _checked(partial(checkpoint.verify_file, name), advance)
         turn += 1
+
+
+def _checked(check: Callable[[], int], advance: Advance | None) -> None:
+    try:
+        count = check()
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}\n{_NOTHING}") from error
+    if advance is not None:
+        advance(count)
 
 
 def _fill(checkpoint: Checkpoint, wanted: Sequence[Shard], loaded: Loaded, advance: Advance | None) -> None:
@@ -178,9 +215,5 @@ def _fill(checkpoint: Checkpoint, wanted: Sequence[Shard], loaded: Loaded, advan
             raise CheckpointError(
                 f"{error}; the file changed while it was loaded, and tensors are partly filled"
             ) from error
-        _tell(advance, shard.num_bytes)
-
-
-def _tell(advance: Advance | None, count: int) -> None:
-    if advance is not None:
-        advance(count)
+        if advance is not None:
+            advance(shard.num_bytes)

@@ -33,13 +33,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from smpc.checkpoint.channel import Channel, together
-from smpc.checkpoint.content import Content, Shard
 from smpc.checkpoint.dtensor import empty_like, shard_of
+from smpc.checkpoint.format.content import Content, Shard
+from smpc.checkpoint.format.manifest import Entry
+from smpc.checkpoint.format.regular import printable
 from smpc.checkpoint.load import Loaded, load
-from smpc.checkpoint.manifest import Entry
 from smpc.checkpoint.reader import Checkpoint
 from smpc.checkpoint.rng import capture_rng
-from smpc.checkpoint.views import TIED
+from smpc.checkpoint.sources.renamed_source import TIED
 from smpc.errors import CheckpointError
 
 MODEL, OPTIMIZER, SEPARATOR = "model", "optimizer", "::"
@@ -95,6 +96,7 @@ def load_modules(
     states: list[_OptimizerState] = []
     wanted: list[Shard] = []
     known = [(MODEL, name) for name in _tied(model)]
+    saved_extra: dict[str, Any] = {}
     unsaved: dict[str, Tensor] = {}  # masters that are to be made of the parameters
 
     def prepare() -> None:
@@ -103,6 +105,7 @@ def load_modules(
         own_masters = _named_masters(model, masters)
         if optimizer is not None:
             states.append(_OptimizerState(model, optimizer, opened[0], own_masters))
+        saved_extra.update(opened[0].metadata.get("extra_state", {}))
         named = _named(model)
         places = _places_of_masters(opened[0], named, own_masters, is_for_parameters=optimizer is not None)
         shards = [shard_of(OPTIMIZER, _master_key(name), place) for name, place in places.items()]
@@ -122,10 +125,9 @@ def load_modules(
             _copy_local(master, _named(model)[name])
         for each in states:
             each.install()
-        saved = opened[0].metadata.get("extra_state", {})
         for key in _extra_keys(model):
-            if _plain_name(model, key) in saved:
-                model.get_submodule(key.rpartition(".")[0]).set_extra_state(saved[_plain_name(model, key)])
+            if _plain_name(model, key) in saved_extra:
+                model.get_submodule(key.rpartition(".")[0]).set_extra_state(saved_extra[_plain_name(model, key)])
     finally:
         for checkpoint in opened:
             checkpoint.close()
@@ -196,8 +198,8 @@ def _room(name: str, entry: Entry, parameter: Tensor, known: object) -> Tensor:
         return empty_like(parameter, entry.dtype)
     if isinstance(parameter, DTensor) and torch.Size(entry.shape).numel() != 1:
         raise CheckpointError(
-            f"optimizer {name}: has the shape {list(entry.shape)}, its parameter is a DTensor of {list(parameter.shape)}, so where it lies "
-            "is not known; take one step before loading"
+            f"optimizer {printable(name)}: has the shape {list(entry.shape)}, its parameter is a DTensor of {list(parameter.shape)}, so "
+            "where it lies is not known; take one step before loading"
         )
     device = parameter.device if entry.shape else torch.device("cpu")  # counts of steps
     return torch.empty(entry.shape, dtype=entry.dtype, device=device)

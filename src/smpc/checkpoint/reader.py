@@ -15,19 +15,20 @@ from __future__ import annotations
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from smpc.checkpoint.boxes import Box
-from smpc.checkpoint.content import VALUES, Shard
-from smpc.checkpoint.dtypes import byte_view, num_bytes
-from smpc.checkpoint.folders import check_whole
-from smpc.checkpoint.manifest import Entry, Manifest, Piece
-from smpc.checkpoint.tensorfile import Advance, open_regular
-from smpc.checkpoint.tree import rebuild
+from smpc.checkpoint.folder.folders import check_whole
+from smpc.checkpoint.format.content import VALUES, Advance, Shard
+from smpc.checkpoint.format.dtypes import byte_view, num_bytes
+from smpc.checkpoint.format.manifest import Entry, Manifest, Piece
+from smpc.checkpoint.format.plain_json import rebuild
+from smpc.checkpoint.format.regions import Box
+from smpc.checkpoint.format.regular import open_regular, printable, read_regular
 from smpc.errors import CheckpointError
 
 
@@ -39,10 +40,13 @@ class Checkpoint:
         self._descriptors: dict[str, int] = {}
 
     @staticmethod
-    def open(folder: str | os.PathLike[str]) -> Checkpoint:
-        """Read the manifest, and look that the files are there. Raises CheckpointError, naming what is wrong."""
+    def open(folder: str | os.PathLike[str], *, any_name: bool = False) -> Checkpoint:
+        """Read the manifest, and look that the files are there. Raises CheckpointError, naming what is wrong.
+
+        `any_name`: to look at it only; otherwise the folder must have the name of the checkpoint in it (`folders.same_name`).
+        """
         path = os.path.abspath(os.fspath(folder))
-        return Checkpoint(path, check_whole(path))
+        return Checkpoint(path, check_whole(path, any_name=any_name))
 
     def close(self) -> None:
         """Close the files."""
@@ -93,8 +97,7 @@ class Checkpoint:
                 f"{self.folder}: no pickled content {name!r}; there is {', '.join(self.manifest.pickled) or 'none'}"
             )
         path = os.path.join(self.folder, file)
-        with open(open_regular(path), "rb") as stream:
-            data = stream.read()
+        data = read_regular(path, self.manifest.files[file].size)
         if zlib.crc32(data) != self.manifest.files[file].checksum:
             raise _damaged(path)
         try:
@@ -121,7 +124,8 @@ class Checkpoint:
         entry = self._entry(shard.kind, shard.name)
         if entry.shape != shard.global_shape:
             raise CheckpointError(
-                f"{shard.kind} {shard.name}: expected the shape {list(shard.global_shape)}, {self.folder} has {list(entry.shape)}"
+                f"{shard.kind} {printable(shard.name)}: expected the shape {list(shard.global_shape)}, {self.folder} has "
+                f"{list(entry.shape)}"
             )
         wanted = Box(shard.offsets, shard.shape)
         target = shard.tensor.detach()
@@ -162,7 +166,7 @@ class Checkpoint:
         try:
             return self.manifest.entries[kind, name]
         except KeyError:
-            raise CheckpointError(f"{self.folder} has no {kind} {name}") from None
+            raise CheckpointError(f"{self.folder} has no {kind} {printable(name)}") from None
 
     def _tree(self, values: Any, prefix: str) -> Any:
         return rebuild(values, lambda name: self.read(VALUES, f"{prefix}{name}"))
@@ -233,7 +237,7 @@ class Checkpoint:
         length = min(size, num_bytes(piece.shape, entry.dtype) - index * size)
         data = self._pread(piece.file, piece.begin + index * size, into or memoryview(bytearray(length)))
         if zlib.crc32(data) != piece.checksums[index]:
-            raise _damaged(os.path.join(self.folder, piece.file), f", in {entry.kind} {entry.name}")
+            raise _damaged(os.path.join(self.folder, piece.file), f", in {entry.kind} {printable(entry.name)}")
         return data
 
     def _pread(self, name: str, position: int, into: memoryview) -> memoryview:
@@ -255,22 +259,32 @@ class Checkpoint:
         return self._descriptors[name]
 
 
-def verify(checkpoint: Checkpoint, advance: Advance | None = None) -> list[str]:
-    """Check every byte. Returns what is damaged, one line each: all of it, not the first alone."""
-    tell = advance or (lambda count: None)
-    damaged: list[str] = []
+def verify(
+    checkpoint: Checkpoint,
+    advance: Advance | None = None,
+    *,
+    kinds: Collection[str] | None = None,
+    rank: int = 0,
+    size: int = 1,
+) -> list[str]:
+    """Check every byte, or those of some kinds of tensors, or of several ranks' this one's part.
 
-    def check(work: Callable[[], int]) -> None:
+    Returns what is damaged, one line each: all of it, not the first alone.
+    """
+    entries = [entry for entry in checkpoint.entries.values() if kinds is None or entry.kind in kinds]
+    files = checkpoint.manifest.files if kinds is None else {piece.file for entry in entries for piece in entry.pieces}
+    work: list[Callable[[], int]] = [partial(checkpoint.verify_file, name) for name in sorted(files)]
+    for entry in entries:
+        work += [partial(checkpoint.verify_block, entry, index) for index in range(checkpoint.blocks(entry))]
+    damaged: list[str] = []
+    for check in work[rank::size]:
         try:
-            tell(work())
+            count = check()
         except CheckpointError as error:
             damaged.append(str(error))
-
-    for name in checkpoint.manifest.files:
-        check(lambda name=name: checkpoint.verify_file(name))  # type: ignore[misc]
-    for entry in checkpoint.entries.values():
-        for index in range(checkpoint.blocks(entry)):
-            check(lambda entry=entry, index=index: checkpoint.verify_block(entry, index))  # type: ignore[misc]
+            continue
+        if advance is not None:
+            advance(count)
     return list(dict.fromkeys(damaged))
 
 

@@ -22,14 +22,15 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from smpc.checkpoint.boxes import Box, find_gap
 from smpc.checkpoint.channel import Channel, together
-from smpc.checkpoint.content import VALUES, Content, Shard
-from smpc.checkpoint.dtypes import dtype_name, dtype_of, num_bytes
-from smpc.checkpoint.folders import Draft, Root, check_keep, write_new
-from smpc.checkpoint.manifest import BLOCK_SIZE, NAME, Entry, File, Manifest, Piece, is_plain_name
-from smpc.checkpoint.tensorfile import Advance, write_tensors
-from smpc.checkpoint.tree import flatten
+from smpc.checkpoint.folder.folders import Draft, Root, check_keep, write_new
+from smpc.checkpoint.format.content import VALUES, Advance, Content, Shard
+from smpc.checkpoint.format.dtypes import dtype_name, dtype_of, num_bytes
+from smpc.checkpoint.format.manifest import BLOCK_SIZE, NAME, Entry, File, Manifest, Piece, is_plain_name
+from smpc.checkpoint.format.plain_json import flatten
+from smpc.checkpoint.format.regions import Box, find_gap
+from smpc.checkpoint.format.regular import printable
+from smpc.checkpoint.format.tensorfile import write_tensors
 from smpc.errors import CheckpointError
 
 Described = tuple[
@@ -154,30 +155,35 @@ class Saving:
             pickled[name] = f"{name}.pkl"
             write_new(os.path.join(draft.path, pickled[name]), data)
             files[pickled[name]] = File(len(data), 0, zlib.crc32(data))
-        manifest = Manifest(
-            tag=self._tag,
-            sequence=self._root.next_sequence(),
-            world_size=self._channel.size,
-            block_size=BLOCK_SIZE,
-            files=files,
-            entries=self._entries(answers),
-            metadata=self._trees["metadata"],
-            ranks=tuple(answer["rank"] for answer in answers),
-            user=self._trees["user"],
-            pickled=pickled,
-            plan=self._content.plan,
-        )
         for name, file in files.items():
             found = os.stat(os.path.join(draft.path, name)).st_size
             if found != file.size:
                 raise CheckpointError(
                     f"{os.path.join(draft.path, name)}: expected {file.size} bytes, rank 0 sees {found}"
                 )
-        write_new(os.path.join(draft.path, NAME), manifest.to_json().encode())
-        self._root.publish(draft, force=self._force)
+        entries = self._entries(answers)
+        with self._root.publishing():
+            manifest = Manifest(
+                tag=self._tag,
+                sequence=self._root.next_sequence(),
+                world_size=self._channel.size,
+                block_size=BLOCK_SIZE,
+                files=files,
+                entries=entries,
+                metadata=self._trees["metadata"],
+                ranks=tuple(answer["rank"] for answer in answers),
+                user=self._trees["user"],
+                pickled=pickled,
+                plan=self._content.plan,
+            )
+            write_new(os.path.join(draft.path, NAME), manifest.to_json().encode())
+            self._root.publish(draft, force=self._force)
         self._draft = None
         if self._keep is not None:
-            self._root.prune(self._keep)
+            try:
+                self._root.prune(self._keep)
+            except CheckpointError as error:
+                warnings.warn(f"old checkpoints are not removed: {error}", stacklevel=2)
 
     def _entries(self, answers: Sequence[Any]) -> dict[tuple[str, str], Entry]:
         found: dict[tuple[str, str], tuple[str, tuple[int, ...], list[Piece]]] = {}
@@ -225,13 +231,13 @@ def _own_shards(content: Content, trees: dict[str, Any], rank: int) -> list[Shar
     seen: set[tuple[str, str, tuple[int, ...]]] = set()
     for shard in shards:
         if (shard.kind, shard.name, shard.offsets) in seen:
-            raise CheckpointError(f"{shard.kind} {shard.name} is given twice")
+            raise CheckpointError(f"{shard.kind} {printable(shard.name)} is given twice")
         seen.add((shard.kind, shard.name, shard.offsets))
     given = {"rank": (f"rank {rank}", content.rank_state)}
     if rank == 0:
         given |= {"metadata": ("metadata", content.metadata), "user": ("user", content.user)}
     for key, (prefix, tree) in given.items():
-        trees[key], tensors = flatten(tree, prefix)
+        trees[key], tensors = flatten(tree, prefix, objects=key == "user")
         shards += [Shard.whole(VALUES, f"{prefix}{name}", tensor) for name, tensor in tensors.items()]
     return shards
 
@@ -262,12 +268,13 @@ def _check(held: Sequence[Sequence[Described]]) -> None:
         for other, rank in found.items():
             if (other[2], other[4]) != (dtype, whole):
                 wrong.append(
-                    f"{kind} {name}: {dtype} of shape {list(whole)} on rank {first}, {other[2]} of shape {list(other[4])} on rank {rank}"
+                    f"{kind} {printable(name)}: {dtype} of shape {list(whole)} on rank {first}, {other[2]} of shape {list(other[4])} on "
+                    f"rank {rank}"
                 )
                 break
         else:
             gap = find_gap(whole, [Box(offsets, shape) for _, _, _, shape, _, offsets in found])
-            wrong += [f"{kind} {name}: {gap}"] if gap else []
+            wrong += [f"{kind} {printable(name)}: {gap}"] if gap else []
     if wrong:
         raise CheckpointError("\n".join(wrong))
 

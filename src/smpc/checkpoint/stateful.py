@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from smpc.checkpoint.content import Shard
+from smpc.checkpoint.format.content import Shard
 from smpc.errors import CheckpointError
 
 _PACKAGE = "torch.distributed.checkpoint."
@@ -55,8 +55,13 @@ class HeldTensor(Tensor):
     def of(shards: Sequence[Shard]) -> HeldTensor:
         """Boxes of one tensor."""
         first = shards[0]
+        return HeldTensor.like(first.tensor, first.global_shape, shards)
+
+    @staticmethod
+    def like(tensor: Tensor, shape: Sequence[int], shards: Sequence[Shard]) -> HeldTensor:
+        """Boxes, or none, of one tensor of a global shape, with another's dtype and device."""
         made: HeldTensor = torch.Tensor._make_wrapper_subclass(
-            HeldTensor, first.global_shape, dtype=first.dtype, device=first.tensor.device
+            HeldTensor, tuple(shape), dtype=tensor.dtype, device=tensor.device
         )
         made.shards = tuple(shards)
         return made

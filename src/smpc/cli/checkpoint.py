@@ -21,19 +21,21 @@ import typer
 from smpc.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from smpc.checkpoint.folders import Root
+    from smpc.checkpoint.folder.folders import Root
     from smpc.checkpoint.reader import Checkpoint
-    from smpc.checkpoint.sources import Source
+    from smpc.checkpoint.sources.sources import Source
     from smpc.report.tables import TextTable
 
 checkpoint_app = typer.Typer(
     help="Look at checkpoints, verify them, convert them between forms, and remove old ones.",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 _CONTENT = "user_content_"  # beside full models
+_MAX_TEXT = 64 << 20
 _PATH = typer.Argument(metavar="PATH", help="A checkpoint, or the folder of a run's checkpoints.", show_default=False)
 
 
@@ -42,6 +44,7 @@ class Form(enum.StrEnum):
 
     PARTIAL = "partial"
     FULL = "full"
+    TORCH = "torch"
     HF = "hf"
     DCP = "dcp"
 
@@ -57,7 +60,7 @@ def inspect_command(
     Reads checkpoints, Hugging Face folders, .safetensors files, torch.distributed.checkpoint folders and .pt files.
     """
     from smpc.checkpoint.convert import open_source
-    from smpc.checkpoint.folders import Root
+    from smpc.checkpoint.folder.folders import Root
 
     if _is_root(path):
         root = Root(path)
@@ -66,7 +69,7 @@ def inspect_command(
         else:
             _show_root(root)
         return
-    with open_source(path) as source:
+    with open_source(path, any_name=True) as source:
         if json_only:
             sys.stdout.write(json.dumps(_source_json(source), indent=2) + "\n")
         else:
@@ -89,8 +92,8 @@ def verify_command(
     Exit status 0 if all is well; 1 if anything is damaged or incomplete, one line each; 2 if there is nothing to check. Of
     safetensors files that others have written, which have no checksums, the structure is checked, and a line says so.
     """
-    from smpc.checkpoint.folders import Root, read_manifest
-    from smpc.checkpoint.manifest import NAME
+    from smpc.checkpoint.folder.folders import Root, read_manifest
+    from smpc.checkpoint.format.manifest import NAME
 
     problems: list[str] = []
     if _is_root(path):
@@ -125,8 +128,8 @@ def convert_command(
     to: Annotated[
         Form,
         typer.Option(
-            help="partial: a checkpoint that loads on any topology; full: one .safetensors file of the model; hf: a folder for "
-            "from_pretrained; dcp: torch.distributed.checkpoint."
+            help="partial: a checkpoint that loads on any topology; full: one .safetensors file of the model; torch: one file of it for "
+            "torch.load; hf: a folder for from_pretrained; dcp: torch.distributed.checkpoint."
         ),
     ],
     dtype: Annotated[str | None, typer.Option(help="Cast the model: float32, bfloat16, float16, ...")] = None,
@@ -146,8 +149,8 @@ def convert_command(
     """Convert a checkpoint. One tensor is in memory at a time; nothing is ever overwritten."""
     from smpc.checkpoint.convert import open_source, write_checkpoint
     from smpc.checkpoint.distributed import write_distributed
-    from smpc.checkpoint.export import write_file_of, write_folder
-    from smpc.checkpoint.views import with_tied
+    from smpc.checkpoint.sources.export import write_archive_of, write_file_of, write_folder
+    from smpc.checkpoint.sources.renamed_source import tied_names, with_tied
 
     as_dtype = _dtype(dtype)
     for name, given in (("--copy", copy), ("--model-type", model_type)):
@@ -166,6 +169,8 @@ def convert_command(
                 write_checkpoint(opened, target, dtype=as_dtype, advance=advance)
             elif to is Form.FULL:
                 write_file_of(with_tied(opened), target, dtype=as_dtype, advance=advance)
+            elif to is Form.TORCH:
+                write_archive_of(opened, target, aliases=tied_names(opened), dtype=as_dtype, advance=advance)
             elif to is Form.HF:
                 named = opened if model_type is None else _as_hugging_face(opened, model_type)
                 write_folder(named, target, files=files, dtype=as_dtype, max_file_bytes=most, advance=advance)
@@ -181,8 +186,8 @@ def prune_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
 ) -> None:
     """Remove all but the newest checkpoints, and what saves that did not end have left."""
-    from smpc.checkpoint.folders import Root, check_keep
-    from smpc.checkpoint.manifest import NAME
+    from smpc.checkpoint.folder.folders import Root, check_keep
+    from smpc.checkpoint.format.manifest import NAME
 
     check_keep(keep)
     if not _is_root(path):
@@ -203,8 +208,8 @@ def prune_command(
 
 def _is_root(path: str) -> bool:
     """Whether a path is a folder of checkpoints. Raises CheckpointError if there is nothing at all."""
-    from smpc.checkpoint.folders import MARKER
-    from smpc.checkpoint.manifest import NAME
+    from smpc.checkpoint.folder.folders import MARKER
+    from smpc.checkpoint.format.manifest import NAME
 
     if not os.path.lexists(path):
         raise CheckpointError(f"{path}: no such file or folder")
@@ -237,8 +242,8 @@ def _verify(folder: str) -> list[str]:
 
 def _verify_full(folder: str, tag: str) -> list[str]:
     """A full model, and what was saved beside it."""
-    from smpc.checkpoint.export import standing
-    from smpc.checkpoint.folders import Root
+    from smpc.checkpoint.folder.folders import Root
+    from smpc.checkpoint.sources.export import standing
 
     beside = Root(os.path.join(folder, f"{_CONTENT}{tag}"))
     problems = _verify_files(standing(os.path.join(folder, tag)) or os.path.join(folder, tag))
@@ -251,7 +256,7 @@ def _verify_full(folder: str, tag: str) -> list[str]:
 
 def _verify_files(path: str) -> list[str]:
     """Safetensors files without a manifest."""
-    from smpc.checkpoint.verify_files import safetensors_files, verify_file
+    from smpc.checkpoint.sources.verify_files import safetensors_files, verify_file, wrong_set
     from smpc.report.format import format_bytes
 
     try:
@@ -279,12 +284,12 @@ def _verify_files(path: str) -> list[str]:
         )
         if not found.damaged:
             typer.echo(f"{file}: {found.num_tensors} tensors, {format_bytes(found.num_bytes)}, {how}")
-    return problems
+    return list(dict.fromkeys([*problems, *wrong_set(path)]))
 
 
 def _show_root(root: Root) -> None:
-    from smpc.checkpoint.folders import check_whole
-    from smpc.report.format import format_bytes
+    from smpc.checkpoint.folder.folders import check_whole
+    from smpc.report.format import format_bytes, printable
     from smpc.report.tables import TextTable
 
     rows = []
@@ -303,21 +308,29 @@ def _show_root(root: Root) -> None:
     _print(root.path, TextTable(headers, tuple(rows), left=headers[:2]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        typer.echo(f"newest: {root.newest() or 'none'}")
-    for warning in caught:  # what is ignored, and a marker that names something else
-        typer.echo(str(warning.message))
+        try:
+            found, problems = root.newest() or "none", []
+        except CheckpointError as error:  # there are some, and none is whole
+            found, problems = "none", str(error).splitlines()
+    typer.echo(f"newest: {found}")
+    for line in [
+        *problems,
+        *(str(warning.message) for warning in caught),
+    ]:  # what is ignored, and a marker that names something else
+        typer.echo(printable(line))
     full = _full(root.path)
     if full:
-        typer.echo(f"full models, of smp.save_checkpoint(partial=False): {', '.join(full)}")
+        typer.echo(f"full models, of smp.save_checkpoint(partial=False): {', '.join(map(printable, full))}")
 
 
 def _show_source(path: str, source: Source, tensors: bool) -> None:
-    from smpc.report.format import format_bytes
+    from smpc.report.format import format_bytes, printable
     from smpc.report.tables import TextTable
 
     if tensors:
         rows = [
-            (i.kind, i.name, _dtype_text(i.dtype), _shape(i.shape), format_bytes(i.num_bytes)) for i in source.items
+            (printable(i.kind), printable(i.name), _dtype_text(i.dtype), _shape(i.shape), format_bytes(i.num_bytes))
+            for i in source.items
         ]
         headers: tuple[str, ...] = ("Kind", "Name", "Dtype", "Shape", "Size")
         _print(path, TextTable(headers, tuple(rows), left=headers[:4]))
@@ -327,7 +340,9 @@ def _show_source(path: str, source: Source, tensors: bool) -> None:
         for kind in kinds:
             items = [item for item in source.items if item.kind == kind]
             dtypes = ", ".join(sorted({_dtype_text(item.dtype) for item in items}))
-            summary.append((kind, str(len(items)), dtypes, format_bytes(sum(item.num_bytes for item in items))))
+            summary.append(
+                (printable(kind), str(len(items)), dtypes, format_bytes(sum(item.num_bytes for item in items)))
+            )
         headers = ("Kind", "Tensors", "Dtypes", "Size")
         _print(path, TextTable(headers, tuple(summary), left=("Kind", "Dtypes")))
     for line in _notes(source):
@@ -336,7 +351,8 @@ def _show_source(path: str, source: Source, tensors: bool) -> None:
 
 def _notes(source: Source) -> list[str]:
     """What there is beside tensors."""
-    from smpc.checkpoint.tree import rebuild
+    from smpc.checkpoint.folder.folders import same_name
+    from smpc.checkpoint.format.plain_json import rebuild
     from smpc.report.format import printable
 
     lines = [f"metadata: {printable(str(source.metadata))[:1000]}"] if source.metadata else []
@@ -345,6 +361,8 @@ def _notes(source: Source) -> list[str]:
         manifest = checkpoint.manifest
         ranks = f"{manifest.world_size} rank{'s' if manifest.world_size > 1 else ''}"
         lines.append(f"saved by {ranks} as number {manifest.sequence}")
+        renamed = same_name(checkpoint.folder, manifest.tag)
+        lines += [renamed] if renamed is not None else []
         lines += ["with a plan"] if manifest.plan is not None else []
         user = rebuild(manifest.user, lambda name: _Described(checkpoint, f"user{name}"))
         lines += [f"user content: {printable(str(user))[:1000]}"] if user is not None else []
@@ -356,7 +374,7 @@ class _Described:
     """What stands for a tensor of a tree, which is not read only to be shown."""
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
-        from smpc.checkpoint.content import VALUES
+        from smpc.checkpoint.format.content import VALUES
 
         entry = checkpoint.entries.get((VALUES, name))
         self._text = (
@@ -369,7 +387,7 @@ class _Described:
 
 def _full(path: str) -> list[str]:
     """The full models in a folder: what has content beside it."""
-    from smpc.checkpoint.export import standing
+    from smpc.checkpoint.sources.export import standing
 
     tags = [name.removeprefix(_CONTENT) for name in sorted(os.listdir(path)) if name.startswith(_CONTENT)]
     return [tag for tag in tags if standing(os.path.join(path, tag)) is not None]
@@ -402,7 +420,7 @@ def _source_json(source: Source) -> dict[str, Any]:
 
 
 def _checkpoint_of(source: Source) -> Checkpoint | None:
-    from smpc.checkpoint.sources import CheckpointSource
+    from smpc.checkpoint.sources.sources import CheckpointSource
 
     return source.checkpoint if isinstance(source, CheckpointSource) else None
 
@@ -423,7 +441,7 @@ def _as_hugging_face(source: Source, model_type: str) -> Source:
     from smpc.nn.huggingface.families import FAMILIES
     from smpc.v1.saving.hugging_face import Theirs
 
-    types = {name.split(".")[2]: family.format for name, family in FAMILIES.items()}  # transformers.models.TYPE....
+    types = {name.split(".")[2]: family.installed for name, family in FAMILIES.items()}  # transformers.models.TYPE....
     if model_type not in types:
         raise ConfigError(f"--model-type: expected one of {', '.join(types)}, found {model_type}")
     theirs = Theirs(source, types[model_type])
@@ -433,11 +451,17 @@ def _as_hugging_face(source: Source, model_type: str) -> Source:
 
 
 def _texts(paths: list[str]) -> dict[str, str]:
+    from smpc.checkpoint.format.regular import is_file
+
     texts = {}
     for path in paths:
         try:
+            if os.path.lexists(path) and not is_file(path):
+                raise ConfigError(f"--copy: cannot read {path}: not a regular file")
             with open(path, encoding="utf-8") as file:
-                texts[os.path.basename(path)] = file.read()
+                texts[os.path.basename(path)] = file.read(_MAX_TEXT + 1)
+            if len(texts[os.path.basename(path)]) > _MAX_TEXT:
+                raise ConfigError(f"--copy: {path} has more than {_MAX_TEXT} characters; copy it yourself")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"--copy: cannot read {path}: {getattr(error, 'strerror', None) or 'not a text'}"

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import logging
 import os
-import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,138 +14,123 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smpc.cli import compile_options as opt
-from smpc.cli.inputs import InputSpec, parse_inputs
-from smpc.cli.progress import Show, progress
-from smpc.cli.targets import load_target
+from smpc.cli.target import InputSpec, check_forms, check_target, load_target, parse_inputs
+from smpc.cli.terminal import Show, clear_lines, progress
+from smpc.cli.verify import verify_programs
+from smpc.compile.keys import CompilationKeys
 from smpc.config import Config
+from smpc.config.files import output_violation
+from smpc.config.key import keys_of
+from smpc.config.limits import MAX_MICROBATCHES, MAX_WORLD_SIZE, shown
 from smpc.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from smpc.auto import Search
-    from smpc.compile import Compilation
+    from smpc.compile.options import PipelineOptions
+    from smpc.compile.result import Compilation
+    from smpc.compile.search import Search
+    from smpc.verification import Verified
 
-_OURS = re.compile(r"rank_\d+\.py|search\.json|tensor_parallel\.txt|smp_config\.json")
+_PLANS = ("auto", "off", "huggingface")
 
 
+@opt.takes_flags
 def compile_command(
     target: opt.Target,
-    pipeline_parallel_degree: opt.PipelineParallelDegree = None,
-    tensor_parallel_degree: opt.TensorParallelDegree = None,
-    tensor_parallel_plan: opt.TensorParallelPlan = None,
-    tensor_parallel_outputs: opt.TensorParallelOutputs = None,
-    microbatches: opt.Microbatches = None,
-    pipeline: opt.Pipeline = None,
-    schedule: opt.Schedule = None,
-    virtual_pipeline_degree: opt.VirtualPipelineDegree = None,
-    memory_weight: opt.MemoryWeight = None,
-    active_microbatches: opt.ActiveMicrobatches = None,
-    device: opt.Device = None,
-    optimizer: opt.Optimizer = None,
-    trace_execution_times: opt.TraceExecutionTimes = False,
-    trace_memory_usage: opt.TraceMemoryUsage = False,
-    skip_tracing: opt.SkipTracing = False,
-    memory_limit: opt.MemoryLimit = None,
-    data_parallel_degree: opt.DataParallelDegree = 1,
-    shard_optimizer_state: opt.ShardOptimizerState = False,
-    fully_shard: opt.FullyShard = False,
-    recompute: opt.Recompute = None,
-    offload_activations: opt.OffloadActivations = False,
-    activation_loading_horizon: opt.ActivationLoadingHorizon = None,
-    kernels: opt.Kernels = None,
+    *,
+    verify: opt.Verify = False,
     auto: opt.Auto = False,
     world_size: opt.WorldSize = None,
+    effort: opt.Effort = None,
     config: opt.Config = None,
     inputs: opt.Inputs = None,
     json_only: opt.JsonOnly = False,
     out: opt.Out = None,
     plot: opt.Plot = None,
+    **flags: Any,
 ) -> None:
     """Split a model into pipeline stages and report what each will cost.
 
     Nothing is trained, and no process group is needed. The same input gives the same plan, byte for byte.
     """
-    flags = {
-        "pipeline_parallel_degree": pipeline_parallel_degree,
-        "microbatches": microbatches,
-        "pipeline": pipeline,
-        "schedule": schedule,
-        "virtual_pipeline_degree": virtual_pipeline_degree,
-        "memory_weight": memory_weight,
-        "active_microbatches": active_microbatches,
-        "skip_tracing": skip_tracing or None,
-        "offload_activations": offload_activations or None,
-        "activation_loading_horizon": activation_loading_horizon,
-        "kernels": kernels,
-        "fully_shard": fully_shard or None,
-    }
-    planner: dict[str, Any] = {
-        "device": device or "h100",
-        "optimizer": optimizer or "adam",
-        "memory_limit": memory_limit,
-        "shard_optimizer_state": shard_optimizer_state,
-    }
-    measured: dict[str, Any] = {
-        "tensor_parallel_degree": tensor_parallel_degree,
-        "tensor_parallel_plan": tensor_parallel_plan,
-        "tensor_parallel_outputs": tensor_parallel_outputs or None,
-        "data_parallel_degree": data_parallel_degree,
-        "trace_execution_times": trace_execution_times,
-        "trace_memory_usage": trace_memory_usage,
-        "recompute": tuple(recompute or ()),
-    }
+    given = opt.given(flags)
+    _check_counts({name: value for name, value in given.items() if not opt.is_setting(name)}, world_size)
+    check_forms(inputs or [])
+    settings = options = None
+    if effort is not None and not auto:
+        raise ConfigError(f"--effort {effort:g}: only with --auto, whose search it makes longer; leave it out")
     if auto or world_size is not None:
-        if len(device or []) > 1:
-            raise ConfigError("--auto: --device is given more than once, but the search is for devices of one kind")
-        planner["device"] = device[0] if device else "h100"
-        _check_auto(auto, world_size, {**flags, "config": config, **measured})
-        settings = None
+        given = _for_search(target, auto, world_size, given, {"config": config is not None, "verify": verify})
+        given |= {} if effort is None else {"effort": effort}
     else:
-        settings = _settings(config, {**flags, "ddp": True if fully_shard else None})
-        measured |= _tensor_parallelism(settings, {k: v for k, v in measured.items() if v is not None})
-        planner["shard_optimizer_state"] |= settings.shard_optimizer_state
-        planner["optimizer"] = optimizer or _planned_optimizer(settings)
-    specs = parse_inputs(inputs or [])
+        settings = _settings(config, given)
+        _check_names(target, settings, given)
+        options = _options(settings, given, is_script=config is not None)
+        shared = [name for name in ("tensor_parallel_degree", "context_parallel_degree") if getattr(options, name) > 1]
+        if verify and shared:
+            raise ConfigError(
+                f"--verify: not with {' and '.join(shared)} above 1: one rank's programs cannot run alone; verify without -t and -c"
+            )
+        if verify and options.expert_parallel_degree > 1:
+            raise ConfigError(
+                "--verify: not with expert_parallel_degree above 1: one rank has some of the experts; verify without -e"
+            )
+    specs = parse_inputs(inputs or [], MAX_MICROBATCHES if settings is None else settings.microbatches)
     folder = None if out is None else _writable_folder(out)
     if plot is not None:
         _check_plot(plot)
-    if settings is None:
-        found, compilation = _search(target, specs, {**planner, "world_size": world_size})
+    found = verified = None
+    if settings is None or options is None:
+        found, compilation = _search(target, specs, given)
     else:
-        found, compilation = None, _compile(target, specs, settings, {**planner, **measured})
+        compilation, verified, options = _compile(target, specs, settings, options, verify=verify)
     if plot is not None:
         _write_plot(compilation, plot)
     if folder is not None:
         _write(compilation, folder, found)
-    _print(compilation, found, json_only=json_only)
+    _print(compilation, found, options, json_only=json_only)
+    if verified is not None:
+        print(f"verified: {verified}", file=sys.stderr if json_only else sys.stdout)
 
 
-def _print(compilation: Compilation, found: Search | None, *, json_only: bool) -> None:
+def _print(compilation: Compilation, found: Search | None, options: PipelineOptions | None, *, json_only: bool) -> None:
     """The plan as JSON, or the reports of the search, the plan and the sharding."""
     if json_only:
         sys.stdout.write(compilation.plan.to_json())
         return
     from smpc.report import print_report
+    from smpc.report.files import sharing_texts
 
     if found is not None:
         from smpc.report.search import print_search
 
         print_search(found)
         print()
-    print_report(compilation.plan, compilation.timeline())
-    if compilation.sharded is not None:
-        from smpc.codegen.rewrite.tensor_parallel import describe
+    print_report(compilation.plan, compilation.timeline(), more=_more_lines(compilation, found, options))
+    for text in sharing_texts(compilation).values():
+        print(f"\n{text}", end="")
 
-        print(f"\n{describe(compilation.sharded)}")
+
+def _more_lines(
+    compilation: Compilation, found: Search | None, options: PipelineOptions | None
+) -> tuple[tuple[str, str], ...]:
+    """Where the time of a step goes, and what other settings would gain."""
+    from smpc.report.advice import step_and_advice
+    from smpc.report.tables import step_lines
+
+    planned = compilation.planned
+    if options is None or planned is None or planned.traced is None:
+        return step_lines(found.parts) if found is not None and found.parts is not None else ()
+    return step_and_advice(options, planned)
 
 
 @contextlib.contextmanager
-def _loaded(target: str, specs: tuple[InputSpec, ...]) -> Iterator[tuple[nn.Module, Any, Show]]:
+def _loaded(target: str, specs: tuple[InputSpec, ...], *, real: bool = False) -> Iterator[tuple[nn.Module, Any, Show]]:
     """The target's model and sample inputs, and what shows the phase of what is done with them in the block.
 
     stdout is for the result alone: whatever the user's code prints goes to stderr. torch logs the traceback of an operation that cannot
-    run on these shapes; that is silenced, for the error raised says it in a line.
+    run on these shapes; that is silenced, for the error raised says it in a line. `real`: whether parameters must have values.
     """
     import torch._subclasses.fake_tensor  # noqa: F401  (torch sets the levels of its loggers when it is imported)
 
@@ -156,105 +140,146 @@ def _loaded(target: str, specs: tuple[InputSpec, ...]) -> Iterator[tuple[nn.Modu
     try:
         with progress() as show, contextlib.redirect_stdout(sys.stderr):
             show("Making the model")
-            yield *load_target(target, specs), show
+            yield *load_target(target, specs, real=real), show
     finally:
         logger.setLevel(before)
 
 
-def _compile(target: str, specs: tuple[InputSpec, ...], settings: Config, planner: dict[str, Any]) -> Compilation:
-    """The target's compilation, with the phases shown; modules are marked by smp.partition where auto_partition is off.
+def _compile(
+    target: str, specs: tuple[InputSpec, ...], settings: Config, options: PipelineOptions, *, verify: bool
+) -> tuple[Compilation, Verified | None, PipelineOptions]:
+    """The target's compilation, with the phases shown, and what comparing it with the model has given, if it is to be verified;
+    and the options with what the model's modules are marked with.
+
+    Modules are marked by smp.partition where auto_partition is off.
 
     In half precision the model is cast as `smp.DistributedModel` casts it.
     """
-    from smpc.compile import compile_model, plan_warnings
-    from smpc.v1.models.partition import manual_partition
-    from smpc.v1.optimization.precision import cast_inputs, cast_module, half_dtype
+    from smpc.compile.passes import compile_batch
+    from smpc.compile.result import plan_warnings
 
-    with _loaded(target, specs) as (model, sample_inputs, show):
-        half = half_dtype(settings)
-        cast_module(model, half)
-        sample_inputs = cast_inputs(sample_inputs, half)
-        compilation = compile_model(
-            model,
-            sample_inputs,
-            pipeline_parallel_degree=settings.pipeline_parallel_degree,
-            microbatches=settings.microbatches,
-            pipeline=settings.pipeline,
-            schedule=settings.schedule or None,
-            virtual_pipeline_degree=settings.virtual_pipeline_degree or None,
-            memory_weight=settings.memory_weight,
-            active_microbatches=settings.active_microbatches,
-            skip_tracing=settings.skip_tracing,
-            offload_activations=settings.offload_activations,
-            activation_loading_horizon=settings.activation_loading_horizon,
-            kernels=settings.kernels,
-            fully_shard=settings.fully_shard,
-            manual=manual_partition(model, settings),
-            show_phase=show,
-            warn=False,
-            **planner,
-        )
+    verified = None
+    with _loaded(target, specs, real=verify) as (model, sample_inputs, show):
+        if _is_half(settings):
+            from smpc.v1.session.precision import cast_inputs, cast_module, half_dtype
+
+            cast_module(model, half_dtype(settings))
+            sample_inputs = cast_inputs(sample_inputs, half_dtype(settings))
+        if not settings.auto_partition:
+            from smpc.v1.declare.partition import manual_partition
+
+            options = dataclasses.replace(options, manual=manual_partition(model, settings))
+        compilation = compile_batch(model, sample_inputs, options, show)
+        if verify:
+            show("Verifying the programs")
+            verified = verify_programs(model, sample_inputs, compilation, settings.microbatches, is_drawn=bool(specs))
     for line in plan_warnings(compilation.plan):
-        print(f"smpc: warning: {line}", file=sys.stderr)
-    return compilation
+        _warn(line)
+    return compilation, verified, options
 
 
-def _search(target: str, specs: tuple[InputSpec, ...], planner: dict[str, Any]) -> tuple[Search, Compilation]:
+def _search(target: str, specs: tuple[InputSpec, ...], given: dict[str, Any]) -> tuple[Search, Compilation]:
     """The search for the fastest way to train the target, and the compilation of what it found."""
-    from smpc.auto import search
-    from smpc.compile import compile_plan
+    from smpc.compile.passes import schedule_plan, write_programs
+    from smpc.compile.search import search
 
     with _loaded(target, specs) as (model, sample_inputs, show):
-        found = search(model, sample_inputs, show_progress=show, **planner)
+        found = search(model, sample_inputs, show_progress=show, **given)
         show("Writing and checking the programs")
-        return found, dataclasses.replace(compile_plan(found.trace, found.plan), sharded=found.sharded)
+        planned = schedule_plan(found.trace, found.plan)
+        shared = {"sharded": found.sharded, "context": found.context, "divided": found.divided}
+        return found, write_programs(planned, **shared)
 
 
-def _check_auto(auto: bool, world_size: int | None, chosen: dict[str, Any]) -> None:
-    """Raise ConfigError for options that do not go together."""
+def _check_counts(counts: dict[str, int], world_size: int | None) -> None:
+    """Raise ConfigError for numbers of ranks, no settings of the configuration, that are beyond what anybody has."""
+    most = {"world_size": MAX_WORLD_SIZE} | {name: known.limit for name, (known, _) in opt.FLAGS.items()}
+    wrong = [
+        f"--{name.replace('_', '-')}: expected at most {limit}, found {shown(count)}"
+        for name, count in {**counts, "world_size": world_size or 0}.items()
+        if (limit := most[name]) is not None and count > limit
+    ]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+
+
+def _check_names(target: str, settings: Config, given: dict[str, Any]) -> None:
+    """Raise ConfigError for what is wrong whatever the model is, before torch is imported, which takes seconds."""
+    from smpc.partitioner.costs.device import find_devices
+    from smpc.partitioner.costs.optimizers import find_optimizer
+    from smpc.partitioner.sizes import parse_bytes
+
+    wrong = [
+        f"{field.name}: expected one of {', '.join(known.options)}, found {shown(value)}"
+        for field, known in keys_of(CompilationKeys)
+        if known.options and (value := given.get(field.name)) is not None and value not in known.options
+    ]
+    plan = given.get("tensor_parallel_plan", _PLANS[0])
+    if plan not in _PLANS and not plan.endswith(".json"):
+        wrong.append(f"tensor_parallel_plan: expected one of {', '.join(_PLANS)} or a .json file, found {shown(plan)}")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    find_devices(given.get("device", "h100"), settings.pipeline_parallel_degree)
+    find_optimizer(given.get("optimizer", "adam"))
+    parse_bytes(given.get("memory_limit", 1), "memory_limit")
+    check_target(target)
+
+
+def _for_search(
+    target: str, auto: bool, world_size: int | None, given: dict[str, Any], others: dict[str, bool]
+) -> dict[str, Any]:
+    """The arguments of the search. ConfigError for options that do not go together, and unknown devices, before anything takes long."""
+    from smpc.partitioner.costs.device import find_device
+
+    devices = given.get("device", ["h100"])
+    if len(devices) > 1:
+        raise ConfigError("--auto: --device is given more than once, but the search is for devices of one kind")
     if not auto:
         raise ConfigError(
             f"--world-size {world_size}: only with --auto; otherwise -p and -d say how many ranks there are"
         )
     if world_size is None:
         raise ConfigError("--auto: --world-size is required, the number of ranks in all; try --world-size 8")
-    untouched = {
-        "data_parallel_degree": 1,
-        "trace_execution_times": False,
-        "trace_memory_usage": False,
-        "recompute": (),
-    }
-    given = [name for name, value in chosen.items() if value is not None and value != untouched.get(name)]
-    if given:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    refused = [name for name in given if not opt.FLAGS[name][1].is_searched]
+    refused += [name for name, is_given in others.items() if is_given]
+    if refused:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in refused)
         raise ConfigError(f"--auto: chooses these itself or does without: {options}; leave them out")
+    find_device(devices[0])
+    check_target(target)
+    return {**given, "device": devices[0], "world_size": world_size}
 
 
-def _tensor_parallelism(settings: Config, given: dict[str, Any]) -> dict[str, Any]:
-    """The degree, plan and outputs that are given, or that the settings have; `auto` for `modules`, which only a script can declare."""
-    plan = given.get("tensor_parallel_plan", settings.tensor_parallel_plan)
+def _options(settings: Config, given: dict[str, Any], *, is_script: bool) -> PipelineOptions:
+    """As the settings say, but for what is given; planned for the optimizer that a script with these settings has.
+
+    `is_script`: they are a script's, whose weight of memory is the configuration's, also by default.
+    """
+    from smpc.codegen.rewrite.tensor_parallel.styles import read_styles
+    from smpc.compile.options import PipelineOptions
+
+    apart = {name: value for name, value in given.items() if not opt.is_setting(name)}
+    plan = apart.get("tensor_parallel_plan", settings.tensor_parallel_plan)
     if isinstance(plan, str) and plan.endswith(".json"):
-        from smpc.codegen.rewrite.plan import read_styles
+        apart["tensor_parallel_plan"] = read_styles(plan, "--tensor-parallel-plan")
+    if _is_half(settings):
+        from smpc.v1.session.precision import planned_optimizer  # with all of the API, which takes a second to import
 
-        plan = read_styles(plan, "--tensor-parallel-plan")
-    outputs = [name.strip() for name in settings.tensor_parallel_outputs.split(",") if name.strip()]
-    return {
-        "tensor_parallel_degree": given.get("tensor_parallel_degree", settings.tensor_parallel_degree),
-        "tensor_parallel_plan": "auto" if plan == "modules" else plan,
-        "tensor_parallel_outputs": given.get("tensor_parallel_outputs", outputs or None),
-    }
-
-
-def _planned_optimizer(settings: Config) -> str:
-    """What a script with these settings is planned for."""
-    from smpc.v1.optimization.precision import planned_optimizer
-
-    return planned_optimizer(settings)
+        apart.setdefault("optimizer", planned_optimizer(settings))
+    if not is_script:
+        apart.setdefault("memory_weight", given.get("memory_weight"))
+    return PipelineOptions.of(settings, **apart)
 
 
-def _settings(path: str | None, flags: dict[str, Any]) -> Config:
-    """The settings of the file, if any, overridden by the options that are not None; warnings go to stderr, a line each."""
-    flags = {name: value for name, value in flags.items() if value is not None}
+def _is_half(settings: Config) -> bool:
+    return bool(settings.fp16 or settings.bf16)
+
+
+def _settings(path: str | None, given: dict[str, Any]) -> Config:
+    """The settings of the file, if any, overridden by the options that are given; warnings go to stderr, a line each."""
+    flags = {name: value for name, value in given.items() if opt.is_setting(name)}
+    if "fully_shard" in flags:
+        flags["ddp"] = True
     if path is None and "pipeline_parallel_degree" not in flags:
         raise ConfigError(
             "-p/--pipeline-parallel-degree: required, the number of ranks to split the model over; try -p 2"
@@ -262,60 +287,43 @@ def _settings(path: str | None, flags: dict[str, Any]) -> Config:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         settings = Config.from_file(path, overrides=flags) if path else Config.parse(flags, origin="command line")
-    for line in [line for warning in caught for line in str(warning.message).splitlines()]:
-        print(f"smpc: warning: {line}", file=sys.stderr)
+    for warning in caught:
+        _warn(str(warning.message))
     return settings
+
+
+def _warn(text: str) -> None:
+    for line in clear_lines(text):
+        print(f"smpc: warning: {line}", file=sys.stderr)
 
 
 def _writable_folder(out: str) -> Path:
     """The folder, checked before the model is compiled as far as it can be without creating it."""
-    folder = Path(out)
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise ConfigError(f"--out {out!r}: {str(existing)!r} is not a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"--out {out!r}: {str(existing)!r} is not writable")
-    return folder
+    violation = output_violation(os.path.join(out, "plan.json"), makes_folders=True) if out else "expected a folder"
+    if violation:
+        raise ConfigError(f"--out {shown(out)}: {violation}")
+    return Path(out)
 
 
 def _write(compilation: Compilation, folder: Path, found: Search | None) -> None:
-    """The plan, its report, a program for every rank, and the search; what is left of an earlier, larger plan is removed."""
-    from smpc.codegen.rewrite.tensor_parallel import describe
-    from smpc.report.page import render_page
-    from smpc.report.perfetto import perfetto_json
+    """The plan, its report, a program for every rank, and the search."""
+    from smpc.report.files import plan_files, write_files
 
-    timeline = compilation.timeline()
-    files = {f"rank_{rank}.py": compilation.rank_source(rank) for rank in range(len(compilation.programs))}
-    files["schedule.txt"] = compilation.schedule_text()
-    files["timeline.json"] = perfetto_json(compilation.plan, timeline)
-    files["report.html"] = render_page(compilation.trace, compilation.plan, timeline)
-    files["plan.json"] = compilation.plan.to_json()
-    if compilation.sharded is not None:
-        files["tensor_parallel.txt"] = describe(compilation.sharded) + "\n"
+    files = plan_files(compilation)
     if found is not None:
         files["search.json"] = found.to_json()
         files["smp_config.json"] = json.dumps(found.config(), indent=2) + "\n"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if (folder / "plan.json").exists():  # a folder that this command wrote
-            for stale in sorted(folder.iterdir()):
-                if _OURS.fullmatch(stale.name) and stale.name not in files:
-                    stale.unlink()
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--out {str(folder)!r}: cannot write {error.filename!r}: {error.strerror}") from error
+    write_files(folder, files, "--out")
 
 
 def _check_plot(plot: str) -> None:
     """Raises ConfigError, before the model is compiled, for a picture that could not be written."""
     from smpc.report.plot import require_matplotlib
 
-    path = Path(plot)
-    if path.suffix.lower() != ".png":
-        raise ConfigError(f"--plot {plot!r}: expected a file name that ends in .png")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {plot!r}: expected a file in a folder that exists")
+    if Path(plot).suffix.lower() != ".png":
+        raise ConfigError(f"--plot {shown(plot)}: expected a file name that ends in .png")
+    if violation := output_violation(plot):
+        raise ConfigError(f"--plot {shown(plot)}: {violation}")
     require_matplotlib()
 
 
@@ -326,4 +334,4 @@ def _write_plot(compilation: Compilation, plot: str) -> None:
     try:
         Path(plot).write_bytes(picture)
     except OSError as error:
-        raise ConfigError(f"--plot {plot!r}: cannot write it: {error.strerror}") from error
+        raise ConfigError(f"--plot {shown(plot)}: cannot write it: {error.strerror}") from error

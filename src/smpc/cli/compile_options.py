@@ -1,10 +1,60 @@
-"""The options of `smpc compile`, one name each: what typer shows and parses."""
+"""The options of `smpc compile`: those of the planner, as `CompilationKeys` declares them, and the command's own, one name each."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
 
 import typer
+
+from smpc.compile.keys import CompilationKeys
+from smpc.config import KEYS
+from smpc.config.key import Flag, Key, keys_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+FLAGS: dict[str, tuple[Key, Flag]] = {
+    field.name: (known, known.flag) for field, known in keys_of(CompilationKeys) if known.flag is not None
+}
+_DEFAULTS = {field.name: field.default for field, _ in keys_of(CompilationKeys)}
+_TYPES = {field.name: str(field.type) for field, _ in keys_of(CompilationKeys)}
+
+
+def takes_flags(command: F) -> F:
+    """Gives a command, whose `**flags` are the planner's options, the signature that typer reads."""
+    kinds = inspect.Parameter
+    shown = inspect.signature(command, eval_str=True)
+    target, *own = (p for p in shown.parameters.values() if p.kind is not kinds.VAR_KEYWORD)
+    found = [kinds(name, kinds.KEYWORD_ONLY, default=_unset(name), annotation=_option(name)) for name in FLAGS]
+    vars(command)["__signature__"] = inspect.Signature([target, *found, *own])
+    command.__annotations__ = {p.name: p.annotation for p in (target, *found, *own)}
+    return command
+
+
+def given(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that the user has set, in the order in which they are declared."""
+    return {name: flags[name] for name in FLAGS if flags[name] not in (None, [], _unset(name))}
+
+
+def is_setting(name: str) -> bool:
+    """Whether the rules between settings of a script apply to an option."""
+    return name in KEYS and not FLAGS[name][1].is_apart
+
+
+def _option(name: str) -> Any:
+    """What typer shows and parses."""
+    _, flag = FLAGS[name]
+    kind: Any = next((kind for kind in (bool, int, float) if _TYPES[name].startswith(kind.__name__)), str)
+    long = f"--{name.replace('_', '-')}"
+    names = [flag.short, long] if flag.short else [long]
+    shape = kind if kind is bool or flag.shows_default else list[str] | None if flag.repeatable else kind | None
+    return Annotated[shape, typer.Option(*names, metavar=flag.metavar or None, help=flag.help)]
+
+
+def _unset(name: str) -> Any:
+    """What typer gives where the user does not: the default if that is shown."""
+    return _DEFAULTS[name] if FLAGS[name][1].shows_default or _TYPES[name] == "bool" else None
+
 
 Target = Annotated[
     str,
@@ -14,95 +64,11 @@ Target = Annotated[
         show_default=False,
     ),
 ]
-PipelineParallelDegree = Annotated[
-    int | None, typer.Option("-p", "--pipeline-parallel-degree", metavar="P", help="Ranks to split the model over.")
-]
-TensorParallelDegree = Annotated[
-    int | None,
-    typer.Option("-t", "--tensor-parallel-degree", metavar="T", help="Ranks that share every operation of a stage."),
-]
-TensorParallelPlan = Annotated[
-    str | None,
+Verify = Annotated[
+    bool,
     typer.Option(
-        metavar="NAME|FILE.json", help="auto (default), huggingface (the model's own), or styles by name pattern."
-    ),
-]
-TensorParallelOutputs = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME",
-        help="With -t, return this tensor only, such as loss: logits are then never gathered. Repeatable.",
-    ),
-]
-Microbatches = Annotated[
-    int | None, typer.Option("-m", "--microbatches", metavar="M", help="Microbatches that the batch is split into.")
-]
-Pipeline = Annotated[str | None, typer.Option(help="Schedule: interleaved or simple.")]
-Schedule = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME|FILE.csv",
-        help="gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, list or a file; wins over --pipeline.",
-    ),
-]
-VirtualPipelineDegree = Annotated[
-    int | None, typer.Option("-v", "--virtual-pipeline-degree", metavar="V", help="Pieces of the model per rank.")
-]
-MemoryWeight = Annotated[float | None, typer.Option(metavar="W", help="0: balance computation alone; 1: memory alone.")]
-ActiveMicrobatches = Annotated[int | None, typer.Option(metavar="A", help="Most microbatches in execution at a time.")]
-Device = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME|FILE",
-        help="Predict times for h100 (default), h200, a100, l4, cpu or FILE.toml. Repeatable, one for each rank: 2xh100, a100.",
-    ),
-]
-Optimizer = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Predict memory for sgd, sgd-momentum, adam (default; adamw-fp32-master with fp16 or bf16 in the configuration), adamw, ...",
-    ),
-]
-TraceExecutionTimes = Annotated[
-    bool, typer.Option("--trace-execution-times", help="Measure times on this machine instead of predicting them.")
-]
-TraceMemoryUsage = Annotated[
-    bool, typer.Option("--trace-memory-usage", help="Measure on this machine what operations take while they work.")
-]
-SkipTracing = Annotated[
-    bool, typer.Option("--skip-tracing", help="Cut by parameter sizes and the order of modules alone.")
-]
-MemoryLimit = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Most that a rank may hold at its peak, such as 80GB.")
-]
-DataParallelDegree = Annotated[
-    int, typer.Option("-d", "--data-parallel-degree", metavar="D", help="Replicas, which need memory for buckets.")
-]
-ShardOptimizerState = Annotated[
-    bool, typer.Option("--shard-optimizer-state", help="Replicas split the optimizer state among them.")
-]
-FullyShard = Annotated[
-    bool, typer.Option("--fully-shard", help="Replicas split parameters, gradients and optimizer state among them.")
-]
-Recompute = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PATTERN",
-        help="Checkpoint the modules of these names, such as 'model.layers.*': their activations are computed again. Repeatable.",
-    ),
-]
-OffloadActivations = Annotated[
-    bool, typer.Option("--offload-activations", help="Keep what checkpointed modules read in CPU memory meanwhile.")
-]
-ActivationLoadingHorizon = Annotated[
-    int | None, typer.Option(metavar="N", help="Load it back so many pipeline tasks ahead of the backward pass.")
-]
-Kernels = Annotated[
-    str | None,
-    typer.Option(
-        metavar="auto|off|NAMES",
-        help="Fused operations to replace what the model computes by, such as rms_norm,swiglu; auto: those known to be quicker.",
+        "--verify",
+        help="Run a microbatch in plain PyTorch and by the programs, and compare; exit status 1 if they differ. The model gets values.",
     ),
 ]
 Auto = Annotated[
@@ -112,6 +78,12 @@ Auto = Annotated[
     ),
 ]
 WorldSize = Annotated[int | None, typer.Option(metavar="N", help="Ranks in all, with --auto.")]
+Effort = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X", help="With --auto, how long to search: 10 is ten times as long as by default, inf to the end."
+    ),
+]
 Config = Annotated[
     str | None, typer.Option(metavar="FILE", help="Settings, .json or .toml; options given here win over it.")
 ]

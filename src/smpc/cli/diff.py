@@ -6,8 +6,6 @@ from typing import Annotated
 
 import typer
 
-from smpc.cli.plans import load_plan
-
 
 def diff_command(
     before: Annotated[
@@ -19,10 +17,13 @@ def diff_command(
 
     Exit status: 0 if the plans are equal, 1 if they differ, 2 if one cannot be read.
     """
+    from smpc.cli.plans import load_plan
+
+    plans = load_plan(before), load_plan(after)
     from smpc.report.compare import compare
     from smpc.report.terminal import print_changes
 
-    changes = compare(load_plan(before), load_plan(after))
+    changes = compare(*plans)
     if changes:
         print_changes(before, after, changes)
         raise typer.Exit(1)

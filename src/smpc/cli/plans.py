@@ -6,86 +6,106 @@ together, and that nothing was changed since it was written. Whatever is wrong i
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import math
+import os
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
+from smpc.config.files import MAX_PLAN_BYTES, parse_json, read_text
+from smpc.config.limits import MAX_MICROBATCHES, MAX_PIPELINE_RANKS, MAX_STEPS, shown, size_violation
+from smpc.errors import ConfigError, printable
 
-from smpc.errors import ConfigError
-from smpc.partitioner.plan import INPUTS, PLAN_VERSION, Plan
+if TYPE_CHECKING:
+    from smpc.partitioner.graph.plan import Plan
 
+_MOST = 1e30  # bytes, seconds, FLOPs
+_LEAST_BANDWIDTH = 1.0
 _REMEDY = "write it again with `smpc compile ... --out DIR`"
 
 
 def load_plan(name: str) -> Plan:
     """The plan of a file, or of a folder that holds plan.json."""
     text = _read(name)
-    try:
-        data = json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name!r}: expected a plan, found no JSON ({error})") from error
-    if not isinstance(data, dict) or "stages" not in data or "fingerprint" not in data:
+    data = parse_json(text, repr(name))
+    if "stages" not in data or "fingerprint" not in data:
         raise ConfigError(f"{name!r}: expected a plan as `smpc compile` writes it, found other JSON")
+    from smpc.partitioner.graph.plan import PLAN_VERSION, Plan  # and with it torch, which takes seconds
+
     if data.get("version") != PLAN_VERSION:
-        found = data.get("version")
-        raise ConfigError(f"{name!r}: expected a plan of version {PLAN_VERSION}, found version {found!r}; {_REMEDY}")
+        found = shown(data.get("version"))
+        raise ConfigError(f"{name!r}: expected a plan of version {PLAN_VERSION}, found version {found}; {_REMEDY}")
     _check_types(name, data)
     try:
         plan = Plan.from_json(text)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{name!r}: {error}; {_REMEDY}") from error
+        raise ConfigError(f"{name!r}: {printable(str(error))}; {_REMEDY}") from error
     problem = next(_problems(plan), None)
     if problem is not None:
         raise ConfigError(f"{name!r}: {problem}; {_REMEDY}")
     return plan
 
 
-def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no number of JSON")
-
-
 def _read(name: str) -> str:
-    path = Path(name)
-    try:
-        if path.is_dir():
-            path = path / "plan.json"
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{str(path)!r}: cannot read the plan: {error.strerror}") from error
-    except ValueError as error:  # bytes that are no text, or a name that no file can have
-        raise ConfigError(f"{str(path)!r}: expected a plan, found no text in UTF-8 ({error})") from error
+    path = os.path.join(name, "plan.json") if os.path.isdir(name) else name
+    return read_text(path, repr(path), most=MAX_PLAN_BYTES)
 
 
 def _check_types(name: str, data: dict[str, Any]) -> None:
     fields = {key: value for key, value in data.items() if key != "fingerprint"}
+    from pydantic import TypeAdapter, ValidationError
+
+    from smpc.partitioner.graph.plan import Plan
+
     try:
         TypeAdapter(Plan).validate_json(json.dumps(fields), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{name!r}: {where}: {first['msg']}; {_REMEDY}") from error
+        raise ConfigError(f"{name!r}: {printable(where)}: {printable(first['msg'])}; {_REMEDY}") from error
 
 
 def _problems(plan: Plan) -> Iterator[str]:
     """What is wrong with a plan whose fields have their types."""
-    num_stages, num_ranks = len(plan.stages), plan.pipeline_parallel_degree
-    if not plan.stages:
-        yield "expected at least one stage, found none"
+    from smpc.partitioner.graph.plan import INPUTS
+
+    num_stages, num_ranks, schedule = len(plan.stages), plan.pipeline_parallel_degree, plan.schedule
+    if not 1 <= num_stages <= MAX_STEPS:
+        yield f"expected at least one stage, found {num_stages or 'none'}"
+    if not 1 <= num_ranks <= MAX_PIPELINE_RANKS:
+        yield f"pipeline_parallel_degree: expected 1 to {MAX_PIPELINE_RANKS}, found {num_ranks}"
     for index, stage in enumerate(plan.stages):
         if stage.index != index:
             yield f"stages.{index}: expected index {index}, found {stage.index}"
         if not 0 <= stage.rank < num_ranks:
             yield f"stages.{index}: expected a rank from 0 to {num_ranks - 1}, found {stage.rank}"
-        numbers = (stage.forward_time, stage.backward_time, stage.cost, stage.peak_memory_bytes)
-        if not all(math.isfinite(number) and number >= 0 for number in numbers):
-            yield f"stages.{index}: expected times, cost and memory of at least 0, found {numbers}"
+        if not 0 <= stage.num_in_flight <= MAX_MICROBATCHES:
+            yield f"stages.{index}: expected 0 to {MAX_MICROBATCHES} microbatches in flight, found {stage.num_in_flight}"
+        yield from _sizes(f"stages.{index}", stage)
+    used = {stage.rank for stage in plan.stages}
+    if len(used) < num_ranks:
+        yield f"expected a stage on each of {num_ranks} ranks, found stages on {len(used)}"
     for index, edge in enumerate(plan.edges):
         if not INPUTS <= edge.source < edge.destination < num_stages:
             yield f"edges.{index}: expected an edge to a later stage, found {edge.source} to {edge.destination}"
-    if plan.schedule.num_microbatches < 1 or plan.schedule.active_microbatches < 1:
+        yield from _sizes(f"edges.{index}", edge)
+    for shared in plan.shared_parameters:
+        if not all(0 <= stage < num_stages for stage in shared.stages):
+            yield f"shared_parameters: expected stages from 0 to {num_stages - 1}, found {shown(shared.stages)}"
+    yield from _sizes("objective", plan.objective)
+    if schedule.num_microbatches < 1 or schedule.active_microbatches < 1:
         yield "schedule: expected at least one microbatch"
-    if not (plan.schedule.link_bandwidth > 0 and plan.schedule.link_latency >= 0):
-        yield "schedule: expected a link of some bandwidth"
+    if violation := size_violation(num_stages, schedule.num_microbatches, searched=schedule.name == "list"):
+        yield f"schedule: {violation}"
+    if not schedule.link_bandwidth >= _LEAST_BANDWIDTH:
+        yield f"schedule: expected a link of at least {_LEAST_BANDWIDTH:g} bytes/s, found {schedule.link_bandwidth}"
+    yield from _sizes("schedule", schedule)
+
+
+def _sizes(where: str, part: Any) -> Iterator[str]:
+    """Numbers of a part that are none of a plan; what is at the peak beyond the rest may be less than nothing."""
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        least = -_MOST if field.name in ("source", "transient_bytes") else 0
+        if isinstance(value, (int, float)) and not least <= value <= _MOST:
+            yield f"{where}.{field.name}: expected times, costs and sizes from {least:g} to {_MOST:g}, found {shown(value)}"

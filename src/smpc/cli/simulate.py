@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from smpc.cli.plans import load_plan
-
 
 def simulate_command(
     plan: Annotated[
@@ -32,15 +30,17 @@ def simulate_command(
     The cut stays as it is, and so does the size of a microbatch: twice the microbatches are twice the batch. The model
     is not needed. What is not given stays as in the plan.
     """
+    from smpc.cli.plans import load_plan
+
+    before = load_plan(plan)  # first: the rest takes seconds to import
     from rich.text import Text
 
-    from smpc.report.format import count, format_bytes, format_time
+    from smpc.report.format import count, format_bytes, format_time, schedule_name
     from smpc.report.memory import memory_curves
     from smpc.report.predict import plan_timeline, predict
     from smpc.report.tables import TextTable
     from smpc.report.terminal import print_report, stdout_console, text_table
 
-    before = load_plan(plan)
     after = predict(
         before,
         num_microbatches=microbatches,
@@ -59,7 +59,7 @@ def simulate_command(
         rows.append(
             (
                 label,
-                f"{summary.name}, {count(summary.num_microbatches, 'microbatch', 'es')}, "
+                f"{schedule_name(summary.name)}, {count(summary.num_microbatches, 'microbatch', 'es')}, "
                 f"{summary.active_microbatches} active",
                 format_time(summary.step_time),
                 format_time(summary.step_time / summary.num_microbatches),

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from smpc.config.limits import shown
 from smpc.kernels.setting import AUTO, faults_of
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "list")
-_SPLIT_BACKWARDS = ("zb-h1", "zb-h2", "zb-v", "list")  # those of them with backwards in two parts
 MODULES = "modules"
 PLANS = (MODULES, "auto", "huggingface")  # by name, what tensor-parallel ranks split
 
@@ -28,14 +28,13 @@ def broken_rules(sound: Sound, where: Where) -> Iterator[str]:
     schedule = sound.get("schedule", "")
     if schedule not in ("", *SCHEDULES) and not schedule.endswith(".csv"):
         expected = f"{', '.join(SCHEDULES)} or a .csv file"
-        yield f"schedule: expected one of {expected}, found {schedule!r}{where('schedule')}"
+        yield f"schedule: expected one of {expected}, found {shown(schedule)}{where('schedule')}"
     yield from _plan(sound, where)
     if sound.get("tensor_parallel_degree", 1) > 1 and not sound.get("ddp", False):
         yield f"tensor_parallel_degree: {sound['tensor_parallel_degree']} requires ddp: true, found ddp: false"
     if sound.get("shard_optimizer_state", False) and not sound.get("ddp", False):
         yield "shard_optimizer_state: true requires ddp: true, found ddp: false"
-    if sound.get("fully_shard", False):
-        yield from _fully_shard(sound)
+    yield from _sharding(sound)
     if sound.get("bf16", False):
         for name in ("fp16", "fp16_params"):
             if sound.get(name, False):
@@ -49,7 +48,7 @@ def _plan(sound: Sound, where: Where) -> Iterator[str]:
     if isinstance(plan, str) and plan not in PLANS and not plan.endswith(".json"):
         yield (
             f"tensor_parallel_plan: expected one of {', '.join(PLANS)}, styles by name pattern, or a .json file of such, found "
-            f"{plan!r}{where('tensor_parallel_plan')}"
+            f"{shown(plan)}{where('tensor_parallel_plan')}"
         )
     elif plan != MODULES and sound.get("tensor_parallel_degree", 1) > 1 and not sound.get("prescaled_batch", False):
         yield (
@@ -63,22 +62,15 @@ def _plan(sound: Sound, where: Where) -> Iterator[str]:
         )
 
 
-def _fully_shard(sound: Sound) -> Iterator[str]:
-    """What `fully_shard: true` goes with."""
-    schedule = sound.get("schedule", "")
-    if not sound.get("ddp", False):
-        yield "fully_shard: true requires ddp: true, found ddp: false"
-    if sound.get("pipeline_parallel_degree", 2) == 1:
-        yield "fully_shard: true requires pipeline_parallel_degree above 1, found 1; call torch's fully_shard"
-    if schedule in _SPLIT_BACKWARDS:
-        yield (
-            f"fully_shard: true requires a schedule with whole backwards, found schedule: {schedule!r}, which splits them; use 1f1b, "
-            "interleaved-1f1b or gpipe"
-        )
-    if sound.get("tensor_parallel_degree", 1) > 1:
-        yield f"fully_shard: true requires tensor_parallel_degree: 1, found {sound['tensor_parallel_degree']}"
-    if sound.get("shard_optimizer_state", False):
-        yield "fully_shard: true and shard_optimizer_state: true exclude each other; keep one"
+def _sharding(sound: Sound) -> Iterator[str]:
+    """What parameters in parts go with."""
+    degree = sound.get("sharded_data_parallel_degree", 1)
+    asked = ["fully_shard: true"] if sound.get("fully_shard", False) else []
+    for what in [*asked, *([f"sharded_data_parallel_degree: {degree}"] if degree > 1 else [])]:
+        if not sound.get("ddp", False):
+            yield f"{what} requires ddp: true, found ddp: false"
+        if sound.get("shard_optimizer_state", False):
+            yield f"{what} and shard_optimizer_state: true exclude each other; keep one"
 
 
 def _partition(sound: Sound) -> Iterator[str]:
@@ -91,8 +83,8 @@ def _partition(sound: Sound) -> Iterator[str]:
             f"virtual_pipeline_degree: {sound['virtual_pipeline_degree']} requires auto_partition: true; by hand, a rank has "
             "the pieces that smp.partition gives it"
         )
-    degree = sound.get("pipeline_parallel_degree")
-    if degree is not None and sound.get("default_partition", 0) > degree - 1:
+    degree = sound.get("pipeline_parallel_degree", 1)
+    if sound.get("default_partition", 0) > degree - 1:
         yield (
             f"default_partition: expected at most pipeline_parallel_degree - 1 = {degree - 1}, "
             f"found {sound['default_partition']}"

@@ -214,12 +214,10 @@ class DistributedModule(nn.Module):
 
 def fill_slice(parameter: Tensor, shard: Shard | None, fill: Callable[[Tensor], object]) -> None:
     """Fills a slice with what `fill` gives for the whole tensor, drawn in blocks of its rows."""
-    shape = list(parameter.shape)
+    shape = whole_shape(parameter, shard)
     if not shape:
         fill(parameter)
         return
-    if shard is not None:
-        shape[shard.dim] = shard.size
     rows_per_block = max(1, _BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
     for first in range(0, shape[0], rows_per_block):
         block = parameter.new_empty((min(rows_per_block, shape[0] - first), *shape[1:]))
@@ -232,6 +230,14 @@ def fill_slice(parameter: Tensor, shard: Shard | None, fill: Callable[[Tensor], 
             low, high = max(first, start), min(last, start + length)
             if low < high:
                 parameter[own + low - start : own + high - start] = block[low - first : high - first]
+
+
+def whole_shape(part: Tensor, shard: Shard | None) -> list[int]:
+    """The shape of what this is a slice of."""
+    shape = list(part.shape)
+    if shard is not None:
+        shape[shard.dim] = shard.size
+    return shape
 
 
 def own_part_of(whole: Tensor, shard: Shard | None, shape: torch.Size) -> Tensor:

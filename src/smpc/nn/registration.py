@@ -26,6 +26,7 @@ Translation = Callable[..., Any]
 Fill = Callable[[Tensor], object]  # in place
 StateHook = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 ARGUMENTS = "_smpc_arguments"  # of a module: what it was constructed with
+_FORMAT = "_smpc_format"  # of a distributed module: how Hugging Face writes its state
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +39,18 @@ class Registration:
     forward_hook: Translation | None = None
     return_hook: Translation | None = None
     state_hook: StateHook | None = None
-    read_arguments: Callable[[Any], Arguments] | None = None  # None: the module remembers them
+    read_arguments: Callable[[Any, Any], Arguments] | None = (
+        None  # of a module and a configuration; None: the module remembers them
+    )
     format: Format | None = None  # how Hugging Face writes the module's state, instead of a state_hook
-    fills: Callable[[Any], Mapping[str, Fill]] | None = None  # how weights are drawn, by name, where not as always
+    fills: Callable[[Any, Any], Mapping[str, Fill]] | None = None  # how weights are drawn, by name, where not as always
 
-    def arguments(self, module: nn.Module) -> Arguments | None:
-        """Arguments of the distributed module; None if the module was made before its class was registered."""
-        own = vars(module).get(ARGUMENTS) if self.read_arguments is None else self.read_arguments(module)
+    def arguments(self, module: nn.Module, config: object = None) -> Arguments | None:
+        """Arguments of the distributed module; None if the module was made before its class was registered.
+
+        `config`: the configuration of the model that the module is a part of, if there is one.
+        """
+        own = vars(module).get(ARGUMENTS) if self.read_arguments is None else self.read_arguments(module, config)
         if own is None:
             return None
         args, kwargs = own
@@ -67,8 +73,20 @@ class Registration:
                 return _pair(forward(*args, **kwargs), "forward_hook", owner)
 
             distributed.register_forward_pre_hook(translate, with_kwargs=True)
+        if self.format is not None:
+            vars(distributed)[_FORMAT] = self.format
         if back is not None:
             distributed.register_forward_hook(lambda module, args, output: back(output))
+
+
+def formats_in(model: nn.Module) -> list[Format]:
+    """How Hugging Face writes the state of the layers that distributed modules of a model stand for, each once."""
+    found: list[Format] = []
+    for module in model.modules():
+        form = vars(module).get(_FORMAT)
+        if form is not None and form not in found:
+            found.append(form)
+    return found
 
 
 def _pair(found: Any, name: str, owner: type[nn.Module]) -> Arguments:

@@ -99,6 +99,25 @@ class Format:
         _check(state_dict, max_seq_len, self.name)
         return self._translate(state_dict, self._theirs)
 
+    def block_to_smdistributed(self, state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
+        """`to_smdistributed`, also of the state dict of a single layer, whose names have no container."""
+        if not self._has_layers(state_dict) and any(rule.theirs in state_dict for rule in self.rules_of(state_dict)):
+            return self._ours("", dict(state_dict))
+        return self.to_smdistributed(state_dict, max_seq_len)
+
+    def block_to_hf(self, state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
+        """`to_hf`, also of the state dict of a single layer."""
+        if not self._has_layers(state_dict) and any(rule.ours[0] in state_dict for rule in self.rules_of(state_dict)):
+            return self._theirs("", dict(state_dict))
+        return self.to_hf(state_dict, max_seq_len)
+
+    def _has_layers(self, state_dict: Mapping[str, Any]) -> bool:
+        return any(re.fullmatch(rf"(?:.*?\.)??{self.container}\.\d+\..*", name) for name in state_dict)
+
+    def forgets(self, name: str) -> bool:
+        """Whether a tensor of Hugging Face's model is a buffer that ours does not have."""
+        return name.endswith(tuple(f".{buffer}" for buffer in self.forgotten))
+
     def in_model(self, name: str) -> str:
         """The name in Hugging Face's model of a tensor in a file, or of one in the model already."""
         for pattern, replacement in self.in_files:

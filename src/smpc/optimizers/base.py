@@ -30,9 +30,9 @@ from torch.optim import Optimizer
 
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError
 from smpc.kernels.defaults import used_by_default
-from smpc.kernels.elements import FLOATING_DTYPES, accumulation_dtype
 from smpc.kernels.optimizers import Bucket, kernels_update
-from smpc.kernels.tensor_table import TableCache, same_layout
+from smpc.kernels.shared.elements import FLOATING_DTYPES, accumulation_dtype
+from smpc.kernels.shared.tensor_table import TableCache, same_layout
 from smpc.optimizers.norm_groups import NormGroups, ShardGroup, check_gradient, local_part
 
 

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smpc.errors import UsageError
+from smpc.errors import NonFiniteNormError, UsageError
 from smpc.kernels.defaults import used_by_default
-from smpc.kernels.elements import FLOATING_DTYPES, accumulation_dtype
 from smpc.kernels.optimizers import kernels_update, scale_tensors_, tensor_norms
-from smpc.kernels.tensor_table import TableCache
+from smpc.kernels.shared.elements import FLOATING_DTYPES, accumulation_dtype
+from smpc.kernels.shared.tensor_table import TableCache
 from smpc.optimizers.base import Batch
 from smpc.optimizers.norm_groups import NormGroups, ShardGroup, check_gradient, local_part
 
@@ -60,7 +60,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales gradients in place so that the norm of all of them is at most `max_norm`; returns the norm they had.
 
-    Raises UsageError for sparse gradients, and, with `error_if_nonfinite`, for a norm that is infinite or NaN.
+    Raises UsageError for sparse gradients, NonFiniteNormError, with `error_if_nonfinite`, for a norm that is infinite or NaN.
     """
     return clip_by(parameters, max_norm, norm_type, error_if_nonfinite, NormGroups(shard_group, norm_group), kernel)
 
@@ -83,14 +83,20 @@ def clip_by(
     for parameter, grad in zip(kept, grads, strict=True):
         check_gradient(parameter, grad, "clip_grad_norm_")
     total = norm_of(grads, kept, float(norm_type), groups, kernel, every)
-    if error_if_nonfinite and not bool(total.isfinite()):
-        raise UsageError(
-            f"clip_grad_norm_: expected a finite norm of the gradients, found {float(total)}; nothing was scaled"
-        )
+    if error_if_nonfinite:
+        check_finite(total)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for part, tables in _by_kind([local_part(grad) for grad in grads], kernel):
         scale_tensors_([tensor for _, tensor in part], factor.to(part[0][1].device), tables)
     return total
+
+
+def check_finite(norm: Tensor) -> None:
+    """Raise NonFiniteNormError for a norm that is infinite or NaN."""
+    if not bool(norm.isfinite()):
+        raise NonFiniteNormError(
+            f"clip_grad_norm_: expected a finite norm of the gradients, found {float(norm)}; nothing was scaled"
+        )
 
 
 def norm_of(

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from smpc.partitioner.plan import INPUTS, Edge, Plan, Stage
-from smpc.report.format import compress, count, format_bytes, format_number, format_time, printable
+from smpc.partitioner.graph.plan import INPUTS, Edge, Plan, Stage
+from smpc.report.format import compress, count, format_bytes, format_number, format_time, printable, schedule_name
 
 _ABSENT = "-"
 _MAX_MODULES = 12  # pieces of a list of modules that is shown
@@ -72,6 +72,7 @@ _PLAN_FORMATS: Mapping[str, _Format] = {
     "lower_bound": lambda value: f"{value:.4f}",
     "memory_weight": lambda value: f"{value:g}",
 }
+_SCHEDULE_FORMATS: Mapping[str, _Format] = {**_PLAN_FORMATS, "name": schedule_name}
 _ELSEWHERE = ("stages", "edges", "assignment")  # fields that have sections of their own
 
 
@@ -83,7 +84,8 @@ def _whole(before: Plan, after: Plan) -> Iterator[Change]:
             continue
         old, new = getattr(before, field.name), getattr(after, field.name)
         if dataclasses.is_dataclass(old):
-            yield from _fields(field.name, old, new, _PLAN_FORMATS)
+            formats = _SCHEDULE_FORMATS if field.name == "schedule" else _PLAN_FORMATS
+            yield from _fields(field.name, old, new, formats)
         elif old != new:
             yield _change("plan", field.name, old, new, _PLAN_FORMATS.get(field.name, _text))
 
@@ -184,7 +186,9 @@ _STAGE_FORMATS: Mapping[str, _Format] = {
     "peak_memory_bytes": format_bytes,
     "buffer_bytes": format_bytes,
     "communication_bytes": format_bytes,
-    "transient_bytes": format_bytes,
+    "transient_bytes": lambda value: (
+        f"{format_bytes(-value)} of gradients missing" if value < 0 else format_bytes(value)
+    ),
     "forward_flops": format_number,
     "forward_time": format_time,
     "backward_time": format_time,

@@ -3,6 +3,7 @@
 format_bytes(1536)               "1.5 KiB"     binary units
 format_number(12_345_678)        "12.3 M"      decimal units
 format_time(0.00123)             "1.23 ms"
+schedule_name("interleaved")     "1F1B (SMP: interleaved)"
 compress(("h.0", "h.1", "ln"))   ("h.0-1", "ln")
 printable(name)                  control characters as escapes
 """
@@ -10,6 +11,19 @@ printable(name)                  control characters as escapes
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from smpc.errors import printable
+
+__all__ = [
+    "compress",
+    "count",
+    "format_bytes",
+    "format_number",
+    "format_time",
+    "module_list",
+    "printable",
+    "schedule_name",
+]
 
 _MAX_PIECES = 6  # of a module list
 
@@ -44,9 +58,12 @@ def compress(modules: Sequence[str]) -> tuple[str, ...]:
     return tuple(pieces)
 
 
-def printable(text: str) -> str:
-    """The text with control characters and the like as escapes, so that it cannot steer a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+_SHOWN = {"interleaved": "1F1B (SMP: interleaved)", "simple": "GPipe (SMP: simple)"}
+
+
+def schedule_name(name: str) -> str:
+    """What readers know a schedule by: `interleaved` of SMP's settings is `1F1B (SMP: interleaved)`."""
+    return _SHOWN.get(name, printable(name))
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -65,13 +82,14 @@ def format_time(seconds: float) -> str:
     """0.00123 -> `1.23 ms`."""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
         if seconds * factor >= 1 or unit == "us":
-            return f"{seconds * factor:.3g} {unit}"
+            value = seconds * factor
+            return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
     raise AssertionError(seconds)
 
 
 def _scaled(value: float, units: Sequence[str], base: int) -> str:
     index = 0
-    while value >= base and index < len(units) - 1:
+    while value >= 999.5 and index < len(units) - 1:
         value /= base
         index += 1
     text = f"{value:.0f}" if index == 0 or value >= 100 else f"{value:.1f}"

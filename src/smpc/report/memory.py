@@ -11,7 +11,10 @@ at the end of its backward, of the deferred part if it has one. So a curve is a 
           F0  F1  B0  F2  B1  B2
 
 Its highest point is the peak of the plan if the schedule ever holds as many microbatches as the plan says (it does).
-Of a rank with several stages, working memory is counted for each: a bound, since only one is at work at a time.
+Of a rank with several stages, working memory is counted for each: a bound, since only one is at work at a time. Where activations are
+offloaded, each microbatch counts with what those in flight have on the device on average.
+
+A peak before all gradients exist has less than all of them: `gradients_at_peak`. So nothing is ever less than none.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from dataclasses import dataclass
 from smpc.codegen.actions import split_backwards
 from smpc.codegen.program import Op
 from smpc.codegen.simulate import Timeline
-from smpc.partitioner.plan import Plan, Stage
+from smpc.partitioner.graph.plan import Plan, Stage
 
 _INSTANT = 1e-9  # share of a step that counts as no time
 
@@ -50,7 +53,26 @@ class MemoryCurve:
 
 def resident_bytes(stage: Stage) -> int:
     """What a stage holds whatever the microbatches do: its peak without activations."""
-    return stage.peak_memory_bytes - stage.num_in_flight * stage.activation_bytes_per_microbatch
+    return stage.peak_memory_bytes - stage.num_in_flight * microbatch_bytes(stage)
+
+
+def microbatch_bytes(stage: Stage) -> int:
+    """What a microbatch in flight holds on the device: its activations, less what is offloaded of them."""
+    if not stage.offloaded_bytes_per_microbatch:
+        return stage.activation_bytes_per_microbatch
+    others = stage.parameter_bytes + stage.gradient_bytes + stage.optimizer_bytes + stage.buffer_bytes
+    others += stage.communication_bytes + stage.transient_bytes
+    return (stage.peak_memory_bytes - others) // max(1, stage.num_in_flight)
+
+
+def gradients_at_peak(stage: Stage) -> int:
+    """Bytes of gradients that exist when the stage holds most."""
+    return stage.gradient_bytes + min(0, stage.communication_bytes + stage.transient_bytes)
+
+
+def working_bytes(stage: Stage) -> int:
+    """Messages under way, and what operations need while they run, when the stage holds most."""
+    return max(0, stage.communication_bytes + stage.transient_bytes)
 
 
 def rank_bound(plan: Plan) -> int:
@@ -76,7 +98,7 @@ def _curve(plan: Plan, timeline: Timeline, rank: int) -> MemoryCurve:
         if event.rank != rank:
             continue
         action = event.action
-        activations = plan.stages[action.stage].activation_bytes_per_microbatch
+        activations = microbatch_bytes(plan.stages[action.stage])
         if action.op is Op.FORWARD:
             time, held = event.start, held + activations
         elif action.op is Op.BACKWARD and (action.stage, action.microbatch) in split:

@@ -7,6 +7,13 @@ JavaScript. Its parts are page.html, page.css and page.js beside this file.
 Names come from the user's model and may be hostile. They reach the page in two ways only: as escaped HTML text, and in one
 JSON block whose `<`, `>` and `&` are escaped, from which the script sets text, never HTML. The page's content security
 policy then allows the one script and the one style sheet by hash, nothing else. The same plan gives the same bytes.
+
+`module_tree`: the model as a tree of modules, with where each runs and what it costs.
+
+A tree node stands for all calls of one module by one parent: a layer that is called twelve times is there once, with the
+FLOPs of twelve calls. Parameters that a module and its descendants hold are counted once each, tied ones too, so the
+children of a node may add up to more than the node. Modules that are never called (a ModuleList) have no node of their
+own: their children are their parent's.
 """
 
 from __future__ import annotations
@@ -15,18 +22,19 @@ import base64
 import hashlib
 import html
 import importlib.resources
+import itertools
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from smpc.codegen.program import Op
 from smpc.codegen.simulate import Timeline
-from smpc.partitioner.plan import Plan
-from smpc.report.format import count, format_bytes, format_number, format_time, printable
+from smpc.partitioner.graph.plan import Plan
+from smpc.report.format import count, format_bytes, format_number, format_time, printable, schedule_name
 from smpc.report.memory import memory_curves
 from smpc.report.tables import TextTable, memory_table, message_table, stage_table, summary, title
-from smpc.report.tree import ModuleNode, module_tree
 from smpc.tracer.ir import Trace
 
 _KINDS = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.WEIGHT: 2}  # as KINDS in page.js
@@ -39,7 +47,7 @@ def render_page(trace: Trace, plan: Plan, timeline: Timeline) -> str:
     schedule = plan.schedule
     subtitle = (
         f"{count(len(plan.stages), 'stage')} on {count(plan.pipeline_parallel_degree, 'rank')}, "
-        f"{count(schedule.num_microbatches, 'microbatch', 'es')}, {printable(schedule.name)} schedule"
+        f"{count(schedule.num_microbatches, 'microbatch', 'es')}, schedule {schedule_name(schedule.name)}"
     )
     values = {
         "title": html.escape(title(plan)),
@@ -158,3 +166,69 @@ def _table(table: TextTable) -> str:
         f"<table>\n<thead><tr>{cells('th', table.headers)}</tr></thead>\n<tbody>\n{''.join(rows)}</tbody>\n"
         f"{foot}</table>"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNode:
+    """A module: `stages` run its operations; parameters are those it holds, FLOPs its forward's for one microbatch."""
+
+    name: str  # its FQN; "" is the model itself
+    class_name: str
+    stages: tuple[int, ...]
+    num_parameters: int
+    forward_flops: int
+    children: tuple[ModuleNode, ...]
+
+
+class _Draft:
+    """A tree node while calls are still being added to it."""
+
+    def __init__(self, name: str, class_name: str) -> None:
+        self.name = name
+        self.class_name = class_name
+        self.flops = 0
+        self.stages: set[int] = set()
+        self.children: dict[str, _Draft] = {}
+
+
+def module_tree(trace: Trace, plan: Plan) -> ModuleNode:
+    """The tree of a traced model under its plan."""
+    flops = list(itertools.accumulate((node.flops for node in trace.nodes), initial=0))
+    assignment = dict(plan.assignment)
+    stage_of = [assignment.get(node.name, -1) for node in trace.nodes]
+    drafts: list[_Draft] = []
+    for call in trace.calls:
+        if call.parent < 0:
+            draft = _Draft(call.fqn, call.class_name)
+        else:
+            siblings = drafts[call.parent].children
+            draft = siblings.setdefault(call.fqn, _Draft(call.fqn, call.class_name))
+        draft.flops += flops[call.last] - flops[call.first]
+        draft.stages.update(stage for stage in stage_of[call.first : call.last] if stage >= 0)
+        drafts.append(draft)
+    return _finish(drafts[0], _parameters_below(trace))
+
+
+def _finish(draft: _Draft, parameters: dict[str, int]) -> ModuleNode:
+    return ModuleNode(
+        draft.name,
+        draft.class_name,
+        tuple(sorted(draft.stages)),
+        parameters.get(draft.name, 0),
+        draft.flops,
+        tuple(_finish(child, parameters) for child in draft.children.values()),
+    )
+
+
+def _parameters_below(trace: Trace) -> dict[str, int]:
+    """For every module that holds parameters, itself or in its descendants: how many elements, each storage once."""
+    found: dict[str, dict[int, int]] = {}
+    for index, state in enumerate(trace.state):
+        if not state.is_parameter:
+            continue
+        storage = state.storage if state.storage >= 0 else -1 - index
+        for name in state.names:
+            parts = name.split(".")
+            for depth in range(len(parts)):
+                found.setdefault(".".join(parts[:depth]), {})[storage] = state.spec.num_elements
+    return {module: sum(elements.values()) for module, elements in found.items()}

@@ -13,7 +13,7 @@ from typing import Any
 from smpc.codegen.actions import Action, backward, forward
 from smpc.codegen.program import Op
 from smpc.codegen.simulate import Event, Timeline
-from smpc.partitioner.plan import INPUTS, Plan
+from smpc.partitioner.graph.plan import INPUTS, Plan
 from smpc.report.memory import memory_curves
 
 _MICRO = 1e6

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from smpc.codegen.program import Op
 from smpc.codegen.simulate import Timeline
 from smpc.errors import ConfigError
-from smpc.partitioner.plan import Plan
+from smpc.partitioner.graph.plan import Plan
 from smpc.report.format import format_bytes
 from smpc.report.memory import MemoryCurve, memory_curves
 from smpc.report.tables import title

@@ -4,17 +4,21 @@
     search_table(found)         the same as text cells
 
 The table has the best candidate, the next ones by time, and, of each kind of rejection that those leave out, the one that came
-closest; the last line counts the rest. Of a time or a peak that is only known to be at least so much, the table says `>`.
+closest; the last lines count the rest, and say by how much the best step could be beaten by what was not planned. Of a time or a peak that
+is only known to be at least so much, the table says `>`. `others` has, of each degree and setting, the best way without it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from smpc.auto import Result, Search, Verdict
+from smpc.compile.search import Result, Search, Verdict
+from smpc.compile.step import Sharding
 from smpc.report.format import count, format_bytes, format_time, printable
 from smpc.report.tables import TextTable
 from smpc.report.terminal import labelled, stdout_console, text_table
@@ -22,6 +26,24 @@ from smpc.report.terminal import labelled, stdout_console, text_table
 _SHOWN = 12  # candidates by time
 _CLOSEST = 3  # of each other verdict
 _WORDS = 30  # letters of a reason
+_SHARED = {Sharding.NONE: "-", Sharding.STATE: "state", Sharding.FULL: "all"}
+
+
+def _again(name: str) -> str:
+    return "none" if name == "model" else printable(name)
+
+
+# field of a candidate -> its name for people, and how a value is shown
+_DIMENSIONS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "pipeline_parallel_degree": ("pipeline", str),
+    "tensor_parallel_degree": ("tensor", str),
+    "context_parallel_degree": ("context", str),
+    "expert_parallel_degree": ("expert", str),
+    "microbatch_size": ("samples of a microbatch", str),
+    "schedule": ("schedule", str),
+    "sharding": ("shared by replicas", str),
+    "recompute": ("computed again", _again),
+}
 
 
 def print_search(found: Search, console: Console | None = None) -> None:
@@ -36,48 +58,97 @@ def print_search(found: Search, console: Console | None = None) -> None:
 
 def search_title(found: Search) -> str:
     """`16 ranks of H100 SXM, a batch of 64, at most 74.5 GiB each: 4 ways to train fit, of 20`."""
-    fitting = sum(result.verdict in (Verdict.BEST, Verdict.SLOWER) for result in found.results)
+    number = sum(result.ways for result in found.results)
+    planned = sum(
+        result.verdict in (Verdict.BEST, Verdict.SLOWER) and not result.step_is_bound for result in found.results
+    )
     return (
         f"{count(found.world_size, 'rank')} of {printable(found.device)}, a batch of {found.batch_size}, at most "
-        f"{format_bytes(found.memory_limit)} each: {count(len(found.results), 'way')} to train, of which {fitting} may fit"
+        f"{format_bytes(found.memory_limit)} each: {count(number, 'way')} to train, of which {planned} were planned"
     )
 
 
 def search_table(found: Search) -> TextTable:
     """Candidates with their steps and peaks; the best is marked."""
-    headers = ("", "Ranks", "Batches", "Schedule", "Again", "Step", "Peak", "Why not")
+    headers = ("", "Ranks", "Batches", "Schedule", "Shared", "Again", "Step", "Peak", "Why not")
     rows = tuple(_row(found, result) for result in _shown(found))
-    return TextTable(headers, rows, left=("", "Schedule", "Again", "Why not"))
+    return TextTable(headers, rows, left=("", "Schedule", "Shared", "Again", "Why not"))
 
 
 def search_summary(found: Search) -> tuple[tuple[str, str], ...]:
     """What the best step is made of, how to read the table, and what it leaves out."""
-    best, left_out = found.best, Counter(result.verdict for result in found.results)
+    best, left_out = found.best, Counter[Verdict]()
+    for result in found.results:
+        left_out[result.verdict] += result.ways
     left_out.subtract(result.verdict for result in _shown(found))
-    names = {Verdict.SLOWER: "slower", Verdict.MEMORY: "over the memory limit", Verdict.IMPOSSIBLE: "impossible"}
-    rest = ", ".join(f"{left_out[verdict]} {text}" for verdict, text in names.items() if left_out[verdict])
+    names = {
+        Verdict.SLOWER: "slower",
+        Verdict.OPEN: "that may be faster",
+        Verdict.MEMORY: "over the memory limit",
+        Verdict.IMPOSSIBLE: "impossible",
+    }
+    rest = ", ".join(f"{left_out[verdict]} {text}" for verdict, text in names.items() if left_out[verdict] > 0)
     placement = best.candidate.placement_strategy
+    proof = f"nothing that was not planned is more than {max(found.gap, 0.01):.1%} faster"
+    if found.gap > 0.01:
+        proof += "; --effort 10 searches ten times as long"
     return (
         (
             "Best step",
             f"{format_time(best.step_time)}: pipeline {format_time(best.pipeline_time)}, sum of gradients over replicas "
             f"{format_time(best.reduce_time)} beyond it, optimizer {format_time(best.optimizer_time)}",
         ),
+        ("Proof", proof),
+        *(("Without" if i == 0 else "", text) for i, text in enumerate(others(found))),
         (
             "Columns",
-            "Ranks: pipeline x replicas x tensor-parallel ranks, n: replicas on neighbouring ranks, not pipelines; "
-            "Batches: microbatches x samples; Schedule x stages of a rank; Again: what the backward computes again",
+            "Ranks: pipeline x replicas x tensor-parallel ranks, c: context-parallel, e: expert-parallel ranks, n: replicas on "
+            "neighbouring ranks, not pipelines; Batches: microbatches x samples; Schedule x stages of a rank; Shared: what replicas "
+            "divide; Again: what the backward computes again",
         ),
         *((("Left out", rest),) if rest else ()),
         ("Settings", f"placement_strategy: {placement}, optimizer {printable(found.optimizer)}"),
+        *_not_settings(found),
     )
+
+
+def others(found: Search) -> tuple[str, ...]:
+    """Of each degree and setting of the best way, the best planned way with another one, and what makes it slower."""
+    best = found.best
+    planned = [r for r in found.results if r.verdict is Verdict.SLOWER and not r.step_is_bound and r.step_time]
+    rows = []
+    for name, (title, shown) in _DIMENSIONS.items():
+        own = getattr(best.candidate, name)
+        other = min(
+            (result for result in planned if getattr(result.candidate, name) != own),
+            key=lambda result: result.step_time,
+            default=None,
+        )
+        if other is not None:
+            value = shown(getattr(other.candidate, name))
+            rows.append(f"{title} {shown(own)}: {value}, {format_time(other.step_time)}, {printable(other.reason)}")
+    return tuple(rows)
+
+
+def _not_settings(found: Search) -> tuple[tuple[str, str], ...]:
+    """What a script has to do itself to train the best way."""
+    candidate, rows = found.best.candidate, []
+    if candidate.recompute != "model":
+        names = found.options.recompute
+        shown = ", ".join(map(printable, names[:2])) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+        rows.append(("", f"activation checkpointing of {shown} (docs/activation_checkpointing.md)"))
+    if candidate.context_parallel_degree > 1:
+        rows.append(("", "sequences shared by smpc.context_parallel.shard (docs/context_parallelism.md)"))
+    if candidate.expert_parallel_degree > 1:
+        rows.append(("", "experts divided by smpc.expert_parallel.shard (docs/expert_parallelism.md)"))
+    return tuple(rows)
 
 
 def _shown(found: Search) -> tuple[Result, ...]:
     by_time = [result for result in found.results if result.verdict in (Verdict.BEST, Verdict.SLOWER)][:_SHOWN]
     others = [
         result
-        for verdict in (Verdict.MEMORY, Verdict.IMPOSSIBLE)
+        for verdict in (Verdict.OPEN, Verdict.MEMORY, Verdict.IMPOSSIBLE)
         for result in [result for result in found.results if result.verdict is verdict][:_CLOSEST]
     ]
     return (*by_time, *others)
@@ -87,15 +158,19 @@ def _row(found: Search, result: Result) -> tuple[str, ...]:
     candidate = result.candidate
     near = " n" if candidate.placement_strategy in ("spread", "PDT") else ""
     tensor = f" x {candidate.tensor_parallel_degree}" if candidate.tensor_parallel_degree > 1 else ""
+    context = f" c{candidate.context_parallel_degree}" if candidate.context_parallel_degree > 1 else ""
+    expert = f" e{candidate.expert_parallel_degree}" if candidate.expert_parallel_degree > 1 else ""
     pieces = f" x{candidate.virtual_pipeline_degree}" if candidate.virtual_pipeline_degree > 1 else ""
     step = f"{'> ' if result.step_is_bound else ''}{format_time(result.step_time)}" if result.step_time else "-"
     peak = f"{'> ' if result.peak_is_bound else ''}{format_bytes(result.peak_bytes)}" if result.peak_bytes else "-"
+    more = f" (of {result.ways})" if result.ways > 1 else ""
     return (
         "best" if result.verdict is Verdict.BEST else "",
-        f"{candidate.pipeline_parallel_degree} x {candidate.data_parallel_degree}{tensor}{near}",
+        f"{candidate.pipeline_parallel_degree} x {candidate.data_parallel_degree}{tensor}{context}{expert}{near}",
         f"{candidate.microbatches} x {candidate.microbatch_size}",
-        f"{candidate.schedule}{pieces}",
-        {"model": "-", "blocks": "blocks"}[candidate.recompute],
+        f"{candidate.schedule}{pieces}{more}",
+        _SHARED[candidate.sharding],
+        "-" if candidate.recompute == "model" else printable(candidate.recompute),
         step,
         peak,
         _why_not(found, result),
@@ -104,6 +179,8 @@ def _row(found: Search, result: Result) -> tuple[str, ...]:
 
 def _why_not(found: Search, result: Result) -> str:
     """The reason in a few words; `Result.reason` has all of them."""
+    if result.verdict is Verdict.OPEN:
+        return f"up to {1.0 - result.step_time / found.best.step_time:.1%} faster, not planned"
     if result.verdict is Verdict.MEMORY:
         return f"memory {result.peak_bytes / found.memory_limit - 1.0:+.1%}"
     if result.verdict is Verdict.IMPOSSIBLE:

@@ -2,7 +2,7 @@
 
     stage_table    what each stage runs: modules, parameters, FLOPs, times, share of the objective
     memory_table   where each stage's bytes go; working memory is what the peak holds beyond the rest: messages under way, and
-                   what operations need while they run (less than nothing if the peak comes before all gradients exist)
+                   what operations need while they run. Of gradients, those that exist at the peak count
     message_table  what each stage receives and sends
     summary        (label, text) for what is worth knowing about the plan as a whole
 
@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smpc.partitioner.plan import INPUTS, Plan, Stage
-from smpc.report.format import count, format_bytes, format_number, format_time, module_list, printable
-from smpc.report.memory import rank_bound
+from smpc.codegen.simulate import Timeline
+from smpc.compile.step import StepParts
+from smpc.partitioner.graph.plan import INPUTS, Plan, Stage
+from smpc.report.format import count, format_bytes, format_number, format_time, module_list, printable, schedule_name
+from smpc.report.memory import gradients_at_peak, memory_curves, rank_bound, working_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ def memory_table(plan: Plan) -> TextTable:
     totals = (
         "all",
         format_bytes(sum(stage.parameter_bytes for stage in stages)),
-        format_bytes(sum(stage.gradient_bytes for stage in stages)),
+        format_bytes(sum(map(gradients_at_peak, stages))),
         format_bytes(sum(stage.optimizer_bytes for stage in stages)),
         format_bytes(sum(stage.buffer_bytes for stage in stages)),
         "",
@@ -97,10 +99,10 @@ def _memory_row(stage: Stage) -> tuple[str, ...]:
     return (
         str(stage.index),
         format_bytes(stage.parameter_bytes),
-        format_bytes(stage.gradient_bytes),
+        format_bytes(gradients_at_peak(stage)),
         format_bytes(stage.optimizer_bytes),
         format_bytes(stage.buffer_bytes),
-        format_bytes(stage.communication_bytes + stage.transient_bytes),
+        format_bytes(working_bytes(stage)),
         f"{stage.num_in_flight} x {format_bytes(stage.activation_bytes_per_microbatch)}",
         format_bytes(stage.peak_memory_bytes),
     )
@@ -149,7 +151,7 @@ def summary(plan: Plan) -> tuple[tuple[str, str], ...]:
         ),
         (
             "Schedule",
-            f"{printable(schedule.name)}, {count(schedule.num_microbatches, 'microbatch', 'es')}, at most "
+            f"{schedule_name(schedule.name)}, {count(schedule.num_microbatches, 'microbatch', 'es')}, at most "
             f"{schedule.active_microbatches} active, bubble {schedule.bubble_fraction:.1%}, "
             f"step {format_time(schedule.step_time)}",
         ),
@@ -160,4 +162,34 @@ def summary(plan: Plan) -> tuple[tuple[str, str], ...]:
         *(("Kernels" if i == 0 else "", printable(line)) for i, line in enumerate(kernel_lines(plan))),
         *((("Assumes", printable(f"{plan.device}, {plan.optimizer}")),) if plan.device else ()),
         ("Plan", plan.fingerprint[:16]),
+    )
+
+
+def memory_line(plan: Plan, timeline: Timeline, limit: int) -> tuple[str, str]:
+    """`peak 3.0 GiB of 74.5 GiB`: the most that a rank holds, of what it may."""
+    peak = max(curve.peak_bytes for curve in memory_curves(plan, timeline))
+    return "Memory", f"peak {format_bytes(peak)} of {format_bytes(limit)}"
+
+
+_PARTS = (
+    ("compute", "compute"),
+    ("bubble", "bubble"),
+    ("tensor", "TP"),
+    ("data", "DP"),
+    ("context", "CP"),
+    ("expert", "EP"),
+    ("optimizer", "optimizer"),
+)
+
+
+def step_lines(parts: StepParts, is_assumed: bool = False) -> tuple[tuple[str, str], ...]:
+    """Where a step's time goes, and what it gets done; `is_assumed`: for a device that stands in for the one at hand."""
+    shares = [f"{title} {getattr(parts, name) / parts.total:.1%}" for name, title in _PARTS if getattr(parts, name)]
+    rate = f"{format_number(parts.rate)} {parts.unit}/s per device, " if parts.amount else ""
+    beside = " on a server of 40 cores, not on this machine" if is_assumed else ""
+    note = "to predict times of this machine: smpc calibrate --out FILE.toml, then --device FILE.toml"
+    return (
+        ("Time", f"step {format_time(parts.total)}{beside}: {', '.join(shares)}" if parts.total else "step 0 s"),
+        ("Rate", f"{rate}MFU {parts.mfu:.1%} of {count(parts.devices, 'device')}"),
+        *((("Note", note),) if is_assumed else ()),
     )

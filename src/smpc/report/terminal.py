@@ -8,6 +8,12 @@ Modules of a stage are shown in order of execution, shortened: `transformer.{wte
 binary (1 MiB = 2^20 bytes), times are predictions for the device that the cost model assumes; FLOPs, times and
 messages are those of one microbatch. Names come from the user's model: they are shown as they are, never read
 as markup, and unprintable characters are escaped.
+
+`drawing` is the timeline in characters, as wide as the console allows. It takes the wide form of `smpc.codegen.simulate.timeline_text` if
+every event can be seen in it, otherwise the compact one, in which a column is a slice of time:
+
+    rank 0  0-1-....0===1===
+    rank 1  ..0-0===1-1===..
 """
 
 from __future__ import annotations
@@ -15,26 +21,32 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from smpc.codegen.simulate import Timeline
-from smpc.partitioner.plan import Plan
+from smpc.codegen.program import Op
+from smpc.codegen.simulate import Timeline, timeline_text
+from smpc.partitioner.graph.plan import Plan
 from smpc.report.compare import MODULES, Change
-from smpc.report.drawing import Drawing, drawing
-from smpc.report.format import printable
+from smpc.report.format import count, printable
 from smpc.report.tables import TextTable, memory_table, message_table, stage_table, summary, title
 
 PLAIN_WIDTH = 100  # columns when the output is not a terminal
 
 
-def print_report(plan: Plan, timeline: Timeline | None = None, console: Console | None = None) -> None:
-    """Print the report of a plan; its step is drawn if the timeline is given."""
+Lines = Sequence[tuple[str, str]]  # label, text
+
+
+def print_report(
+    plan: Plan, timeline: Timeline | None = None, console: Console | None = None, more: Lines = ()
+) -> None:
+    """Print the report of a plan; its step is drawn if the timeline is given. `more`: lines below the summary."""
     console = console or stdout_console()
-    console.print(render(plan, timeline, console.width))
+    console.print(render(plan, timeline, console.width, more))
 
 
 def stdout_console() -> Console:
@@ -43,7 +55,7 @@ def stdout_console() -> Console:
     return Console(file=sys.stdout, width=width, markup=False, highlight=False, emoji=False)
 
 
-def render(plan: Plan, timeline: Timeline | None = None, width: int = PLAIN_WIDTH) -> RenderableType:
+def render(plan: Plan, timeline: Timeline | None = None, width: int = PLAIN_WIDTH, more: Lines = ()) -> RenderableType:
     """The report of a plan, for a console of that width."""
     return Group(
         Text(title(plan), style="bold"),
@@ -54,7 +66,7 @@ def render(plan: Plan, timeline: Timeline | None = None, width: int = PLAIN_WIDT
         Text(),
         text_table(message_table(plan), width),
         Text(),
-        labelled(summary(plan)),
+        labelled((*summary(plan), *more)),
         *(_drawn(drawing(timeline, width)) if timeline is not None else ()),
     )
 
@@ -113,7 +125,8 @@ def _drawn(found: Drawing) -> list[Text]:
     return [
         Text(),
         Text.assemble((f"{'One step':<11}", "bold"), found.legend),
-        *(_coloured(line, found) for line in found.text.splitlines()),
+        *(_coloured(line, found) for line in found.short.splitlines()),
+        *([Text(f"{'':<11}{found.more}")] if found.more else []),
     ]
 
 
@@ -124,3 +137,79 @@ def _coloured(line: str, found: Drawing) -> Text:
     result = Text.assemble(margin, drawn)
     result.no_wrap = True
     return result
+
+
+_MOST_ROWS = 16  # ranks that are drawn
+_STROKES = {Op.FORWARD: "-", Op.BACKWARD: "=", Op.WEIGHT: "~"}
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """Lines of text, what they mean, and regular expressions that find forwards and backwards in them.
+
+    W, the deferred part of a backward, is found as a backward.
+    """
+
+    legend: str
+    text: str
+    forward: str
+    backward: str
+    more: str = ""  # what is not seen in it
+
+    @property
+    def short(self) -> str:
+        """The text without the ranks in the middle, if there are many."""
+        lines = self.text.splitlines()
+        hidden = len(lines) - _MOST_ROWS
+        if hidden <= 0:
+            return self.text
+        kept = [*lines[: _MOST_ROWS // 2], f"  (+{count(hidden, 'rank')})", *lines[-_MOST_ROWS // 2 :]]
+        return "\n".join(kept) + "\n"
+
+
+def drawing(timeline: Timeline, width: int) -> Drawing:
+    """The timeline in at most `width` columns."""
+    deferred = any(event.action.op is Op.WEIGHT for event in timeline.events)
+    text = timeline_text(timeline, max_columns=width)
+    if max(map(len, text.splitlines())) <= width and _is_faithful(timeline, text):
+        more = ", W0: its rest" if deferred else ""
+        legend = f"F0: forward of microbatch 0, B0: its backward{more}, --: it goes on, ..: idle"
+        return Drawing(legend, text, forward=r"\d*F\d+ *( --+)*", backward=r"\d*[BW]\d+ *( --+)*")
+    more = ", 0~~: its rest" if deferred else ""
+    legend = f"0--: forward of microbatch 0 (last digit), 0==: its backward{more}, .: idle"
+    rows = compact_timeline(timeline, width)
+    events = max(sum(event.rank == rank for event in timeline.events) for rank in range(timeline.num_ranks))
+    is_whole = timeline.num_ranks <= _MOST_ROWS and 2 * events <= width
+    hidden = (
+        ""
+        if is_whole
+        else f"{events} parts of a step on a rank, not all of them seen here; report.html in --out DIR has all"
+    )
+    return Drawing(legend, rows, forward=r"\d-*", backward=r"\d[=~]+", more=hidden)
+
+
+def _is_faithful(timeline: Timeline, text: str) -> bool:
+    """Whether every event has a cell of its own: short ones vanish where columns had to be widened."""
+    return sum(text.count(letter) for letter in "FBW") == len(timeline.events)
+
+
+def compact_timeline(timeline: Timeline, width: int) -> str:
+    """A timeline as a row of single characters for each rank, at most `width` columns in all.
+
+    An event starts with the last digit of its microbatch and goes on as `-` (forward), `=` (backward) or `~` (the deferred
+    part of one); `.` is idle.
+    An event shorter than a column may be hidden by its neighbour.
+
+    rank 0  0-1-....0===1===
+    rank 1  ..0-0===1-1===..
+    """
+    margin = len(f"rank {timeline.num_ranks - 1}  ")
+    num_columns = max(1, width - margin)
+    scale = num_columns / timeline.makespan if timeline.makespan else 0.0
+    rows = [["."] * num_columns for _ in range(timeline.num_ranks)]
+    for event in timeline.events:
+        first = min(round(event.start * scale), num_columns - 1)
+        last = max(first + 1, round(event.end * scale))
+        rows[event.rank][first:last] = _STROKES[event.action.op] * (last - first)
+        rows[event.rank][first] = str(event.action.microbatch % 10)
+    return "".join(f"{f'rank {rank}':<{margin}}{''.join(row)}\n" for rank, row in enumerate(rows))

@@ -1,14 +1,15 @@
 """The SMP v1 programming interface: `import smpc.v1 as smp`."""
 
-from smpc.nn.delayed import delay_param_initialization
-from smpc.nn.distribute import set_tensor_parallelism, tensor_parallelism
-from smpc.v1 import amp, nn, optimizers, patches
-from smpc.v1.models.checkpointing import checkpoint, checkpoint_sequential, set_activation_checkpointing
-from smpc.v1.models.creation import model_creation
-from smpc.v1.models.model import DistributedModel
-from smpc.v1.models.partition import partition, set_partition
-from smpc.v1.models.tensor_parallel import tp_register, tp_register_with_module
-from smpc.v1.optimization.optimizer import DistributedOptimizer
+from smpc.nn.distribution.distribute import set_tensor_parallelism, tensor_parallelism
+from smpc.nn.init.delayed import delay_param_initialization
+from smpc.v1 import amp, model, nn, optimizers, patches, state_mod, utils
+from smpc.v1.declare.creation import model_creation
+from smpc.v1.declare.partition import partition, set_partition
+from smpc.v1.declare.recompute import checkpoint, checkpoint_sequential, set_activation_checkpointing
+from smpc.v1.layout.tensor_parallel import tp_register, tp_register_with_module
+from smpc.v1.model.distributed_model import DistributedModel
+from smpc.v1.optimization import clipping
+from smpc.v1.optimization.distributed_optimizer import DistributedOptimizer
 from smpc.v1.saving.saving import resume_from_checkpoint, save_checkpoint
 from smpc.v1.saving.serialization import load, save
 from smpc.v1.session.comm import (
@@ -61,9 +62,9 @@ from smpc.v1.session.ranks import (
     tp_rank,
     tp_size,
 )
-from smpc.v1.state import state
+from smpc.v1.session.state import state
+from smpc.v1.steps.results import StepOutput
 from smpc.v1.steps.step import step
-from smpc.v1.steps.step_output import StepOutput
 
 __all__ = [
     "DP_GROUP",
@@ -84,6 +85,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_sequential",
     "delay_param_initialization",
+    "delayed_parameter_initialization",
     "dp_barrier",
     "dp_rank",
     "dp_size",
@@ -104,6 +106,7 @@ __all__ = [
     "load",
     "local_rank",
     "local_size",
+    "model",
     "model_creation",
     "mp_barrier",
     "mp_rank",
@@ -130,6 +133,7 @@ __all__ = [
     "shutdown",
     "size",
     "state",
+    "state_mod",
     "step",
     "tensor_parallelism",
     "tp_barrier",
@@ -137,4 +141,9 @@ __all__ = [
     "tp_register",
     "tp_register_with_module",
     "tp_size",
+    "utils",
 ]
+
+delayed_parameter_initialization = delay_param_initialization  # scripts know it by both names
+
+state.at_model.append(clipping.install)  # a model knows no optimizer, so it is told here what begins with it

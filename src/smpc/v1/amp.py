@@ -21,39 +21,45 @@ Source: public SMP v1 API ("smdistributed.modelparallel.torch.amp.GradScaler"); 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from smpc.errors import ConfigError, ConfigTypeError
-from smpc.v1.optimization.precision import current_half_dtype, found_anywhere
-from smpc.v1.state import state
+from smpc.v1.optimization.loss_scale import stepping
+from smpc.v1.session.precision import found_anywhere, half_dtype
+from smpc.v1.session.state import state
 
 __all__ = ["GradScaler"]
+
+
+_DEFAULTS: dict[str, Any] = {
+    "device": None,  # where the session computes
+    "init_scale": 2.0**16,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+    "enabled": True,
+}
 
 
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler with its arguments and methods; construct it after smp.init. `device`: None for where the session computes.
 
+    Positional arguments are those of torch.amp.GradScaler, or those of torch.cuda.amp.GradScaler: `GradScaler(65536.0)`.
+
     `smp.save_checkpoint` saves its state and `smp.resume_from_checkpoint` restores it.
     """
 
-    def __init__(
-        self,
-        device: str | None = None,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
+        given = _named(args, options)
+        device, init_scale, enabled = given.pop("device"), given.pop("init_scale"), given.pop("enabled")
         session = state.session
         if device is not None and not isinstance(device, str):
-            raise ConfigTypeError(
-                f"GradScaler: expected device to be a str such as 'cuda', found {device!r}; pass init_scale by its name"
-            )
-        half = current_half_dtype()
+            raise ConfigTypeError(f"GradScaler: expected device to be a str such as 'cuda', found {device!r}")
+        half = half_dtype(session.config)
         if enabled and half is not None:
             raise ConfigError(
                 f"GradScaler: the model's parameters are {half}; fp16 has a loss scale of its own (smp.DistributedOptimizer(optimizer, "
@@ -61,9 +67,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         if enabled and not init_scale > 0.0:
             raise ConfigError(f"GradScaler: expected init_scale above 0, found {init_scale!r}")
-        super().__init__(
-            device or session.device.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled
-        )
+        super().__init__(device or session.device.type, init_scale, **given, enabled=enabled)
         if self.is_enabled():
             # Only the rank of the last stage calls `scale`, which would do this.
             self._lazy_init_scale_growth_tracker(session.device)
@@ -75,15 +79,37 @@ class GradScaler(torch.amp.GradScaler):
         self.num_scaled += self.is_enabled()
         return super().scale(outputs)
 
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Torch's."""
+        with stepping():
+            return super().step(optimizer, *args, **kwargs)
+
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Torch's; what is found is that of all ranks, also where there is no gradient."""
         whole: Any = _Parameters(optimizer)
         found: dict[torch.device, Any] = super()._unscale_grads_(whole, inv_scale, found_inf, allow_fp16)
-        anywhere = found_anywhere(max((float(each) for each in found.values()), default=0.0))
-        device = state.session.device
+        session, joins = state.session, state.model is not None and state.model.is_joining
+        anywhere = found_anywhere(max((float(each) for each in found.values()), default=0.0), session, joins=joins)
+        device = session.device
         return {device: torch.full((1,), float(anywhere), device=device)}
+
+
+def _named(args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by their names. Positional ones are torch.amp.GradScaler's or, without a device, torch.cuda.amp.GradScaler's."""
+    names = [*_DEFAULTS]
+    if args and isinstance(args[0], int | float) and not isinstance(args[0], bool):
+        names.remove("device")
+    wrong = [
+        f"unknown argument {name!r}; known are {', '.join(_DEFAULTS)}" for name in options if name not in _DEFAULTS
+    ]
+    wrong += [f"{name}: given twice" for name in names[: len(args)] if name in options]
+    if len(args) > len(names):
+        wrong.append(f"expected at most {len(names)} positional arguments, found {len(args)}")
+    if wrong:
+        raise ConfigTypeError("\n".join(f"GradScaler: {line}" for line in wrong))
+    return {**_DEFAULTS, **dict(zip(names, args, strict=False)), **options}
 
 
 class _Parameters:

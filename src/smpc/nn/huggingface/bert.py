@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from smpc.nn.huggingface.family import Family, Given, activation, attended, hidden_only, is_eager
+from smpc.nn.attention.variant import Call, Variant
+from smpc.nn.huggingface.family import Family, Given, activation, attended, is_eager, layer_index
+from smpc.nn.huggingface.releases import hidden_only, until_positions
 from smpc.nn.state_format import Format, renamed
-from smpc.nn.variant import Call, Variant
 
 PARTS = ("query", "key", "value")
 RULES = renamed(
@@ -24,9 +25,9 @@ RULES = renamed(
 )
 
 
-def arguments(layer: Any) -> dict[str, Any]:
+def arguments(layer: Any, config: Any) -> dict[str, Any]:
     """Arguments of the distributed version of a layer of BERT's or RoBERTa's."""
-    config, attention = layer.attention.self.config, layer.attention.self
+    attention = layer.attention.self
     return {
         "num_attention_heads": attention.num_attention_heads,
         "attention_head_size": attention.attention_head_size,
@@ -38,7 +39,7 @@ def arguments(layer: Any) -> dict[str, Any]:
         "layernorm_epsilon": config.layer_norm_eps,
         "initializer_range": config.initializer_range,
         "add_cross_attention": layer.add_cross_attention,
-        "variant": Variant(is_eager=is_eager(config), is_causal=layer.is_decoder, layer_index=attention.layer_idx or 0),
+        "variant": Variant(is_eager=is_eager(config), is_causal=layer.is_decoder, layer_index=layer_index(attention)),
     }
 
 
@@ -48,16 +49,18 @@ def call(given: Given) -> Call:
         attended(given.get("attention_mask")),
         given.get("encoder_hidden_states"),
         attended(given.get("encoder_attention_mask")),
-        cache=given.get("past_key_values"),
     )
 
 
 FAMILY = Family(
-    "transformers.models.bert.modeling_bert.BertLayer", Format("BERT", "layer", RULES), arguments, call, hidden_only
+    "transformers.models.bert.modeling_bert.BertLayer",
+    Format("BERT", "layer", RULES),
+    arguments,
+    call,
+    hidden_only,
+    until_positions,
 )
 
 # See Format; by the names of the public API, which exist with and without that of the family.
-translate_hf_state_dict_to_smdistributed_bert = translate_hf_state_dict_to_smdistributed = (
-    FAMILY.format.to_smdistributed
-)
-translate_state_dict_to_hf_bert = translate_state_dict_to_hf = FAMILY.format.to_hf
+translate_hf_state_dict_to_smdistributed_bert = translate_hf_state_dict_to_smdistributed = FAMILY.to_smdistributed
+translate_state_dict_to_hf_bert = translate_state_dict_to_hf = FAMILY.to_hf

@@ -6,20 +6,22 @@ from types import MappingProxyType
 
 from torch import nn
 
-from smpc.nn.huggingface import bert, gpt2, gptj, gptneox, roberta, t5, vit
+from smpc.nn.huggingface import bert, gpt2, gptj, gptneo, gptneox, roberta, t5, vit
 from smpc.nn.registration import Registration
 
-FAMILIES = {module.FAMILY.layer: module.FAMILY for module in (gpt2, gptj, gptneox, bert, roberta, t5, vit)}
+FAMILIES = {module.FAMILY.layer: module.FAMILY for module in (gpt2, gptj, gptneo, gptneox, bert, roberta, t5, vit)}
 # The lists of such layers by the classes that have them and pass each layer's hidden states to the next one, and do nothing else with them.
 STACKS = MappingProxyType(
     {
         "transformers.models.gpt2.modeling_gpt2.GPT2Model": "h",
         "transformers.models.gptj.modeling_gptj.GPTJModel": "h",
+        "transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoModel": "h",
         "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXModel": "layers",
         "transformers.models.bert.modeling_bert.BertEncoder": "layer",
         "transformers.models.roberta.modeling_roberta.RobertaEncoder": "layer",
         "transformers.models.t5.modeling_t5.T5Stack": "block",
         "transformers.models.vit.modeling_vit.ViTModel": "layers",
+        "transformers.models.vit.modeling_vit.ViTEncoder": "layer",  # before 5
     }
 )
 

@@ -2,12 +2,14 @@
 
     layer class (by name: transformers is not imported here)
         arguments   reads a layer and its configuration: arguments of DistributedTransformerLayer; ConfigError where it cannot be one
-        call        the arguments of a call, by name, in general terms
-        result      what the layer returns, from new hidden states and biases by position
+        call        the arguments of a call, by name, in general terms; what the layer's forward does not have is not there
+        result      what the layer returns, from new hidden states, biases by position, and the cache where one is returned
+        has_cache   whether the layer returns its cache, where `use_cache` asks for it or, if it is no argument, always
         fills       how weights are drawn, by name, where not from a normal distribution of the configuration's initializer_range
-        format      how the state dict is written
+        format      how the state dict is written; `older`: in releases before 5, if not so
 
-A call may be bound by other names in other releases of transformers; what is not there counts as not given.
+Releases of transformers differ in what layers are called with and return (smpc.nn.huggingface.releases). Layers of old ones do not have
+their configuration: theirs is that of the model they lie in.
 """
 
 from __future__ import annotations
@@ -15,18 +17,21 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from smpc.errors import ConfigError, UsageError
+from smpc.nn.attention.tuple_cache import TupleCache
+from smpc.nn.attention.variant import Call
+from smpc.nn.huggingface.releases import Result, Signature, is_before
 from smpc.nn.registration import Arguments, Fill, Registration
 from smpc.nn.state_format import Format
-from smpc.nn.transformer import DistributedTransformerLayer
-from smpc.nn.variant import Call
+from smpc.nn.transformer.transformer import DistributedTransformerLayer
 
 Given = Mapping[str, Any]
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_python": "gelu",
@@ -41,7 +46,9 @@ _ACTIVATIONS = {
     "tanh": "tanh",
 }
 _RECORDED = ("hidden_states", "attentions", "cross_attentions")
-_NOT_TAKEN = ("head_mask", "cross_attn_head_mask", "layer_head_mask", "cu_seq_lens_q", "cu_seq_lens_k")
+_MASKS = ("head_mask", "cross_attn_head_mask", "layer_head_mask", "cross_attn_layer_head_mask")
+_NOT_TAKEN = (*_MASKS, "cu_seq_lens_q", "cu_seq_lens_k")
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,29 +57,36 @@ class Family:
 
     layer: str  # module and qualified name
     format: Format
-    arguments: Callable[[Any], dict[str, Any]]
+    arguments: Callable[[Any, Any], dict[str, Any]]
     call: Callable[[Given], Call]
-    result: Callable[[Tensor, Tensor | None], Any]
-    fills: Callable[[Any], Mapping[str, Fill]] = lambda layer: {}
+    result: Result
+    has_cache: Callable[[Signature], bool] = lambda parameters: False
+    fills: Callable[[Any, Any], Mapping[str, Fill]] = lambda layer, config: {}
+    older: Format | None = None
 
     def registration(self, cls: type[nn.Module]) -> Registration:
         """How `cls`, the layer class, is distributed."""
         signature = inspect.signature(cls.forward)
+        absent = {name: None for name, parameter in signature.parameters.items() if parameter.kind in _NAMED}
+        has_cache = self.has_cache(signature.parameters)
 
-        def read(layer: Any) -> Arguments:
+        def read(layer: Any, config: object) -> Arguments:
             self._check_tensors(layer)
-            return (), {"use_normal_initialization": True, **self.arguments(layer)}
+            return (), {"use_normal_initialization": True, **self.arguments(layer, _config_of(layer, config))}
 
         def forward(*args: Any, **kwargs: Any) -> Arguments:
-            given = dict(signature.bind(None, *args, **kwargs).arguments)
+            given = absent | signature.bind(None, *args, **kwargs).arguments
             for parameter in signature.parameters.values():
                 if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                     given |= given.pop(parameter.name, {})
             _check_wishes(given, cls.__name__)
-            return ((given["hidden_states"],),), {"call": self.call(given)}
+            return ((given["hidden_states"],),), {"call": _with_cache(self.call(given), given, has_cache)}
 
-        def back(output: tuple[Tensor, Tensor | None]) -> Any:
-            return self.result(*output)
+        def back(output: tuple[Any, ...]) -> Any:
+            return self.result(signature.parameters, *output)
+
+        def fills(layer: Any, config: object) -> Mapping[str, Fill]:
+            return self.fills(layer, _config_of(layer, config))
 
         return Registration(
             cls,
@@ -80,14 +94,28 @@ class Family:
             forward_hook=forward,
             return_hook=back,
             read_arguments=read,
-            format=self.format,
-            fills=self.fills,
+            format=self.installed,
+            fills=fills,
         )
+
+    @property
+    def installed(self) -> Format:
+        """How the models of the transformers that is installed write their state."""
+        return self.format if self.older is None or not is_before(5) else self.older
+
+    def to_smdistributed(self, state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
+        """See Format."""
+        return self.installed.to_smdistributed(state_dict, max_seq_len)
+
+    def to_hf(self, state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
+        """See Format."""
+        return self.installed.to_hf(state_dict, max_seq_len)
 
     def _check_tensors(self, layer: nn.Module) -> None:
         """Raises ConfigError for a layer that someone has changed, with adapters or quantized weights, say."""
         names = list(layer.state_dict())
-        known = {rule.theirs for rule in self.format.rules_of(names)} | set(self.format.forgotten)
+        form = self.installed
+        known = {rule.theirs for rule in form.rules_of(names)} | set(form.forgotten)
         unknown = [name for name in names if name not in known]
         if unknown:
             raise ConfigError(f"it has tensors that such layers do not have: {', '.join(unknown[:3])}")
@@ -107,7 +135,7 @@ def normal(std: float) -> Fill:
 
 def is_eager(config: Any) -> bool:
     """Whether attention is not left to a fused kernel."""
-    return bool(config._attn_implementation == "eager")
+    return getattr(config, "_attn_implementation", "eager") == "eager"  # releases before 4.36 have no other
 
 
 def attended(mask: Any) -> Tensor | None:
@@ -129,9 +157,38 @@ def needed(given: Given, name: str) -> Any:
     return given[name]
 
 
-def hidden_only(hidden: Tensor, bias: Tensor | None) -> Tensor:
-    """The result of layers that return hidden states alone."""
-    return hidden
+def layer_index(attention: Any) -> int:
+    """Which layer of its stack it is, where caches ask for it."""
+    return getattr(attention, "layer_idx", None) or 0
+
+
+def unseen(attention: nn.Module, config: Any) -> str:
+    """See Variant: whether a layer has a causal mask of its own, to which that of the call is added."""
+    return "least" if is_eager(config) and "bias" in attention._buffers else ""
+
+
+def past(given: Given) -> Any:
+    """Keys and values of earlier calls, or None."""
+    return next((given[name] for name in _CACHES if given.get(name) is not None), None)
+
+
+def _config_of(layer: nn.Module, config: object) -> Any:
+    """The layer's own configuration, else that of the model it lies in. ConfigError if there is none."""
+    for module in layer.modules():
+        config = vars(module).get("config", config)
+        if "config" in vars(module):
+            break
+    if config is None:
+        raise ConfigError("neither it nor a module that it lies in has a `config`")
+    return config
+
+
+def _with_cache(call: Call, given: Given, has_cache: bool) -> Call:
+    """The call with a cache where the layer is to return one, though it is given none, and with one for tuples."""
+    cache, returns = past(given), has_cache and bool(given.get("use_cache", True))
+    if isinstance(cache, tuple | list) or (cache is None and returns):
+        cache = TupleCache(tuple(cache or ()), has_crossed="layer_past" not in given)  # GPT-2 computes those again
+    return replace(call, cache=cache, returns_cache=returns)
 
 
 def _check_wishes(given: Given, name: str) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from smpc.nn.huggingface.family import Family, Given, activation, attended, hidden_only, is_eager, normal
+from smpc.nn.attention.variant import Call, Variant
+from smpc.nn.huggingface.family import Family, Given, activation, attended, is_eager, layer_index, normal, unseen
+from smpc.nn.huggingface.releases import hidden_only, until_positions
 from smpc.nn.registration import Fill
 from smpc.nn.state_format import Format, Rule, renamed
-from smpc.nn.variant import Call, Variant
 
 
 def _transposed(theirs: str, *ours: str) -> tuple[Rule, ...]:
@@ -37,8 +38,8 @@ _FORMAT = Format(
 )
 
 
-def _arguments(layer: Any) -> dict[str, Any]:
-    config, attention = layer.attn.config, layer.attn
+def _arguments(layer: Any, config: Any) -> dict[str, Any]:
+    attention = layer.attn
     return {
         "num_attention_heads": attention.num_heads,
         "attention_head_size": attention.head_dim,
@@ -53,13 +54,18 @@ def _arguments(layer: Any) -> dict[str, Any]:
         "pre_layernorm": True,
         "post_layernorm": False,
         "variant": Variant(
-            is_eager=is_eager(config), is_causal=True, scale=_scale(layer), layer_index=attention.layer_idx or 0
+            is_eager=is_eager(config),
+            is_causal=True,
+            unseen=unseen(attention, config),
+            scale=_scale(layer, config),
+            layer_index=layer_index(attention),
         ),
     }
 
 
-def _scale(layer: Any) -> float:
-    config = layer.attn.config
+def _scale(layer: Any, config: Any) -> float | None:
+    if not is_eager(config) and not hasattr(layer.attn, "scaling"):
+        return None  # before 5, fused kernels were not told of a scale
     scale = 1 / math.sqrt(layer.attn.head_dim) if config.scale_attn_weights else 1.0
     return scale / (layer.attn.layer_idx + 1) if config.scale_attn_by_inverse_layer_idx else scale
 
@@ -69,21 +75,25 @@ def _call(given: Given) -> Call:
         attended(given.get("attention_mask")),
         given.get("encoder_hidden_states"),
         attended(given.get("encoder_attention_mask")),
-        cache=given.get("past_key_values"),
     )
 
 
-def _fills(layer: Any) -> dict[str, Fill]:
+def _fills(layer: Any, config: Any) -> dict[str, Fill]:
     """Layers that add to the residual start smaller."""
-    config = layer.attn.config
     small = normal(config.initializer_range / math.sqrt(2 * config.n_layer))
     return {"attention.dense.weight": small, "cross_attention.dense.weight": small, "output.dense2.weight": small}
 
 
-FAMILY = Family("transformers.models.gpt2.modeling_gpt2.GPT2Block", _FORMAT, _arguments, _call, hidden_only, _fills)
+FAMILY = Family(
+    "transformers.models.gpt2.modeling_gpt2.GPT2Block",
+    _FORMAT,
+    _arguments,
+    _call,
+    hidden_only,
+    until_positions,
+    _fills,
+)
 
 # See Format; by the names of the public API, which exist with and without that of the family.
-translate_hf_state_dict_to_smdistributed_gpt2 = translate_hf_state_dict_to_smdistributed = (
-    FAMILY.format.to_smdistributed
-)
-translate_state_dict_to_hf_gpt2 = translate_state_dict_to_hf = FAMILY.format.to_hf
+translate_hf_state_dict_to_smdistributed_gpt2 = translate_hf_state_dict_to_smdistributed = FAMILY.to_smdistributed
+translate_state_dict_to_hf_gpt2 = translate_state_dict_to_hf = FAMILY.to_hf

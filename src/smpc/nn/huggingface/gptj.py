@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from smpc.nn.huggingface.family import Family, Given, activation, attended, needed
+from smpc.nn.attention.variant import Call, Variant
+from smpc.nn.huggingface.family import Family, Given, activation, attended, layer_index, needed, unseen
+from smpc.nn.huggingface.releases import until_objects, without_weights
 from smpc.nn.state_format import Format, renamed
-from smpc.nn.variant import Call, Variant
 
 _FORMAT = Format(
     "GPT-J",
@@ -23,17 +22,17 @@ _FORMAT = Format(
 )
 
 
-def _arguments(layer: Any) -> dict[str, Any]:
-    config = layer.attn.config
+def _arguments(layer: Any, config: Any) -> dict[str, Any]:
     variant = Variant(
         is_causal=True,
         rotary="pairs",
         rotary_size=config.rotary_dim,
         is_eager=True,
+        unseen="scale" if unseen(layer.attn, config) else "",
         residual="shared",
         input_bias=False,
         context_bias=False,
-        layer_index=layer.attn.layer_idx or 0,
+        layer_index=layer_index(layer.attn),
     )
     return {
         "num_attention_heads": layer.attn.num_attention_heads,
@@ -52,21 +51,13 @@ def _arguments(layer: Any) -> dict[str, Any]:
 
 
 def _call(given: Given) -> Call:
-    return Call(
-        attended(given.get("attention_mask")),
-        positions=needed(given, "position_ids"),
-        cache=given.get("layer_past"),
-    )
+    return Call(attended(given.get("attention_mask")), positions=needed(given, "position_ids"))
 
 
-def _result(hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
-    return hidden, None
-
-
-FAMILY = Family("transformers.models.gptj.modeling_gptj.GPTJBlock", _FORMAT, _arguments, _call, _result)
+FAMILY = Family(
+    "transformers.models.gptj.modeling_gptj.GPTJBlock", _FORMAT, _arguments, _call, without_weights, until_objects
+)
 
 # See Format; by the names of the public API, which exist with and without that of the family.
-translate_hf_state_dict_to_smdistributed_gptj = translate_hf_state_dict_to_smdistributed = (
-    FAMILY.format.to_smdistributed
-)
-translate_state_dict_to_hf_gptj = translate_state_dict_to_hf = FAMILY.format.to_hf
+translate_hf_state_dict_to_smdistributed_gptj = translate_hf_state_dict_to_smdistributed = FAMILY.to_smdistributed
+translate_state_dict_to_hf_gptj = translate_state_dict_to_hf = FAMILY.to_hf

@@ -5,11 +5,16 @@ The one weight has its rows head by head, each head's query, key and value toget
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from smpc.nn.huggingface.family import Family, Given, activation, attended, hidden_only, is_eager, needed
+from torch import nn
+
+from smpc.errors import ConfigError
+from smpc.nn.attention.variant import Call, Variant
+from smpc.nn.huggingface.family import Family, Given, activation, attended, is_eager, layer_index, needed, unseen
+from smpc.nn.huggingface.releases import hidden_only, until_keywords
 from smpc.nn.state_format import Format, renamed
-from smpc.nn.variant import Call, Variant
 
 _FORMAT = Format(
     "GPT-NeoX",
@@ -29,26 +34,29 @@ _FORMAT = Format(
 )
 
 
-def _arguments(layer: Any) -> dict[str, Any]:
-    config, attention = layer.attention.config, layer.attention
+def _arguments(layer: Any, config: Any) -> dict[str, Any]:
+    attention = layer.attention
     has_bias = attention.dense.bias is not None
     variant = Variant(
         is_fused=True,
         is_eager=is_eager(config),
         is_causal=True,
         rotary="halves",
+        **_own_rotary(attention, config),
+        unseen=unseen(attention, config),
         residual="parallel" if layer.use_parallel_residual else "sequential",
         input_bias=has_bias,
         context_bias=has_bias,
-        layer_index=attention.layer_idx or 0,
+        layer_index=layer_index(attention),
     )
     return {
         "num_attention_heads": config.num_attention_heads,
         "attention_head_size": attention.head_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "attention_dropout_prob": config.attention_dropout,
-        "hidden_dropout_prob": config.hidden_dropout,
+        # The layers of old releases have no dropout, whatever the configuration says.
+        "attention_dropout_prob": config.attention_dropout if hasattr(attention, "attention_dropout") else 0.0,
+        "hidden_dropout_prob": config.hidden_dropout if hasattr(layer, "post_mlp_dropout") else 0.0,
         "activation": activation(config.hidden_act),
         "layernorm_epsilon": config.layer_norm_eps,
         "initializer_range": config.initializer_range,
@@ -58,18 +66,35 @@ def _arguments(layer: Any) -> dict[str, Any]:
     }
 
 
+def _own_rotary(attention: nn.Module, config: Any) -> dict[str, Any]:
+    """Of old releases, where layers turn queries and keys by positions: the angles of which are not given."""
+    if "rotary_emb" not in attention._modules:
+        return {}
+    if getattr(config, "rope_scaling", None) is not None:
+        raise ConfigError(f"expected no rope_scaling in this release of transformers, found {config.rope_scaling}")
+    size = int(config.hidden_size // config.num_attention_heads * config.rotary_pct)
+    if size % 2:
+        raise ConfigError(f"expected rotary_pct to give an even number of channels of a head, found {size}")
+    return {"rotary_size": size, "rotary_base": float(config.rotary_emb_base)}
+
+
 def _call(given: Given) -> Call:
-    return Call(
-        attended(given.get("attention_mask")),
-        rotary=needed(given, "position_embeddings"),
-        cache=given.get("layer_past"),
-    )
+    mask = attended(given.get("attention_mask"))
+    if "position_embeddings" in given:
+        return Call(mask, rotary=needed(given, "position_embeddings"))
+    return Call(mask, positions=needed(given, "position_ids"))
 
 
-FAMILY = Family("transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXLayer", _FORMAT, _arguments, _call, hidden_only)
+FAMILY = Family(
+    "transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXLayer",
+    _FORMAT,
+    _arguments,
+    _call,
+    hidden_only,
+    until_keywords,
+    older=replace(_FORMAT, in_files=()),
+)
 
 # See Format; by the names of the public API, which exist with and without that of the family.
-translate_hf_state_dict_to_smdistributed_gptneox = translate_hf_state_dict_to_smdistributed = (
-    FAMILY.format.to_smdistributed
-)
-translate_state_dict_to_hf_gptneox = translate_state_dict_to_hf = FAMILY.format.to_hf
+translate_hf_state_dict_to_smdistributed_gptneox = translate_hf_state_dict_to_smdistributed = FAMILY.to_smdistributed
+translate_state_dict_to_hf_gptneox = translate_state_dict_to_hf = FAMILY.to_hf

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from smpc.nn.huggingface.bert import RULES, arguments, call
-from smpc.nn.huggingface.family import Family, hidden_only
+from smpc.nn.huggingface.family import Family
+from smpc.nn.huggingface.releases import hidden_only, until_positions
 from smpc.nn.state_format import Format
 
 FAMILY = Family(
@@ -12,10 +13,9 @@ FAMILY = Family(
     arguments,
     call,
     hidden_only,
+    until_positions,
 )
 
 # See Format; by the names of the public API, which exist with and without that of the family.
-translate_hf_state_dict_to_smdistributed_roberta = translate_hf_state_dict_to_smdistributed = (
-    FAMILY.format.to_smdistributed
-)
-translate_state_dict_to_hf_roberta = translate_state_dict_to_hf = FAMILY.format.to_hf
+translate_hf_state_dict_to_smdistributed_roberta = translate_hf_state_dict_to_smdistributed = FAMILY.to_smdistributed
+translate_state_dict_to_hf_roberta = translate_state_dict_to_hf = FAMILY.to_hf

@@ -12,10 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from smpc.nn.huggingface.family import Family, Given, activation, attended, is_eager, normal
+from smpc.nn.attention.variant import Call, PositionBuckets, Variant
+from smpc.nn.huggingface.family import Family, Given, activation, attended, is_eager, layer_index, normal
+from smpc.nn.huggingface.releases import until_objects, with_biases
 from smpc.nn.registration import Fill
 from smpc.nn.state_format import Format, Rule, renamed
-from smpc.nn.variant import Call, PositionBuckets, Variant
 
 _PARTS = {"q": "query", "k": "key", "v": "value", "o": "dense"}
 _PLAIN = {"wi": "dense1", "wo": "dense2"}
@@ -55,9 +56,8 @@ _FORMAT = Format(
 )
 
 
-def _arguments(layer: Any) -> dict[str, Any]:
+def _arguments(layer: Any, config: Any) -> dict[str, Any]:
     attention = layer.layer[0].SelfAttention
-    config = attention.config
     buckets = PositionBuckets(
         config.relative_attention_num_buckets, config.relative_attention_max_distance, not config.is_decoder
     )
@@ -73,7 +73,7 @@ def _arguments(layer: Any) -> dict[str, Any]:
         input_bias=False,
         context_bias=False,
         output_bias=False,
-        layer_index=attention.layer_idx or 0,
+        layer_index=layer_index(attention),
     )
     return {
         "num_attention_heads": attention.n_heads,
@@ -98,18 +98,13 @@ def _call(given: Given) -> Call:
         given.get("encoder_hidden_states"),
         attended(given.get("encoder_attention_mask")),
         position_bias=given.get("position_bias"),
-        cache=given.get("past_key_values"),
     )
 
 
-def _result(hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, None]:
-    return hidden, bias, None
-
-
-def _fills(layer: Any) -> dict[str, Fill]:
+def _fills(layer: Any, config: Any) -> dict[str, Fill]:
     """As the scores are not scaled, the queries' weights are small; the other exceptions are those of the widths, and the norms."""
     attention = layer.layer[0].SelfAttention
-    config, inner = attention.config, attention.n_heads * attention.key_value_proj_dim
+    inner = attention.n_heads * attention.key_value_proj_dim
     factor, size = config.initializer_factor, attention.key_value_proj_dim
 
     def fill_norm(block: Tensor) -> object:
@@ -126,8 +121,10 @@ def _fills(layer: Any) -> dict[str, Fill]:
     return found
 
 
-FAMILY = Family("transformers.models.t5.modeling_t5.T5Block", _FORMAT, _arguments, _call, _result, _fills)
+FAMILY = Family(
+    "transformers.models.t5.modeling_t5.T5Block", _FORMAT, _arguments, _call, with_biases, until_objects, _fills
+)
 
 # See Format; by the names of the public API, which exist with and without that of the family.
-translate_hf_state_dict_to_smdistributed_t5 = translate_hf_state_dict_to_smdistributed = FAMILY.format.to_smdistributed
-translate_state_dict_to_hf_t5 = translate_state_dict_to_hf = FAMILY.format.to_hf
+translate_hf_state_dict_to_smdistributed_t5 = translate_hf_state_dict_to_smdistributed = FAMILY.to_smdistributed
+translate_state_dict_to_hf_t5 = translate_state_dict_to_hf = FAMILY.to_hf

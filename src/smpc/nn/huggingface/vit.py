@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from smpc.nn.huggingface.family import Family, Given, activation, attended, hidden_only, is_eager
+from smpc.nn.attention.variant import Call, Variant
+from smpc.nn.huggingface.family import Family, Given, activation, attended, is_eager
+from smpc.nn.huggingface.releases import hidden_only
 from smpc.nn.state_format import Format, renamed
-from smpc.nn.variant import Call, Variant
 
 _FORMAT = Format(
     "ViT",
@@ -31,11 +32,27 @@ _FORMAT = Format(
 )
 
 
-def _arguments(layer: Any) -> dict[str, Any]:
-    config, attention = layer.attention.config, layer.attention
+_OLDER = Format(
+    "ViT",
+    "layer",
+    renamed(
+        {
+            "layernorm_before": "attention.pre_layernorm",
+            **{f"attention.attention.{name}": f"attention.{name}" for name in ("query", "key", "value")},
+            "attention.output.dense": "attention.dense",
+            "layernorm_after": "output.pre_layernorm",
+            "intermediate.dense": "output.dense1",
+            "output.dense": "output.dense2",
+        }
+    ),
+)
+
+
+def _arguments(layer: Any, config: Any) -> dict[str, Any]:
+    has_biases = any(name.endswith(("q_proj.bias", "query.bias")) for name, _ in layer.attention.named_parameters())
     return {
-        "num_attention_heads": attention.num_attention_heads,
-        "attention_head_size": attention.head_dim,
+        "num_attention_heads": config.num_attention_heads,
+        "attention_head_size": config.hidden_size // config.num_attention_heads,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "attention_dropout_prob": config.attention_probs_dropout_prob,
@@ -45,7 +62,7 @@ def _arguments(layer: Any) -> dict[str, Any]:
         "initializer_range": config.initializer_range,
         "pre_layernorm": True,
         "post_layernorm": False,
-        "variant": Variant(is_eager=is_eager(config), input_bias=attention.q_proj.bias is not None),
+        "variant": Variant(is_eager=is_eager(config), input_bias=has_biases),
     }
 
 
@@ -53,8 +70,8 @@ def _call(given: Given) -> Call:
     return Call(attended(given.get("attention_mask")))
 
 
-FAMILY = Family("transformers.models.vit.modeling_vit.ViTLayer", _FORMAT, _arguments, _call, hidden_only)
+FAMILY = Family("transformers.models.vit.modeling_vit.ViTLayer", _FORMAT, _arguments, _call, hidden_only, older=_OLDER)
 
 # See Format; by the names of the public API, which exist with and without that of the family.
-translate_hf_state_dict_to_smdistributed_vit = translate_hf_state_dict_to_smdistributed = FAMILY.format.to_smdistributed
-translate_state_dict_to_hf_vit = translate_state_dict_to_hf = FAMILY.format.to_hf
+translate_hf_state_dict_to_smdistributed_vit = translate_hf_state_dict_to_smdistributed = FAMILY.to_smdistributed
+translate_state_dict_to_hf_vit = translate_state_dict_to_hf = FAMILY.to_hf

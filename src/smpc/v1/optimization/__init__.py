@@ -1,1 +1,1 @@
-"""`smp.DistributedOptimizer`: precision, masters, loss scaling, and optimizer state sharded over the replicas."""
+"""`smp.DistributedOptimizer`: masters, loss scaling, clipping, and optimizer state sharded over the replicas."""

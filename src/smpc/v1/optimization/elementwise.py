@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 import smpc.optimizers as fused
-import smpc.v1.optimizers as session_fused
+from smpc.v1.optimization import fused as session_fused
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smpc.errors import UsageError
-from smpc.executor.sharded_tensor import local
+from smpc.sharding.tensors import local
 
 
 @dataclass(slots=True)

@@ -1,1 +1,1 @@
-"""State dicts and checkpoints of the SMP v1 API, partial and full."""
+"""Checkpoints of the SMP v1 API, partial and full."""

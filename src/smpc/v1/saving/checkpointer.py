@@ -7,10 +7,12 @@ come is an error on the others after `checkpoint_timeout`, with its number.
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable, Sequence
 
 from smpc.checkpoint import Alone, BackgroundSaver, Channel, StoreChannel
-from smpc.v1.state import Session, state
-from smpc.v1.steps.connections import job_store
+from smpc.v1.model.distributed_model import DistributedModel
+from smpc.v1.session.connections import job_store
+from smpc.v1.session.state import Session, state
 
 
 class Checkpointer:
@@ -18,7 +20,7 @@ class Checkpointer:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.channel = _channel(session, "now")
+        self.channel = _channel(session, "now", _skipped)
         self._saver: BackgroundSaver | None = None
 
     @property
@@ -52,9 +54,17 @@ def checkpointer() -> Checkpointer:
     return found
 
 
-def _channel(session: Session, name: str) -> Channel:
+def _skipped(ranks: Sequence[int]) -> str | None:
+    """Not for saving in the background, while which the other ranks go on."""
+    whereabouts = state.model.whereabouts if isinstance(state.model, DistributedModel) else None
+    return None if whereabouts is None else whereabouts.skipped(ranks)
+
+
+def _channel(
+    session: Session, name: str, skipped: Callable[[Sequence[int]], str | None] = lambda ranks: None
+) -> Channel:
     size = session.mesh.world_size
     if size == 1:
         return Alone()
     timeout = datetime.timedelta(seconds=session.config.checkpoint_timeout)
-    return StoreChannel(job_store(), session.rank, size, timeout, f"checkpoint/{state.session_number}/{name}")
+    return StoreChannel(job_store(), session.rank, size, timeout, f"checkpoint/{state.session_number}/{name}", skipped)

@@ -1,13 +1,14 @@
-"""Full checkpoints: the model as plain safetensors, and what else a job needs in a folder of `smpc.checkpoint` beside it.
+"""Full checkpoints: the model in one file, and what else a job needs in a folder of `smpc.checkpoint` beside it.
 
-    path/tag                          a safetensors file with every key of the state dict; or, of a Hugging Face model whose parameters
-                                      have their own names, a folder with config.json that from_pretrained opens
+    path/tag                          every key of the state dict in a file that torch.load reads; of a Hugging Face model by its own names.
+                                      With full_format="safetensors" a safetensors file, or of a Hugging Face model a folder with
+                                      config.json that from_pretrained opens
     path/user_content_tag/content_1/  optimizer, random state and user content
     path/newest_full                  the tag of the last one, written last
 
-The model's files name the content that belongs to them, in their headers. So a forced save writes content_2 beside content_1, replaces the
-model, and removes content_1: whenever it dies, a model has its own content. A full model is also loaded from what others have written:
-.safetensors, Hugging Face folders, .pt and .bin files of torch.save.
+The model's files name the content that belongs to them, in their headers (`smpc.v1.saving.full_folder`). So a forced save writes
+content_2 beside content_1, replaces the model, and removes content_1: whenever it dies, a model has its own content. A full model is also
+loaded from what others have written: .safetensors, Hugging Face folders, .pt and .bin files of torch.save.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -32,25 +34,26 @@ from smpc.checkpoint import (
     Saving,
     Shard,
     open_source,
-    read_file,
     standing,
     together,
+    verify_source,
+    write_archive_of,
     write_file_of,
     write_folder,
 )
-from smpc.checkpoint.folders import check_tag, sync_folder, write_new
-from smpc.checkpoint.manifest import is_plain_name
-from smpc.checkpoint.sources import SafetensorsSource, Source
-from smpc.checkpoint.tensorfile import is_tensorfile
-from smpc.checkpoint.views import Canonical, Computed, Named, View
+from smpc.checkpoint.folder.folders import check_tag, mark
+from smpc.checkpoint.format.regular import printable
+from smpc.checkpoint.sources.renamed_source import Canonical, Computed, Named, View
+from smpc.checkpoint.sources.sources import SAVE, Source
 from smpc.errors import CheckpointError
 from smpc.nn.state_format import Format
-from smpc.v1.models.model import DistributedModel
-from smpc.v1.optimization.precision import loads_as
+from smpc.v1.model.distributed_model import DistributedModel
+from smpc.v1.saving.full_folder import CONTENT, MARKER, Identity, identity_of, next_number, target_of
 from smpc.v1.saving.hugging_face import Theirs, format_of, is_hugging_face, readings, texts_of
+from smpc.v1.session.precision import loads_as
 
-MARKER, CONTENT = "newest_full", "user_content_"
-_INNER, _NOTE = "content", "smpc_content"
+_INNER = "content"
+FullFormat = Literal["torch", "safetensors"]
 
 
 class ModelSaving:
@@ -68,10 +71,11 @@ class ModelSaving:
         translate: bool,
         channel: Channel,
         *,
+        form: FullFormat,
         force: bool,
     ) -> None:
         self._root, self._tag, self._channel, self._force = Root(path), tag, channel, force
-        self._translate, self._module = translate, model.get_module()
+        self._translate, self._form, self._module = translate, form, model.get_module()
         self._aliases = model.checkpoint_state.aliases()
         self._shards = [shard for shard in content.shards if shard.kind == "model"]
         self._content = replace(content, shards=[shard for shard in content.shards if shard.kind != "model"])
@@ -80,10 +84,11 @@ class ModelSaving:
 
     def agree(self) -> None:
         """Make the drafts, and choose who writes what. Collective."""
-        name = together(self._channel, self._begin)[0]
-        writer = self._writer({"notes": {_NOTE: name}, "force": self._force})
+        found = Identity(*together(self._channel, self._begin)[0])
+        writer = self._writer({"notes": found.notes(), "force": self._force})
         target = os.path.join(self._root.path, self._tag)
-        self._rest = Saving(Root(self._beside), name, self._content, self._channel)
+        content = replace(self._content, metadata={**self._content.metadata, SAVE: found.save})
+        self._rest = Saving(Root(self._beside), found.content, content, self._channel)
         self._model = FullSaving(target, Content(self._shards), self._channel, writer)
         try:
             self._rest.agree()
@@ -137,51 +142,57 @@ class ModelSaving:
     def _beside(self) -> str:
         return os.path.join(self._root.path, f"{CONTENT}{self._tag}")
 
-    def _begin(self) -> str:
-        """Check the tag; on rank 0, which alone changes the folder, clean up and choose the name of the content."""
+    def _begin(self) -> tuple[str, str, str, int]:
+        """Check the tag; on rank 0, which alone changes the folder, clean up and choose the identity."""
         check_tag(self._tag)
         if self._tag == MARKER or self._tag.startswith(CONTENT):
             raise CheckpointError(
                 f"tag: {self._tag!r} is the name of something else beside full models; choose another"
             )
         if self._channel.rank:
-            return ""
+            return "", "", "", 0
         for line in [*self._root.clean(), *Root(self._beside).clean()]:
             warnings.warn(line, stacklevel=2)
         target = standing(os.path.join(self._root.path, self._tag))
         if target is not None and not self._force:
             raise CheckpointError(f"{target} exists and is not overwritten; choose another tag, or force")
-        if target is not None and content_of(target) is None:
+        if target is not None and identity_of(target) is None:
             raise CheckpointError(f"{target} exists and is not overwritten; save_checkpoint has not written it")
-        return f"{_INNER}_{Root(self._beside).next_sequence()}"
+        content = f"{_INNER}_{Root(self._beside).next_sequence()}"
+        return content, self._tag, secrets.token_hex(8), next_number(self._root.path)
 
     def _writer(self, options: dict[str, Any]) -> Callable[[Source, str], object]:
         """What puts the model together; only rank 0 calls it."""
-        if self._translate and is_hugging_face(self._module):
-            try:
-                form, texts = format_of(self._module), texts_of(self._module)
-                return lambda source, folder: write_folder(
-                    source if form is None else Theirs(source, form),
-                    folder,
-                    files=texts,
-                    **options,
+        as_theirs = self._as_theirs() if self._translate and is_hugging_face(self._module) else None
+        if self._form == "torch":
+            rename = as_theirs or (lambda source: source)
+            return lambda source, file: write_archive_of(rename(source), file, aliases=self._aliases, **options)
+        if as_theirs is None:
+            return lambda source, file: write_file_of(Named(source, self._aliases), file, **options)
+        texts = texts_of(self._module)
+        return lambda source, folder: write_folder(as_theirs(source), folder, files=texts, **options)
+
+    def _as_theirs(self) -> Callable[[Source], Source] | None:
+        """What gives a Hugging Face model its own names; None, with a warning, if nothing does."""
+        try:
+            form = format_of(self._module)
+        except CheckpointError as error:
+            if self._channel.rank == 0:
+                warnings.warn(
+                    f"{type(self._module).__name__} is saved under the names of its modules: {error}", stacklevel=6
                 )
-            except CheckpointError as error:
-                if self._channel.rank == 0:
-                    warnings.warn(f"{type(self._module).__name__} is saved as plain tensors: {error}", stacklevel=5)
-        return lambda source, file: write_file_of(Named(source, self._aliases), file, **options)
+            return None
+        return lambda source: source if form is None else Theirs(source, form)
 
     def _mark(self) -> None:
         if self._channel.rank:
             return
-        path = self._root.path
-        draft = os.path.join(path, f".{MARKER}.draft")
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(draft)  # of a job that died here
-        write_new(draft, f"{self._tag}\n".encode())
-        os.replace(draft, os.path.join(path, MARKER))
-        sync_folder(path)
-        Root(self._beside).prune(1)  # what belonged to the model that has been replaced
+        try:
+            with self._root.publishing():
+                mark(self._root.path, MARKER, self._tag)
+            Root(self._beside).prune(1)  # what belonged to the model that has been replaced
+        except CheckpointError as error:  # it is saved, and found without the marker
+            warnings.warn(f"{os.path.join(self._root.path, self._tag)} is saved, but {error}", stacklevel=2)
 
 
 @contextlib.contextmanager
@@ -193,13 +204,15 @@ def opened_model(
     translate: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
     channel: Channel,
 ) -> Iterator[Callable[[], object]]:
-    """What loads the model, once all ranks have found that it fits. Collective, and so is loading; nothing is written before."""
-    target = _standing(path, tag)
+    """What loads the model, once all ranks have found that it fits and is undamaged. Collective, and so is loading; nothing is written
+    before."""
+    target = target_of(path, tag)
     opened: list[Source] = []
     try:
+        together(channel, lambda: opened.append(open_source(target)))
+        verify_source(opened[0], channel)
 
         def compare() -> None:
-            opened.append(open_source(target))
             if translate is not None:
                 opened[0] = Computed(opened[0], translate)
             opened[0] = _renamed(opened[0], model)
@@ -210,59 +223,6 @@ def opened_model(
     finally:
         for source in opened:
             source.__exit__(None, None, None)
-
-
-def rest_of(path: str, tag: str) -> str | None:
-    """The folder of what was saved beside a full model; None where there is none, as beside a model of others."""
-    target = _standing(path, tag)
-    if not os.path.lexists(target):
-        beside = sorted(os.listdir(path)) if os.path.isdir(path) else []
-        tags = [n.removeprefix(CONTENT) for n in beside if n.startswith(CONTENT)]
-        there = [name for name in tags if standing(os.path.join(path, name)) is not None]
-        raise CheckpointError(f"no full checkpoint {tag} in {path}; there are {', '.join(there) or 'none'}")
-    name, beside_it = content_of(target), os.path.join(path, f"{CONTENT}{tag}")
-    return Root(beside_it).find(name) if name is not None and os.path.isdir(beside_it) else None
-
-
-def content_of(target: str) -> str | None:
-    """The name of the content that the files of a full model say is theirs; None if `save_checkpoint` has not written them."""
-    try:
-        if os.path.isfile(target) and not is_tensorfile(target):
-            return None
-        with SafetensorsSource(target) as source:
-            found = source.notes.get(_NOTE)
-    except CheckpointError:
-        return None  # what is wrong with it will be said where it is loaded
-    return found if is_plain_name(found) else None
-
-
-def _standing(path: str, tag: str) -> str:
-    target = os.path.join(path, tag)
-    return standing(target) or target
-
-
-def legacy_content(path: str, tag: str) -> Any:
-    """What lies beside a model of others: user_content.pt or user_content_tag, if it is a file that is not empty."""
-    for name in (f"{CONTENT}{tag}", "user_content.pt"):
-        file = os.path.join(path, name)
-        if os.path.isfile(file) and os.path.getsize(file):
-            return read_file(file, map_location="cpu")
-    return None
-
-
-def newest(path: str) -> str | None:
-    """The tag of the last full checkpoint."""
-    try:
-        with open(os.path.join(path, MARKER), "rb") as file:
-            tag = file.read(300).decode("utf-8", "replace").strip()
-    except OSError:
-        return None
-    if not is_plain_name(tag) or standing(os.path.join(path, tag)) is None:
-        warnings.warn(
-            f"{os.path.join(path, MARKER)} names {tag!r}, which is not there; ask for one by its tag", stacklevel=4
-        )
-        return None
-    return tag
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -302,16 +262,16 @@ def _check(source: Source, model: DistributedModel, strict: bool, target: str) -
     there = {item.name: item for item in source.items}
     wrong: list[str] = []
     own = {shard.name: shard for shard in model.checkpoint_state.shards()}
-    every = model.checkpoint_state.saved_names()
+    every, half = model.checkpoint_state.saved_names(), model.checkpoint_state.half
     if strict:
-        wrong += [f"missing: {name}" for name in own if name not in there]
-        wrong += [f"unexpected: {name}" for name in there if name not in every]
+        wrong += [f"missing: {printable(name)}" for name in own if name not in there]
+        wrong += [f"unexpected: {printable(name)}" for name in there if name not in every]
     for name, shard in own.items():
         item = there.get(name)
         if item is not None and item.shape != shard.global_shape:
-            wrong.append(f"shape of {name}: expected {list(shard.global_shape)}, found {list(item.shape)}")
-        if item is not None and strict and item.dtype != shard.dtype and not loads_as(item.dtype, shard.dtype):
-            wrong.append(f"dtype of {name}: expected {shard.dtype}, found {item.dtype}")
+            wrong.append(f"shape of {printable(name)}: expected {list(shard.global_shape)}, found {list(item.shape)}")
+        if item is not None and strict and item.dtype != shard.dtype and not loads_as(item.dtype, shard.dtype, half):
+            wrong.append(f"dtype of {printable(name)}: expected {shard.dtype}, found {item.dtype}")
     if wrong:
         lines = [
             f"{target} does not fit, nothing was loaded (strict=False allows missing and unexpected keys and casts)"
@@ -325,7 +285,12 @@ def _fill(source: Source, model: DistributedModel) -> None:
     for shard in model.checkpoint_state.shards():
         own.setdefault(shard.name, []).append(shard)
     for item in source.items:
-        whole = source.read(item) if item.name in own else None
+        try:
+            whole = source.read(item) if item.name in own else None
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}; the file changed while it was loaded, and parameters are partly filled"
+            ) from error
         for shard in own.get(item.name, []):
             assert whole is not None
             place = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.shape, strict=True))

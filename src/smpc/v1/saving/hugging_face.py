@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smpc.checkpoint.sources import Item, Source
-from smpc.checkpoint.views import View
+from smpc.checkpoint.sources.renamed_source import View
+from smpc.checkpoint.sources.sources import Item, Source
 from smpc.errors import CheckpointError
 from smpc.nn.huggingface.families import FAMILIES
 from smpc.nn.state_format import Format, Rule
@@ -62,9 +62,9 @@ def format_of(module: nn.Module) -> Format | None:
     ours = [Item("model", name, value.dtype, tuple(value.shape)) for name, value in _tensors(module)]
     if {item.name for item in ours} == theirs:
         return None
-    formats: list[Format] = [family.format for family in FAMILIES.values()]
+    formats: list[Format] = [family.installed for family in FAMILIES.values()]
     for form in formats:
-        if {made.item.name for made in _theirs(ours, form)} == theirs:
+        if {made.item.name for made in _theirs(ours, form)} == {name for name in theirs if not form.forgets(name)}:
             return form
     differ = sorted(theirs.symmetric_difference(item.name for item in ours))
     raise CheckpointError(f"its modules have other names than Hugging Face's: {', '.join(differ[:3])}, ...")
@@ -120,7 +120,7 @@ class _InModel(_Translated):
 def readings(source: Source, form: Format | None) -> Iterator[Source]:
     """The source as it is, then other readings of it; `form`: the rules between theirs and ours, if they differ."""
     seen: dict[tuple[str, ...], None] = {}
-    written = [_InModel(source, family.format) for family in FAMILIES.values() if family.format.in_files]
+    written = [_InModel(source, family.installed) for family in FAMILIES.values() if family.installed.in_files]
     for reading in (source, *written):
         names = tuple(item.name for item in reading.items)
         if names not in seen:

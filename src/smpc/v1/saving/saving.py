@@ -7,8 +7,8 @@
     path/
       step200_partial/          partial=True: a checkpoint of `smpc.checkpoint`, of all ranks; loads on any topology
       newest                    names it
-      step300                   partial=False: one safetensors file, or of a Hugging Face model a folder that from_pretrained opens
-      user_content_step300/     the rest: optimizer, random state, user_content; the model's files say which in there is theirs
+      step300                   partial=False: one file, which torch.load(weights_only=True) reads; of a Hugging Face model by its own names
+      user_content_step300/     the rest: optimizer, random state, user_content, which smp.load reads; the model says which in there is its
       newest_full               names step300
 
 Before the first step of a pipeline nothing is on its rank yet: what is loaded then is compared at once and filled in once the model is
@@ -22,19 +22,21 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, get_args
 
-from smpc.checkpoint import Checkpoint, Content, Root, Saving, Shard, check, load, together
-from smpc.checkpoint.views import TIED
+from smpc.checkpoint import Checkpoint, Content, Root, Saving, Shard, check, load, together, verify_source
+from smpc.checkpoint.format.content import VALUES
+from smpc.checkpoint.sources.renamed_source import TIED
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError, UsageError
-from smpc.v1.models.model import DistributedModel
-from smpc.v1.optimization.optimizer import DistributedOptimizer
-from smpc.v1.optimization.optimizer_state import KIND
-from smpc.v1.optimization.precision import current_half_dtype
-from smpc.v1.saving import data_position, full, topology
+from smpc.v1.model.distributed_model import DistributedModel
+from smpc.v1.optimization.distributed_optimizer import DistributedOptimizer
+from smpc.v1.optimization.state import KIND
+from smpc.v1.saving import data_position, full, full_folder, topology
 from smpc.v1.saving.checkpointer import Checkpointer, checkpointer
 from smpc.v1.saving.data_position import StatefulData, check_data
-from smpc.v1.state import state
+from smpc.v1.session.precision import session_half_dtype
+from smpc.v1.session.state import state
+from smpc.v1.session.watched import loading
 
 PARTIAL, GRAD_SCALER = "_partial", "grad_scaler"
 
@@ -50,32 +52,39 @@ def save_checkpoint(
     num_kept_partial_checkpoints: int | None = None,
     *,
     asynchronous: bool = False,
-    force: bool = False,
+    force: bool = True,
     pickle: Collection[str] = (),
     data: StatefulData | None = None,
+    full_format: full.FullFormat = "torch",
 ) -> None:
     """Save a checkpoint. Collective: every rank of the job calls this.
 
-    `user_content`: plain values, lists, dicts and tensors, of rank 0. `pickle`: keys of it that hold anything else and are to be pickled.
-    `translate_if_full`: write a Hugging Face model as a folder with its configuration. `num_kept_partial_checkpoints`: afterwards remove
-    all but so many of the newest partial ones. `asynchronous`: return as soon as this rank's share is copied; a failure is raised by the
-    next step, the next save, or `smp.shutdown`. `force`: replace a checkpoint of this tag; the old one stays until the new one stands.
+    `user_content`: of rank 0. Plain values, lists, dicts and tensors come back as they are; other objects as mappings of their attributes
+    (`smpc.checkpoint.format.saved_object`). `pickle`: keys of it that are to be pickled instead.
+    `translate_if_full`: write a Hugging Face model under its own names, and not those of layers that are distributed. `full_format`:
+    "torch" for a file of torch.save's kind, "safetensors" for a safetensors file, which of a Hugging Face model that is translated is a
+    folder with its configuration, for from_pretrained. `num_kept_partial_checkpoints`: afterwards remove all but so many of the newest
+    partial ones; with partial=False it has no effect, and a warning says so. `asynchronous`: return as soon as this rank's share is
+    copied; a failure is raised by the next step, the next save, or `smp.shutdown`. A checkpoint of this tag is replaced, and stays until
+    the new one stands; `force=False`: refused.
     `data`: what knows where this rank is in its data, see `smpc.v1.saving.data_position`.
 
     Raises CheckpointError on all ranks, naming the rank and the file, if it fails on one; nothing is published then, and what exists stays.
     """
     path, tag = _check_save(
-        path, tag, partial, model, optimizer, num_kept_partial_checkpoints, asynchronous, force, pickle
+        path, tag, partial, model, optimizer, num_kept_partial_checkpoints, asynchronous, force, pickle, full_format
     )
     check_data(data)
     found, keep = checkpointer(), num_kept_partial_checkpoints
     found.wait()
+    script = state.acting_script if model is None else state.script_of(model)
     contents: list[Content] = []
 
     def collect() -> str:
         """What may fail on one rank alone."""
-        contents.append(_content(model, optimizer, data, *_split(user_content, pickle)))
-        return f"partial={partial}, asynchronous={asynchronous}, force={force}, num_kept_partial_checkpoints={keep}"
+        with state.acting(script):
+            contents.append(_content(model, optimizer, data, *_split(user_content, pickle)))
+        return f"partial={partial}, asynchronous={asynchronous}, force={force}, num_kept_partial_checkpoints={keep}, {full_format=}"
 
     said = sorted(set(together(found.channel, collect)))
     if len(said) > 1:
@@ -87,7 +96,7 @@ def save_checkpoint(
         saving = Saving(Root(path), f"{tag}{PARTIAL}", content, channel, force=force, keep=keep)
     else:
         assert model is not None, "checked above"
-        saving = full.ModelSaving(path, tag, content, model, translate_if_full, channel, force=force)
+        saving = full.ModelSaving(path, tag, content, model, translate_if_full, channel, form=full_format, force=force)
     if asynchronous:
         found.saver.start(saving)
     else:
@@ -95,6 +104,7 @@ def save_checkpoint(
         saving.write()
 
 
+@loading
 def resume_from_checkpoint(
     path: str,
     tag: str | None = None,
@@ -114,6 +124,7 @@ def resume_from_checkpoint(
     with weights_only=True. `strict`: missing and unexpected keys and other dtypes are errors; otherwise dtypes are cast.
     `translate_function`: makes a full state dict one with the module's names; all of it is in memory then. `unpickle`: keys of the user
     content that were pickled and are to be unpickled, which RUNS what the files say. `data`: takes up its position, see `data_position`.
+    `load_optimizer`: what was saved without an optimizer is loaded without, with a warning; a full model also before the script has one.
 
     On the topology that saved it every rank takes up its random state; otherwise all ranks are seeded alike, with a warning.
     Raises CheckpointError on all ranks, listing all that does not fit; nothing has been changed then.
@@ -123,7 +134,7 @@ def resume_from_checkpoint(
     if tag is not None and not isinstance(tag, str):
         raise ConfigTypeError(f"tag: expected a str or None, found {type(tag).__name__}")
     check_data(data)
-    model, optimizer = _script(load_optimizer)
+    model = _model()
     only_masters = not load_sharded_optimizer_state and state.cfg.shard_optimizer_state
     if not load_sharded_optimizer_state and not only_masters and state.session.rank == 0:
         warnings.warn("load_sharded_optimizer_state has no effect: shard_optimizer_state is not set", stacklevel=2)
@@ -137,29 +148,61 @@ def resume_from_checkpoint(
     if found_tag is None:
         return None
     if partial:
-        return _resume(lambda: Root(path).find(found_tag), True, optimizer, only_masters, strict, unpickle, data, found)
-    rest = together(found.channel, lambda: full.rest_of(os.fspath(path), found_tag))[found.channel.rank]
-    if rest is None and load_optimizer:
-        raise CheckpointError(
-            f"{os.path.join(path, found_tag)} has no optimizer state beside it; pass load_optimizer=False to load the model alone"
+        return _resume(
+            lambda: Root(path).find(found_tag), True, load_optimizer, only_masters, strict, unpickle, data, found
         )
+    rest = together(found.channel, lambda: full_folder.rest_of(os.fspath(path), found_tag))[found.channel.rank]
+    if load_optimizer:
+        _check_optimizer(os.fspath(path), found_tag, rest)
     with full.opened_model(os.fspath(path), found_tag, model, strict, translate_function, found.channel) as load_model:
         if rest is None:
-            content = full.legacy_content(os.fspath(path), found_tag)
-            if data is not None and state.session.rank == 0:
-                warnings.warn(
-                    "data: there is no position beside this model; the data begins where it stands", stacklevel=2
-                )
+            content = _legacy_content(os.fspath(path), found_tag, found)
+            if data is not None:
+                _warn("data: there is no position beside this model; the data begins where it stands")
         else:
-            content = _resume(lambda: rest, False, optimizer, only_masters, strict, unpickle, data, found)
+            content = _resume(lambda: rest, False, load_optimizer, only_masters, strict, unpickle, data, found)
         load_model()  # last: all that can be wrong with the rest has been found
     return content
+
+
+def _check_optimizer(path: str, tag: str, rest: str | None) -> None:
+    """Warn where a full model is loaded without the optimizer. Raises CheckpointError if it was saved with more, which is gone."""
+    if state.optimizer is None:
+        _warn(
+            "resume_from_checkpoint: there is no smp.DistributedOptimizer yet, so the model is loaded alone; load_optimizer=False says so "
+            "without this warning"
+        )
+    elif rest is None:
+        target = full_folder.target_of(path, tag)
+        if full_folder.identity_of(target) is not None:
+            beside = f"{full_folder.CONTENT}{tag}"
+            raise CheckpointError(
+                f"{target}: what was saved beside it, {beside}, is gone; pass load_optimizer=False to load the model alone"
+            )
+        _warn_of_missing_state(target)
+
+
+def _warn_of_missing_state(where: str) -> None:
+    _warn(
+        f"{where} has no optimizer state: the optimizer begins anew; load_optimizer=False says so without this warning"
+    )
+
+
+def _warn(text: str, stacklevel: int = 5) -> None:
+    if state.session.rank == 0:
+        warnings.warn(text, stacklevel=stacklevel)
+
+
+def _legacy_content(path: str, tag: str, found: Checkpointer) -> Any:
+    contents: list[Any] = []
+    together(found.channel, lambda: contents.append(full_folder.legacy_content(path, tag)))
+    return contents[0]
 
 
 def _resume(
     find: Callable[[], str],
     with_model: bool,
-    optimizer: DistributedOptimizer | None,
+    load_optimizer: bool,
     only_masters: bool,
     strict: bool,
     unpickle: Collection[str],
@@ -167,7 +210,7 @@ def _resume(
     found: Checkpointer,
 ) -> Any:
     """Load what a folder of `smpc.checkpoint` has, the model too if it is there; its user content."""
-    model, opened = _model(), []
+    model, optimizer, opened = _model(), state.optimizer if load_optimizer else None, []
 
     def read() -> None:
         """What may fail on one rank alone."""
@@ -175,9 +218,12 @@ def _resume(
         saved = opened[0].metadata.get("optimizer")
         if optimizer is not None and saved is not None:
             optimizer.checkpoint_state.check_groups(saved["param_groups"])
-        elif optimizer is not None and strict:
+        elif optimizer is not None:
+            _warn_of_missing_state(opened[0].folder)
+        elif saved is not None and load_optimizer and with_model:
             raise CheckpointError(
-                f"{opened[0].folder} has no optimizer state; pass load_optimizer=False to load the model alone"
+                f"{opened[0].folder} has the state of an optimizer, and there is no smp.DistributedOptimizer; construct it first, or pass "
+                "load_optimizer=False"
             )
         opened.append(_joined(opened[0].user(), {name: opened[0].pickled(name) for name in unpickle}))
 
@@ -191,9 +237,11 @@ def _resume(
             shards = model.checkpoint_state.shards()
             known = _tied(model)
             check(folder, shards, found.channel, strict=strict, cast=_casts(strict), kinds=["model"], known=known)
+        kinds = [VALUES, *(["model"] if with_model else []), *([KIND] if optimizer is not None else [])]
+        verify_source(checkpoint, found.channel, kinds)  # from here on things change
         _use_plan(model, checkpoint)
-        into = model if with_model else None
-        model.when_partitioned(lambda: _fill(folder, into, optimizer, only_masters, strict, found))
+        into, verified = model if with_model else None, model.partitioned
+        model.when_partitioned(lambda: _fill(folder, into, optimizer, only_masters, strict, verified, found))
         model.checkpoint_state.load_extra(checkpoint.metadata.get("extra_state", {}))
         data_position.restore(checkpoint, data, state.session, found.channel)
         topology.restore(checkpoint, state.session, found.channel)
@@ -211,6 +259,7 @@ def _fill(
     optimizer: DistributedOptimizer | None,
     only_masters: bool,
     strict: bool,
+    verified: bool,
     found: Checkpointer,
 ) -> None:
     """Load all tensors, everything or nothing; later than `_resume` if the model is not partitioned yet. Collective."""
@@ -224,7 +273,8 @@ def _fill(
             kinds += [] if only_masters else [KIND]
         known = [] if model is None else _tied(model)
         wanted = [*shards, *state_targets]
-        load(folder, wanted, found.channel, strict=strict, cast=_casts(strict), kinds=kinds, known=known)
+        options: dict[str, Any] = {"strict": strict, "cast": _casts(strict), "kinds": kinds, "known": known}
+        load(folder, wanted, found.channel, verified=verified, **options)
         if model is not None:
             model.checkpoint_state.loaded_in_parts()
         if optimizer is not None:
@@ -270,7 +320,7 @@ def _tied(model: DistributedModel) -> list[tuple[str, str]]:
 
 def _casts(strict: bool) -> bool:
     """Whether tensors are loaded into other dtypes: also from jobs in other precisions."""
-    return not strict or current_half_dtype() is not None
+    return not strict or session_half_dtype(state.current) is not None
 
 
 def _use_plan(model: DistributedModel, checkpoint: Checkpoint) -> None:
@@ -290,7 +340,7 @@ def _agreed_tag(path: str, tag: str | None, partial: bool, found: Checkpointer) 
         if found.channel.rank:
             return None
         if not partial:
-            return full.newest(path) if tag is None else tag
+            return full_folder.newest(path) if tag is None else tag
         if tag is None:
             return Root(path).newest()
         name = tag if tag.endswith(PARTIAL) else f"{tag}{PARTIAL}"
@@ -300,8 +350,12 @@ def _agreed_tag(path: str, tag: str | None, partial: bool, found: Checkpointer) 
     chosen: str | None = together(found.channel, choose)[0]
     if chosen is None and state.session.rank == 0:
         kind = "partial" if partial else "full"
+        others = full_folder.tags(path) if partial else Root(path).tags()
+        hint = f"; there are full ones, {', '.join(others)}: pass partial=False to load them" if partial else ""
+        hint = hint or f"; there are partial ones, {', '.join(others)}: pass partial=True to load them"
         warnings.warn(
-            f"no {kind} checkpoint in {os.path.abspath(path)}: nothing is loaded, training starts anew", stacklevel=3
+            f"no {kind} checkpoint in {os.path.abspath(path)}: nothing is loaded, training starts anew{hint if others else ''}",
+            stacklevel=3,
         )
     return chosen
 
@@ -316,6 +370,7 @@ def _check_save(
     asynchronous: bool,
     force: bool,
     pickle: Any,
+    full_format: Any,
 ) -> tuple[str, str]:
     if not isinstance(path, (str, os.PathLike)) or not isinstance(tag, str):
         raise ConfigTypeError(f"path, tag: expected names, found {type(path).__name__} and {type(tag).__name__}")
@@ -326,11 +381,16 @@ def _check_save(
     if isinstance(pickle, str):
         raise ConfigTypeError(f"pickle: expected a list of keys of user_content, found the str {pickle!r}")
     wrong = []
+    if full_format not in get_args(full.FullFormat):
+        wrong.append(f"full_format: expected 'torch' or 'safetensors', found {full_format!r}")
     if keep is not None and (type(keep) is not int or keep < 1):
         wrong.append(f"num_kept_partial_checkpoints: expected at least 1, or None to keep all, found {keep!r}")
     if not partial:
         if keep is not None:
-            wrong.append("num_kept_partial_checkpoints: for partial checkpoints; leave it out with partial=False")
+            _warn(
+                "num_kept_partial_checkpoints has no effect: partial=False saves a full checkpoint, and all of them are kept",
+                stacklevel=4,
+            )
         if model is None:
             wrong.append("model: a full checkpoint needs one")
     if wrong:
@@ -354,17 +414,13 @@ def _joined(user: Any, pickled: Mapping[str, Any]) -> Any:
     return {**user, **pickled} if pickled else user
 
 
-def _script(load_optimizer: bool) -> tuple[DistributedModel, DistributedOptimizer | None]:
-    model, optimizer = _model(), state.optimizer
-    if load_optimizer and optimizer is None:
-        raise UsageError(
-            "resume_from_checkpoint: there is no smp.DistributedOptimizer; construct it first, or pass load_optimizer=False"
-        )
-    return model, optimizer if load_optimizer else None
-
-
 def _model() -> DistributedModel:
     model = state.model
+    if len(state.with_models) > 1:
+        raise UsageError(
+            f"resume_from_checkpoint: there are {len(state.with_models)} DistributedModels, and it resumes one; torch.load what "
+            "model.state_dict() and optimizer.state_dict() of each were saved to, and load them with load_state_dict"
+        )
     if not isinstance(model, DistributedModel):
         raise UsageError("resume_from_checkpoint: there is no smp.DistributedModel; construct it first")
     return model

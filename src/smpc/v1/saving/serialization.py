@@ -5,7 +5,7 @@
     smp.save(obj, "model.pt", partial=False)       model.pt
 
 Call `smp.save` on one of the replicas (`smp.dp_rank() == 0`), `smp.load` on every rank. Files are written whole or not at all, and loading
-never runs code: see `smpc.checkpoint.files`.
+never runs code: see `smpc.checkpoint.folder.files`.
 
 Source: public SMP v1 API ("APIs for Saving and Loading").
 """
@@ -15,11 +15,16 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from smpc.checkpoint import read_file, write_file
 from smpc.errors import ConfigError, ConfigTypeError
+from smpc.v1.saving.saved_folder import is_saved, load_saved
 from smpc.v1.session.ranks import mp_rank, pp_rank, rdp_rank, tp_rank
+from smpc.v1.session.state import state
+
+_PROTOCOL = 2
 
 
 def save(
@@ -32,13 +37,22 @@ def save(
 ) -> None:
     """Save an object. `f`: the name of a file, to which `partial` adds this process's ranks (and `v3` the rdp_rank).
 
+    `pickle_protocol`: files are written with protocol 2, whatever is asked for: no other can be loaded without running code.
     Raises CheckpointError, naming the file, if it cannot be written; an older one then stays.
     """
+    path = _checked(f)
+    if type(pickle_protocol) is not int or not -1 <= pickle_protocol <= pickle.HIGHEST_PROTOCOL:
+        raise ConfigError(
+            f"pickle_protocol: expected a whole number up to {pickle.HIGHEST_PROTOCOL}, found {pickle_protocol!r}"
+        )
+    if pickle_protocol != _PROTOCOL:
+        warnings.warn(
+            f"pickle_protocol={pickle_protocol} has no effect: files are written with protocol {_PROTOCOL}, which smp.load and "
+            "torch.load(weights_only=True) read",
+            stacklevel=2,
+        )
     write_file(
-        obj,
-        _partial_name(_checked(f), v3) if partial else _checked(f),
-        pickle_module=pickle_module,
-        pickle_protocol=pickle_protocol,
+        obj, _partial_name(path, v3) if partial else path, pickle_module=pickle_module, pickle_protocol=_PROTOCOL
     )
 
 
@@ -46,27 +60,40 @@ def load(
     f: str,
     map_location: Any = None,
     pickle_module: Any = None,
+    pickle_load_args: Mapping[str, Any] | None = None,
     partial: bool = True,
     back_compat: bool = False,
-    **pickle_load_args: Any,
+    **more: Any,
 ) -> Any:
     """Load an object that `save` saved. `back_compat`: partial files are named by mp_rank alone, as the oldest releases did.
 
-    Only tensors and plain values are loaded, so `pickle_module` and `pickle_load_args` have no effect; `mmap` is torch.load's.
+    Where there are partial files with the rdp_rank and without, the former are meant with `shard_optimizer_state`, else the latter.
+    Only tensors and plain values are loaded, so `pickle_module` and `pickle_load_args` (`more` as well) have no effect, but for `mmap`,
+    which is torch.load's. Of what `save_checkpoint` has written, see `smpc.v1.saving.saved_folder`.
     Raises CheckpointError, naming the file, if it is missing, damaged or holds anything else.
     """
     path = _checked(f)
-    mmap = pickle_load_args.pop("mmap", None)
-    if not pickle_load_args.pop("weights_only", True):
+    if pickle_load_args is not None and not isinstance(pickle_load_args, Mapping):
+        raise ConfigTypeError(
+            f"pickle_load_args: expected a dict or None, found {pickle_load_args!r}; `partial` comes after it, pass it by name: "
+            "smp.load(f, partial=False)"
+        )
+    options = {**(pickle_load_args or {}), **more}
+    mmap = options.pop("mmap", None)
+    if not options.pop("weights_only", True):
         raise ConfigError("weights_only: expected True, found False; files are never unpickled as arbitrary objects")
-    ignored = [*(["pickle_module"] if pickle_module not in (None, pickle) else []), *pickle_load_args]
+    ignored = [*(["pickle_module"] if pickle_module not in (None, pickle) else []), *options]
     if ignored:
         warnings.warn(f"smp.load ignores {', '.join(ignored)}: only tensors and plain values are loaded", stacklevel=2)
     if partial and back_compat:
         path = f"{path}_{mp_rank()}"
-    elif partial:
-        name, with_rdp = _partial_name(path, v3=False), _partial_name(path, v3=True)
-        path = with_rdp if os.path.isfile(with_rdp) and not os.path.isfile(name) else name
+    elif partial and not is_saved(path):
+        names = [_partial_name(path, v3=is_it) for is_it in (False, True)]
+        if state.cfg.shard_optimizer_state:
+            names.reverse()  # every replica has saved its own; a file of all may be of another job
+        path = next((name for name in names if os.path.isfile(name)), _partial_name(path, v3=False))
+    if is_saved(path):
+        return load_saved(path)
     return read_file(path, map_location=map_location, mmap=mmap)
 
 

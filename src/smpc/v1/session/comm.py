@@ -20,8 +20,9 @@ Example, on all ranks of a replica:
     else:
         message = smp.recv_from(0, smp.RankType.MP_RANK)
 
-Messages between two processes arrive in the order in which they were sent. A call without its partner waits until
-torch.distributed's timeout. Source: public SMP v1 API ("Common API").
+Messages between two processes arrive in the order in which they were sent. A call without its partner ends the job after
+`start_timeout`, before the first step is done, and later after the longest of the timeouts; the rank that did not come is named.
+Source: public SMP v1 API ("Common API").
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ import torch.distributed as dist
 
 from smpc.errors import UsageError
 from smpc.mesh import Axis
-from smpc.v1.state import state
+from smpc.v1.session.state import state
+from smpc.v1.session.watched import exchange
 
 
 class CommGroup(Enum):
@@ -74,7 +76,9 @@ def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
     `dest_rank`: the destination, counted as `rank_type` says. Raises UsageError if there is no such rank or it is
     the caller.
     """
-    _send_to(_encode(obj), _peer(dest_rank, rank_type, "dest_rank"))
+    payload, destination = _encode(obj), _peer(dest_rank, rank_type, "dest_rank")
+    with exchange(f"smp.send to rank {destination}"):
+        _send_to(payload, destination)
 
 
 def recv_from(src_rank: int, rank_type: RankType) -> Any:
@@ -85,10 +89,11 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
     """
     source = _peer(src_rank, rank_type, "src_rank")
     device = state.session.message_device
-    length = torch.empty(1, dtype=torch.int64, device=device)
-    dist.recv(length, src=source)
-    payload = torch.empty(int(length), dtype=torch.uint8, device=device)
-    dist.recv(payload, src=source)
+    with exchange(f"smp.recv_from rank {source}"):
+        length = torch.empty(1, dtype=torch.int64, device=device)
+        dist.recv(length, src=source)
+        payload = torch.empty(int(length), dtype=torch.uint8, device=device)
+        dist.recv(payload, src=source)
     return _decode(payload, state.session.device)
 
 
@@ -97,13 +102,17 @@ def broadcast(obj: Any, group: CommGroup) -> None:
     session, payload = state.session, _encode(obj)
     for member in session.mesh.group(_group_axis(group), session.rank):
         if member != session.rank:
-            _send_to(payload, member)
+            with exchange(f"smp.broadcast({group.name}), sending to rank {member}"):
+                _send_to(payload, member)
 
 
 def allgather(obj: Any, group: CommGroup) -> list[Any]:
     """Exchange objects: every member gets the list of all members' objects, in order of their rank in the group."""
     session = state.session
-    return gather_objects(obj, session.groups[_group_axis(group)], session.message_device, session.device)
+    members, payload = session.groups[_group_axis(group)], _encode(obj)
+    with exchange(f"smp.allgather({group.name})"):
+        found = _gather(payload, members, session.message_device)
+    return [_decode(each, session.device) for each in found]
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
@@ -111,7 +120,9 @@ def barrier(group: CommGroup = CommGroup.WORLD) -> None:
     session = state.session
     device = session.message_device
     device_ids = None if device.type == "cpu" else [device.index]
-    dist.barrier(session.groups[_group_axis(group)], device_ids=device_ids)
+    members = session.groups[_group_axis(group)]
+    with exchange(f"smp.barrier({group.name})"):
+        dist.barrier(members, device_ids=device_ids)
 
 
 def mp_barrier() -> None:
@@ -141,7 +152,12 @@ def rdp_barrier() -> None:
 
 def gather_objects(obj: Any, group: dist.ProcessGroup, message_device: torch.device, device: torch.device) -> list[Any]:
     """All members' objects, in order of their rank in the group; usable before there is a session."""
-    payload = _encode(obj).to(message_device)
+    return [_decode(each, device) for each in _gather(_encode(obj), group, message_device)]
+
+
+def _gather(payload: torch.Tensor, group: dist.ProcessGroup, message_device: torch.device) -> list[torch.Tensor]:
+    """All members' bytes, in order of their rank in the group."""
+    payload = payload.to(message_device)
     length = torch.tensor([payload.numel()], dtype=torch.int64, device=message_device)
     lengths = [torch.empty_like(length) for _ in range(group.size())]
     dist.all_gather(lengths, length, group=group)
@@ -150,7 +166,7 @@ def gather_objects(obj: Any, group: dist.ProcessGroup, message_device: torch.dev
     padded[: payload.numel()] = payload
     gathered = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(gathered, padded, group=group)
-    return [_decode(each[: int(n)], device) for each, n in zip(gathered, lengths, strict=True)]
+    return [each[: int(n)] for each, n in zip(gathered, lengths, strict=True)]
 
 
 def _send_to(payload: torch.Tensor, destination: int) -> None:

@@ -5,10 +5,10 @@ group exists: find this process's place in the job, parse the configuration (the
 SM_HP_MP_PARAMETERS), build the mesh, start torch.distributed if nobody has, check that all processes have the same
 configuration, make one process group for every axis.
 
-A process's place comes from, in this order
-    torch.distributed, if it is initialised already: it is used as it is
-    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun and `smpc run` set them
-    neither: a job of one process
+A process's place comes from torch.distributed, if it is initialised already: it is used as it is. Otherwise what started the process tells
+it: see `smpc.v1.session.meeting`.
+
+How long ranks wait for each other, here and until the first step is done, is up to `start_timeout`: see `smpc.v1.session.watched`.
 
 Listeners: a job on a single host listens on the loopback interface alone. For that GLOO_SOCKET_IFNAME and
 NCCL_SOCKET_IFNAME are set to it where they are not set, and without a launcher's store rank 0 makes one that is
@@ -21,78 +21,36 @@ import dataclasses
 import datetime
 import os
 import socket
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
 
 from smpc.config import Config
-from smpc.errors import ConfigError, PeerError, TransportError
-from smpc.executor.clocks import clock_offset
+from smpc.dist.ending import watch_end
+from smpc.errors import ConfigError
+from smpc.executor import FailureMonitor
 from smpc.executor.collectives import TensorGroup
-from smpc.launch_store import ENDED, LOOPBACK, is_loopback, listen, of_job, serve
+from smpc.executor.failure.processes import Process
+from smpc.executor.failure.start import Phase
+from smpc.executor.measure.clocks import clock_offset
+from smpc.launch.store import of_job
 from smpc.mesh import Axis, Mesh
+from smpc.mesh.device_mesh import make_groups
 from smpc.nn.parallel import TensorParallel, set_parallel
 from smpc.nn.random import RandomStreams
-from smpc.observation import Observation, Window
+from smpc.observe.window import Observation, Window
+from smpc.places import Launch
 from smpc.v1.session.comm import gather_objects
-from smpc.v1.state import Session, state
+from smpc.v1.session.meeting import meet
+from smpc.v1.session.state import Session, state
+from smpc.v1.session.watched import longest_timeout, make_monitor
 
-_HERE = "smpc_here"  # store key: which processes have called smp.init
-_MANY = 8
-_SHORTEST_LOOK, _LONGEST_LOOK = 0.01, 1.0  # seconds between two looks at who is here: a tenth of the wait so far
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """This process's place in the job, as its launcher describes it."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_size: int
-    master_port: int | None  # None: a job of one process, which needs no rendezvous
-    single_host: bool
-    has_store: bool  # whether the launcher serves the rendezvous store itself
-
-    @classmethod
-    def read(cls, environ: Mapping[str, str]) -> Launch:
-        """Read a launcher's environment variables. ConfigError names every one that is missing or wrong."""
-        if "RANK" not in environ and "WORLD_SIZE" not in environ:
-            return cls(0, 1, 0, 1, None, single_host=True, has_store=False)
-        problems: list[str] = []
-
-        def number(name: str, default: int | None = None) -> int:
-            text = environ.get(name, "")
-            if not text and default is not None:
-                return default
-            if not text.isascii() or not text.isdigit():
-                problems.append(f"{name}: expected a whole number, found {text!r} in the environment")
-                return 0
-            return int(text)
-
-        rank, world_size, port = number("RANK"), number("WORLD_SIZE"), number("MASTER_PORT")
-        address = environ.get("MASTER_ADDR", "")
-        local_master = is_loopback(address)
-        local_size = number("LOCAL_WORLD_SIZE", world_size if local_master else None)
-        local_rank = number("LOCAL_RANK", rank if local_master else None)
-        if not address:
-            problems.append("MASTER_ADDR: expected the address of rank 0's host, found nothing in the environment")
-        if not problems and not (rank < world_size and local_rank < local_size <= world_size):
-            problems.append(
-                "expected RANK < WORLD_SIZE and LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE, found "
-                f"RANK={rank}, WORLD_SIZE={world_size}, LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}"
-            )
-        if problems:
-            raise ConfigError("\n".join([*problems, "start the script with smpc run or torchrun, which set them"]))
-        has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        single = local_size == world_size
-        return cls(rank, world_size, local_rank, local_size, port, single_host=single, has_store=has_store)
+_LATER = 60.0  # seconds
 
 
 def init(config: Mapping[str, Any] | Config | None = None) -> None:
@@ -107,27 +65,41 @@ def init(config: Mapping[str, Any] | Config | None = None) -> None:
     it again with the same configuration does nothing.
 
     Raises ConfigError (or its subclasses) if the configuration is wrong, the number of processes does not match the
-    degrees, ranks disagree on the configuration, or an earlier call had another configuration.
+    degrees, ranks disagree on the configuration, or an earlier call had another configuration. TransportError names the
+    processes that do not come within `start_timeout`.
     """
     if state.initialized:
         _check_same([state.cfg, _parse(config, warn=False)], ["the first smp.init", "this one"])
         return
+    watch_end()
     given = dist.is_initialized()
     launch = _running_launch() if given else Launch.read(os.environ)
     parsed = _parse(config, warn=launch.rank == 0)
+    _check_hosts(parsed, launch)
     mesh = Mesh.build(parsed, launch.world_size)
     backend = dist.get_backend_config() if given else _choose_backend(parsed.ddp_dist_backend)
     device = _choose_device(backend, launch, given)
-    if not given:
-        _start_world(backend, launch, parsed)
+    state.session_number += 1
+    monitor: FailureMonitor | None = None
     try:
-        session = _make_session(parsed, mesh, launch, backend, device, owns_world=not given)
+        store = _get_default_store() if given else _meet(launch, parsed)
+        if launch.world_size > 1:
+            monitor = make_monitor(_clone(store), parsed, mesh, launch.rank, state.session_number)
+        with _watched(monitor, "connecting the processes"):
+            if not given:
+                _start_world(backend, launch, parsed, store)
+            session = _make_session(parsed, mesh, launch, backend, device, monitor, owns_world=not given)
         state.start(session)
         set_parallel(session.parallel)
     except BaseException:
-        if not given:
+        if monitor is not None:
+            monitor.stop()
+        if not given and dist.is_initialized():
             dist.destroy_process_group()
         raise
+    if monitor is not None:
+        state.closers.append(monitor.stop)
+        monitor.start.enter(Phase.SCRIPT)
 
 
 def shutdown() -> None:
@@ -177,6 +149,15 @@ def _parse(config: Mapping[str, Any] | Config | None, *, warn: bool) -> Config:
     return Config.parse({} if config is None else config, environ=os.environ, warn=warn)
 
 
+def _check_hosts(config: Config, launch: Launch) -> None:
+    """Raise ConfigError unless as many processes run on this host as the configuration says."""
+    if config.processes_per_host not in (0, launch.local_size):
+        raise ConfigError(
+            f"processes_per_host: the configuration says {config.processes_per_host}, found {launch.local_size} on {socket.gethostname()}; "
+            f"start as many, as smpc run -n {config.processes_per_host} does, or leave it out"
+        )
+
+
 def _running_launch() -> Launch:
     """The place of a process whose script has initialised torch.distributed itself."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -224,97 +205,48 @@ def _given_device(launch: Launch) -> torch.device:
     return device
 
 
-def _start_world(backend: str, launch: Launch, config: Config) -> None:
+def _start_world(backend: str, launch: Launch, config: Config, store: Store) -> None:
     """Initialise torch.distributed for a launcher's process, or for a job of one."""
     if launch.single_host:
         loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    dist.init_process_group(
+        backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=_timeout(config)
+    )
+
+
+def _meet(launch: Launch, config: Config) -> Store:
+    """The store of this session's processes, who are all here."""
     if launch.master_port is None:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        return
-    start = datetime.timedelta(seconds=config.start_timeout)
-    store = _connect(launch, start)
-    _meet(store, launch, start)
-    try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=_timeout(config),
-        )
-    except RuntimeError as error:
-        raise TransportError(
-            f"smp.init: rank {launch.rank} met the others in the store at port {launch.master_port}, but they could not connect. "
-            f"A rank has ended, or a process that is not of this job has written to the store: {error}"
-        ) from error
+        return HashStore()
+    return meet(launch, datetime.timedelta(seconds=config.start_timeout))
+
+
+def _clone(store: Store) -> Store:
+    """The job's store on a connection of its own, for the watcher thread; its launcher knows what lies in it."""
+    found: Store = of_job(store).clone()  # type: ignore[attr-defined]
+    return found
+
+
+def _watched(monitor: FailureMonitor | None, what: str) -> AbstractContextManager[None]:
+    return nullcontext() if monitor is None else monitor.exchange(what, monitor.start.timeout)
 
 
 def _timeout(config: Config) -> datetime.timedelta:
-    """Of every wait in torch.distributed; smpc's own are limited by what they are for."""
-    return datetime.timedelta(seconds=max(config.start_timeout, config.step_timeout, config.checkpoint_timeout))
-
-
-def _connect(launch: Launch, timeout: datetime.timedelta) -> Store:
-    """The job's store. On one host, only that host can reach it: left to itself, TCPStore listens on every interface."""
-    assert launch.master_port is not None, "a job of one process needs no store"
-    if launch.has_store or not launch.single_host:
-        arrivals = rendezvous("env://", rank=launch.rank, world_size=launch.world_size, timeout=timeout)
-        store: Store = next(arrivals)[0]
-        return store
-    if launch.rank != 0:
-        return TCPStore(LOOPBACK, launch.master_port, launch.world_size, is_master=False, timeout=timeout)
-    try:
-        return serve(listen(LOOPBACK, launch.master_port), timeout)
-    except ConfigError as error:
-        raise ConfigError(f"MASTER_PORT: {error}") from None
-
-
-def _meet(store: Store, launch: Launch, timeout: datetime.timedelta) -> None:
-    """Wait until all processes are here.
-
-    Raises TransportError, naming those that are not; PeerError once the launcher says that one of those has ended with status 0.
-    """
-    store.set(f"{_HERE}/{launch.rank}", "")
-    missing = list(range(launch.world_size))
-    launcher, started = of_job(store), time.monotonic()
-    while True:
-        while missing and store.check([f"{_HERE}/{missing[0]}"]):
-            del missing[0]
-        if not missing:
-            return
-        ended = _ended(launcher)
-        waited = time.monotonic() - started
-        if ended or waited > timeout.total_seconds():
-            missing = [rank for rank in missing if not store.check([f"{_HERE}/{rank}"])]
-        gone = [rank for rank in missing if rank in ended]
-        if gone:
-            raise PeerError(
-                f"smp.init: expected {launch.world_size} processes, but {_ranks(gone)} ended with status 0 before smp.init; every "
-                "rank must call it, or none: look for what ends the script there"
-            )
-        if missing and waited > timeout.total_seconds():
-            raise TransportError(
-                f"smp.init: expected {launch.world_size} processes within start_timeout = {timeout.total_seconds():g} s, but "
-                f"{_ranks(missing)} did not come: look for what they do before smp.init"
-            )
-        time.sleep(min(max(waited / 10, _SHORTEST_LOOK), _LONGEST_LOOK))
-
-
-def _ended(launcher: Store) -> list[int]:
-    """The ranks that have ended with status 0, as far as a launcher tells."""
-    told = launcher.get(ENDED).decode() if launcher.check([ENDED]) else ""
-    return [int(number) for number in told.split(",") if number.isdecimal()]
-
-
-def _ranks(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:_MANY])) + (f" and {len(numbers) - _MANY} more" if len(numbers) > _MANY else "")
-    return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
+    """Of every wait in torch.distributed. smpc's own are limited by what they are for, and speak first, as they know who is waited for."""
+    return datetime.timedelta(seconds=longest_timeout(config) + _LATER)
 
 
 def _make_session(
-    config: Config, mesh: Mesh, launch: Launch, backend: str, device: torch.device, *, owns_world: bool
+    config: Config,
+    mesh: Mesh,
+    launch: Launch,
+    backend: str,
+    device: torch.device,
+    monitor: FailureMonitor | None,
+    *,
+    owns_world: bool,
 ) -> Session:
     """Check that the ranks agree, then make the groups."""
     world = dist.group.WORLD
@@ -322,11 +254,13 @@ def _make_session(
     message_device = torch.device("cpu") if "gloo" in backend else device
     observation = Observation.read(os.environ)
     window = None if observation is None else observation.window
-    found = gather_objects((config, window), world, message_device, device)
-    _check_same([config for config, _ in found], [f"rank {rank}" for rank in range(len(found))])
-    _check_windows([window for _, window in found])
+    found = gather_objects((config, window, Process.own()), world, message_device, device)
+    _check_same([config for config, _, _ in found], [f"rank {rank}" for rank in range(len(found))])
+    _check_windows([window for _, window, _ in found])
+    if monitor is not None:
+        monitor.start.know({rank: process for rank, (_, _, process) in enumerate(found) if rank != launch.rank})
     offset = 0 if launch.single_host or window is None else clock_offset(world, message_device)
-    groups = _make_groups(mesh, launch.rank, world, _timeout(config))
+    groups = make_groups(mesh, launch.rank, world, _timeout(config))
     return Session(
         config=config,
         mesh=mesh,
@@ -340,6 +274,7 @@ def _make_session(
         owns_world=owns_world,
         observation=observation,
         clock_offset=offset,
+        monitor=monitor,
     )
 
 
@@ -351,24 +286,6 @@ def _tensor_parallel(config: Config, mesh: Mesh, groups: Mapping[Axis, dist.Proc
     group = TensorGroup.of(groups[Axis.TP])
     streams = RandomStreams(config.tensor_parallel_seed, group.rank)
     return TensorParallel(group, config.optimize, config.prescaled_batch, dtype, streams)
-
-
-def _make_groups(
-    mesh: Mesh, rank: int, world: dist.ProcessGroup, timeout: datetime.timedelta
-) -> dict[Axis, dist.ProcessGroup]:
-    """The process group of every axis. Axes with the same groups share them: without tensor parallelism MP is PP.
-
-    Collective: every rank makes every group, in the same order, as torch.distributed demands.
-    """
-    made = {mesh.groups(Axis.WORLD): world}
-    groups: dict[Axis, dist.ProcessGroup] = {}
-    for axis in Axis:
-        partition = mesh.groups(axis)
-        if partition not in made:
-            new = [dist.new_group(list(members), timeout=timeout) for members in partition]
-            made[partition] = next(group for members, group in zip(partition, new, strict=True) if rank in members)
-        groups[axis] = made[partition]
-    return groups
 
 
 def _check_windows(windows: list[Window | None]) -> None:

@@ -1,31 +1,201 @@
-"""Step arguments on their way from pipeline rank 0 to the last pipeline rank.
+"""The arguments of a step function: bound to its parameters, split into microbatches, and sent to the rank that runs the function.
+
+    train_step(model, batch, n=3)  -> bind  -> {"model": model, "batch": batch, "n": 3}  -> split -> one such dict for each microbatch
+
+Terms
+    arguments     parameter name -> value, as the function's signature binds them. Each keyword that only a `**kwargs` takes has its own
+                  name; all of `*args` is one argument called by its name
+    body          the function and its rules for splitting
+    form          rank 0's arguments that hold tensors, with a `Slot` for every tensor and a `Plain` for every other leaf
+    merged        the last rank's arguments with those of the form put in
+
+Split is every tensor in the arguments (see `smpc.v1.session.containers`). Tensors are narrowed along an axis into equal parts; an object
+with `smp_slice(num_mb, mb, axis)` is split by calling it; any other leaf goes to every microbatch as it is. A tensor without dimensions
+cannot be split and is such a leaf.
+
+    >>> parts = split_argument({"x": torch.arange(4), "scale": 2}, "batch", num_microbatches=2)
+    >>> parts[1]
+    {'x': tensor([2, 3]), 'scale': 2}
 
 Only pipeline rank 0's tensors count, while the step function runs where the model ends. So the tensors of rank 0's arguments, wherever
 they lie in containers, take the place of whatever the last rank was given there; its other arguments (model, optimizer, flags) are its own.
-
-Terms
-    form        rank 0's arguments that hold tensors, with a `Slot` for every tensor and a `Plain` for every other leaf
-    merged      the last rank's arguments with those of the form put in
 
     rank 0:  train_step(model, {"x": tensor, "n": 3}, True)     form: {"batch": {"x": Slot(0), "n": Plain(3)}}
     last:    train_step(model, None, True)                      merged: model, {"x": tensor, "n": 3}, True
 
 Where the last rank passes a container of the same shape, plain leaves are its own; otherwise rank 0's, if they can be sent.
+
+Source: public SMP v1 API (`smp.step`).
 """
 
 from __future__ import annotations
 
+import inspect
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from smpc.errors import StepError
 from smpc.executor.transport.layout import WireFormat
+from smpc.tracer.constants import is_constant, normalise
 from smpc.tracer.ir import TensorSpec
-from smpc.tracer.literals import is_constant, normalise
-from smpc.v1.steps.microbatch import map_leaves
-from smpc.v1.steps.step_body import Arguments
+from smpc.v1.session.containers import map_leaves, map_tensors, slices_itself
+
+Arguments = dict[str, Any]
+
+
+class StepBody:
+    """The function under `@smp.step`.
+
+    `non_split_inputs`: names of arguments that every microbatch gets whole. `input_split_axes`: name -> axis, 0 for the others.
+    `detach_outputs`: what the function returns loses its history.
+    Raises StepError for names that the function does not have.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        non_split_inputs: Iterable[str],
+        input_split_axes: Mapping[str, int],
+        detach_outputs: bool,
+    ) -> None:
+        if isinstance(non_split_inputs, Iterable) and not isinstance(non_split_inputs, str):
+            non_split_inputs = list(non_split_inputs)  # it may be an iterator
+        _check_options(function, non_split_inputs, input_split_axes)
+        self.function = function
+        self.detach_outputs = detach_outputs
+        self.name = f"{function.__module__}.{function.__qualname__}"
+        self.number = zlib.crc32(self.name.encode())  # the same on every rank
+        self._signature = inspect.signature(function)
+        self._whole = frozenset(non_split_inputs)
+        self._axes = dict(input_split_axes)
+        self._keywords = self._parameter_of_kind(inspect.Parameter.VAR_KEYWORD)
+        self._check_names()
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        """The arguments of a call. Raises TypeError as the call itself would."""
+        arguments: Arguments = dict(self._signature.bind(*args, **kwargs).arguments)
+        if self._keywords in arguments:
+            arguments.update(arguments.pop(self._keywords))
+        return arguments
+
+    def call(self, arguments: Arguments) -> Any:
+        """What the function returns for these arguments."""
+        known, more = arguments, {}
+        if self._keywords:
+            known = {name: value for name, value in arguments.items() if name in self._signature.parameters}
+            more = {name: value for name, value in arguments.items() if name not in known}
+        bound = inspect.BoundArguments(self._signature, known)
+        return self.function(*bound.args, **bound.kwargs, **more)
+
+    def split(self, arguments: Arguments, num_microbatches: int, device: torch.device) -> list[Arguments]:
+        """The arguments of every microbatch, their tensors on the device.
+
+        Raises StepError, with a line for every tensor that does not divide.
+        """
+        wrong: list[str] = []
+        for name, value in arguments.items():
+            if name not in self._whole:
+                wrong += check_argument(value, name, num_microbatches, self._axes.get(name, 0))
+        if wrong:
+            more = "drop the last batch, change microbatches, or name the argument in non_split_inputs"
+            raise StepError("\n".join([f"step function {self.name} cannot split its batch; {more}", *wrong]))
+        microbatches: list[Arguments] = [{} for _ in range(num_microbatches)]
+        for name, value in arguments.items():
+            moved = _moved(value, device)
+            parts = [moved] * num_microbatches
+            if name not in self._whole:
+                parts = split_argument(moved, name, num_microbatches, self._axes.get(name, 0), device)
+            for microbatch, part in zip(microbatches, parts, strict=True):
+                microbatch[name] = part
+        return microbatches
+
+    def _parameter_of_kind(self, kind: Any) -> str:
+        return next((p.name for p in self._signature.parameters.values() if p.kind is kind), "")
+
+    def _check_names(self) -> None:
+        if self._keywords:
+            return
+        known = list(self._signature.parameters)
+        unknown = [name for name in (*sorted(self._whole), *self._axes) if name not in known]
+        if unknown:
+            raise StepError(
+                f"step function {self.name}: non_split_inputs and input_split_axes name the parameters "
+                f"{', '.join(known) or '(none)'}; found {', '.join(unknown)}"
+            )
+
+
+def _check_options(function: Any, whole: Any, axes: Any) -> None:
+    """Raise StepError, with a line for each, for options of the wrong type: a str would be taken for the names of its letters."""
+    wrong = []
+    if not isinstance(whole, list) or not all(isinstance(name, str) for name in whole):
+        wrong.append(f"non_split_inputs: expected a list of names, found {whole!r}")
+    if not isinstance(axes, Mapping):
+        wrong.append(f"input_split_axes: expected a dict from name to axis, found {axes!r}")
+    else:
+        wrong += [
+            f"input_split_axes: expected an int as the axis of {name!r}, found {axis!r}"
+            for name, axis in axes.items()
+            if not isinstance(axis, int) or isinstance(axis, bool)
+        ]
+    if wrong:
+        raise StepError("\n".join([f"step function {getattr(function, '__qualname__', function)}:", *wrong]))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def check_argument(value: Any, name: str, num_microbatches: int, axis: int = 0) -> list[str]:
+    """What keeps an argument from being split: one line for each tensor, with its path, size and axis."""
+    wrong: list[str] = []
+
+    def check(leaf: Any, path: str) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim():
+            wrong.extend(_check_tensor(leaf, path, num_microbatches, axis))
+        return leaf
+
+    map_leaves(value, check, name)
+    return wrong
+
+
+def split_argument(
+    value: Any, name: str, num_microbatches: int, axis: int = 0, device: torch.device | None = None
+) -> list[Any]:
+    """The argument of every microbatch. `check_argument` must have found nothing.
+
+    `device`: where the tensors go that are in what objects make of themselves.
+    """
+
+    def part(leaf: Any, path: str, index: int) -> Any:
+        if isinstance(leaf, Tensor):
+            if not leaf.dim():
+                return leaf
+            size = leaf.shape[axis] // num_microbatches
+            return leaf.narrow(axis, index * size, size)
+        if slices_itself(leaf):
+            own = leaf.smp_slice(num_microbatches, index, axis)
+            return own if device is None else _moved(own, device)
+        return leaf
+
+    return [map_leaves(value, partial(part, index=index), name) for index in range(num_microbatches)]
+
+
+def _check_tensor(tensor: Tensor, path: str, num_microbatches: int, axis: int) -> list[str]:
+    if not -tensor.dim() <= axis < tensor.dim():
+        return [f"argument {path}: expected a tensor with an axis {axis}, found shape {list(tensor.shape)}"]
+    size = tensor.shape[axis]
+    if size and size % num_microbatches == 0:
+        return []
+    return [
+        f"argument {path}: size {size} of axis {axis} is not a multiple of microbatches = {num_microbatches} "
+        f"(shape {list(tensor.shape)})"
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +220,7 @@ class ArgumentForm:
     skeleton: Arguments
     specs: tuple[TensorSpec, ...]
 
-    @property
+    @cached_property
     def formats(self) -> tuple[WireFormat, ...]:
         """How the tensors travel."""
         return tuple(WireFormat.of(f"tensor argument {i}", spec) for i, spec in enumerate(self.specs))
@@ -60,11 +230,16 @@ def form_of(arguments: Arguments) -> tuple[ArgumentForm, list[Tensor]]:
     """The form of rank 0's arguments, and the tensors to send; one that occurs twice is sent once."""
     tensors: list[Tensor] = []
     slots: dict[int, Slot] = {}
+    holds_tensor = False
 
     def replace(leaf: Any, path: str) -> Any:
+        nonlocal holds_tensor
+        if isinstance(leaf, nn.Module):
+            return Plain()  # the model, as a rule
         if not isinstance(leaf, Tensor):
             leaf = normalise(leaf)
             return Plain(leaf, sent=True) if is_constant(leaf) else Plain()
+        holds_tensor = True
         if id(leaf) not in slots:
             slots[id(leaf)] = Slot(len(tensors))
             tensors.append(leaf)
@@ -72,8 +247,9 @@ def form_of(arguments: Arguments) -> tuple[ArgumentForm, list[Tensor]]:
 
     skeleton: Arguments = {}
     for name, value in arguments.items():
+        holds_tensor = False
         replaced = map_leaves(value, replace, name)
-        if _has_slot(replaced):
+        if holds_tensor:
             skeleton[name] = replaced
     return ArgumentForm(skeleton, tuple(TensorSpec.of(tensor.detach()) for tensor in tensors)), tensors
 
@@ -104,15 +280,3 @@ def merge_arguments(form: ArgumentForm, own: Arguments, tensors: list[Tensor]) -
 
     # Rank 0's order where both have the argument; the function is called by name, so order means nothing else.
     return {**own, **{name: put(name) for name in form.skeleton}}
-
-
-def _has_slot(value: Any) -> bool:
-    found: list[Slot] = []
-
-    def note(leaf: Any, path: str) -> Any:
-        if isinstance(leaf, Slot):
-            found.append(leaf)
-        return leaf
-
-    map_leaves(value, note, "")
-    return bool(found)

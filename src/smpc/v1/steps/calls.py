@@ -37,6 +37,33 @@ def current_autocast() -> Autocast | None:
     return None
 
 
+class Outputs:
+    """What `model(...)` returns in a step function, and whether gradients may come back to it."""
+
+    def __init__(self, step_name: str) -> None:
+        self._step_name = step_name
+        self._hooks: list[RemovableHandle] = []
+
+    def watch(self, output: Any) -> None:
+        """From now on, a gradient that comes back to it is an error."""
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                self._hooks.append(leaf.grad_fn.register_prehook(self._refuse))
+
+    def release(self) -> None:
+        """From now on gradients may come."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _refuse(self, gradients: Any) -> None:
+        """The script differentiates by itself: earlier stages would not see it, nor would it be averaged over microbatches and replicas."""
+        raise StepError(
+            f"step function {self._step_name} differentiates through the model by itself, by loss.backward() or torch.autograd; call "
+            "model.backward(loss) in its place"
+        )
+
+
 class ModelCalls(Protocol):
     """What the model's two methods do now."""
 
@@ -45,9 +72,6 @@ class ModelCalls(Protocol):
 
     def backward(self, tensors: Tensors, gradients: Gradients) -> None:
         """`model.backward(tensors, gradients)`."""
-
-
-Enter = Callable[[ModelCalls | None], None]  # sets what model(...) and model.backward(...) do
 
 
 class Captured(BaseException):
@@ -85,20 +109,11 @@ class Tail:
         self.called = False
         self.roots: Roots | None = None
         self.losses: list[Tensor] = []
-        self._hooks: list[RemovableHandle] = []
+        self._outputs = Outputs(step_name)
 
     def close(self) -> None:
         """The step function has returned: from now on the schedule may differentiate."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
-    def _refuse(self, gradients: Any) -> None:
-        """A gradient goes into the model while the step function runs, which earlier stages would never see averaged, or at all."""
-        raise StepError(
-            f"step function {self._step_name} differentiates through the model by itself, by loss.backward() or torch.autograd; call "
-            "model.backward(loss) in its place"
-        )
+        self._outputs.release()
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The pipeline's output."""
@@ -106,9 +121,7 @@ class Tail:
             raise _called_twice(self._step_name)
         self.called = True
         output, self._output = self._output, None
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                self._hooks.append(leaf.grad_fn.register_prehook(self._refuse))
+        self._outputs.watch(output)
         return output
 
     def backward(self, tensors: Tensors, gradients: Gradients) -> None:
@@ -138,13 +151,20 @@ class Whole:
         self.called = False
         self.did_backward = False
         self.losses: list[Tensor] = []
+        self._outputs = Outputs(step_name)
+
+    def close(self) -> None:
+        """The step function has returned."""
+        self._outputs.release()
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The module's own forward."""
         if self.called:
             raise _called_twice(self._step_name)
         self.called = True
-        return self._module(*args, **kwargs)
+        output = self._module(*args, **kwargs)
+        self._outputs.watch(output)
+        return output
 
     def backward(self, tensors: Tensors, gradients: Gradients) -> None:
         """Run the backward pass."""
@@ -159,6 +179,7 @@ class Whole:
             more = self._more_roots([tensor for tensor, _ in roots])
             if more is not None:
                 roots.append(more)
+        self._outputs.release()
         torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
 
 

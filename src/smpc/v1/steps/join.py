@@ -28,8 +28,9 @@ not been averaged (`backward_passes_per_step`) is lost.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -40,7 +41,8 @@ from torch import Tensor
 from smpc.errors import NonFiniteLossError, SmpcError, StepError
 from smpc.executor import StageReplicas
 from smpc.mesh import Axis
-from smpc.v1.state import Session
+from smpc.v1.session.state import Session
+from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.nonfinite import agree, describe_verdict
 
 
@@ -78,72 +80,109 @@ class EarlyTerminationError(StepError):
 class Join:
     """One rank's part in one `with model.join()`. `replicas`: its averaging of gradients, None before the partition.
 
-    `partition` takes part in the first program of all. Methods are collective over the ranks that hold the same stage.
+    `partition` takes part in the first program of all; None without a pipeline. Methods are collective over the ranks that hold the same
+    stage, and those that steps call raise what all of these ranks have agreed to raise.
     """
 
     def __init__(
         self,
-        session: Session,
+        context: StepContext,
         replicas: Callable[[], StageReplicas | None],
-        partition: Callable[[], None],
+        partition: Callable[[], None] | None,
         *,
-        has_pipeline: bool,
         divide_by_initial_world_size: bool,
         throw_on_early_termination: bool,
     ) -> None:
-        self._has_pipeline = has_pipeline
-        self._session, self._replicas, self._partition = session, replicas, partition
+        self._context, self._session = context, context.session
+        self._replicas, self._partition, self._has_pipeline = replicas, partition, partition is not None
+        session = self._session
         self._divides_by_all, self._throws = divide_by_initial_world_size, throw_on_early_termination
         members = session.mesh.group(Axis.DP, session.rank)
         self._position = members.index(session.rank)
         self._replica_of = [session.mesh.rdp_rank(member) for member in members]
-        self.has_shadowed = False
-        self.error: SmpcError | None = None  # what all ranks raise, with nothing under way
+        self._has_shadowed = False
+        self._error: SmpcError | None = None  # what all ranks raise, with nothing under way
         self._verdict = 0
 
-    def enter(self) -> None:
-        """First of all. May leave an `error`."""
-        phases = self._exchange(Phase.ENTER + int(self._divides_by_all) + 2 * int(self._throws))
-        self.error = self._contradiction(phases, ())
-
-    # -- ranks that train ----------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Around the steps of the script. When the body is over here, take part in the others' steps until all are over."""
+        context = self._context
+        self._guarded(self._enter)
+        context.join = self
+        try:
+            yield
+            while self._guarded(self._shadow):
+                pass
+            self._guarded(lambda: self._finish(context.script.optimizer))
+        except NonFiniteLossError:
+            if not self._has_shadowed:
+                self._guarded(self._leave)
+            raise
+        except EarlyTerminationError:
+            raise
+        except Exception as error:
+            context.supervision.report(error, "join")  # the other replicas would wait for this one
+            raise
+        finally:
+            context.join = None
 
     def begin_partition(self) -> None:
-        """Before the first program of all is made. May leave an `error`."""
-        self._announce(Phase.PARTITION)
+        """Before the first program of all is made."""
+        self._guarded(lambda: self._announce(Phase.PARTITION))
 
     def begin_step(self) -> None:
-        """Before a step in which buffers or gradients may be exchanged. May leave an `error`."""
-        phases = self._announce(Phase.STEP)
-        if self.error is None:
-            self._lead(phases)
+        """Before a step in which buffers or gradients may be exchanged."""
+        self._guarded(self._begin_step)
 
     def end_step(self, *, did_backward: bool) -> None:
         """Before gradients are averaged, where a pipeline has not done so, and the verdict on losses is agreed on."""
         self._announce(Phase.TRAINED if did_backward else Phase.UNTRAINED)
 
-    def leave(self) -> None:
+    def _guarded(self, act: Callable[[], object]) -> object:
+        """Do something that waits for the other replicas; raise the `error` that it leaves."""
+        supervision = self._context.supervision
+        with supervision.wait("join, waiting for the other replicas", supervision.step_timeout), supervision.guard():
+            result = act()
+        if self._error is not None:
+            raise self._error
+        return result
+
+    # -- ranks that train ----------------------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        """First of all. May leave an `error`."""
+        phases = self._exchange(Phase.ENTER + int(self._divides_by_all) + 2 * int(self._throws))
+        self._error = self._contradiction(phases, ())
+
+    def _begin_step(self) -> None:
+        phases = self._announce(Phase.STEP)
+        if self._error is None:
+            self._lead(phases)
+
+    def _leave(self) -> None:
         """Before NonFiniteLossError, which all ranks that train have raised, ends the loop."""
         self._announce(Phase.LEFT)
 
     # -- ranks that are over -------------------------------------------------------------------------------------------
 
-    def shadow(self) -> bool:
+    def _shadow(self) -> bool:
         """One phase of the others; False once all are over, or leave with an `error`."""
         phases = self._announce(Phase.OVER)
         active = [phase for phase in phases if phase != Phase.OVER]
         if not active:
             return False
-        self.has_shadowed = True
+        self._has_shadowed = True
         if active[0] == Phase.LEFT:
-            self.error = NonFiniteLossError(describe_verdict(self._verdict, "of another replica", self._session))
-        if self.error is None:
+            self._error = NonFiniteLossError(describe_verdict(self._verdict, "of another replica", self._session))
+        if self._error is None:
             self._take_part(active[0], phases)
-        return self.error is None
+        return self._error is None
 
     def _take_part(self, phase: int, phases: list[int]) -> None:
         has_pipeline = self._has_pipeline
         if phase == Phase.PARTITION:
+            assert self._partition is not None, "there is a pipeline"
             self._partition()
             return
         replicas = self._replicas()
@@ -161,9 +200,9 @@ class Join:
         if has_pipeline or phase == Phase.TRAINED:
             self._verdict = agree(0, None, self._session)
 
-    def finish(self, optimizer: SharedOptimizer | None) -> None:
+    def _finish(self, optimizer: SharedOptimizer | None) -> None:
         """Once all are over: the state of the last replica for all."""
-        last = self._exchange(int(not self.has_shadowed))
+        last = self._exchange(int(not self._has_shadowed))
         source = max(replica for replica, is_last in zip(self._replica_of, last, strict=True) if is_last)
         replicas = self._replicas()
         if replicas is None:
@@ -193,7 +232,7 @@ class Join:
         if wrong is not None:
             raise wrong
         if over and self._throws and any(phases):
-            self.error = EarlyTerminationError(
+            self._error = EarlyTerminationError(
                 f"join: replica{'s' if len(over) > 1 else ''} {', '.join(map(str, over))} ran out of data, the others have some left, "
                 "and throw_on_early_termination is set; give every replica as many batches, or leave it out"
             )

@@ -18,7 +18,6 @@ different ones of equal shapes would exchange each other's values, and add up gr
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 
 import torch
@@ -27,10 +26,10 @@ from torch import Tensor
 
 from smpc.errors import UsageError
 from smpc.mesh import Axis
-from smpc.v1.optimization.precision import num_scaled, overflow_is_curable
 from smpc.v1.session.comm import gather_objects
-from smpc.v1.state import Session
-from smpc.v1.steps.step_body import StepBody
+from smpc.v1.session.precision import Precision
+from smpc.v1.session.state import Session
+from smpc.v1.steps.arguments import StepBody
 
 _KINDS = ("nan", "inf", "-inf")
 _NO_FUNCTION = -(1 << 33)  # less than the number of any step function, and than its negative
@@ -39,10 +38,11 @@ _NO_FUNCTION = -(1 << 33)  # less than the number of any step function, and than
 class Losses:
     """The losses of one step on the rank that computes them; constructed before the step function runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, precision: Precision) -> None:
+        self._precision = precision
         self._values: list[Tensor] = []
         self._microbatches: list[int] = []
-        self._num_scaled = num_scaled()
+        self._num_scaled = precision.num_scaled
         self.mean: float | None = None  # over the microbatches, once there is a verdict
 
     def add(self, microbatch: int, losses: Sequence[Tensor]) -> None:
@@ -57,7 +57,7 @@ class Losses:
             return 0
         values = torch.stack(self._values).tolist()
         self.mean = sum(values) / len(set(self._microbatches))
-        if overflow_is_curable(self._num_scaled):
+        if self._precision.overflow_is_curable(self._num_scaled):
             return 0
         for microbatch, value in zip(self._microbatches, values, strict=True):
             if not math.isfinite(value):
@@ -65,16 +65,6 @@ class Losses:
                 replica = session.mesh.rdp_rank(session.rank)
                 return 1 + 3 * (replica * session.config.microbatches + microbatch) + kind
         return 0
-
-    def bits(self) -> int:
-        """The mean as a whole number that `loss_from_bits` reads; after `verdict`."""
-        return int.from_bytes(struct.pack("<d", math.nan if self.mean is None else self.mean), "little", signed=True)
-
-
-def loss_from_bits(bits: int) -> float | None:
-    """The mean loss that another rank has sent; None if there is none, or it is not a number."""
-    (mean,) = struct.unpack("<d", bits.to_bytes(8, "little", signed=True))
-    return None if math.isnan(mean) else float(mean)
 
 
 def agree(verdict: int, body: StepBody | None, session: Session) -> int:

@@ -13,7 +13,8 @@ By hand (`smp.partition`) a model may be cut so that rank 0 has the last stage t
 
 Terms
     header      which program runs, and whether the form of the arguments is the last one of this step function
-    new         a signature without a program yet, see `smpc.v1.steps.compiling`. The first one fixes which rank holds which parameter
+    new         a signature without a program yet, see `smpc.v1.steps.programs.compiler`. The first one fixes which rank holds which
+                parameter
     evaluation  a step without backward. The first call of a function in a signature runs a training program, which can do without
                 gradients; from then on it is known, and the forward-only program runs
 
@@ -32,30 +33,30 @@ import torch
 from torch import Tensor
 
 from smpc.codegen.stage import StageModule
-from smpc.compile import Compilation
+from smpc.compile.result import Compilation
 from smpc.errors import StepError, UsageError
-from smpc.executor.handler import StepHooks
+from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.executor.transport import Transport
-from smpc.observe import Observer
-from smpc.partitioner.plan import Plan
+from smpc.observe.observer import Watch
+from smpc.partitioner.graph.plan import Plan
 from smpc.runtime import Runtime
 from smpc.sample_inputs import Inputs
-from smpc.v1.models.compiled_tensors import CompiledTensors
-from smpc.v1.models.placement import Placement
-from smpc.v1.state import Session
-from smpc.v1.steps.arguments import ArgumentForm, form_of, merge_arguments
-from smpc.v1.steps.calls import Capture, Captured, Enter
-from smpc.v1.steps.compiling import Compiler
-from smpc.v1.steps.control import Control
-from smpc.v1.steps.failures import Description, describe, raise_everywhere
-from smpc.v1.steps.join import Join
-from smpc.v1.steps.last_rank import LastRank
-from smpc.v1.steps.microbatch import map_tensors
-from smpc.v1.steps.nonfinite import agree, loss_from_bits
-from smpc.v1.steps.programs import ProgramTable
-from smpc.v1.steps.results import ResultForm, pack, read_results, unpack
-from smpc.v1.steps.signature import ModeReader, Signature, check_equal, read_signature
-from smpc.v1.steps.step_body import Arguments, StepBody
+from smpc.tracer.environment.memory_words import DictVersions
+from smpc.tracer.guards import state_asked_for
+from smpc.tracer.state.state_use import StateUse
+from smpc.v1.session.containers import map_tensors
+from smpc.v1.session.control import Control
+from smpc.v1.session.step_errors import AGREED, Description, describe, raise_everywhere
+from smpc.v1.steps.arguments import ArgumentForm, Arguments, StepBody, form_of, merge_arguments
+from smpc.v1.steps.calls import Capture, Captured
+from smpc.v1.steps.context import StepContext
+from smpc.v1.steps.last_stage import LastRank
+from smpc.v1.steps.nonfinite import agree
+from smpc.v1.steps.programs.compiler import Compiler
+from smpc.v1.steps.programs.signature import ModeReader, Signature, check_equal, read_signature
+from smpc.v1.steps.programs.table import ProgramTable
+from smpc.v1.steps.programs.verifying import verify_first
+from smpc.v1.steps.results import ResultForm, loss_from_bits, loss_to_bits, pack, read_results
 
 OwnArguments = Callable[[], Arguments]  # this rank's arguments of a step; binding them may fail
 _AT_END = 1 << 30
@@ -74,12 +75,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Request:
-    """A step as pipeline rank 0 begins it."""
+    """A step as pipeline rank 0 begins it. `program`: by number, or that there is none yet."""
 
     inputs: list[Inputs]
     signature: Signature
     form: ArgumentForm
     tensors: list[Tensor]
+    program: int = _NEW
 
 
 @dataclass(frozen=True)
@@ -93,54 +95,37 @@ class Outcome:
     loss: float | None = None  # mean over the microbatches, where it is known
     did_backward: bool = False
 
-    def result(self) -> Any:
-        """The value; raises the error."""
-        if self.description is not None:
-            raise_everywhere(self.description, self.failure)
-        return self.value
-
 
 class Pipeline:
-    """One rank's part of it. `hooks` makes the data-parallel hooks of its stages; `on_compile` is called before a program is made."""
+    """One rank's part of it. `hooks` makes the data-parallel hooks of its stages."""
 
     def __init__(
         self,
-        module: torch.nn.Module,
-        session: Session,
+        context: StepContext,
         transport: Transport,
         control: Control,
         hooks: Callable[[Mapping[int, StageModule]], StepHooks | None],
-        enter: Enter,
-        average: bool,
-        on_compile: Callable[[], None],
-        measures: bool = False,
-        measures_memory: bool = False,
-        observer: Observer | None = None,
-        tensors: CompiledTensors | None = None,
     ) -> None:
-        device, rank = session.device, control.rank
-        self._session, self._control, self._enter, self._tensors = session, control, enter, tensors
+        session = context.session
+        self._context, self._session, self._transport, self._control = context, session, transport, control
         self._num_microbatches = session.config.microbatches
-        self._divisor = self._num_microbatches if average else 1  # of gradients
-        self.placement = Placement(module, rank, device)
-        self._modes = ModeReader(module)
-        self._compiler = Compiler(
-            module,
-            session,
-            transport,
-            control,
-            self.placement,
-            self._modes,
-            on_compile,
-            measures,
-            measures_memory,
-            tensors,
+        self._judges_alone = session.mesh.dp_size == 1  # what `agree` has nothing to do for
+        self._versions = DictVersions()
+        self._modes = ModeReader(context.module, self._versions)
+        self._compiler = Compiler(context, transport, control, self._modes, self._versions)
+        self._runtime = Runtime(
+            context.module,
+            rank=control.rank,
+            transport=transport,
+            device=session.device,
+            hooks=hooks,
+            observer=context.observer,
         )
-        self._runtime = Runtime(module, rank=rank, transport=transport, device=device, hooks=hooks, observer=observer)
         self.programs = ProgramTable(session.config.program_cache_size)
         self._memories: dict[int, Memory] = {}
-        self.join: Join | None = None
         self.first: Compilation | None = None
+        self._last = -1  # the pipeline rank of the last stage, once there is a plan
+        self._is_last = False  # whether this is it, which runs the step function
         self.saved_plan: Plan | None = None  # that of the checkpoint to resume from
         self._phase = "between steps"
         self._is_done = False  # the instructions of this step
@@ -162,24 +147,52 @@ class Pipeline:
         assert self.first is not None, "the model is partitioned by the first step"
         return self.first.plan
 
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank runs the last stage, and with it the step function."""
-        return self._last == self._control.rank
+    def own_modules(self) -> tuple[str, ...]:
+        """The modules that lie wholly on this rank; what is in them does not occur by itself."""
+        return tuple(name for stage in self.plan.stages if stage.rank == self._control.rank for name in stage.modules)
 
-    @property
-    def _last(self) -> int:
-        return self.plan.stages[-1].rank
+    def close(self) -> None:
+        """End this rank's connections to the others of the pipeline."""
+        self._transport.close()
+        self._control.close()
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def begin(self, body: StepBody, own: OwnArguments, on_partition: Callable[[], None]) -> tuple[int, Request | None]:
+    def step(self, body: StepBody, own: OwnArguments, watch: Watch) -> tuple[Any, int]:
+        """One step; what it returns, and the verdict on its losses."""
+        context = self._context
+        supervision, join = context.supervision, context.join
+        if self.first is not None and not context.placement.is_spread:
+            context.placement.spread()
+        with supervision.step():
+            if join is not None and self.first is None:
+                join.begin_partition()
+            try:
+                program, request = self._begin(body, own)
+            except AGREED as error:
+                if self._session.mesh.rdp_size > 1:
+                    supervision.report(error)  # other replicas would wait for this one
+                raise
+            except BaseException as error:
+                with supervision.guard():
+                    raise error
+            if join is not None and self._may_train(body, program):
+                join.begin_step()
+            with supervision.guard():
+                outcome = self._run(body, own, program, request)
+        watch.loss = outcome.loss
+        if outcome.description is not None:
+            raise_everywhere(outcome.description, outcome.failure)
+        return outcome.value, outcome.verdict
+
+    def _begin(self, body: StepBody, own: OwnArguments) -> tuple[int, Request | None]:
         """Agree on the program of a step, compiling it where it is new; (program, rank 0's request).
 
-        `on_partition` is called when the first program is there. Raises on all ranks what rank 0 finds wrong.
+        Raises on all ranks what rank 0 finds wrong.
         """
         self._phase = f"the start of step function {body.name}"
         self._is_done = False
+        self._versions.poll()
         request: Request | None = None
         failure: Exception | None = None
         if self._control.rank == 0:
@@ -189,23 +202,28 @@ class Pipeline:
                 failure = error
         if self.first is None:
             self._partition(request, failure)
-            on_partition()
+            if request is not None and self.programs.signature(0) == request.signature:
+                request = dataclasses.replace(request, program=0)
         return self._announce(body, request, failure), request
 
-    def run(self, body: StepBody, own: OwnArguments, program: int, request: Request | None) -> Outcome:
-        """Run the step that `begin` has prepared."""
+    def _run(self, body: StepBody, own: OwnArguments, program: int, request: Request | None) -> Outcome:
+        """Run the step that `_begin` has prepared."""
         memory = self._memories.setdefault(body.number, Memory())
         signature = self.programs.signature(program)
-        trains = self.may_train(body, program)
+        trains = self._may_train(body, program)
         self._phase = f"step function {body.name}, program {program}"
         form = memory.arguments
         assert form is not None, "the header brings it"
-        if request is not None and not self.is_last:
+        if request is not None and not self._is_last:
             self._control.send(request.tensors, form.formats, self._last)
         tail: LastRank | None = None
-        if self.is_last:
-            tail = LastRank(body, self._arguments(body, own, form, request), self._enter, trains, self._divisor)
-        self._modes.check(signature.modes)
+        if self._is_last:
+            tail = LastRank(self._context, body, self._arguments(body, own, form, request), trains)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._modes.check(signature.modes)
+        if self._control.rank != 0:  # which has compared it when it looked for the program
+            self._check_environment(program)
+        self.programs.recording(program).environment.leave()
         with torch.inference_mode(False), torch.set_grad_enabled(signature.grad_enabled):
             self._runtime.run(
                 program,
@@ -218,33 +236,44 @@ class Pipeline:
         self._control.acknowledge(self._last)
         if not trains:
             return outcome
-        if self.join is not None:
-            self.join.end_step(did_backward=outcome.did_backward)
+        if self._context.join is not None:
+            self._context.join.end_step(did_backward=outcome.did_backward)
         if not outcome.did_backward:
             self._runtime.did_not_train()
+        if self._judges_alone:
+            return outcome
         return dataclasses.replace(outcome, verdict=agree(outcome.verdict, body, self._session))
 
-    def may_train(self, body: StepBody, program: int) -> bool:
+    def _check_environment(self, program: int) -> None:
+        """Raise StepError if what the model's Python reads is not what it was when the program was recorded."""
+        difference = self.programs.recording(program).environment.difference()
+        if difference is not None:
+            raise StepError(
+                f"{difference} when this rank recorded the program that pipeline rank 0 runs now, where it has not changed; change it "
+                "on every rank, between the same two steps"
+            )
+
+    def _may_train(self, body: StepBody, program: int) -> bool:
         """Whether this step of the function runs the training program; replicas then exchange buffers and gradients in it."""
         known = self._memories.setdefault(body.number, Memory()).trains
         return self.programs.signature(program).grad_enabled and known.get(program, True)
 
-    def partition_without_data(self, on_partition: Callable[[], None]) -> None:
+    def partition_without_data(self) -> None:
         """Take part in the first program of all, for a replica that has no batch."""
         self._partition(None, None)
-        on_partition()
 
     def _request(self, body: StepBody, own: OwnArguments) -> Request:
         """Rank 0: run the step function up to the model, for every microbatch."""
-        device = self._session.device
+        context, device = self._context, self._session.device
         arguments = {name: map_tensors(value, lambda tensor: tensor.to(device)) for name, value in own().items()}
         microbatches = body.split(arguments, self._num_microbatches, device)
-        modes = self._modes.read()
+        with torch._C.DisableTorchFunctionSubclass():  # absent parameters are asked like others, and as fast
+            modes = self._modes.read()
         inputs: list[Inputs] = []
         signatures: list[Signature] = []
         for index, microbatch in enumerate(microbatches):
             capture = Capture(body.name)
-            self._enter(capture)
+            context.calls = capture
             try:
                 body.call(microbatch)
             except Captured:
@@ -253,7 +282,7 @@ class Pipeline:
                 error.add_note(f"in pipeline rank 0, step function {body.name} before the model, microbatch {index}")
                 raise
             finally:
-                self._enter(None)
+                context.calls = None
             if capture.inputs is None:
                 raise StepError(
                     f"step function {body.name} returned without calling the model; call model(...) in it once"
@@ -262,8 +291,11 @@ class Pipeline:
             signatures.append(read_signature(capture.inputs, modes, capture.grad_enabled, capture.autocast))
         check_equal(signatures, body.name)
         form, tensors = form_of(arguments)
-        signature = self._compiler.answered(signatures[0].with_ones(inputs), inputs, self.programs)
-        return Request(inputs, signature, form, tensors)
+        asked = signatures[0].with_ones(inputs)
+        known = self.programs.lookup(asked, inputs, context.module)
+        if known is not None:
+            return Request(inputs, self.programs.signature(known), form, tensors, known)
+        return Request(inputs, self._compiler.answered(asked, inputs), form, tensors)
 
     def _announce(self, body: StepBody, request: Request | None, failure: Exception | None) -> int:
         """The header, and what it says is to follow."""
@@ -272,8 +304,7 @@ class Pipeline:
         numbers = [_FAILED, body.number, 0]
         if request is not None:
             same = memory.arguments == request.form
-            found = self.programs.find(request.signature)
-            numbers = [_NEW if found is None else found, body.number, int(same)]
+            numbers = [request.program, body.number, int(same)]
         program, number, same_form = control.broadcast_numbers(numbers, 0)
         if number != body.number:
             raise UsageError(
@@ -316,7 +347,7 @@ class Pipeline:
         if tail is not None and failure is None:
             try:
                 results = read_results(tail.values(), body.name)
-                value, form, tensors = results.join(body.detach_outputs), results.form(), results.tensors
+                value, form, tensors = results.join(), results.form(), results.tensors
             except StepError as error:
                 failure = error
         same = form is not None and form == memory.results
@@ -324,7 +355,7 @@ class Pipeline:
             _FAILED if failure is not None else int(same),
             int(tail is not None and tail.did_backward),
             0 if tail is None else tail.losses.verdict(self._session),
-            0 if tail is None else tail.losses.bits(),
+            0 if tail is None else loss_to_bits(tail.losses.mean),
         ]
         status, did_backward, verdict, bits = control.broadcast_numbers(numbers, last)
         if status == _FAILED:
@@ -340,7 +371,7 @@ class Pipeline:
         else:
             payload = torch.empty(memory.results.num_bytes, dtype=torch.uint8, device=device)
             control.broadcast_bytes(payload, last)
-            value = memory.results.build(unpack(payload, memory.results.specs))
+            value = memory.results.build(payload)
         return Outcome(value, verdict, loss=loss_from_bits(bits), did_backward=bool(did_backward))
 
     # -- programs ------------------------------------------------------------------------------------------------------
@@ -348,23 +379,37 @@ class Pipeline:
     def _partition(self, request: Request | None, failure: Exception | None) -> None:
         """The first program of all; collective over all ranks of all replicas."""
         own = None if request is None else (request.signature, request.inputs[0])
-        self._add(self._compiler.first_signature(own, failure))
+        self._add(self._compiler.first_signature(own, failure), None if request is None else request.inputs[0])
+        self._last = self.plan.stages[-1].rank
+        self._is_last = self._last == self._control.rank
+        self._context.hooks.run()
 
-    def _add(self, signature: Signature) -> int:
-        """Compile and install a program; collective over the pipeline. Raises the same on all its ranks."""
+    def _add(self, signature: Signature, microbatch: Inputs | None = None) -> int:
+        """Compile and install a program; collective over the pipeline. Raises the same on all its ranks.
+
+        `microbatch`: of the first program of all, on rank 0, what it may be verified on.
+        """
+        context = self._context
         if len(self.programs) and self._session.mesh.rdp_size > 1:
             self._modes.check_none_unfrozen(self.programs.signature(0).modes, signature.modes)
-        compilation = self._compiler.compile(signature, like=self.first, saved=self.saved_plan)
-        self.placement.add(compilation.plan)
+        compilation, recording = self._compiler.compile(signature, like=self.first, saved=self.saved_plan)
+        if self.first is None and self._session.config.verify and context.tensors is None:
+            compiled = compilation, recording
+            verify_first(context.module, self._session, self._control, signature, compiled, microbatch)
+        trace = compilation.trace
+        context.placement.add(compilation.plan, state_asked_for(trace), StateUse.of(trace))
         if self.first is None:
-            if self._tensors is None:
-                self.placement.apply()
+            if context.tensors is None:
+                context.placement.apply()
             else:
-                self._tensors.place(self.placement)
+                context.tensors.place(context.placement)
             self.first = compilation
+            context.is_cut = True
         program = self.programs.next_number()
         for memory in self._memories.values():
             memory.trains.pop(program, None)  # what was known of the program that gives way
         self._runtime.install(compilation, program)
-        self.programs.put(program, signature, compilation.trace)
+        if len(self.programs) == 0:
+            self._modes.rebase()  # others may have taken the parameters' places
+        self.programs.put(program, signature, recording)
         return program

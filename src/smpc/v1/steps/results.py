@@ -1,18 +1,35 @@
 """Return values of a step function: from one for each microbatch to one for the step, and from the last rank to all.
 
     returned in microbatches 0, 1     {"loss": tensor, "n": 3, "extra": None}, {"loss": tensor, "n": 4, "extra": None}
-    returned by the step              {"loss": StepOutput of both, "n": [3, 4], "extra": None}
+    returned by the step              {"loss": StepOutput of both, "n": [3, 4], "extra": [None, None]}
+
+A function that returns nothing, None itself, makes a step that returns None.
+
+    >>> output = StepOutput([torch.tensor(1.0), torch.tensor(3.0)])
+    >>> output.reduce_mean()
+    tensor(2.)
+
+What a microbatch has returned is taken apart at once, and its tensors lose their history: the history of a loss holds the stage's input
+and that one's gradient, of every microbatch until the step ends. For the same reason a small part of a large tensor (`logits[:, -1]`) is
+copied.
 
 Terms
+    returned  what one microbatch has returned, taken apart
     form      structure of the return value, specs of its tensors in every microbatch, pickles of its other leaves: all but the tensors.
               Equal forms stand for equal values: an object that the step function has changed since has another pickle
     payload   the tensors' bytes one after another, larger elements first, so that each begins where its dtype allows
+
+Source: public SMP v1 API (`StepOutput`).
 """
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 import pickle
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,37 +38,115 @@ from torch import Tensor
 
 from smpc.errors import StepError
 from smpc.tracer.ir import TensorSpec
-from smpc.tracer.structure import Structure, flatten
-from smpc.v1.steps.step_output import StepOutput
+from smpc.tracer.structure import LEAF, Structure, flatten
 
 _SETS = ("set", "frozenset")
+Place = tuple[int, int, torch.dtype, tuple[int, ...]]  # of a tensor in a payload: begin and end in bytes, dtype, shape
+
+
+class StepOutput:
+    """One tensor for each microbatch, in order."""
+
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        self.outputs = list(outputs)
+
+    def reduce_mean(self) -> Tensor:
+        """The mean over the microbatches, of the shape of one of them."""
+        return self.reduce_sum() / len(self.outputs)
+
+    def average(self) -> Tensor:
+        """The same as `reduce_mean`."""
+        return self.reduce_mean()
+
+    def reduce_sum(self) -> Tensor:
+        """The sum over the microbatches, of the shape of one of them."""
+        return functools.reduce(operator.add, self.outputs)
+
+    def concat(self) -> Tensor:
+        """The tensors joined along axis 0, which they must have."""
+        if any(not output.dim() for output in self.outputs):
+            raise StepError("concat: expected tensors with at least one axis, found scalars; use stack()")
+        return torch.cat(self.outputs)
+
+    def stack(self) -> Tensor:
+        """The tensors along a new axis 0, whose size is the number of microbatches."""
+        return torch.stack(self.outputs)
+
+    def item(self) -> float:
+        """The mean over the microbatches as a number of Python. Raises StepError unless each has one element."""
+        wrong = [list(output.shape) for output in self.outputs if output.numel() != 1]
+        if wrong:
+            raise StepError(f"item: expected tensors of one element, found shape {wrong[0]}; use concat() or stack()")
+        return float(self.reduce_mean().item())
+
+    def detach(self) -> StepOutput:
+        """The same tensors without their history."""
+        return StepOutput([output.detach() for output in self.outputs])
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.outputs)
+
+    def __getitem__(self, microbatch: int) -> Tensor:
+        return self.outputs[microbatch]
+
+    def __repr__(self) -> str:
+        return f"StepOutput({self.outputs!r})"
 
 
 @dataclass(frozen=True, slots=True)
+class Returned:
+    """What the step function returned in one microbatch."""
+
+    leaves: list[Any]
+    structure: Structure
+
+
+def take(value: Any, detach: bool) -> Returned:
+    """What the step function has just returned; `detach`: its tensors lose their history, and hold no memory but their own."""
+    leaves, structure = flatten(value)
+    return Returned([_apart(leaf) if detach and isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    found = tensor.detach()
+    if found.layout is not torch.strided:
+        return found
+    is_small_part = 2 * found.numel() * found.element_size() <= found.untyped_storage().nbytes()
+    return found.clone() if is_small_part else found
+
+
+@dataclass(frozen=True)
 class ResultForm:
     """Everything about a step's results but the tensors. `leaves[i]`: specs or pickles of leaf i in every microbatch."""
 
     structure: Structure
     leaves: tuple[tuple[TensorSpec | bytes, ...], ...]
 
-    def build(self, tensors: Sequence[Tensor]) -> Any:
-        """The step's return value; tensors in order of leaves, then microbatches."""
-        remaining = iter(tensors)
+    def build(self, payload: Tensor) -> Any:
+        """The step's return value out of the tensors' bytes."""
+        remaining = iter(_read(payload, self._places))
         columns = [
             [next(remaining) if isinstance(leaf, TensorSpec) else pickle.loads(leaf) for leaf in column]
             for column in self.leaves
         ]
         return _join(self.structure, columns)
 
-    @property
+    @functools.cached_property
     def specs(self) -> list[TensorSpec]:
-        """Specs of all tensors, in the order of `build`."""
+        """Specs of all tensors, in order of leaves, then microbatches."""
         return [leaf for column in self.leaves for leaf in column if isinstance(leaf, TensorSpec)]
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
         """Size of the payload."""
         return sum(spec.num_bytes for spec in self.specs)
+
+    @functools.cached_property
+    def _places(self) -> list[Place]:
+        return _places(self.specs)
 
 
 @dataclass(frozen=True)
@@ -67,14 +162,10 @@ class Results:
         """All tensors, in order of leaves, then microbatches."""
         return [leaf for column in self.columns for leaf in column if isinstance(leaf, Tensor)]
 
-    def join(self, detach: bool) -> Any:
-        """The step's return value; `detach`: its tensors lose their history. Raises StepError for a class that does not allow it."""
-        columns = [
-            [leaf.detach() for leaf in column] if detach and isinstance(column[0], Tensor) else column
-            for column in self.columns
-        ]
+    def join(self) -> Any:
+        """The step's return value. Raises StepError for a class that does not allow it."""
         try:
-            return _join(self.structure, columns)
+            return _join(self.structure, self.columns)
         except Exception as error:  # of the user's classes
             classes = [
                 f"{_place(path)} {part.class_name}" for path, part in self.structure.containers() if part.class_name
@@ -100,46 +191,59 @@ class Results:
         return ResultForm(self.structure, tuple(leaves))
 
 
-def read_results(values: Sequence[Any], step_name: str) -> Results:
+def read_results(values: Sequence[Returned], step_name: str) -> Results:
     """What the microbatches returned, leaf by leaf.
 
     Raises StepError unless all of them returned the same structure, without sets: members of those have no place to be known by.
     """
-    flat = [flatten(value) for value in values]
-    structure = flat[0][1]
+    structure = values[0].structure
     sets = [f"{_place(path)} a {part.kind}" for path, part in structure.containers() if part.kind in _SETS]
     if sets:
         raise StepError(
             f"step function {step_name}: expected tensors and values in containers with an order, found {', '.join(sets)}; members of a "
             "set in one microbatch cannot be told from those in another: return a list, a tuple or a dict in its place"
         )
-    kinds = [[isinstance(leaf, Tensor) for leaf in leaves] for leaves, _ in flat]
-    for index, (_, other) in enumerate(flat):
+    kinds = [[isinstance(leaf, Tensor) for leaf in value.leaves] for value in values]
+    for index, other in enumerate(value.structure for value in values):
         if other != structure or kinds[index] != kinds[0]:
             raise StepError(
                 f"step function {step_name} must return the same structure in every microbatch, found "
                 f"{_tensor_paths(structure, kinds[0])} in microbatch 0 and {_tensor_paths(other, kinds[index])} in {index}"
             )
-    return Results(step_name, structure, list(zip(*(leaves for leaves, _ in flat), strict=True)))
+    return Results(step_name, structure, list(zip(*(value.leaves for value in values), strict=True)))
 
 
 def pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The payload of tensors: flat uint8."""
     order = _order([tensor.dtype for tensor in tensors])
-    parts = [tensors[i].detach().reshape(-1).to(device).view(torch.uint8) for i in order if tensors[i].numel()]
+    parts = [_bytes_of(tensors[i], device) for i in order if tensors[i].numel()]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
+
+
+def _bytes_of(tensor: Tensor, device: torch.device) -> Tensor:
+    flat = tensor.detach().reshape(-1).to(device).contiguous()
+    # One element is contiguous whatever its stride, which must be 1 for a view of another size.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def unpack(payload: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
     """The tensors in a payload, contiguous."""
-    found: dict[int, Tensor] = {}
-    position = 0
+    return _read(payload, _places(specs))
+
+
+def _read(payload: Tensor, places: Sequence[Place]) -> list[Tensor]:
+    return [payload[begin:end].view(dtype).view(shape) for begin, end, dtype, shape in places]
+
+
+def _places(specs: Sequence[TensorSpec]) -> list[Place]:
+    """Where the tensors are in a payload, in the order of `specs`."""
+    found: dict[int, Place] = {}
+    begin = 0
     for i in _order([spec.torch_dtype for spec in specs]):
         spec = specs[i]
-        part = payload[position : position + spec.num_bytes]
-        found[i] = part.view(spec.torch_dtype).view(spec.shape)
-        position += spec.num_bytes
-    return [found[i] for i in range(len(specs))]
+        found[i] = begin, begin + spec.num_bytes, spec.torch_dtype, spec.shape
+        begin += spec.num_bytes
+    return [found[i] for i in range(len(found))]
 
 
 def _order(dtypes: Sequence[torch.dtype]) -> list[int]:
@@ -148,13 +252,11 @@ def _order(dtypes: Sequence[torch.dtype]) -> list[int]:
 
 def _join(structure: Structure, columns: Sequence[Sequence[Any]]) -> Any:
     """The step's return value out of its leaves in every microbatch."""
-    leaves: list[Any] = []
-    for column in columns:
-        if isinstance(column[0], Tensor):
-            leaves.append(StepOutput(column))
-        else:
-            leaves.append(None if all(value is None for value in column) else list(column))
-    return structure.unflatten(leaves)
+    if structure.kind == LEAF and all(value is None for value in columns[0]):
+        return None
+    return structure.unflatten(
+        [StepOutput(column) if isinstance(column[0], Tensor) else list(column) for column in columns]
+    )
 
 
 def _describe(leaf: Any, path: str, wrong: list[str]) -> TensorSpec | bytes:
@@ -178,3 +280,14 @@ def _tensor_paths(structure: Structure, kinds: Sequence[bool]) -> str:
         for path, is_tensor in zip(structure.paths(), kinds, strict=True)
     ]
     return f"{structure.kind} of [{', '.join(paths)}]"
+
+
+def loss_to_bits(mean: float | None) -> int:
+    """A mean loss as a whole number, which travels among others; None if there is none."""
+    return int.from_bytes(struct.pack("<d", math.nan if mean is None else mean), "little", signed=True)
+
+
+def loss_from_bits(bits: int) -> float | None:
+    """The mean loss that another rank has sent; None if there is none, or it is not a number."""
+    (mean,) = struct.unpack("<d", bits.to_bytes(8, "little", signed=True))
+    return None if math.isnan(mean) else float(mean)

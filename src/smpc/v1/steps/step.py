@@ -13,18 +13,34 @@ With a pipeline, the tensors of pipeline rank 0 count, whatever the others pass 
 function up to `model(...)`; the rank of the last stage runs all of it, once for every microbatch; the others run none of it. So a step
 function may have no effect but `model.backward` and what it returns, and calls the model once. Functions without `model.backward` evaluate.
 
+What a model does with every step, with a pipeline or without one, is `StepRunner`:
+
+    before    steps do not nest; a save in the background that has failed; what optimizers tell each other before the first update
+    step      `Pipeline` or `Single`
+    after     the verdict on losses that are not finite; the optimizer has new gradients; hooks of the script
+
 Source: public SMP v1 API (`smp.step`).
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
-from smpc.errors import ConfigTypeError, UsageError
-from smpc.v1.state import state
-from smpc.v1.steps.step_body import StepBody
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from smpc.errors import CheckpointError, ConfigTypeError, NonFiniteLossError, StepError, UsageError
+from smpc.observe.observer import Watch
+from smpc.v1.session.state import Script, state
+from smpc.v1.session.step_errors import user_part
+from smpc.v1.steps.arguments import Arguments, StepBody
+from smpc.v1.steps.calls import ModelCalls, current_autocast
+from smpc.v1.steps.context import StepContext
+from smpc.v1.steps.nonfinite import describe_verdict
+from smpc.v1.steps.unpipelined import Single
 
 
 class StepFunction:
@@ -36,12 +52,31 @@ class StepFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step. Returns what the function returns, with a StepOutput for every tensor and a list for any other value."""
-        if not state.initialized or state.model is None:
+        if state.model is None:
             raise UsageError(
                 f"step function {self._body.name} was called before there is a model; call smp.init and smp.DistributedModel "
                 "first, on every rank"
             )
-        return state.model.run_step(self._body, args, kwargs)
+        script = self._script(args, kwargs)
+        try:
+            with state.acting(script):
+                return script.model.run_step(self._body, args, kwargs)
+        except StepError as error:
+            error.__traceback__ = user_part(error.__traceback__)
+            raise
+
+    def _script(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Script:
+        """That of the model among the arguments, where there are several models."""
+        scripts = state.with_models
+        if len(scripts) == 1:
+            return scripts[0]
+        found = [each for each in scripts if any(value is each.model for value in (*args, *kwargs.values()))]
+        if len(found) != 1:
+            raise StepError(
+                f"step function {self._body.name}: there are {len(scripts)} models, so expected one of them among its arguments, found "
+                f"{len(found)}; a step runs one model: run the other in a step function of its own, and pass what it returned as tensors"
+            )
+        return found[0]
 
     def __repr__(self) -> str:
         return f"<smp.step {self._body.name}>"
@@ -79,3 +114,94 @@ def step(
         return StepFunction(StepBody(function, non_split_inputs or (), input_split_axes or {}, detach_outputs))
 
     return decorate if function is None else decorate(function)
+
+
+class Steps(Protocol):
+    """`Pipeline` or `Single`."""
+
+    def step(self, body: StepBody, own: Callable[[], Arguments], watch: Watch) -> tuple[Any, int]:
+        """One step; what it returns, and the verdict on its losses."""
+
+
+class StepRunner:
+    """Of one model. `single`: its `steps`, where there is no pipeline."""
+
+    def __init__(self, context: StepContext, steps: Steps, single: Single | None) -> None:
+        self._context, self._steps, self._single = context, steps, single
+
+    def run(self, body: StepBody, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a step function on the whole batch."""
+        context = self._context
+        if context.calls is not None:
+            raise StepError(f"step function {body.name} was called inside another step; steps do not nest")
+        if self._single is None and current_autocast() is not None:
+            raise StepError(
+                f"step function {body.name} was called under autocast, which ranks that run none of it do not see; enter autocast in the "
+                "step function, around the model and the loss, not around the step function"
+            )
+
+        def own() -> Arguments:
+            arguments = body.bind(args, kwargs)
+            if context.distribution.checks_batch:
+                context.distribution.check_batch(arguments, body.name)
+            return arguments
+
+        if context.script.job.checkpointer is not None:
+            self._check_saving()
+        self._tell_of_optimizer()
+        observer = context.observer
+        with observer.step(() if observer.is_idle else _tensors(args, kwargs)) as watch:
+            result, verdict = self._steps.step(body, own, watch)
+            if verdict:
+                self._judge(verdict, body)
+        optimizer = context.script.optimizer
+        if optimizer is not None:
+            optimizer.gradients_changed()
+        context.supervision.end_start()
+        if not context.hooks.have_stepped:
+            context.hooks.after_step()
+        return result
+
+    def outside(self, what: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModelCalls:
+        """What runs the model outside of steps. Raises StepError with a pipeline, and in join."""
+        context = self._context
+        if self._single is None or context.join is not None:
+            why = "there is a pipeline" if self._single is None else "of join"
+            raise StepError(
+                f"{what} was called outside a step; call it in a function decorated with @smp.step, as {why}"
+            )
+        self._tell_of_optimizer()
+        self._single.settle()
+        if context.distribution.checks_batch:
+            given = {f"argument {i}": arg for i, arg in enumerate(args)} | dict(kwargs)
+            context.distribution.check_batch(given, "(none)")
+        return self._single.direct
+
+    def _tell_of_optimizer(self) -> None:
+        """Before ranks meet in a step: what they compare before the first update."""
+        optimizer = self._context.script.optimizer
+        if optimizer is not None:
+            optimizer.tell_others()
+
+    def _check_saving(self) -> None:
+        """Raise what a save in the background has failed with; ranks that do not know it yet are told."""
+        try:
+            self._context.script.job.checkpointer.check()
+        except CheckpointError as error:
+            self._context.supervision.report(error)
+            raise
+
+    def _judge(self, verdict: int, body: StepBody) -> None:
+        """Do what `nan_policy` says where a loss is not finite; the verdict is the same on all ranks."""
+        for parameter in self._context.module.parameters():
+            parameter.grad = None
+        session = self._context.session
+        text = describe_verdict(verdict, body.name, session)
+        if session.config.nan_policy == "raise":
+            raise NonFiniteLossError(text)
+        if session.rank == 0:
+            warnings.warn(text, stacklevel=5)
+
+
+def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

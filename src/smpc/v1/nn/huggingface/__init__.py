@@ -3,6 +3,6 @@
 from smpc.v1.nn.huggingface.gptneox import translate_state_dict_to_hf_gptneox
 """
 
-from smpc.v1.nn.huggingface import bert, gpt2, gptj, gptneox, roberta, t5, vit
+from smpc.v1.nn.huggingface import bert, gpt2, gptj, gptneo, gptneox, roberta, t5, vit
 
-__all__ = ["bert", "gpt2", "gptj", "gptneox", "roberta", "t5", "vit"]
+__all__ = ["bert", "gpt2", "gptj", "gptneo", "gptneox", "roberta", "t5", "vit"]

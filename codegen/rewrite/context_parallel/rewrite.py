@@ -1,0 +1,231 @@
+"""Rewrites a trace for one rank of a context-parallel group: parameters whole, the sequence cut.
+
+It is the search of `smpc.codegen.rewrite.tensor_parallel` with other limits: parameters lie whole, and only dimensions that come from the
+sequence are sliced (`smpc.codegen.rewrite.context_parallel.sequence`). What it costs is what a rank does and keeps beyond its share.
+Inputs are whole on every rank, so labels, positions and masks are computed whole, and cut where slices meet them.
+
+    layout        slices
+    contiguous    S: rank r of n has the r-th of n pieces
+    zigzag        Z: it has pieces r and 2n - 1 - r of 2n, so that causal attention is as much work on every rank
+    auto          zigzag where the model has causal attention
+
+An operation that no rule can share is computed whole on every rank: `ContextTrace.whole` names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from smpc.codegen.rewrite import whole_draws
+from smpc.codegen.rewrite.context_parallel.methods import AUTO, METHODS, fits, ways_of, with_rings
+from smpc.codegen.rewrite.context_parallel.rules import RULES, is_causal
+from smpc.codegen.rewrite.context_parallel.sequence import Dims, SequenceDims
+from smpc.codegen.rewrite.tensor_parallel.layout_problem import Weights
+from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, Collective, ShardedTrace, describe, rewrite
+from smpc.codegen.rewrite.tensor_parallel.search import ShardingChoice, choose
+from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, short_name
+from smpc.config.planner import CONTEXT_LAYOUTS
+from smpc.errors import ConfigError
+from smpc.tracer.constants import Ref
+from smpc.tracer.ir import Node, NodeKind, Trace
+from smpc.tracer.targets import TENSOR_OPS
+
+LAYOUTS = CONTEXT_LAYOUTS
+CONTIGUOUS, ZIGZAG = LAYOUTS[1:]
+
+WEIGHTS = Weights(state=0.0, vector_state=0.0, latency_bytes=2.0**14, activation=1000.0, sums_gradients=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextPlan:
+    """How ranks share the sequence. `dims`: by input, dimensions that are the sequence's; inputs left out: all but the first.
+
+    `attention`: a way of `smpc.codegen.rewrite.context_parallel.methods`. `output_dim`: outputs whose slices lie along it stay slices.
+    """
+
+    layout: str = AUTO
+    attention: str = AUTO
+    dims: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    output_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ConfigError(f"context_parallel_layout: expected one of {', '.join(LAYOUTS)}, found {self.layout!r}")
+        if self.attention not in METHODS:
+            raise ConfigError(
+                f"context_parallel_attention: expected one of {', '.join(METHODS)}, found {self.attention!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Operations of one kind in one module that every rank does whole, on values that have the sequence as a dimension."""
+
+    module: str
+    function: str
+    source: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContextTrace:
+    """The trace of one rank, the same for all; its layout; and what is not shared.
+
+    `slices`: with an `output_dim`, the leaves of the output that are slices along it, by position, and those that every rank has whole
+    though it is the sequence's.
+    """
+
+    sharded: ShardedTrace
+    layout: str
+    whole: tuple[Whole, ...]
+    slices: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+
+def share_sequence(
+    trace: Trace, degree: int, plan: ContextPlan | None = None, *, draws_whole: bool = False
+) -> ContextTrace:
+    """The trace that each of `degree` ranks runs; `draws_whole`: see `Facts`.
+
+    ConfigError for lengths that cannot be cut, or inputs that there are not.
+    """
+    plan = plan or ContextPlan()
+    trace = with_rings(trace, degree, plan.attention, WEIGHTS)
+    inputs = _sequence_inputs(trace, plan)
+    layout = plan.layout
+    if layout == AUTO:
+        layout = ZIGZAG if any(is_causal(node) for node in trace.nodes) else CONTIGUOUS
+    _check_lengths(trace, inputs, degree, layout, plan)
+    facts = Facts(
+        trace,
+        degree,
+        mirrored=layout == ZIGZAG,
+        inner=True,
+        more={**RULES, **whole_draws.RULES},
+        draws_whole=draws_whole,
+    )
+    sequence = SequenceDims(facts, inputs)
+    ways = ways_of(facts, plan.attention, WEIGHTS)
+
+    def allowed(node: Node, strategy: Strategy) -> bool:
+        return sequence.allows(node, strategy) and fits(ways, node, strategy)
+
+    choice = choose(trace, degree, allowed, WEIGHTS, facts=facts)
+    sharded, whole = rewrite(trace, choice, facts, CONTEXT), _whole(facts, sequence, choice)
+    if plan.output_dim is None:
+        return ContextTrace(sharded, layout, whole)
+    return ContextTrace(*_with_slices(sharded, sequence, trace, plan.output_dim, layout, whole))
+
+
+def collectives_of(context: ContextTrace, trace: Trace) -> tuple[Collective, ...]:
+    """The collectives as they are in a trace that was rewritten further: of slices for tensor-parallel ranks they send that share."""
+    found = []
+    names = {node.name for node in trace.nodes}
+    for item in context.sharded.collectives:
+        before = context.sharded.trace.node(item.node).spec
+        after = trace.node(item.node).spec if item.node in names else None
+        if before is not None and after is not None and before.num_elements:
+            share = after.num_elements / before.num_elements
+            forward, backward = round(item.forward_bytes * share), round(item.backward_bytes * share)
+            found.append(dataclasses.replace(item, forward_bytes=forward, backward_bytes=backward))
+    return tuple(found)
+
+
+def describe_context(found: ContextTrace) -> str:
+    """For people: the layout, the collectives of every block, and what every rank computes whole."""
+    lines = [f"sequence slices: {found.layout}", describe(found.sharded)]
+    if found.whole:
+        lines += ["", "computed whole on every rank, as no rule shares it"]
+        lines += [
+            f"    {item.module or 'the model':<40} {item.function}{f' x {item.count}' if item.count > 1 else '':<6} {item.source}"
+            for item in found.whole
+        ]
+    return "\n".join(lines)
+
+
+def _with_slices(
+    sharded: ShardedTrace, sequence: SequenceDims, trace: Trace, dim: int, layout: str, whole: tuple[Whole, ...]
+) -> tuple[ShardedTrace, str, tuple[Whole, ...], tuple[tuple[int, ...], tuple[int, ...]]]:
+    """What makes a `ContextTrace` whose outputs are not gathered along `dim`."""
+    rewritten = sharded.trace
+    leaves, cut, left = list(rewritten.output_leaves), [], []
+    for position, (leaf, before) in enumerate(zip(leaves, trace.output_leaves, strict=True)):
+        if not isinstance(leaf, Ref) or not isinstance(before, Ref):
+            continue
+        node = rewritten.node(leaf.name)
+        if node.target == f"{TENSOR_OPS}.all_gather" and node.args[1] == dim:
+            leaves[position] = node.args[0]
+            cut.append(position)
+        elif dim in sequence.dims(before.name):
+            left.append(position)
+    rewritten = dataclasses.replace(rewritten, output_leaves=tuple(leaves))
+    live = rewritten.live
+    kept = tuple(item for item in sharded.collectives if item.node in live)
+    found = dataclasses.replace(sharded, trace=rewritten, collectives=kept)
+    return found, layout, whole, (tuple(cut), tuple(left))
+
+
+def _sequence_inputs(trace: Trace, plan: ContextPlan) -> Mapping[str, Dims]:
+    """By placeholder, the dimensions that are the sequence's."""
+    given = {name: frozenset(dims) for name, dims in plan.dims}
+    found: dict[str, Dims] = {}
+    names = []
+    for node in trace.nodes:
+        if node.kind is NodeKind.PLACEHOLDER and node.spec is not None:
+            names.append(node.target)
+            rank = len(node.spec.shape)
+            found[node.name] = given.get(node.target, frozenset(range(1, rank)))
+            if any(not 0 <= dim < rank for dim in found[node.name]):
+                raise ConfigError(
+                    f"sequence_dims: expected dimensions of {node.target} from 0 to {rank - 1}, found {sorted(found[node.name])}"
+                )
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise ConfigError(f"sequence_dims: expected inputs among {', '.join(names)}, found {', '.join(unknown)}")
+    return found
+
+
+def _check_lengths(trace: Trace, inputs: Mapping[str, Dims], degree: int, layout: str, plan: ContextPlan) -> None:
+    """ConfigError if a sequence cannot be cut: of the inputs that the plan names, otherwise of token ids, [batch, sequence]."""
+    pieces = 2 * degree if layout == ZIGZAG else degree
+    named = {name for name, _ in plan.dims}
+    wrong = []
+    for node in trace.nodes:
+        if node.kind is not NodeKind.PLACEHOLDER or node.spec is None:
+            continue
+        is_tokens = len(node.spec.shape) == 2 and node.spec.dtype in ("int64", "int32")
+        if node.target in named or (is_tokens and not named):
+            sizes = [(dim, node.spec.shape[dim]) for dim in sorted(inputs[node.name])]
+            wrong += [f"{node.target} has {size} in dimension {dim}" for dim, size in sizes if size % pieces]
+    if wrong:
+        why = (
+            f"{degree} context-parallel ranks with two pieces each (layout 'zigzag')"
+            if layout == ZIGZAG
+            else f"{degree} ranks"
+        )
+        raise ConfigError(
+            f"expected sequences of a length that {pieces} divides, for {why}; found: {'; '.join(wrong)}; pad them"
+            + (", or use the layout 'contiguous'" if layout == ZIGZAG else "")
+        )
+
+
+def _whole(facts: Facts, sequence: SequenceDims, choice: ShardingChoice) -> tuple[Whole, ...]:
+    strategies = dict(choice.by_node)
+    found: Counter[tuple[str, str, str]] = Counter()
+    for node in facts.trace.nodes:
+        strategy = strategies.get(node.name)
+        if strategy is None or strategy.divides_work or not _has_work(facts, node):
+            continue
+        if sequence.dims(node.name) or any(sequence.dims(name) for name in node.inputs):
+            module = facts.trace.calls[node.call].fqn
+            found[module, short_name(node.target) or node.target.rpartition(".")[2], node.source] += 1
+    return tuple(Whole(*key, count) for key, count in found.items())
+
+
+def _has_work(facts: Facts, node: Node) -> bool:
+    """Whether it is more than a scalar or a view."""
+    spec = facts.spec(node.name)
+    big = spec is not None and spec.num_elements > 1
+    return node.kind is NodeKind.CALL_MODULE or (bool(node.bytes_moved) and big)

@@ -1,0 +1,139 @@
+"""Rewrites a trace for one rank of a group that experts are divided over: fewer experts, and the traffic of their tokens.
+
+    before   y = mlp.experts(h, index, weights)      gate_up_proj [8, ..]
+    after    y = mlp.experts(h, index, weights)      gate_up_proj [4, ..]: the first of two ranks; sends rows of h, and of y back
+
+Experts are modules that are called whole, and stay so: what travels is decided inside of them when they run (`smpc.experts`), as it
+depends on values. What is known beforehand: a rank's tokens make as many rows as before, of which (n - 1) / n go to the other ranks if
+experts are chosen evenly, and as many come from them. So a rank computes what it computed before, and holds an nth of the experts. The
+trace is that of the rank that holds most of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, contiguous_stride
+from smpc.codegen.rewrite.tensor_parallel.rewrite import Collective
+from smpc.errors import PartitionError
+from smpc.tracer.ir import Node, NodeKind, StateSpec, TensorSpec, Trace
+from smpc.tracer.targets import GETITEM
+
+_FUNCTION = "dispatch and combine"
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Experts of a model, by names. `module`: what is called with tokens. `tensors`: [E, ..] each, all experts in one; or, for each expert,
+    the names of its own.
+    """
+
+    name: str
+    module: str
+    num_experts: int
+    tensors: tuple[str, ...] = ()
+    members: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTrace:
+    """The trace of one rank; the experts that were divided; and what the rank sends for them."""
+
+    trace: Trace
+    degree: int
+    experts: tuple[Experts, ...]
+    collectives: tuple[Collective, ...]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that a rank sends in one forward and backward."""
+        return sum(item.forward_bytes + item.backward_bytes for item in self.collectives)
+
+
+def divide_experts(trace: Trace, experts: Sequence[Experts], degree: int) -> ExpertTrace:
+    """The trace that the first of `degree` ranks runs. PartitionError for experts that are not called whole in it."""
+    state = {name: spec for spec in trace.state for name in spec.names}
+    local: dict[str, StateSpec | None] = {}
+    collectives: list[Collective] = []
+    for found in experts:
+        most = -(-found.num_experts // degree)
+        held = [name for member in found.members[:most] for name in member]
+        absent = [name for member in found.members[most:] for name in member]
+        local.update({state[name].name: _some(state[name], most) for name in found.tensors})
+        local.update({state[name].name: None for name in absent if name in state})
+        own = [*found.tensors, *held]
+        elements = sum(state[name].spec.num_elements for name in own if state[name].is_parameter)
+        per_expert = elements // (found.num_experts if found.tensors else most)
+        collectives += [_traffic(trace, node, found, per_expert, degree) for node in _calls(trace, found)]
+    divided = tuple(new for spec in trace.state if (new := local.get(spec.name, spec)) is not None)
+    return ExpertTrace(dataclasses.replace(trace, state=divided), degree, tuple(experts), tuple(collectives))
+
+
+def _calls(trace: Trace, found: Experts) -> list[Node]:
+    """The nodes in which the experts are called: themselves, or a module around them."""
+    calls = [
+        node
+        for node in trace.nodes
+        if node.kind is NodeKind.CALL_MODULE and f"{found.module}.".startswith(f"{node.target}.")
+    ]
+    if not calls:
+        raise PartitionError(
+            f"{found.name}: expected experts that are called whole, so that their tokens can travel, found recorded operations inside; "
+            "mark them (smpc.mark_leaf, or leaf_modules)"
+        )
+    return calls
+
+
+def _traffic(trace: Trace, node: Node, found: Experts, per_expert: int, degree: int) -> Collective:
+    """What a rank sends for a call: each row to its expert and back, and so do the gradients."""
+    spec = _result(trace, node)
+    rows = _rows(trace, node, found, per_expert)
+    sent = 0 if spec is None else 2 * rows * spec.shape[-1] * spec.torch_dtype.itemsize * (degree - 1) // degree
+    backward = sent if spec is not None and spec.requires_grad else 0
+    return Collective(node.name, _FUNCTION, node.name, REPLICATED, REPLICATED, found.module, sent, backward)
+
+
+def _result(trace: Trace, node: Node) -> TensorSpec | None:
+    """What tokens have become: the node's tensor, or the first of its tensors that has numbers of floating point."""
+    if node.spec is not None:
+        return node.spec
+    specs = (user.spec for user in trace.nodes if node.name in user.inputs and user.target == GETITEM)
+    return next(
+        (spec for spec in specs if spec is not None and spec.torch_dtype.is_floating_point and spec.shape), None
+    )
+
+
+def _rows(trace: Trace, node: Node, found: Experts, per_expert: int) -> int:
+    """The rows that a rank's tokens make: one for each chosen expert. Where these are not told, each row uses each element once."""
+    specs = [trace.node(name).spec for name in node.inputs]
+    chosen = [spec for spec in specs if spec is not None and spec.dtype in ("int64", "int32")]
+    if found.tensors and node.target == found.module and len(chosen) == 1:
+        return chosen[0].num_elements
+    return round(node.flops / (2 * per_expert)) if per_expert else 0
+
+
+def _some(state: StateSpec, count: int) -> StateSpec:
+    """A parameter with fewer experts."""
+    shape = (count, *state.spec.shape[1:])
+    spec = TensorSpec(shape, state.spec.dtype, contiguous_stride(shape), state.spec.requires_grad)
+    return dataclasses.replace(state, spec=spec)
+
+
+def describe_experts(found: ExpertTrace) -> str:
+    """For people: the experts of every layer, and the bytes that a rank sends for them; equal ones once."""
+    sent: dict[str, tuple[int, int]] = {}
+    for item in found.collectives:
+        forward, backward = sent.get(item.module, (0, 0))
+        sent[item.module] = (forward + item.forward_bytes, backward + item.backward_bytes)
+    lines = [
+        f"expert parallel: {found.degree} ranks, {found.sent_bytes:,} bytes sent by each in a forward and backward"
+    ]
+    alike: dict[tuple[int, int, int], list[str]] = {}
+    for experts in found.experts:
+        alike.setdefault((experts.num_experts, *sent[experts.module]), []).append(experts.name)
+    for (count, forward, backward), names in alike.items():
+        more = f" and {len(names) - 1} like it, to {names[-1]}" if len(names) > 1 else ""
+        lines.append(f"    {names[0]}{more}: {count} experts, {forward:,} bytes forward, {backward:,} backward")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""What each op of `smpc.kernels` replaces: one pattern a file."""

@@ -1,0 +1,1 @@
+"""Tensor parallelism as a rewrite: sharding rules, the choice of layouts, and the trace of one rank."""

@@ -1,0 +1,125 @@
+"""Sharding rules of operations on images and signals, [N, C, ...]: convolutions, norms over channels, pooling, resizing, padding.
+
+For conv2d(x[N, C, H, W], w[O, C / g, h, w], b[O]) in g groups:
+
+    x      w      b      output
+    S(0)   B      B      S(0)      each rank some of the samples
+    B      S(0)   S(0)   S(1)      g = 1: each rank some of the filters
+    S(1)   S(1)   P      P         g = 1: ... some of the channels that they look at
+    S(1)   S(0)   S(0)   S(1)      the ranks divide g: each rank some of the groups
+
+Filters of transposed convolutions lie the other way round: [C, O / g, h, w].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from smpc.codegen.rewrite.tensor_parallel.layouts import PARTIAL, Kind
+from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Rule, Strategy, argument, operands, short_name
+from smpc.tracer.constants import Ref
+from smpc.tracer.ir import Node
+
+_GROUPS = {
+    **dict.fromkeys((f"conv{n}d" for n in (1, 2, 3)), (6, "groups")),
+    **dict.fromkeys((f"conv_transpose{n}d" for n in (1, 2, 3)), (6, "groups")),
+    "group_norm": (1, "num_groups"),
+}  # by short name, the argument that counts groups of channels
+_AVERAGES = tuple(f"{kind}_pool{n}d" for kind in ("avg", "adaptive_avg") for n in (1, 2, 3))
+_MAXIMA = tuple(f"max_pool{n}d" for n in (1, 2, 3))
+
+
+def in_groups(facts: Facts, node: Node, strategy: Strategy) -> Node:
+    """The node with as many groups as a rank has."""
+    place, name = _GROUPS.get(short_name(node.target), (0, ""))
+    groups = argument(node, place, name, 1) if name else 1
+    if groups == 1 or strategy.output.kind is not Kind.SHARDED or strategy.output.dim != 1:
+        return node
+    if len(node.args) > place:
+        args = (*node.args[:place], groups // facts.degree, *node.args[place + 1 :])
+        return dataclasses.replace(node, args=args)
+    kwargs = {**dict(node.kwargs), name: groups // facts.degree}
+    return dataclasses.replace(node, kwargs=tuple(kwargs.items()))
+
+
+def _convolution(facts: Facts, node: Node) -> Iterator[Strategy]:
+    bias = argument(node, 2, "bias")
+    names = operands(argument(node, 0, "input"), argument(node, 1, "weight"), *([] if bias is None else [bias]))
+    if names is None or len(facts.shape(names[0])) != len(facts.shape(names[1])):
+        return
+    x, weight, *rest = names
+    out, own = (1, 0) if short_name(node.target).startswith("conv_transpose") else (0, 1)
+    channels, groups = facts.shape(x)[1], argument(node, 6, "groups", 1)
+    yield from facts.along(node, {x: 0}, 0, facts.shape(x)[0])
+    if groups == 1:
+        yield from facts.along(node, {weight: out, **dict.fromkeys(rest, 0)}, 1, facts.shape(weight)[out])
+        yield from facts.along(node, {x: 1, weight: own}, None, channels, dict.fromkeys(rest, PARTIAL))
+    elif groups % facts.num_pieces == 0:
+        is_by_channel = groups == channels == facts.shape(node.name)[1]
+        ways = facts.along(node, {x: 1, weight: 0, **dict.fromkeys(rest, 0)}, 1, channels)
+        yield from (way for way in ways if is_by_channel or not way.output.blocks)
+
+
+def _batch_norm(facts: Facts, node: Node) -> Iterator[Strategy]:
+    """Of torch.nn.functional: what is not `training` has its statistics from elsewhere."""
+    (x, *rest), shape = node.inputs, facts.shape(node.name)
+    if not node.target.startswith("torch.nn.functional.") or len(shape) < 2 or argument(node, 0, "input") != Ref(x):
+        return
+    yield from facts.along(node, {x: 1, **dict.fromkeys(rest, 0)}, 1, shape[1])
+    for dim, size in enumerate(shape):
+        if dim != 1 and not argument(node, 5, "training", False):
+            yield from facts.along(node, {x: dim}, dim, size)
+
+
+def _group_norm(facts: Facts, node: Node) -> Iterator[Strategy]:
+    (x, *rest), shape = node.inputs, facts.shape(node.name)
+    if argument(node, 0, "input") != Ref(x):
+        return
+    yield from facts.along(node, {x: 0}, 0, shape[0])
+    if argument(node, 1, "num_groups") % facts.num_pieces == 0:
+        ways = facts.along(node, {x: 1, **dict.fromkeys(rest, 0)}, 1, shape[1])
+        yield from (way for way in ways if not way.output.blocks)
+
+
+def _leading(facts: Facts, node: Node, mixed: int) -> Iterator[Strategy]:
+    """All dimensions but the last ones, which are mixed."""
+    if len(node.inputs) != 1 or facts.is_tuple(node.name):
+        return
+    (x,) = node.inputs
+    shape = facts.shape(x)
+    for dim in range(len(shape) - mixed):
+        yield from facts.along(node, {x: dim}, dim, shape[dim])
+
+
+def _pooling(facts: Facts, node: Node) -> Iterator[Strategy]:
+    name = short_name(node.target)
+    yield from _leading(facts, node, int(name[-2]))
+    if name in _AVERAGES and len(node.inputs) == 1:
+        yield Strategy((PARTIAL,), PARTIAL)
+
+
+def _interpolate(facts: Facts, node: Node) -> Iterator[Strategy]:
+    yield from _leading(facts, node, len(facts.shape(node.inputs[0])) - 2)
+
+
+def _pad(facts: Facts, node: Node) -> Iterator[Strategy]:
+    widths = argument(node, 1, "pad")
+    if isinstance(widths, (tuple, list)) and all(isinstance(width, int) for width in widths):
+        yield from _leading(facts, node, len(widths) // 2)
+        is_filled = argument(node, 2, "mode", "constant") == "constant" and argument(node, 3, "value")
+        if not is_filled and len(node.inputs) == 1:
+            yield Strategy((PARTIAL,), PARTIAL)
+
+
+IMAGE_RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        **dict.fromkeys((name for name in _GROUPS if name.startswith("conv")), _convolution),
+        **dict.fromkeys((*_AVERAGES, *_MAXIMA), _pooling),
+        "batch_norm": _batch_norm,
+        "group_norm": _group_norm,
+        "interpolate": _interpolate,
+        "pad": _pad,
+    }
+)  # by short name

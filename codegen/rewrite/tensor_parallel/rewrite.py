@@ -1,0 +1,427 @@
+"""Rewrites a trace for one rank of a tensor-parallel group: local shapes, and every collective as a call that can be read.
+
+    before    h = F.linear(x, self.up.weight)                                    [2, 8, 128]
+              y = F.linear(h, self.down.weight)                                  [2, 8, 32]
+    after     x_in = tensor_ops.replicate_in(x, self.tensor_group)
+              h = F.linear(x_in, self.up.weight)                                 [2, 8, 32]: the first of four ranks
+              y = F.linear(h, self.down.weight)                                  [2, 8, 32], a summand
+              y_sum = tensor_ops.all_reduce(y, self.tensor_group)
+
+The program is the same for all ranks of the group: what differs is in `self.tensor_group`, an attribute of the model. A collective stands
+right before the first operation that needs it. Module calls in which something changed are marked to be written node by node.
+The shapes of the new nodes are checked: each is run on fake tensors of its inputs' local shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from smpc.codegen.rewrite.tensor_parallel.layouts import (
+    REPLICATED,
+    Kind,
+    Layout,
+    Step,
+    contiguous_stride,
+    conversion,
+    local_state,
+    sent_bytes,
+)
+from smpc.codegen.rewrite.tensor_parallel.local import on_parts
+from smpc.codegen.rewrite.tensor_parallel.search import ShardingChoice
+from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, draws, short_name
+from smpc.errors import CodegenError
+from smpc.tracer.constants import Ref, map_references
+from smpc.tracer.ir import Node, NodeKind, TensorSpec, Trace
+from smpc.tracer.replay import evaluate
+from smpc.tracer.targets import TENSOR_OPS
+
+RING = "ring_attention"  # the way of attention whose messages go on while it computes
+TENSOR, CONTEXT = "tensor", "context"  # what ranks share: the parameters, or the sequence
+
+
+def group_attribute(axis: str) -> str:
+    """The attribute of the model that holds the rank's TensorGroup of that axis."""
+    return f"{axis}_group"
+
+
+GROUP = group_attribute(TENSOR)
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One call that the rewrite put in, with what a rank sends for it, forward and backward."""
+
+    node: str
+    function: str
+    value: str
+    source: Layout
+    target: Layout
+    module: str  # FQN of the module that needs it
+    forward_bytes: int
+    backward_bytes: int
+    saved_bytes: int = 0  # what gathering the value for the same operation would send beyond that
+    overlaps: bool = False  # it goes on while the operation computes
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTrace:
+    """The trace of one rank, the same for all; how the parameters are sliced; and what was put in."""
+
+    trace: Trace
+    degree: int
+    layouts: tuple[tuple[str, Layout], ...]  # of every parameter that is not whole, by canonical name
+    collectives: tuple[Collective, ...]
+    proven: bool = True
+    axis: str = TENSOR
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that a rank sends in one forward and backward."""
+        return sum(item.forward_bytes + item.backward_bytes for item in self.collectives)
+
+
+def rewrite(trace: Trace, choice: ShardingChoice, facts: Facts | None = None, axis: str = TENSOR) -> ShardedTrace:
+    """The trace that each of `choice.degree` ranks runs. Raises CodegenError if a shape does not come out right.
+
+    `facts`: those that the choice was made by.
+    """
+    return _Writer(trace, choice, facts or Facts(trace, choice.degree), axis).write()
+
+
+def describe(rewritten: ShardedTrace) -> str:
+    """For people: the layouts and the collectives of every block, equal ones once, with the bytes that a rank sends."""
+    of_module = _by_block(rewritten)
+    lines = [
+        f"{rewritten.axis} parallel: {rewritten.degree} ranks, {rewritten.sent_bytes:,} bytes sent by each in a forward and backward"
+    ]
+    blocks: dict[tuple[str, ...], list[str]] = {}
+    for module, rows in of_module.items():
+        blocks.setdefault(tuple(rows), []).append(module)
+    for same, modules in blocks.items():
+        more = f" and {len(modules) - 1} like it, to {modules[-1]}" if len(modules) > 1 else ""
+        lines += ["", f"{modules[0] or 'the model'}{more}", *(f"    {row}" for row in same)]
+    return "\n".join(lines)
+
+
+def _by_block(rewritten: ShardedTrace) -> dict[str, list[str]]:
+    """By block (the members of lists of modules; the model itself for the rest), a line for each layout and collective."""
+    found: dict[str, list[str]] = {}
+    for name, layout in rewritten.layouts:
+        block = _block(name.rpartition(".")[0])
+        found.setdefault(block, []).append(f"{name.removeprefix(f'{block}.'):<40} {layout}")
+    for item in rewritten.collectives:
+        if item.forward_bytes or item.backward_bytes:
+            block = _block(item.module)
+            where = item.module.removeprefix(block).lstrip(".") or "itself"
+            change = f"{item.function} {item.source} -> {item.target}"
+            sent = f"{item.forward_bytes:,} bytes forward, {item.backward_bytes:,} backward"
+            sent += f", {item.saved_bytes:,} less than gathering" if item.saved_bytes else ""
+            sent += ", while it computes" if item.overlaps else ""
+            found.setdefault(block, []).append(f"{where:<40} {change:<32} {sent}")
+    return found
+
+
+def _block(module: str) -> str:
+    """The outermost member of a list of modules that a module lies in: `h.3` of `h.3.mlp.up`."""
+    parts = module.split(".")
+    return next((".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()), "")
+
+
+@dataclass(slots=True)
+class _Writer:
+    trace: Trace
+    choice: ShardingChoice
+    facts: Facts
+    axis: str
+    strategies: Mapping[str, Strategy] = field(init=False)
+    parameters: Mapping[str, Layout] = field(init=False)
+    nodes: list[Node] = field(default_factory=list)
+    storages: list[int] = field(default_factory=list)
+    outputs: frozenset[int] = frozenset()  # storages behind values; others are what operations keep for themselves
+    storage_of: dict[str, int] = field(default_factory=dict)  # of the nodes put in
+    own: dict[str, Layout] = field(default_factory=dict)  # value -> layout in which it is computed
+    made: dict[tuple[str, Layout], str] = field(default_factory=dict)  # (value, layout) -> node that has it
+    specs: dict[str, TensorSpec] = field(default_factory=dict)  # local
+    collectives: list[Collective] = field(default_factory=list)
+    taken: dict[str, None] = field(default_factory=dict)
+    group_name: str = ""
+    fakes: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)  # of calls on fakes, by all that they depend on
+    mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
+
+    def __post_init__(self) -> None:
+        self.strategies, self.parameters = dict(self.choice.by_node), dict(self.choice.by_parameter)
+        self.storages = list(self.trace.storages)
+        self.outputs = frozenset(node.storage for node in self.trace.nodes)
+        self.taken = dict.fromkeys(node.name for node in self.trace.nodes)
+
+    def write(self) -> ShardedTrace:
+        begins, changed = [], []
+        group = Node(self._new_name(group_attribute(self.axis)), NodeKind.GET_ATTR, group_attribute(self.axis))
+        self.nodes.append(group)
+        self.group_name = group.name
+        for node in self.trace.nodes:
+            begins.append(len(self.nodes))
+            written = self._localised(node)
+            changed.append(len(self.nodes) > begins[-1] or written != node)
+            self.nodes.append(written)
+        begins.append(len(self.nodes))
+        outputs = {name: self._in_layout(name, REPLICATED, None, 0) for name in self.trace.output_names}
+        return self._result(begins, changed, outputs)
+
+    def _result(self, begins: list[int], changed: list[bool], outputs: Mapping[str, str]) -> ShardedTrace:
+        trace, degree = self.trace, self.choice.degree
+        calls = []
+        for index, call in enumerate(trace.calls):
+            last = len(self.nodes) if index == 0 else begins[call.last]
+            whole = call.whole and not any(changed[call.first : call.last])
+            calls.append(dataclasses.replace(call, first=begins[call.first] if index else 0, last=last, whole=whole))
+        regions = [dataclasses.replace(r, first=begins[r.first], last=begins[r.last]) for r in trace.regions]
+        layouts = {name: layout for name, layout in self.parameters.items() if layout.kind is Kind.SHARDED}
+        state = tuple(local_state(s, layouts[s.name], degree) if s.name in layouts else s for s in trace.state)
+        rewritten = dataclasses.replace(
+            trace,
+            nodes=tuple(self.nodes),
+            calls=tuple(calls),
+            output_leaves=tuple(map_references(leaf, lambda name: Ref(outputs[name])) for leaf in trace.output_leaves),
+            state=state,
+            storages=tuple(self.storages),
+            regions=tuple(regions),
+        )
+        return ShardedTrace(
+            rewritten, degree, tuple(layouts.items()), tuple(self.collectives), self.choice.proven, self.axis
+        )
+
+    # -- nodes ---------------------------------------------------------------------------------------------------------
+
+    def _localised(self, node: Node) -> Node:
+        """The node as a rank runs it, once what it needs has been written before it."""
+        if node.kind is NodeKind.GET_ATTR:
+            layout = self.parameters.get(node.target, REPLICATED)
+            return self._with_layout(node, layout)
+        strategy = self.strategies.get(node.name)
+        if strategy is None:
+            return self._with_layout(node, REPLICATED)
+        layouts = dict(zip(node.inputs, strategy.inputs, strict=True))
+        names = {name: self._in_layout(name, layout, node, node.call) for name, layout in layouts.items()}
+        local = on_parts(self.facts, node, strategy, self._group)
+        args = tuple(map_references(arg, lambda name: Ref(names.get(name, name))) for arg in local.args)
+        kwargs = tuple(
+            (key, map_references(value, lambda name: Ref(names.get(name, name)))) for key, value in local.kwargs
+        )
+        mutates = tuple(names.get(name, name) for name in local.mutates)
+        saved = self._saved(node, names, strategy)
+        local = dataclasses.replace(local, args=args, kwargs=kwargs, mutates=mutates, saved=saved)
+        written = self._with_layout(local, strategy.output)
+        if strategy.sent:
+            self._note_inside(node, strategy)
+        if draws(node) and node.kind is NodeKind.CALL_FUNCTION and strategy.divides_work:
+            args = (written.target, self._group, *written.args)
+            return dataclasses.replace(written, target=f"{TENSOR_OPS}.draw_apart", args=args)
+        return written
+
+    def _saved(self, node: Node, names: Mapping[str, str], strategy: Strategy) -> tuple[int, ...]:
+        """What autograd keeps: converted inputs in place of the values they were made from, and less of what only this node makes."""
+        moved = {
+            self.trace.node(name).storage: self.storage_of[new] for name, new in names.items() if new in self.storage_of
+        }
+        for storage in node.saved:
+            if storage not in self.outputs and strategy.divides_work:
+                self.storages[storage] //= self.choice.degree
+        return tuple(moved.get(storage, storage) for storage in node.saved)
+
+    def _note_inside(self, node: Node, strategy: Strategy) -> None:
+        """The collectives that an operation makes itself."""
+        layouts = zip(node.inputs, strategy.inputs, strict=True)
+        value, source = next(pair for pair in layouts if pair[1].kind is Kind.SHARDED)
+        spec = self.facts.spec(value)
+        assert spec is not None, "it has been sharded"
+        gathering = conversion(source, REPLICATED, spec, self.choice.degree) or ()
+        instead = sum(sum(sent_bytes(step, spec, self.choice.degree)) for step in gathering)
+        module, sent, back = self.trace.calls[node.call].fqn, sum(strategy.sent), sum(strategy.sent_back)
+        target = strategy.output if strategy.way else REPLICATED
+        saved = 0 if strategy.way else max(0, instead - sent)
+        overlaps = strategy.way == RING
+        name = strategy.way or short_name(node.target)
+        self.collectives.append(Collective(node.name, name, value, source, target, module, sent, back, saved, overlaps))
+
+    @property
+    def _group(self) -> Ref:
+        return Ref(self.group_name)
+
+    def _with_layout(self, node: Node, layout: Layout) -> Node:
+        """The node with the spec, and the work, that it has on a rank."""
+        strategy = self.strategies.get(node.name)
+        self.made[node.name, layout], self.own[node.name] = node.name, layout
+        if node.spec is None or (layout.kind is not Kind.SHARDED and not (strategy and strategy.divides_work)):
+            if node.spec is not None:
+                self.specs[node.name] = node.spec
+            elif strategy is not None and strategy.divides_work:
+                self._check(node, None)
+            return node
+        shape = layout.local_shape(node.spec.shape, self.choice.degree)
+        if node.kind is NodeKind.GET_ATTR:
+            spec = dataclasses.replace(node.spec, shape=shape, stride=contiguous_stride(shape))
+        else:
+            found = self._check(node, shape)
+            spec = dataclasses.replace(node.spec, shape=shape, stride=found)
+        self.specs[node.name] = spec
+        if layout.kind is Kind.SHARDED and node.storage >= 0 and not self._is_alias(node):
+            self.storages[node.storage] = self.trace.storages[node.storage] // self.choice.degree
+        divided = self.choice.degree if node.kind is not NodeKind.GET_ATTR else 1
+        return dataclasses.replace(
+            node, spec=spec, flops=node.flops // divided, bytes_moved=node.bytes_moved // divided
+        )
+
+    def _is_alias(self, node: Node) -> bool:
+        return any(
+            self.trace.node(name).storage == node.storage for name in node.inputs if name in self.facts.constants
+        )
+
+    def _check(self, node: Node, shape: tuple[int, ...] | None) -> tuple[int, ...]:
+        """Runs a node on fake tensors; its strides. The shape must be the one that the layout means."""
+        if node.target.startswith(TENSOR_OPS) or node.kind is NodeKind.CALL_MODULE:
+            return contiguous_stride(shape or ())
+        values = {name: self._fake(name) for name in node.inputs}
+        call = map_references((node.args, dict(node.kwargs)), lambda name: _form(values[name]))
+        form = repr((node.target, call, node.grad_enabled, node.autocast))
+        try:
+            if form not in self.results:  # blocks of a model do the same again and again
+                with self.mode, torch.no_grad():
+                    self.results[form] = evaluate(node, values, torch.device("cpu"))
+            found = self.results[form]
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise CodegenError(
+                f"expected {node.target} at {node.source} to run on slices of its inputs, found {error}; give its module the "
+                "style 'replicate' in an explicit tensor-parallel plan, and report the model"
+            ) from error
+        self.fakes[node.name] = found
+        if shape is None:
+            return ()
+        if tuple(found.shape) != shape:
+            raise CodegenError(
+                f"expected {node.target} at {node.source} to give shape {shape} on a rank, found {tuple(found.shape)}; give its module "
+                "the style 'replicate' in an explicit tensor-parallel plan, and report the model"
+            )
+        return tuple(found.stride())
+
+    def _fake(self, name: str) -> Any:
+        if name not in self.fakes:
+            spec = self.specs[name]
+            with self.mode:
+                self.fakes[name] = torch.empty_strided(spec.shape, spec.stride, dtype=spec.torch_dtype, device="cpu")
+        return self.fakes[name]
+
+    # -- conversions ---------------------------------------------------------------------------------------------------
+
+    def _in_layout(self, name: str, layout: Layout, user: Node | None, call: int) -> str:
+        """The node that has a value in a layout, written now if there is none yet."""
+        if (name, layout) in self.made:
+            return self.made[name, layout]
+        whole = self.facts.spec(name)
+        source = self.own[name]
+        if whole is None or self.facts.is_tuple(name):
+            self.made[name, layout] = name
+            return name
+        steps = conversion(source, layout, whole, self.choice.degree)
+        assert steps is not None, f"{name}: {source} -> {layout}"
+        current, at = name, source
+        for number, step in enumerate(steps):
+            to = layout if number == len(steps) - 1 else REPLICATED
+            if (name, to) not in self.made:
+                self._write_step(name, current, at, to, step, user, call)
+            current, at = self.made[name, to], to
+        self.made[name, layout] = current
+        return current
+
+    def _write_step(
+        self, value: str, current: str, source: Layout, target: Layout, step: Step, user: Node | None, call: int
+    ) -> None:
+        whole = self.facts.spec(value)
+        assert whole is not None
+        shape = target.local_shape(whole.shape, self.choice.degree)
+        same_memory = step.function in ("replicate_in", "to_partial")
+        stride = self.specs[current].stride if same_memory else contiguous_stride(shape)
+        spec = dataclasses.replace(whole, shape=shape, stride=stride)
+        storage = self.storage_of.get(current, self.trace.node(value).storage)
+        if step.function != "replicate_in":
+            storage = len(self.storages)
+            self.storages.append(spec.num_bytes)
+        node = Node(
+            self._new_name(f"{value}_{_SUFFIXES[step.function]}"),
+            NodeKind.CALL_FUNCTION,
+            f"{TENSOR_OPS}.{step.function}",
+            tuple(self._step_args(current, source, target, step)),
+            tuple(_pieces(source, target, step)),
+            spec,
+            storage,
+            call,
+            bytes_moved=0 if step.function == "replicate_in" else 2 * spec.num_bytes,
+            grad_enabled=whole.requires_grad or user is None or user.grad_enabled,  # others may use it
+            source=user.source if user is not None else "",
+        )
+        self.nodes.append(node)
+        self.specs[node.name], self.storage_of[node.name] = spec, storage
+        self.made[value, target] = node.name
+        forward, backward = sent_bytes(step, whole, self.choice.degree)
+        module = self.trace.calls[call].fqn
+        self.collectives.append(Collective(node.name, step.function, value, source, target, module, forward, backward))
+
+    def _step_args(self, current: str, source: Layout, target: Layout, step: Step) -> Iterator[Any]:
+        yield Ref(current)
+        if step.function == "all_to_all":
+            yield target.dim
+            yield source.dim
+        elif target.kind is Kind.SHARDED:
+            yield target.dim
+        elif source.kind is Kind.SHARDED:
+            yield source.dim
+        yield self._group
+
+    def _new_name(self, base: str) -> str:
+        name, number = base, 0
+        while name in self.taken:
+            number += 1
+            name = f"{base}_{number}"
+        self.taken[name] = None
+        return name
+
+
+def _pieces(source: Layout, target: Layout, step: Step) -> Iterator[tuple[str, Any]]:
+    """Of which pieces slices are: arguments of the step."""
+    if step.function == "all_to_all":
+        if not (source.is_plain and target.is_plain):
+            yield "split_pieces", (target.blocks, target.mirrored)
+            yield "gather_pieces", (source.blocks, source.mirrored)
+        return
+    cut = target if target.kind is Kind.SHARDED else source
+    if cut.kind is Kind.SHARDED and cut.blocks:
+        yield "blocks", cut.blocks
+    if cut.kind is Kind.SHARDED and cut.mirrored:
+        yield "mirrored", True
+
+
+def _form(value: Any) -> Any:
+    """What the result of a call on fakes depends on."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.storage_offset()
+    return tuple(_form(item) for item in value) if isinstance(value, (tuple, list)) else value
+
+
+_SUFFIXES: Mapping[str, str] = {
+    "all_gather": "gathered",
+    "all_reduce": "sum",
+    "all_to_all": "exchanged",
+    "gather_in": "gathered_in",
+    "own_part": "part",
+    "reduce_scatter": "sum_part",
+    "replicate_in": "in",
+    "split": "part",
+    "to_partial": "summand",
+}

@@ -1,0 +1,82 @@
+"""Random numbers of operations that several ranks share.
+
+draw_apart             the operation on a slice: equal draws where data is equal, different ones where it is split
+dropout_noise          what dropout multiplies a whole value by, as one process draws it; every rank draws it, and takes its slice
+attention_with_noise   attention with the noise of its dropout given
+draw_as_first          has all ranks of a group go on from the first one's random state
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from smpc.executor.collectives import TensorGroup
+from smpc.tracer.targets import function
+
+
+def draw_apart(name: str, group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
+    """Calls the torch function `name` (dropout, say) on slices: what it draws differs between the ranks.
+
+    They go on alike from there: one draw of the default CPU generator, in which they agree, seeds all that the call draws.
+    """
+    seed = int(torch.randint(2**62, ()).item()) + group.rank
+    cuda = next((arg.device for arg in args if isinstance(arg, Tensor) and arg.is_cuda), None)
+    with torch.random.fork_rng([] if cuda is None else [cuda]):
+        torch.default_generator.manual_seed(seed)
+        if cuda is not None:
+            with torch.cuda.device(cuda):
+                torch.cuda.manual_seed(seed)
+        return function(name)(*args, **kwargs)
+
+
+def dropout_noise(
+    shape: tuple[int, ...], stride: tuple[int, ...], p: float, *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """0 with probability `p`, else 1 / (1 - p): dropout of a tensor of this shape and stride draws, and multiplies by, the same."""
+    return F.dropout(torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(1), p)
+
+
+def attention_with_noise(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    noise: Tensor,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` `[..., queries, value size]`, its weights times `noise` `[..., queries, keys]`.
+
+    It computes as torch's math backend does: in fp32 for half precision, each factor scaled by the root.
+    """
+    wide = torch.float32 if query.dtype in (torch.float16, torch.bfloat16) else query.dtype
+    root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+    scores = (query.to(wide) * root) @ (key.to(wide) * root).transpose(-2, -1)
+    if attn_mask is not None:
+        masked = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if masked else scores + attn_mask.to(wide)
+    weights: Tensor = torch.ops.aten._safe_softmax(scores, -1)
+    return (weights * noise @ value.to(wide)).to(query.dtype)
+
+
+def draw_as_first(group: TensorGroup, device: torch.device) -> None:
+    """Gives the default generators, of the CPU and of `device`, the states that they have on the group's first rank. Collective."""
+    if group.size == 1:
+        return
+    cpu = torch.get_rng_state()
+    both = torch.cat((cpu, torch.cuda.get_rng_state(device))) if device.type == "cuda" else cpu
+    sent = both.to(device, copy=True)
+    dist.broadcast(sent, group=group.process_group, group_src=0)
+    if not torch.equal(sent.cpu(), both):
+        both = sent.cpu()
+        torch.set_rng_state(both[: len(cpu)])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(both[len(cpu) :], device)

@@ -1,0 +1,118 @@
+"""What a rank says of its process in the job's store, and what the others of its host can see of that process.
+
+    sign(store, rank, place)                 this process is that rank, and was last there
+    signed = signature(store, rank)          None where there is none
+    print(signed.process.fate)               "process 4711 is stopped"; "" if it is on another host
+
+Terms
+    place   what the rank was doing when it signed, for people
+    host    names the kernel and the process namespace: what /proc says of a process id counts only where they are the same
+
+Nothing that is read from the store is run; what is no signature of this format counts as none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch.distributed.distributed_c10d import Store
+
+SIGNATURE = "smpc/process"  # store key, with the rank behind it
+_STOPPED = ("T", "t")
+_ENDED = ("Z", "X", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process: `born` is the start time that its kernel gives, which sets it apart from later ones with its number."""
+
+    pid: int
+    born: int
+    host: str
+
+    @classmethod
+    def own(cls) -> Process:
+        """This one."""
+        _, born = _status(os.getpid())
+        return cls(os.getpid(), born, _host())
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this host's /proc tells of it."""
+        return self.host == _host() != ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is known to have ended."""
+        return self.is_here and self._letter in _ENDED
+
+    @property
+    def fate(self) -> str:
+        """What has become of it, as it does not answer; "" if nothing can be known."""
+        if not self.is_here:
+            return ""
+        letter = self._letter
+        if letter in _ENDED:
+            return f"process {self.pid} has ended"
+        if letter in _STOPPED:
+            return f"process {self.pid} is stopped (by SIGSTOP, or a debugger)"
+        return f"process {self.pid} lives, so native code holds Python's lock"
+
+    @property
+    def _letter(self) -> str:
+        letter, born = _status(self.pid)
+        return letter if born == self.born else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a rank has said of itself."""
+
+    process: Process
+    place: str
+
+    def to_json(self) -> str:
+        """As it lies in the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, payload: bytes) -> Signature | None:
+        """The inverse of `to_json`; None for anything else."""
+        try:
+            fields = json.loads(payload)
+            process = fields["process"]
+            return cls(Process(int(process["pid"]), int(process["born"]), str(process["host"])), str(fields["place"]))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+
+
+def sign(store: Store, rank: int, place: str) -> None:
+    """Say that this process is that rank, and where it is."""
+    store.set(f"{SIGNATURE}/{rank}", Signature(Process.own(), place).to_json())
+
+
+def signature(store: Store, rank: int) -> Signature | None:
+    """What a rank has said last."""
+    key = f"{SIGNATURE}/{rank}"
+    return Signature.read(store.get(key)) if store.check([key]) else None
+
+
+def _status(pid: int) -> tuple[str, int]:
+    """The letter of a process's state and its start time; ("", 0) of none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return fields[0], int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return "", 0
+
+
+def _host() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip() + os.readlink(
+            "/proc/self/ns/pid"
+        )
+    except OSError:
+        return ""

@@ -1,0 +1,1 @@
+"""Memory that the ranks of one host share, for small CPU tensors."""

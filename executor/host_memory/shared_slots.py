@@ -1,0 +1,215 @@
+"""Collectives of small CPU tensors between the processes of one host, through memory that they share.
+
+Terms
+    slot      room for one tensor. Every rank has two, which it alone writes and all ranks read: one for its collectives of even number, one
+              for those of odd number
+    cell      an int64 in a cache line of its own. Every rank has three, which it alone writes: one for each slot, and one that says
+              that it is gone
+    word      what stands in a slot's cell: the number of the collective whose tensor lies in the slot, and what kind of tensor it is
+
+    memory    | cells of rank 0, 1, .. | slot 0 of rank 0 | slot 1 of rank 0 | slot 0 of rank 1 | ..
+
+In its collective number k every rank
+
+    1  copies its tensor into its slot k mod 2
+    2  writes the word of k into that slot's cell
+    3  waits until the slot k mod 2 of every other rank has the same word in its cell
+    4  computes its result from all ranks' slots k mod 2, in the order of the ranks: sums are bitwise the same on all of them
+
+Why nobody reads a half-written tensor: step 2 comes after step 1, step 4 after step 3. Why nobody overwrites what another still reads: a
+rank writes into slot k mod 2 again in collective k + 2. By then it has seen, in step 3 of k + 1, that every rank has begun k + 1, and so
+has done step 4 of k. A rank is therefore never more than one collective ahead, and a cell holds the word of k or the one of k - 2 while
+somebody waits for k: any other word means that ranks do not call the same collectives.
+
+`smpc.executor.host_memory.shared_peers` says how a rank waits, and which processors this is for. A cell is written in one instruction. A
+rank is gone when its group has been destroyed, or one of its collectives did not come to its end.
+
+Example: `slots.sum(tensor)` on all ranks of a group returns the sum of their tensors; `smpc.executor.host_memory.shared_memory.HostLink`
+has them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from smpc.errors import TransportError, UsageError
+from smpc.executor.host_memory.shared_peers import CACHE_LINE, PAGE, Peer, Peers
+
+SUMMED: Final = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+)  # what gloo sums, but for booleans
+_ROUNDED: Final = (torch.bfloat16, torch.float16)  # added up in fp32
+
+_CELLS: Final = 3 * CACHE_LINE  # of a rank: those of its slots, and the one that says that it is gone
+_GONE: Final = 2 * CACHE_LINE
+_ALL_SLOTS: Final = 1 << 22  # bytes
+_SIZE_BITS: Final = 21  # of a word, from the lowest: bytes of the tensor, kind, number
+_KIND_BITS: Final = 8
+_NUMBER_SHIFT: Final = _SIZE_BITS + _KIND_BITS
+_NUMBER_MASK: Final = (
+    1 << (63 - _NUMBER_SHIFT)
+) - 1  # numbers may start again from 0, as a cell holds that of k or of k - 2
+
+_MAX_LAYOUTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the tensors of one kind of collective lie. By slot: this rank's, as it is written, and all ranks', as this one reads them."""
+
+    kind: int  # the low bits of the words
+    own: tuple[Tensor, Tensor]
+    parts: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+
+
+def slot_bytes(size: int) -> int:
+    """The most that a tensor may have in a group of `size` ranks: 1 MiB for two, and less for more, of whom each reads all slots."""
+    return max(_ALL_SLOTS // (2 * size * PAGE), 1) * PAGE
+
+
+def num_bytes(size: int) -> int:
+    """How much memory the slots of `size` ranks take, once they have been used."""
+    return _header_bytes(size) + 2 * size * slot_bytes(size)
+
+
+class SharedSlots:
+    """One rank's end of the shared memory of a group. All ranks call the same methods in the same order, with tensors of equal sizes.
+
+    `peers`: the others by rank in the group, and None at this rank's place. `timeout` is in seconds, of one collective. Tensors are on the
+    CPU and have at most `slot_bytes`. TransportError if a rank is gone, too late, or calls something else; there is no way on after that.
+    """
+
+    def __init__(self, memory: mmap.mmap, rank: int, peers: Sequence[Peer | None], timeout: float) -> None:
+        self._rank, self._size = rank, len(peers)
+        assert len(memory) == num_bytes(self._size), f"{len(memory)} bytes for {self._size} ranks"
+        self._slot_bytes = slot_bytes(self._size)
+        self._number = 0
+        self._cells = memoryview(memory).cast("q")
+        gone = [other * _CELLS + _GONE for other in range(self._size)]
+        self._peers = Peers(self._cells, gone, rank, peers, timeout)
+        self._others = tuple((other, other * _CELLS) for other in range(self._size) if other != rank)
+        self._layouts: dict[tuple[object, ...], _Layout] = {}
+        with torch.inference_mode(False):
+            self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+
+    def sum(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+        """The sum of all ranks' tensors, contiguous, or in `out`. Half precision is summed in fp32 and rounded once."""
+        return _added(self._exchange(tensor, "sum"), out)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """All ranks' tensors, joined along the first dimension."""
+        return torch.cat(self._exchange(tensor, "gather"))
+
+    def scattered_sum(self, tensor: Tensor) -> Tensor:
+        """This rank's share, along the first dimension, of the sum of all ranks' tensors."""
+        return _added(self._exchange(tensor, "scattered sum", shared_out=True), None)
+
+    def all_to_all(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's share, along the first dimension, of every rank's tensor, joined along `dim`."""
+        return torch.cat(self._exchange(tensor, "all to all", shared_out=True), dim)
+
+    def close(self) -> None:
+        """Tell the others that this rank is gone. For any thread, any number of times; in a forked child it does nothing."""
+        self._peers.close()
+        self._layouts.clear()
+
+    def _exchange(self, tensor: Tensor, name: str, shared_out: bool = False) -> tuple[Tensor, ...]:
+        """Steps 1 to 3 of a collective: all ranks' tensors, or this rank's shares of them, to be read before the next but one."""
+        if self._peers.is_closed or self._peers.is_forked:
+            self._refuse()
+        key = (name, tensor.dtype, tensor.shape)
+        try:
+            layout = self._layouts.get(key) or self._lay_out(key, name, tensor, shared_out)
+            number = self._number = self._number + 1
+            slot = number & 1
+            layout.own[slot].copy_(tensor.detach())
+            word = (number & _NUMBER_MASK) << _NUMBER_SHIFT | layout.kind
+            cells, offset = self._cells, slot << 3
+            cells[self._rank * _CELLS + offset] = word
+            for other, first in self._others:
+                if cells[first + offset] != word:
+                    self._await(other, first + offset, word)
+        except BaseException:  # a signal's handler may raise, too: then this collective has no end here
+            self.close()
+            raise
+        return layout.parts[slot]
+
+    def _await(self, other: int, cell: int, word: int) -> None:
+        """Step 3, for one of the other ranks."""
+        number = word >> _NUMBER_SHIFT
+        found = self._peers.wait(
+            other, cell, lambda found: found >> _NUMBER_SHIFT == number, "in a collective of small tensors"
+        )
+        if found != word:
+            rank = self._peers.rank_in_job(other)
+            raise TransportError(
+                f"expected rank {rank} to call what this rank calls, a collective of {_bytes_of(word)} bytes, found one of "
+                f"{_bytes_of(found)} bytes, or of another kind or dtype; give all ranks of the group inputs of the same shape"
+            )
+
+    def _lay_out(self, key: tuple[object, ...], name: str, tensor: Tensor, shared_out: bool) -> _Layout:
+        dtype, shape, num = tensor.dtype, tensor.shape, tensor.nbytes
+        assert tensor.is_cpu, f"a tensor on {tensor.device}"
+        assert num <= self._slot_bytes, f"expected at most {self._slot_bytes} bytes, found {num}"
+        assert name.endswith(("gather", "all")) or dtype in SUMMED, f"no sums of {dtype}"
+        if len(self._layouts) >= _MAX_LAYOUTS:
+            self._layouts.clear()
+
+        def view(rank: int, slot: int) -> Tensor:
+            start = _header_bytes(self._size) + (2 * rank + slot) * self._slot_bytes
+            return self._bytes[start : start + num].view(dtype).view(shape)
+
+        def part(rank: int, slot: int) -> Tensor:
+            whole = view(rank, slot)
+            return whole.chunk(self._size)[self._rank] if shared_out else whole
+
+        with torch.inference_mode(False):  # or they could not be written outside of it later
+            own = (view(self._rank, 0), view(self._rank, 1))
+            first, second = (tuple(part(rank, slot) for rank in range(self._size)) for slot in (0, 1))
+        kind = zlib.crc32(f"{name} {dtype}".encode()) % (1 << _KIND_BITS) << _SIZE_BITS | num
+        found = self._layouts[key] = _Layout(kind, own, (first, second))
+        return found
+
+    def _refuse(self) -> None:
+        if self._peers.is_forked:
+            raise UsageError(
+                "a forked child of a rank called a collective; process groups belong to the process that made them: start processes that "
+                "communicate with the spawn method, and make groups there"
+            )
+        raise TransportError(
+            "the group's collectives of small tensors were closed after a failure; start the processes again"
+        )
+
+
+def _added(parts: tuple[Tensor, ...], out: Tensor | None) -> Tensor:
+    """The sum in the order of the ranks."""
+    target = None if out is None else out.detach()
+    if len(parts) == 2:
+        return torch.add(*parts, out=target)
+    dtype = parts[0].dtype
+    total = parts[0].to(torch.float32 if dtype in _ROUNDED else dtype, copy=True)
+    for part in parts[1:]:
+        total.add_(part)
+    return total.to(dtype) if target is None else target.copy_(total)
+
+
+def _header_bytes(size: int) -> int:
+    return -(-size * _CELLS * 8 // PAGE) * PAGE
+
+
+def _bytes_of(word: int) -> int:
+    return word & ((1 << _SIZE_BITS) - 1)

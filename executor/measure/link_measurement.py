@@ -1,0 +1,86 @@
+"""What a message between two ranks costs, measured: seconds for one of no size, and bytes per second.
+
+    wire = measure_wire(transport, rank, num_ranks)     # collective over the pipeline, between steps
+
+Messages go to and fro between neighbours, pair after pair, through the transport that the steps use; half of a round trip is one
+message. Latency is that of the smallest, bandwidth follows from the difference to the largest; both are medians, over the pairs as
+well. The result, a `Wire` of a device description, makes the predicted messages those of this machine:
+
+    dataclasses.replace(find_device("cpu"), inside_host=wire)
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+from torch import Tensor
+
+from smpc.executor.transport import Transport, WireFormat
+from smpc.partitioner.costs.device import Wire
+from smpc.tracer.ir import TensorSpec
+
+_SMALL, _LARGE = 64, 1 << 20  # float32 elements
+_ROUNDS = 20
+
+
+def measure_wire(transport: Transport, rank: int, num_ranks: int, device: torch.device | str = "cpu") -> Wire:
+    """The wire between neighbours; the same on all ranks that take part. With one rank there is none to measure: free."""
+    device = torch.device(device)
+    results = torch.zeros(max(num_ranks - 1, 1), 2, dtype=torch.float64, device=device)
+    for first in range(num_ranks - 1):
+        if rank in (first, first + 1):
+            times = [_one_way(transport, rank, first, size, device) for size in (_SMALL, _LARGE)]
+            results[first] = torch.tensor(times, dtype=torch.float64)
+    _share(transport, rank, num_ranks, results)
+    transport.flush()
+    if num_ranks == 1:
+        return Wire(float("inf"), 0.0)
+    small, large = (statistics.median(results[:, column].tolist()) for column in (0, 1))
+    bandwidth = 4 * (_LARGE - _SMALL) / max(large - small, 1e-9)
+    return Wire(bandwidth, max(small - 4 * _SMALL / bandwidth, 0.0))
+
+
+def _one_way(transport: Transport, rank: int, first: int, size: int, device: torch.device) -> float:
+    """Seconds of one message of that many elements, on the first of two neighbours; 0 on the second."""
+    form = _form("a measured message", (size,), "float32")
+    payload = torch.zeros(size, device=device)
+    peer = first + 1 if rank == first else first
+    times = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        if rank == first:
+            transport.send(peer, payload, form)
+            _arrive(transport, peer, form)
+            times.append((time.perf_counter() - start) / 2)
+        else:
+            _arrive(transport, peer, form)
+            transport.send(peer, payload, form)
+    return statistics.median(times) if times else 0.0
+
+
+def _share(transport: Transport, rank: int, num_ranks: int, results: Tensor) -> None:
+    """Everyone's results to everyone: to the last rank along the pipeline, and back."""
+    form = _form("measured messages", tuple(results.shape), "float64")
+    if rank > 0:
+        results[:rank] = _arrive(transport, rank - 1, form)[:rank]
+    if rank < num_ranks - 1:
+        transport.send(rank + 1, results.clone(), form)
+        results.copy_(_arrive(transport, rank + 1, form))
+    if rank > 0:
+        transport.send(rank - 1, results.clone(), form)
+
+
+def _arrive(transport: Transport, peer: int, form: WireFormat) -> Tensor:
+    tensor = transport.receive(peer, form).wait()
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)
+    return tensor
+
+
+def _form(name: str, shape: tuple[int, ...], dtype: str) -> WireFormat:
+    strides = [1] * len(shape)
+    for dim in reversed(range(len(shape) - 1)):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return WireFormat.of(name, TensorSpec(shape, dtype, tuple(strides)))

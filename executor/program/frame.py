@@ -1,0 +1,60 @@
+"""What a rank holds for one stage and one microbatch, from the first value received until the last gradient is sent.
+
+    inputs     values in the order of StageCode.inputs; put there by RECV and MOVE, taken by F
+    leaves     F leaves here those inputs that want a gradient; B reads their .grad
+    outputs    values in the order of StageCode.outputs that SEND and MOVE still have to take
+    edges      by output: where in the autograd graph its gradient enters. Not the tensor itself: if nothing
+               saved it for backward, its memory is free as soon as it has been sent
+    roots      what B starts from: (edge, gradient), in the order in which the gradients arrived
+    grads      gradients of the inputs that SEND_GRAD and MOVE_GRAD still have to take
+    pending    what a split backward has left for W: see `smpc.executor.split_backward.pending`
+    kept       between F and OFFLOAD: what checkpointed regions keep and may be moved
+    stay       ... and the addresses of storages that must not be
+    away       between OFFLOAD and RELOAD: what has been moved, see `smpc.executor.program.offload`
+    loaded     on CUDA, between RELOAD and B: when it is back
+
+An input that the stage passes on is one tensor, both input and output: its edge is the leaf itself, so
+autograd adds the gradient that comes from further down first and the stage's own contributions after it, as
+in an unsplit run.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from smpc.executor.program.offload import Away, restore_sizes
+from smpc.executor.split_backward.pending import Pending
+
+Root: TypeAlias = tuple[Tensor | GradientEdge, Tensor | None]
+
+
+class Frame:
+    """State of one (stage, microbatch); empty before and after its part of a step."""
+
+    __slots__ = ("away", "edges", "grads", "inputs", "kept", "leaves", "loaded", "outputs", "pending", "roots", "stay")
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        self.inputs: list[Tensor | None] = [None] * num_inputs
+        self.leaves: list[Tensor | None] = [None] * num_inputs
+        self.grads: list[Tensor | None] = [None] * num_inputs
+        self.outputs: list[Tensor | None] = [None] * num_outputs
+        self.edges: list[Tensor | GradientEdge | None] = [None] * num_outputs
+        self.roots: list[Root] = []
+        self.pending = Pending()
+        self.kept: list[Tensor] = []
+        self.stay: frozenset[int] = frozenset()
+        self.away: list[Away] = []
+        self.loaded: torch.cuda.Event | None = None
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        for slots in (self.inputs, self.leaves, self.grads, self.outputs, self.edges):
+            slots[:] = [None] * len(slots)
+        self.roots = []
+        self.pending.clear()
+        self.kept, self.loaded = [], None
+        restore_sizes(self.away)

@@ -1,0 +1,35 @@
+"""What a program is bound to: handlers, and what the caller of a step brings to them.
+
+A `Handler` is an instruction with its operands looked up. What differs from step to step it reads from the one `Step` of its program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from smpc.codegen.program import Instruction
+from smpc.executor.program.inbox import Inbox
+
+Inputs = Sequence[Mapping[str, Tensor]]
+OnOutput = Callable[[int, tuple[Tensor, ...]], Sequence[tuple[Tensor, Tensor | None]] | None]
+
+
+@dataclass(slots=True)
+class Step:
+    """What the caller of a step brings."""
+
+    inputs: Inputs | None = None
+    on_output: OnOutput | None = None
+    state: dict[int, frozenset[int]] = field(default_factory=dict)  # stage -> addresses of its buffers' storages
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """A bound instruction. `inbox`: it first takes the next delivery from there."""
+
+    run: Callable[[], None]
+    instruction: Instruction
+    inbox: Inbox | None = None

@@ -1,0 +1,194 @@
+"""Runs one rank's program.
+
+The interpreter has no policy: it goes through the instructions in order, and everything about them was looked
+up when it was built (`smpc.executor.program.bind`). A step is
+
+    start       broadcast buffers (data parallel), post the first receives
+    advance     ... the instructions, one after another
+    finish      wait until everything sent has left; reduce what data parallelism has not reduced yet
+
+`run` does all of it. `smpc.executor.run_loopback` runs several interpreters in one process.
+
+Example, on each rank: `Interpreter(program, stages, transport).run(inputs, on_output)` where `stages[i]` is
+the module of stage i, `inputs[m]["input_ids"]` a tensor of microbatch m (on rank 0 alone), and `on_output(m,
+outputs)` computes the loss of microbatch m from the model's outputs (on the rank of the last stage alone) and
+returns `[(loss, None)]`, or None to do no backward.
+
+An exception leaves the interpreter empty and carries a note that names rank, instruction, stage and
+microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from smpc.codegen.program import Op, RankProgram
+from smpc.executor.measure.spans import Recorder
+from smpc.executor.program.bind import Binder
+from smpc.executor.program.handler import Inputs, OnOutput
+from smpc.executor.program.send_completion import message_pairs
+from smpc.executor.replicas.step_hooks import StepHooks
+from smpc.executor.transport import Transport
+
+DEFAULT_WINDOW = 4
+
+
+class Interpreter:
+    """Runs the program of one rank, step after step.
+
+    `stages` maps the rank's stage indices to their modules, `parameters` canonical names to parameters (only
+    the shared ones are looked up). Received tensors are put on `device`. `window` is how many messages of a
+    peer are received ahead. `labels`: what error messages call a value, if not by its name. `peers`: the programs of all ranks, by which
+    it knows early when what it has sent has arrived; without them it is held until the step ends. With them, making an interpreter is
+    collective over the ranks, as their connections are made.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        stages: Mapping[int, nn.Module],
+        transport: Transport,
+        *,
+        device: torch.device | str = "cpu",
+        parameters: Mapping[str, nn.Parameter] | None = None,
+        hooks: StepHooks | None = None,
+        window: int = DEFAULT_WINDOW,
+        labels: Mapping[str, str] | None = None,
+        peers: Sequence[RankProgram] = (),
+    ) -> None:
+        expected = [code.index for code in program.stages]
+        assert sorted(stages) == sorted(expected), f"rank {program.rank} runs stages {expected}, got {sorted(stages)}"
+        assert window >= 1, "at least the next message must be received"
+        if not program.has_backward:
+            hooks = None
+        self.program = program
+        self._modules = dict(stages)
+        self._transport = transport
+        self._hooks = hooks
+        self._binder = Binder(
+            program, stages, transport, parameters or {}, hooks, torch.device(device), window, labels or {}, peers
+        )
+        self._handlers = self._binder.bind()
+        self._runs = [handler.run for handler in self._handlers]
+        self._position = len(self._handlers)
+        transport.connect(message_pairs(peers))
+
+    @property
+    def finished(self) -> bool:
+        """Whether no instruction is left."""
+        return self._position == len(self._handlers)
+
+    @property
+    def position(self) -> int:
+        """How many instructions of the step are behind it."""
+        return self._position
+
+    def record(self, recorder: Recorder | None) -> None:
+        """From the next step on, tell `recorder` when each instruction runs; None: nobody."""
+        handlers = self._handlers
+        if recorder is None:
+            self._runs = [handler.run for handler in handlers]
+        else:
+            self._runs = [recorder.timed(handler.instruction, handler.run) for handler in handlers]
+
+    def where(self) -> str:
+        """The current instruction, for people: rank, text, position. For any thread: the step goes on meanwhile."""
+        position = self._position
+        if position == len(self._handlers):
+            return f"pipeline rank {self.program.rank}, after the last instruction"
+        instruction = self._handlers[position].instruction
+        towards = "from" if instruction.op in (Op.RECV, Op.RECV_GRAD) else "to"
+        text = str(instruction) if instruction.peer < 0 else str(instruction).replace(" r", f" {towards} r")
+        operands = [
+            f"{name} {number}"
+            for name, number in (
+                ("stage", instruction.stage),
+                ("edge", instruction.edge),
+                ("microbatch", instruction.microbatch),
+                ("with pipeline rank", instruction.peer),
+            )
+            if number >= 0
+        ]
+        if instruction.parameter >= 0:
+            operands.append(f"shared parameter {self.program.shared_parameters[instruction.parameter][0]!r}")
+        return f"pipeline rank {self.program.rank}, instruction '{text}' ({', '.join(operands)})"
+
+    def run(self, inputs: Inputs | None, on_output: OnOutput | None) -> None:
+        """One step."""
+        self.start(inputs, on_output)
+        try:
+            for position, run in enumerate(self._runs):
+                self._position = position
+                run()
+            self._position = len(self._runs)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self.finish()
+
+    def start(self, inputs: Inputs | None, on_output: OnOutput | None) -> None:
+        """Begin a step."""
+        step = self._binder.step
+        step.inputs, step.on_output = inputs, on_output
+        for stage in self._binder.states:
+            step.state[stage] = frozenset(b.untyped_storage().data_ptr() for b in self._modules[stage].buffers())
+        if self.program.has_backward:
+            for reduction in self._binder.reductions:
+                reduction.start()
+        if self._hooks is not None:
+            self._hooks.start_of_step()
+        self._position = 0
+        for inbox in self._binder.inboxes.values():
+            inbox.start()
+
+    def blocked(self) -> bool:
+        """Whether the current instruction waits for a message that has not come (loopback can tell)."""
+        inbox = self._handlers[self._position].inbox
+        return inbox is not None and not inbox.ready()
+
+    def advance(self) -> bool:
+        """Run the current instruction unless it would have to wait. True if it ran."""
+        if self.finished or self.blocked():
+            return False
+        try:
+            self._runs[self._position]()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._position += 1
+        return True
+
+    def finish(self) -> None:
+        """End a step."""
+        try:
+            self._transport.flush()
+            if self._hooks is not None:
+                self._hooks.end_of_step()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._release()
+
+    def abandon(self) -> None:
+        """Drop everything that belongs to the current step."""
+        self._position = len(self._handlers)
+        for frame in self._binder.frames.values():
+            frame.clear()
+        for inbox in self._binder.inboxes.values():
+            inbox.clear()
+        self._release()
+
+    def close(self) -> None:
+        """After a failure: close the transport, so that peers that wait wake up."""
+        self._transport.close()
+
+    def _release(self) -> None:
+        step = self._binder.step
+        step.inputs = step.on_output = None
+
+    def _fail(self, error: BaseException) -> None:
+        error.add_note(f"in {self.where()}")
+        self.abandon()

@@ -1,0 +1,134 @@
+"""When receives are posted that occupy the device until their message comes (NCCL).
+
+Such a receive is a kernel that ends when the peer sends. Whatever waits for the whole device (a kernel that is loaded when it is first
+used, memory given back to the driver, a cooperative kernel) waits for it too; and what the peer sends may depend on what this rank has
+yet to do. So a receive may be posted too early. `posting_points` says when it is not, from the programs of all ranks:
+
+    step       what a handler does (`smpc.executor.program.bind`): an instruction; of a REDUCE, first the sends to all other holders, then
+               each receive
+    order      One order of all steps in which each comes after what it waits for: by the times at which they end, where a
+               forward takes 1, a backward 2 (its halves 1 each), and nothing else takes time.
+    points     Before a step a rank posts the receives of all messages that were sent before it in this order, in the order in which
+               they were sent.
+
+So whatever a rank does, it does in this order, and a message is sent and its receive posted at the same place of it. Of all that
+has not happened, what comes first in the order can happen: ranks never wait in a circle, not even if each of their operations, a
+send or a posted receive, first waits for all that is under way on the device, or blocks the process until its peer's has come. And
+nothing is gained by posting more: by the same times, what was not posted yet is sent after the step has ended.
+
+Example: rank 0 runs `F s0 m0, SEND e0 m0 r1, F s0 m1, SEND e0 m1 r1`, rank 1 `RECV e0 m0 r0, F s1 m0, RECV e0 m1 r0, F s1 m1`. Microbatch 1
+is sent at time 2, when `F s1 m0` ends, and so rank 1 posts its receive before `F s1 m0`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from smpc.codegen.actions import split_backwards
+from smpc.codegen.program import Instruction, Op, RankProgram
+from smpc.executor.program.send_completion import other_holders
+
+_SENDS = (Op.SEND, Op.SEND_GRAD)
+_RECEIVES = (Op.RECV, Op.RECV_GRAD)
+
+# Before this handler of this instruction (its first is 0): of these peers, so many messages of the step, one after another.
+Points = Mapping[tuple[Instruction, int], Sequence[tuple[int, int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One handler of an instruction. It takes one message of `source`, if that is not -1, and sends one to each of `destinations`."""
+
+    instruction: Instruction
+    handler: int = 0
+    source: int = -1
+    destinations: tuple[int, ...] = ()
+
+
+def posting_points(programs: Sequence[RankProgram], rank: int) -> Points:
+    """Where `rank` posts receives."""
+    sent: dict[int, int] = defaultdict(int)  # by peer, messages to `rank`
+    due: list[tuple[int, int]] = []
+    points: dict[tuple[Instruction, int], list[tuple[int, int]]] = {}
+    for source, step in _in_order(programs):
+        if source == rank:
+            if due:
+                points[step.instruction, step.handler] = due
+            due = []
+        elif rank in step.destinations:
+            sent[source] += 1
+            due.append((source, sent[source]))
+    return points
+
+
+def _steps(program: RankProgram) -> list[_Step]:
+    """The program's steps that take time, send or receive, and the first of every instruction."""
+    steps = []
+    for instruction in program.instructions:
+        if instruction.op in _SENDS:
+            steps.append(_Step(instruction, destinations=(instruction.peer,)))
+        elif instruction.op in _RECEIVES:
+            steps.append(_Step(instruction, source=instruction.peer))
+        elif instruction.op is Op.REDUCE:
+            peers = other_holders(program, instruction)
+            steps.append(_Step(instruction, destinations=peers))
+            steps += [_Step(instruction, handler, peer) for handler, peer in enumerate(peers, 1)]
+        else:
+            steps.append(_Step(instruction))
+    return steps
+
+
+def _in_order(programs: Sequence[RankProgram]) -> list[tuple[int, _Step]]:
+    """(rank, step) of all programs, each after what it waits for, by the times at which they end."""
+    steps, costs = [_steps(program) for program in programs], [_costs(program) for program in programs]
+    position, now = [0] * len(programs), [0] * len(programs)
+    sent_at: dict[tuple[int, int], list[int]] = defaultdict(list)  # times, by (source, destination)
+    taken: dict[tuple[int, int], int] = defaultdict(int)
+    waiting: dict[tuple[int, int], int] = {}  # for the next message: the rank that waits for it
+    ready: list[tuple[int, int]] = []  # (when the next step ends, rank)
+    order: list[tuple[int, _Step]] = []
+
+    def look(rank: int) -> None:
+        """Put a rank among the ready ones, unless it is done or waits."""
+        if position[rank] == len(steps[rank]):
+            return
+        step = steps[rank][position[rank]]
+        if step.source >= 0:
+            pair = step.source, rank
+            if len(sent_at[pair]) == taken[pair]:
+                waiting[pair] = rank
+                return
+            now[rank] = max(now[rank], sent_at[pair][taken[pair]])
+            taken[pair] += 1
+        heapq.heappush(ready, (now[rank] + costs[rank].get(step.instruction, 0), rank))
+
+    for rank in range(len(programs)):
+        look(rank)
+    while ready:
+        now_, rank = heapq.heappop(ready)
+        step = steps[rank][position[rank]]
+        now[rank] = now_
+        position[rank] += 1
+        order.append((rank, step))
+        for destination in step.destinations:
+            pair = rank, destination
+            sent_at[pair].append(now_)
+            if pair in waiting:
+                look(waiting.pop(pair))
+        look(rank)
+    assert len(order) == sum(map(len, steps)), "the verifier has excluded a deadlock"
+    return order
+
+
+def _costs(program: RankProgram) -> dict[Instruction, int]:
+    """How long the instructions that compute take."""
+    split = split_backwards(program.instructions)
+    times = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.WEIGHT: 1}
+    return {
+        i: 1 if i.op is Op.BACKWARD and (i.stage, i.microbatch) in split else times[i.op]
+        for i in program.instructions
+        if i.op in times
+    }

@@ -1,0 +1,1 @@
+"""Data parallelism: replicas average or shard the gradients of their stages."""

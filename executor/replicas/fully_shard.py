@@ -1,0 +1,165 @@
+"""Sharded data parallelism: every stage's parameters, gradients and optimizer state lie in parts on the replicas (FSDP2, `fully_shard`).
+
+    between steps     parameters are DTensors, of which this rank has 1 / replicas
+    in a step         the first forward of a stage gathers its parameters, once for all microbatches; backwards add up whole gradients;
+                      the last one averages them over the replicas, leaves each its part, and lets go of the whole parameters
+    evaluation        the same without gradients; the parameters are let go of at the end
+
+A stage is one unit of `smpc.sharding`, which says how gradients are averaged, and what comes in the place of parameters.
+
+Programs of other inputs have stage modules of their own over the same parameters. All of them run inside one module for each stage, whose
+hooks FSDP uses, and first take over the parameters that are there now.
+
+Example: `shards = StageShards(stages, group)`, then `Interpreter(program, shards.modules(stages), transport, hooks=shards)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from smpc.executor.replicas.data_parallel import broadcast
+from smpc.sharding import Keep, Sharded, ShardingOptions, shard
+
+
+class _Root(nn.Module):
+    """What is sharded: the first stage modules that share parameters, usually one; runs any that has the same parameters."""
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+
+    def forward(self, run: Callable[..., Any], *inputs: Tensor) -> Any:
+        """Called by FSDP's hooks, with the whole parameters in place."""
+        return run(*inputs)
+
+
+class _Member(nn.Module):
+    """A stage module of some program, run inside its root."""
+
+    def __init__(self, stage: nn.Module, root: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+        # Not a submodule: its parameters are the stage's own.
+        object.__setattr__(self, "_root", root)
+        self._moves = _moves(stage, root)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Run the stage."""
+        root: Any = self._root
+        return root(self._run, *inputs)
+
+    def _run(self, *inputs: Tensor) -> Any:
+        for own, name, source, source_name in self._moves:
+            own[name] = source[source_name]
+        return self.stage(*inputs)
+
+
+class StageShards:
+    """Shards the parameters of stages over `group`; the hooks of an interpreter, in place of `StageReplicas`. `mesh`: of the same ranks,
+    (shard) or (replica, shard); by default all of the group shard.
+
+    Construction gives all ranks the parameters and buffers of the group's rank 0. `broadcast_buffers`: its buffers replace the others' at
+    the start of every training step. A stage's parameters that train must have one dtype. Stages of a rank that share a parameter are
+    gathered, averaged and let go of together, with the last of their last backwards.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        group: dist.ProcessGroup,
+        mesh: DeviceMesh | None = None,
+        *,
+        device_type: str = "cpu",
+        broadcast_buffers: bool = True,
+    ) -> None:
+        self._group = group
+        self._stages = [stages[index] for index in sorted(stages)]
+        self._buffers_of = self._stages if broadcast_buffers else []
+        if (
+            mesh is None
+        ):  # torch keeps layouts by meshes that are equal, even of groups that were destroyed: a name for each group
+            mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=(f"replicas_{group.group_name}",))
+        self.exchanged: dict[nn.Parameter, nn.Parameter] = {}
+        self._roots: dict[int, nn.Module] = {}
+        self._sharded: dict[int, Sharded] = {}  # by the first of the stages that share parameters
+        self._first: dict[int, int] = {}
+        self._waits: dict[int, set[int]] = {}  # by that one, the stages whose last backward is still to come
+        for members in _sharing(stages):
+            root = _Root([stages[index] for index in members])
+            broadcast([*root.parameters(), *root.buffers()], group)
+            self._roots.update(dict.fromkeys(members, root))
+            if any(True for _ in root.parameters()):
+                made = self._sharded[members[0]] = shard(root, (), mesh, ShardingOptions(Keep.STEP, stays_outside=True))
+                self._first.update(dict.fromkeys(members, members[0]))
+                self.exchanged.update(made.exchanged)
+
+    def modules(self, stages: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
+        """What an interpreter runs in place of the stage modules of a program."""
+        return {index: _Member(stage, self._roots[index]) for index, stage in stages.items()}
+
+    def release(self) -> None:
+        """Let go of whole parameters. A training step has done so in its last backwards, if there were any."""
+        for sharded in self._sharded.values():
+            sharded.release()
+
+    def start_of_step(self) -> None:
+        """Broadcast buffers; gradients add up until the last backward."""
+        for stage in self._buffers_of:
+            broadcast(stage.buffers(), self._group)
+        self._waits = {first: {s for s in self._first if self._first[s] == first} for first in self._sharded}
+        for sharded in self._sharded.values():
+            sharded.begin_step()
+
+    def before_last_backward(self, stage: int, roots: Sequence[Tensor]) -> None:
+        """Average gradients in the backward that follows, or now if none does, and let go of the whole parameters."""
+        first = self._first.get(stage)
+        if first is None:
+            return
+        self._waits[first].discard(stage)
+        if not self._waits[first] and roots:
+            self._sharded[first].last_backward()
+        elif not self._waits[first]:
+            self._sharded[first].end_step()
+
+    def end_of_step(self) -> None:
+        """Average what the last backward of a stage has not: there was none, or it did not reach the stage."""
+        for index in sorted(self._sharded, reverse=True):
+            self._sharded[index].end_step()
+
+    def did_not_train(self) -> None:
+        """Nothing was counted."""
+
+
+def _moves(stage: nn.Module, first: nn.Module) -> list[tuple[dict[str, Any], str, dict[str, Any], str]]:
+    """Where the stage has parameters of its own dictionaries, and where those are that FSDP exchanges."""
+    names: dict[int, tuple[dict[str, Any], str]] = {}
+    exchanged: set[int] = set()
+    for module in first.modules():
+        exchanged.add(id(module._parameters))
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                names.setdefault(id(parameter), (module._parameters, name))
+    return [
+        (module._parameters, name, *names[id(parameter)])
+        for module in stage.modules()
+        if id(module._parameters) not in exchanged
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+def _sharing(stages: Mapping[int, nn.Module]) -> list[tuple[int, ...]]:
+    """The stages, those that share parameters together, directly or by way of others."""
+    found: list[tuple[list[int], set[int]]] = []
+    for index in sorted(stages):
+        members, known = [index], {id(parameter) for parameter in stages[index].parameters()}
+        for other in [each for each in found if each[1] & known]:
+            found.remove(other)
+            members, known = [*other[0], *members], known | other[1]
+        found.append((members, known))
+    return sorted(tuple(sorted(members)) for members, _ in found)

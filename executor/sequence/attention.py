@@ -1,0 +1,77 @@
+"""Attention of a sequence of which each rank has a slice of the queries.
+
+Keys and values whole, or sliced as the queries are; `smpc.executor.sequence.ring` has another way for the latter.
+
+`causal_rows`: keys and values are whole. Query i sees keys up to i: every run of queries that a rank has is a call of its own, with the
+keys up to its last query.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from smpc.executor.collectives import TensorGroup
+from smpc.executor.pieces import pieces_of
+from smpc.executor.sequence.exchange import all_to_all
+from smpc.executor.sequence.means import Cut
+
+
+def causal_rows(
+    group: TensorGroup,
+    cut: Cut,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = True,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Causal attention of this rank's queries `[..., own, head size]`; keys and values `[..., keys, head size]` are whole. Contiguous."""
+    _, blocks, mirrored = cut
+    total, done, results = query.shape[-2] * group.size, 0, []
+    for start, length in pieces_of(group.rank, total, group.size, blocks, mirrored):
+        end = min(start + length, key.shape[-2])
+        rows = torch.arange(start, start + length, device=query.device).unsqueeze(1)
+        seen = torch.arange(end, device=query.device).unsqueeze(0) <= rows
+        results.append(
+            F.scaled_dot_product_attention(
+                query.narrow(-2, done, length),
+                key.narrow(-2, 0, end),
+                value.narrow(-2, 0, end),
+                seen,
+                dropout_p,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+        )
+        done += length
+    return torch.cat(results, -2).contiguous()
+
+
+def exchanged_attention(
+    group: TensorGroup,
+    cut: Cut,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention of slices `[batch, heads, own, head size]`: ranks exchange slices of the sequence for slices of the heads, and back.
+
+    `attn_mask` is whole; of one with heads every rank takes its own. Contiguous.
+    """
+    pieces = cut[1:]
+    q, k, v = (all_to_all(tensor, 1, 2, group, gather_pieces=pieces) for tensor in (query, key, value))
+    mask = attn_mask
+    if mask is not None and mask.dim() > 2 and mask.shape[-3] == query.shape[1] and query.shape[1] > 1:
+        mask = mask.chunk(group.size, -3)[group.rank]
+    found = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return all_to_all(found, 2, 1, group, split_pieces=pieces).contiguous()

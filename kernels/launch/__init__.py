@@ -1,0 +1,1 @@
+"""How a Triton program is compiled and started, and in which variant."""

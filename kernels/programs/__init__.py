@@ -1,0 +1,1 @@
+"""The Triton programs of the ops."""

@@ -1,0 +1,1 @@
+"""What several ops share: element-wise mathematics, norms, losses by token, tables of tensors."""

@@ -1,0 +1,420 @@
+"""What a node costs on an assumed device: times by the roofline, bytes of state by the optimizer.
+
+    forward time  = its bytes over the bandwidth; for nodes with FLOPs the longer of the product (or fused attention) and the bytes that
+                    are read meanwhile, and the bytes written after it; at least the launch of a kernel
+    backward time = for nodes with FLOPs (matrix products, convolutions, attention) one product of the same size
+                    for each input that needs a gradient: dX = dY @ W.T and dW = X.T @ dY cost as much as Y = X @ W, each as its shape
+                    lets it. A fused attention's has two and a half times the FLOPs of its forward. For all others, half as many bytes
+                    again: gradients are read and written, and saved values are read again. Nodes without gradients cost nothing.
+    accumulation  a gradient that is added to that of earlier microbatches is read twice and written once; part of the backward
+
+Views move no bytes and take no time. What an operation keeps for its backward beside inputs and output (the mask of a dropout, the
+log-probabilities of a loss) is written and read as well. How fast products, attention and copies are is the device's affair
+(`smpc.partitioner.costs.description`), and how long ranks take to exchange what they have that of `smpc.partitioner.costs.collectives`.
+
+State: a trained parameter has a gradient and optimizer state, by the name of the optimizer (`smpc.partitioner.costs.optimizers`).
+
+Example: a model on four H100s of one host, trained by AdamW with float32 masters:
+
+    CostModel.of(find_device("h100"), num_ranks=4, optimizer=find_optimizer("adamw-fp32-master"))
+
+`weight_time`: the two parts of a stage's backward: for its inputs (I), and for its parameters (W), which a schedule may defer.
+
+What can be deferred are the calls of `DEFERRABLE` that take a parameter and lie in no activation checkpoint (see
+`smpc.executor.split_backward.intercept`). Of such a call's backward, W has one matrix product for each parameter of two or more dimensions,
+I one for each other input that needs a gradient; a bias counts for nothing beside them. Of a module that is called whole,
+with parameters, W has half. All else is part of I.
+
+Example: linear(x, weight, bias) in the middle of a model has W = I; the first one of a model, whose input needs no
+gradient, is all W, and so is an embedding. matmul(query, key) is all I. A block of F = 1 with 0.6 in linear layers and
+0.4 in products of activations has a backward of I = 1.4 and W = 0.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from smpc.partitioner.costs.collectives import sent_time
+from smpc.partitioner.costs.description import Device, Group, Kernels
+from smpc.partitioner.costs.known_devices import H100
+from smpc.partitioner.costs.operations import attention_flops, is_attention, name_of, product_of
+from smpc.partitioner.costs.optimizers import ADAM, Optimizer
+from smpc.partitioner.exact import whole_times
+from smpc.partitioner.problem import FloatArray, IntArray
+from smpc.tracer.ir import Node, NodeKind, Region, StateSpec, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """A device, a link and an optimizer: see the module docstring."""
+
+    device: str = H100.name
+    peak_flops: Mapping[str, float] = field(
+        default_factory=lambda: H100.peak_flops
+    )  # FLOP/s by dtype; others as float32
+    memory_bandwidth: float = H100.memory_bandwidth  # bytes/s
+    memory_bytes: int = H100.memory_bytes
+    link_bandwidth: float = H100.between_hosts.bandwidth  # bytes/s between stages
+    link_latency: float = H100.between_hosts.latency  # s for one message, with what both ends do about it
+    kernels: Kernels = field(default_factory=Kernels)  # what is reached of the peaks
+    accumulated: float = 0.0  # share of the microbatches whose gradients are added to those of earlier ones
+    kernel_overhead: float = 1e-6  # s to run one node once more; used to judge recomputation only
+    optimizer: Optimizer = ADAM
+    holds_sent: bool = False  # sent tensors stay until the receiver is known to have them: gloo
+
+    @classmethod
+    def of(cls, device: Device, num_ranks: int, optimizer: Optimizer = ADAM, microbatches: int = 1) -> CostModel:
+        """The costs of `num_ranks` pipeline ranks on devices of one kind."""
+        wire = device.wire(num_ranks)
+        return cls(
+            device.name,
+            device.peak_flops,
+            device.memory_bandwidth,
+            device.memory_bytes,
+            wire.rate,
+            wire.latency,
+            device.kernels,
+            1.0 - 1.0 / microbatches,
+            optimizer=optimizer,
+            holds_sent=device.transport == "gloo",
+        )
+
+    def forward_time(self, node: Node, dtype: str, kept_bytes: int = 0) -> float:
+        """Seconds of one forward. `kept_bytes`: what it keeps for its backward beside inputs and output."""
+        moved = node.bytes_moved + kept_bytes
+        if not moved and not node.flops:
+            return self.kernels.view
+        measured = self._measured(node, dtype, node.flops or moved, node.flops or moved)
+        if measured is not None:
+            return measured
+        if node.flops:
+            written = node.spec.num_bytes if node.spec is not None else 0
+            return max(self._product(node, dtype, 1, moved - written, written), self.kernels.launch)
+        return max(self._memory_time(moved), self.kernels.launch)
+
+    def backward_time(self, node: Node, dtype: str, num_gradients: int, kept_bytes: int = 0) -> float:
+        """Seconds of one backward that yields gradients for `num_gradients` inputs."""
+        if num_gradients == 0:
+            return 0.0
+        if not (node.bytes_moved or node.flops):
+            return self.kernels.view
+        products = min(2, num_gradients)
+        moved = 3 * node.bytes_moved // 2 + kept_bytes
+        size, amount = node.flops or node.bytes_moved + kept_bytes, products * node.flops or moved
+        measured = self._measured(node, dtype, size, amount, is_backward=True)
+        if measured is not None:
+            return measured
+        if not node.flops:
+            return max(self._memory_time(moved), self.kernels.launch)
+        read = node.spec.num_bytes if node.spec is not None else 0  # the gradient, by each product, and the other input
+        written = (node.bytes_moved - read) * products // 2
+        work = self._product(node, dtype, products, 2 * node.bytes_moved - written, written, is_backward=True)
+        return max(work, products * self.kernels.launch)
+
+    def accumulation_time(self, num_bytes: int) -> float:
+        """Seconds to add so many bytes of gradients to those of earlier microbatches, by the share of microbatches that do."""
+        return self.accumulated * self._memory_time(3 * num_bytes)
+
+    def _measured(self, node: Node, dtype: str, size: float, work: float, *, is_backward: bool = False) -> float | None:
+        """Seconds by what was measured of operations like this one, of a size; None if there is nothing of the kind."""
+        if not self.kernels.operations:
+            return None
+        share = self.kernels.measured_share(name_of(node), size, is_backward=is_backward)
+        if share is None:
+            return None
+        peak = self.peak_flops.get(dtype, self.peak_flops["float32"]) if node.flops else self.memory_bandwidth
+        return max(work / (peak * share), self.kernels.launch)
+
+    def _memory_time(self, num_bytes: int) -> float:
+        return self.kernels.memory_time(max(0, num_bytes), self.memory_bandwidth)
+
+    def _product(
+        self, node: Node, dtype: str, products: int, read: int, written: int, is_backward: bool = False
+    ) -> float:
+        """Seconds of a node with FLOPs: inputs are read while it computes, a tile of the output is written when it is done."""
+        work = self._work(node, dtype, products, is_backward=is_backward)
+        return max(work, self._memory_time(read)) + self._memory_time(written)
+
+    def _work(self, node: Node, dtype: str, products: int, *, is_backward: bool) -> float:
+        """Seconds of the node's arithmetic: so many products of its size."""
+        peak = self.peak_flops.get(dtype, self.peak_flops["float32"])
+        if is_attention(node):
+            share = self.kernels.attention[is_backward]
+            return attention_flops(node) * (2.5 if is_backward else 1.0) / (peak * share)
+        shape = product_of(node)
+        if shape is None:
+            return products * node.flops / peak
+        batch, m, n, k = shape
+        shapes = ((batch, m, k, n), (batch, k, n, m))[:products] if is_backward else (shape,)
+        return sum(self.kernels.product_time(one, peak, dtype) for one in shapes)
+
+    def held_bytes(self, state: StateSpec) -> int:
+        """Bytes of a parameter or buffer in a step."""
+        return self.optimizer.parameter_bytes(state.spec) if state.is_parameter else state.spec.num_bytes
+
+    def gathered_bytes(self, state: StateSpec) -> int:
+        """Bytes that ranks which have parts of a parameter send each other to make it whole; 0 for a buffer."""
+        return self.optimizer.gathered_bytes(state.spec) if state.is_parameter else 0
+
+    def averaging_bytes(self, state: StateSpec) -> int:
+        """Bytes at work while gradients of which every rank keeps a part are averaged: whole ones, as much to send, gloo's results."""
+        whole = self.gradient_bytes(state)
+        return 2 * whole + (-(-whole // self.optimizer.shards) if self.holds_sent else 0)
+
+    def copy_bytes(self, state: StateSpec) -> int:
+        """Bytes of what two stages that share a parameter tell each other of its gradient."""
+        return self.optimizer.part_bytes(state.spec) if state.is_parameter else 0
+
+    def apart_bytes(self, state: StateSpec) -> int:
+        """Bytes of the gradient of a parameter that is added up only when its backward pass ends."""
+        return self.optimizer.apart_bytes(state.spec) if _is_trained(state) else 0
+
+    def gradient_bytes(self, state: StateSpec) -> int:
+        """Bytes of the gradient of a parameter."""
+        return self.optimizer.gradient_bytes(state.spec) if _is_trained(state) else 0
+
+    def optimizer_bytes(self, state: StateSpec) -> int:
+        """Bytes of optimizer state of a parameter."""
+        return self.optimizer.state_bytes(state.spec) if _is_trained(state) else 0
+
+    def optimizer_scratch(self, parameter_bytes: int, largest: int) -> int:
+        """Bytes that an optimizer step makes and drops: for all parameters at once, on a CPU for one after another."""
+        return self.optimizer.scratch * (2 * largest if self.holds_sent else parameter_bytes)
+
+    def transfer_time(self, num_bytes: int) -> float:
+        """Seconds to send bytes from one stage to another."""
+        return self.link_latency + num_bytes / self.link_bandwidth
+
+
+def _is_trained(state: StateSpec) -> bool:
+    return state.is_parameter and state.spec.requires_grad
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Bytes that nodes make and drop while they work, by index into Trace.nodes: see `smpc.partitioner.costs.timing`."""
+
+    forward: IntArray
+    backward: IntArray
+
+
+@dataclass(frozen=True)
+class NodeTimes:
+    """Seconds by index into Trace.nodes; zero for inputs and attribute reads."""
+
+    forward: FloatArray
+    backward: FloatArray
+    workspace: Workspace | None = None  # None: it was not measured
+
+    def with_reruns(self, depths: Mapping[int, int]) -> NodeTimes:
+        """The same, with backwards for which the node's forward runs again so many times."""
+        backward = self.backward.copy()
+        for position, count in depths.items():
+            backward[position] += count * self.forward[position]
+        return replace(self, backward=backward)
+
+    def whole(self) -> IntArray:
+        """Forward plus backward in whole numbers of one unit, femtoseconds for all but hours: see `smpc.partitioner.exact`."""
+        return whole_times(self.forward + self.backward)
+
+
+@dataclass(frozen=True, slots=True)
+class _Costed:
+    """A node that computes, its dtype, and the inputs that need gradients."""
+
+    position: int
+    node: Node
+    dtype: str
+    num_gradients: int
+
+
+def _costed(trace: Trace) -> Iterator[_Costed]:
+    """The nodes that take time, in order."""
+    needs_gradient: dict[str, bool] = {}
+    dtypes: dict[str, str] = {}
+    flat: dict[str, bool] = {}  # biases: beside a product their gradients take no time
+    for i, node in enumerate(trace.nodes):
+        inputs = node.inputs
+        gradients = sum(needs_gradient[name] and not (node.flops and flat[name]) for name in inputs)
+        gradients = gradients if node.grad_enabled else 0
+        if node.kind is NodeKind.CALL_MODULE and node.saved:
+            gradients += 1  # its parameters are not among its inputs
+        if node.spec is not None:
+            needs_gradient[node.name], dtypes[node.name] = node.spec.requires_grad, node.spec.dtype
+        else:
+            needs_gradient[node.name] = gradients > 0
+            dtypes[node.name] = next((dtypes[name] for name in inputs), "float32")
+        flat[node.name] = node.spec is not None and len(node.spec.shape) < 2
+        if node.kind in (NodeKind.CALL_FUNCTION, NodeKind.CALL_MODULE):
+            yield _Costed(i, node, dtypes[node.name], gradients if needs_gradient[node.name] else 0)
+
+
+def node_times(trace: Trace, cost_model: CostModel) -> NodeTimes:
+    """Times of every node of a trace."""
+    forward, backward = np.zeros((2, len(trace.nodes)))
+    storages = {node.name: node.storage for node in trace.nodes}
+    weights = _weights(trace, cost_model) if cost_model.accumulated else {}
+    for item in _costed(trace):
+        i, node = item.position, item.node
+        kept = _kept_bytes(trace, node, storages)
+        forward[i] = cost_model.forward_time(node, item.dtype, kept)
+        backward[i] = cost_model.backward_time(node, item.dtype, item.num_gradients, kept)
+        if backward[i] and cost_model.accumulated:
+            backward[i] += cost_model.accumulation_time(sum(weights.get(name, 0) for name in node.inputs))
+    return NodeTimes(forward, backward)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a node has to do, as its times are counted: FLOPs of one product, or bytes; and all of its forward and backward."""
+
+    position: int
+    name: str
+    dtype: str
+    is_product: bool
+    size: float
+    forward: float
+    backward: float
+
+
+def work_of(trace: Trace) -> Iterator[Work]:
+    """The work of every node that computes or moves bytes, in order."""
+    storages = {node.name: node.storage for node in trace.nodes}
+    for item in _costed(trace):
+        node, kept = item.node, _kept_bytes(trace, item.node, storages)
+        if node.flops:
+            size = forward = node.flops
+            backward = min(2, item.num_gradients) * size
+        else:
+            size = forward = node.bytes_moved + kept
+            backward = (3 * node.bytes_moved // 2 + kept) * bool(item.num_gradients)
+        if size:
+            yield Work(item.position, name_of(node), item.dtype, bool(node.flops), size, forward, backward)
+
+
+def useful_times(trace: Trace, device: Device) -> FloatArray:
+    """Seconds of every node's FLOPs at the peak of its dtype, forward and backward, nothing twice."""
+    seconds = np.zeros(len(trace.nodes))
+    for item in _costed(trace):
+        seconds[item.position] = _flops(item.node) * (1 + min(2, item.num_gradients)) / device.peak(item.dtype)
+    return seconds
+
+
+def useful_flops(trace: Trace) -> tuple[float, float]:
+    """FLOPs of one microbatch: of its forward, and of forward and backward, nothing twice."""
+    found = [(_flops(item.node), min(2, item.num_gradients)) for item in _costed(trace)]
+    return sum(flops for flops, _ in found), sum(flops * (1 + num) for flops, num in found)
+
+
+def _flops(node: Node) -> float:
+    return attention_flops(node) if is_attention(node) else node.flops
+
+
+def _kept_bytes(trace: Trace, node: Node, storages: Mapping[str, int]) -> int:
+    """Bytes that autograd keeps of the node and that are neither its inputs nor its output."""
+    known = {node.storage, *(storages[name] for name in node.inputs)}
+    return sum(trace.storages[i] for i in node.saved if i not in known)
+
+
+def _weights(trace: Trace, cost_model: CostModel) -> dict[str, int]:
+    """Bytes of the gradients of the trained parameters, by the nodes that read them."""
+    state = {name: item for item in trace.state for name in item.names}
+    reads = (node for node in trace.nodes if node.kind is NodeKind.GET_ATTR and node.target in state)
+    return {node.name: cost_model.gradient_bytes(state[node.target]) for node in reads}
+
+
+class Collective(Protocol):
+    """A node of a tensor-parallel rank's trace that sends: bytes in its forward, and in its backward."""
+
+    @property
+    def node(self) -> str:
+        """The node's name."""
+
+    @property
+    def forward_bytes(self) -> int:
+        """What a rank sends in the forward."""
+
+    @property
+    def backward_bytes(self) -> int:
+        """What a rank sends in the backward."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether it goes on while the node computes."""
+
+
+def times_with_collectives(
+    trace: Trace, collectives: Iterable[Collective], cost_model: CostModel, group: Group, device: Device
+) -> NodeTimes:
+    """Predicted times of a sharded trace's nodes: those of the collectives by what they send, in groups of this kind."""
+    times = node_times(trace, cost_model)
+    known = tuple(collectives)
+    forward, backward = collective_times(trace, known, group, device)
+    for position in (trace.position(item.node) for item in known if item.overlaps):
+        forward[position] = max(0.0, forward[position] - times.forward[position])
+        backward[position] = max(0.0, backward[position] - times.backward[position])
+    return NodeTimes(times.forward + forward, times.backward + backward)
+
+
+def collective_times(
+    trace: Trace, collectives: Iterable[Collective], group: Group, device: Device
+) -> tuple[FloatArray, FloatArray]:
+    """Seconds that ranks of a group exchange what they have at each node of a sharded trace: forward, backward."""
+    forward, backward = np.zeros((2, len(trace.nodes)))
+    sent = {item.node: item for item in collectives}
+    for position, node in enumerate(trace.nodes):
+        item = sent.get(node.name)
+        if item is not None:
+            forward[position] = sent_time(item.forward_bytes, group, device)
+            backward[position] = sent_time(item.backward_bytes, group, device)
+    return forward, backward
+
+
+_FUNCTIONAL = (
+    "linear",
+    "embedding",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+)
+_PRODUCTS = ("addmm", "mm", "bmm", "matmul")
+DEFERRABLE = frozenset(
+    (
+        *(f"torch.nn.functional.{name}" for name in _FUNCTIONAL),
+        *(
+            f"torch.{name}" for name in (*_PRODUCTS, "dsmm")
+        ),  # torch.dsmm is torch.mm, and comes first where traces look
+        *(f"torch.Tensor.{name}" for name in (*_PRODUCTS, "__matmul__", "__rmatmul__")),
+    )
+)
+
+
+def weight_time(trace: Trace, positions: Sequence[int], backward: FloatArray, regions: Sequence[Region]) -> float:
+    """Seconds of W of a stage's nodes, which may lie in its checkpointed `regions`; `backward` is by node."""
+    free = [i for i in positions if not any(region.first <= i < region.last for region in regions)]
+    return float(np.sum([_share(trace, trace.nodes[i]) * backward[i] for i in free]))
+
+
+def _share(trace: Trace, node: Node) -> float:
+    """The part of a node's backward that W has."""
+    if node.kind is NodeKind.CALL_MODULE:
+        return 0.5 if node.saved else 0.0
+    if node.kind is not NodeKind.CALL_FUNCTION or node.target not in DEFERRABLE:
+        return 0.0
+    weights = others = 0
+    for name in node.inputs:
+        value = trace.nodes[trace.position(name)]
+        if value.spec is None or not value.spec.requires_grad:
+            continue
+        if value.kind is not NodeKind.GET_ATTR:
+            others += 1
+        elif len(value.spec.shape) > 1:
+            weights += 1
+    return weights / (weights + others) if weights else 0.0

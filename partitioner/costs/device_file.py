@@ -1,0 +1,228 @@
+"""Device descriptions in files: reads the keys of `smpc.partitioner.costs.device`, and says all that is wrong in them at once."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from smpc.config.files import parse_toml, read_text
+from smpc.config.limits import MAX_RANKS, shown
+from smpc.errors import ConfigError, printable
+from smpc.partitioner.costs.collectives import IN_OPERATIONS, Kind
+from smpc.partitioner.costs.description import ALL, Curve, Device, Kernels, Wire
+from smpc.partitioner.sizes import parse_bytes
+
+_RATES = (1e3, 1e24)  # bytes/s and FLOP/s that are believed; with others, times are beyond what a plan can count in
+_LATENCIES = (0.0, 3600.0)
+_SHARES = (1e-6, 1.0)
+_MEASURED = (1e-12, 1e6)  # small work takes a launch, and the backward of a sum nothing at all
+_KERNELS = ("launch", "processors", "memory", "attention", "products", "operations", "view", "optimizer")
+_DTYPES = ("float64", "float32", "bfloat16", "float16")  # that torch surely has
+_WIRE = ("bandwidth", "latency", "efficiency", "hop")
+
+
+def read_table(path: str) -> dict[str, Any]:
+    """The content of a file. ConfigError where it cannot be read."""
+    what = f"device {shown(path)}"
+    return parse_toml(read_text(path, what), what)
+
+
+def read_device(path: str) -> Device:
+    """The device that a file describes. ConfigError for everything that is wrong in it."""
+    data = read_table(path)
+    reader = _Reader(path)
+    found = reader.device(data)
+    if reader.problems:
+        raise ConfigError("\n".join(f"device {path!r}: {problem}" for problem in reader.problems))
+    return found
+
+
+class _Reader:
+    """Reads the tables of one file and collects what is wrong in them."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.problems: list[str] = []
+
+    def device(self, data: Mapping[str, Any]) -> Device:
+        known = (
+            "name",
+            "memory_bandwidth",
+            "memory",
+            "source",
+            "transport",
+            "peak_flops",
+            "inside_host",
+            "between_hosts",
+            "kernels",
+            "variation",
+            "collectives",
+        )
+        self.check_keys("", data, known)
+        inside, between = self.table(data, "inside_host"), self.table(data, "between_hosts")
+        self.check_keys("inside_host.", inside, ("devices", *_WIRE))
+        self.check_keys("between_hosts.", between, _WIRE)
+        return Device(
+            self.text(data, "name", Path(self.path).stem),
+            MappingProxyType(self.peaks(self.table(data, "peak_flops"))),
+            self.number("", data, "memory_bandwidth"),
+            self.size(data, "memory"),
+            int(self.number("inside_host.", inside, "devices", (1, MAX_RANKS), whole=True)),
+            self.wire("inside_host.", inside),
+            self.wire("between_hosts.", between),
+            self.text(data, "source", ""),
+            self.transport(data),
+            self.kernels(self.table(data, "kernels")),
+            self.number("", data, "variation", (0.0, 1.0), default=0.0),
+            MappingProxyType(self.collectives(self.table(data, "collectives"))),
+        )
+
+    def wire(self, prefix: str, data: Mapping[str, Any]) -> Wire:
+        return Wire(
+            self.number(prefix, data, "bandwidth"),
+            self.number(prefix, data, "latency", _LATENCIES),
+            self.number(prefix, data, "efficiency", _SHARES, default=1.0),
+            self.number(prefix, data, "hop", _LATENCIES, default=0.0),
+        )
+
+    def kernels(self, data: Mapping[str, Any]) -> Kernels:
+        self.check_keys("kernels.", data, _KERNELS)
+        products = self.table(data, "products", "kernels.")
+        self.check_dtypes("kernels.products.", products)
+        operations = self.table(data, "operations", "kernels.")
+        return Kernels(
+            self.number("kernels.", data, "launch", _LATENCIES, default=0.0),
+            int(self.number("kernels.", data, "processors", (0, 1 << 20), whole=True, default=0)),
+            MappingProxyType({key: self.curve("kernels.products.", products, key) for key in products}),
+            self.curve("kernels.", data, "memory"),
+            self.pair(data, "attention"),
+            MappingProxyType({key: self.curves(operations, key) for key in operations}),
+            self.number("kernels.", data, "view", _LATENCIES, default=0.0),
+            self.number("kernels.", data, "optimizer", _SHARES, default=1.0),
+        )
+
+    def curves(self, data: Mapping[str, Any], key: str) -> tuple[Curve, Curve]:
+        """The curves of an operation's forward and backward."""
+        value, prefix = data[key], f"kernels.operations.{printable(key)}."
+        if not isinstance(value, dict):
+            self.problems.append(f"{prefix[:-1]}: expected a table of forward and backward, found {shown(value)}")
+            return ALL, ALL
+        self.check_keys(prefix, value, ("forward", "backward"))
+        forward, backward = (self.curve(prefix, value, way, _MEASURED) for way in ("forward", "backward"))
+        return forward, backward
+
+    def collectives(self, data: Mapping[str, Any]) -> dict[str, Curve]:
+        """By kind, bytes/s by bytes."""
+        self.check_keys("collectives.", data, (*Kind, IN_OPERATIONS))
+        return {key: self.curve("collectives.", data, key, (1e-3, _RATES[1])) for key in data}
+
+    def curve(self, prefix: str, data: Mapping[str, Any], key: str, bounds: tuple[float, float] = _SHARES) -> Curve:
+        """A share of a peak for all sizes, or [[size, share], ...] in ascending order."""
+        value = data.get(key, 1.0)
+        points = value if isinstance(value, list) else [[1.0, value]]
+        if points and all(isinstance(point, list) and len(point) == 2 for point in points):
+            numbers = [(float(a), float(b)) for a, b in points if _is_number(a) and _is_number(b)]
+            sizes = [size for size, _ in numbers]
+            in_order = len(sizes) == len(points) and all(a < b for a, b in itertools.pairwise([0.0, *sizes]))
+            if in_order and all(bounds[0] <= share <= bounds[1] for _, share in numbers):
+                return tuple(numbers)
+        what = "rate" if bounds[1] > _MEASURED[1] else "share of the peak"
+        self.problems.append(
+            f"{prefix}{printable(key)}: expected a {what} from {bounds[0]:g} to {bounds[1]:g}, or a list of [size, {what}] in "
+            f"ascending order, found {shown(value)}"
+        )
+        return ALL
+
+    def pair(self, data: Mapping[str, Any], key: str) -> tuple[float, float]:
+        value = data.get(key, [1.0, 1.0])
+        if isinstance(value, list) and len(value) == 2 and all(_is_number(v) and _SHARES[0] <= v <= 1 for v in value):
+            return float(value[0]), float(value[1])
+        self.problems.append(
+            f"kernels.{key}: expected [forward, backward], two shares of the peak, found {shown(value)}"
+        )
+        return 1.0, 1.0
+
+    def check_keys(self, prefix: str, data: Mapping[str, Any], known: tuple[str, ...]) -> None:
+        for key in data:
+            if key not in known:
+                close = difflib.get_close_matches(key[:100], known, n=1)
+                hint = f"; did you mean {prefix}{close[0]}?" if close else f"; known are {', '.join(known)}"
+                self.problems.append(f"unknown key {prefix}{printable(key)}{hint}")
+
+    def table(self, data: Mapping[str, Any], key: str, prefix: str = "") -> Mapping[str, Any]:
+        value = data.get(key, {})
+        if isinstance(value, dict):
+            return value
+        self.problems.append(f"{prefix}{key}: expected a table, found {shown(value)}")
+        return {}
+
+    def text(self, data: Mapping[str, Any], key: str, default: str) -> str:
+        value = data.get(key, default)
+        if isinstance(value, str):
+            return value
+        self.problems.append(f"{key}: expected a string, found {shown(value)}")
+        return default
+
+    def transport(self, data: Mapping[str, Any]) -> str:
+        value = self.text(data, "transport", "nccl")
+        if value not in ("nccl", "gloo"):
+            self.problems.append(f"transport: expected 'nccl' or 'gloo', found {shown(value)}")
+        return value
+
+    def number(
+        self,
+        prefix: str,
+        data: Mapping[str, Any],
+        key: str,
+        bounds: tuple[float, float] = _RATES,
+        whole: bool = False,
+        default: float | None = None,
+    ) -> float:
+        """A number within the bounds; one without a default has to be there."""
+        value = data.get(key, default)
+        if value is None:
+            self.problems.append(f"{prefix}{key}: missing")
+            return 1.0
+        valid = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+        if not valid or not bounds[0] <= value <= bounds[1]:
+            kind = "a whole number" if whole else "a number"
+            self.problems.append(
+                f"{prefix}{key}: expected {kind} from {bounds[0]:g} to {bounds[1]:g}, found {shown(value)}"
+            )
+            return 1.0
+        return float(value)
+
+    def size(self, data: Mapping[str, Any], key: str) -> int:
+        if key not in data:
+            self.problems.append(f"{key}: missing")
+            return 1
+        try:
+            value = data[key]
+            return parse_bytes(value if isinstance(value, (int, float)) else str(value), key)
+        except ConfigError as error:
+            self.problems.append(str(error))
+            return 1
+
+    def peaks(self, data: Mapping[str, Any]) -> dict[str, float]:
+        self.check_dtypes("peak_flops.", data)
+        if "float32" not in data:
+            self.problems.append("peak_flops.float32: missing")
+        return {key: self.number("peak_flops.", data, key) for key in data}
+
+    def check_dtypes(self, prefix: str, data: Mapping[str, Any]) -> None:
+        unknown = [key for key in data if key not in _DTYPES]
+        if not unknown:
+            return
+        import torch  # takes seconds
+
+        for key in unknown:
+            if not isinstance(getattr(torch, key, None), torch.dtype):
+                self.problems.append(f"{prefix}{printable(key)}: expected the name of a torch dtype, such as bfloat16")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,147 @@
+"""The optimizers that have a name, and the bytes that they keep for every element of a trained parameter.
+
+    find_optimizer("adamw-fp32-master")
+
+    own         tensors of the parameter's own dtype
+    float32     tensors in float32
+    master      a float32 copy of a parameter that has less precision; a float32 parameter is its own master
+    main_grad   gradients are summed in a float32 buffer that stays, beside those that a backward pass yields
+    wide_grad   gradients are float32, and are there from the first backward pass on
+
+torch.optim keeps its state in the dtype of the parameters: `adam` on bfloat16 parameters has two bfloat16 moments. Names
+that end in -fp32-master are what mixed-precision training adds: moments and a master copy in float32.
+
+                            float32 parameter    bfloat16 parameter        bytes of state for one element
+    sgd                     0                    0
+    sgd-momentum            4                    2
+    adam, adamw             8                    4
+    adamw-fp32-master       8                    12
+
+With data-parallel replicas (`Optimizer.replicated`) a rank also holds the buckets in which gradients are summed, a second copy of
+them; sharded over the replicas, it holds its part of the state alone:
+
+    find_optimizer("adamw-fp32-master").replicated(8, sharded=True)        1.5 + 2 bytes for a bfloat16 element: state, bucket
+
+With `fully_shard` parameters and gradients lie in parts, too, but in a step it has whole ones beside its parts, from the first forward
+of a stage to the end of its last backward (`smpc.executor.replicas.fully_shard`):
+
+    find_optimizer("adamw-fp32-master").fully_sharded(8)       0.25 + 2 bytes of parameters, 2 of gradients, 1.5 of state
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from smpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from smpc.tracer.ir import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """What an optimizer keeps: see the module docstring."""
+
+    name: str
+    own: int = 0
+    float32: int = 0
+    byte: int = 0  # tensors of one byte for each element
+    master: bool = False
+    main_grad: bool = False
+    wide_grad: bool = False
+    scratch: int = 0  # tensors of the own dtype that a step makes and drops
+    shards: int = 1  # ranks that the state is split over
+    buckets: bool = False  # gradients have a copy in buckets that are summed over replicas
+    in_parts: bool = False  # parameters and gradients are split over these ranks, too
+
+    def parameter_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of a parameter in a step: of the whole, and of the part that stays."""
+        return self.gathered_bytes(spec) + self.part_bytes(spec) if self.in_parts else spec.num_bytes
+
+    def part_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of what this rank keeps of a parameter: rows, as many on each of the ranks."""
+        if not self.in_parts or not spec.num_elements:
+            return spec.num_bytes
+        return -(-spec.shape[0] // self.shards) * (spec.num_bytes // spec.shape[0])
+
+    def gathered_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of the parts of all ranks together, if a parameter lies in parts."""
+        return self.shards * self.part_bytes(spec) if self.in_parts else 0
+
+    def apart_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of gradients that wait for the end of their backward pass, where the sum of them lies elsewhere, in float32."""
+        return spec.num_bytes if self.in_parts and self.wide_grad and _is_narrow(spec) else 0
+
+    def state_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of state of a trained parameter, buckets included."""
+        copies = self.float32 + (self.master and _is_narrow(spec))
+        whole = self.own * spec.num_bytes + (4 * copies + self.byte) * spec.num_elements
+        return -(-whole // self.shards) + self.buckets * self._summed_bytes(spec)
+
+    def replicated(self, num_replicas: int, sharded: bool = False) -> Optimizer:
+        """The same on a rank that is one of several replicas; `sharded`: they split the state among them."""
+        if num_replicas == 1:
+            return self
+        shards, name = (num_replicas, f"{self.name}, sharded over {num_replicas}") if sharded else (1, self.name)
+        return replace(self, name=name, shards=shards, buckets=True)
+
+    def fully_sharded(self, num_replicas: int) -> Optimizer:
+        """The same on a rank that is one of several replicas, which split parameters and gradients as well.
+
+        What the step makes and drops is less than the whole parameters that are gone by then.
+        """
+        if num_replicas == 1:
+            return self
+        name = f"{self.name}, fully sharded over {num_replicas}"
+        return replace(self, name=name, shards=num_replicas, in_parts=True, scratch=0)
+
+    def gradient_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of the gradient of a trained parameter."""
+        main = 4 * spec.num_elements if self.main_grad and _is_narrow(spec) else 0
+        return self._summed_bytes(spec) + main
+
+    def _summed_bytes(self, spec: TensorSpec) -> int:
+        return 4 * spec.num_elements if self.wide_grad and _is_narrow(spec) else spec.num_bytes
+
+
+def _is_narrow(spec: TensorSpec) -> bool:
+    return spec.torch_dtype.itemsize < 4
+
+
+ADAM = Optimizer("adam", own=2, scratch=1)
+OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType(
+    {
+        optimizer.name: optimizer
+        for optimizer in (
+            Optimizer("sgd"),
+            Optimizer("sgd-momentum", own=1),
+            Optimizer("sgd-momentum-fp32-master", float32=1, master=True),
+            Optimizer("adagrad", own=1, scratch=1),
+            Optimizer("rmsprop", own=1, scratch=1),
+            Optimizer("lion", own=1),
+            ADAM,
+            Optimizer("adamw", own=2, scratch=1),
+            Optimizer("adamw-8bit", byte=2),
+            Optimizer("adam-fp32-master", float32=2, master=True),
+            Optimizer("adamw-fp32-master", float32=2, master=True),
+            Optimizer("adamw-fp32-master-fp32-grad", float32=2, master=True, main_grad=True),
+            Optimizer("adam-fp32-master-wide-grad", float32=2, master=True, wide_grad=True),
+            Optimizer("adamw-fp32-master-wide-grad", float32=2, master=True, wide_grad=True),
+        )
+    }
+)
+
+
+def find_optimizer(name: str | Optimizer) -> Optimizer:
+    """The optimizer of that name; ConfigError names the closest one if there is none."""
+    if isinstance(name, Optimizer):
+        return name
+    if name.lower() in OPTIMIZERS:
+        return OPTIMIZERS[name.lower()]
+    close = difflib.get_close_matches(name.lower(), OPTIMIZERS, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, found {name!r}{hint}")

@@ -1,0 +1,270 @@
+"""What is to be placed, as numbers: a graph of nodes, the devices, and what counts.
+
+Terms
+    node        something that runs on one device: its time on a device of speed 1, memory that its device holds for it, and
+                memory that it holds once for every microbatch in flight there
+    edge        the target needs what the source makes; `num_bytes` cross if they run on different devices. What one source
+                sends to one device is sent once: the largest of its edges counts
+    device      has a speed, a memory limit, a kind and a bandwidth. On devices of a kind that a node names in `time_on` it takes that
+                time instead. A device with a bandwidth takes num_bytes / bandwidth to send what a node makes, once for all others that
+                use it, and as long to receive it from one; that time is part of its load. Without, transfers take it none
+    backward    a node of the backward of a graph for training. `together` puts it where its forward node is
+
+How nodes may be split over devices, `split`:
+
+    row         the devices form a pipeline in the order given: no edge leads to an earlier one. Between backward nodes none leads to a
+                later one, and between forward and backward nodes edges lead anywhere
+    contiguous  the same, for the best order of the devices
+    free        edges lead anywhere
+
+Each device runs at least one node, unless `may_idle`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+import networkx as nx
+
+from smpc.config.limits import shown
+from smpc.errors import PartitionError
+
+SPLITS = ("row", "contiguous", "free")
+_MOST = 1e200  # amounts, speeds and their inverses are within this: so are all sums and quotients within doubles
+_MOST_IN_FLIGHT = 2**30
+_MOST_DEVICES = 100_000
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Costs of a node: see the module docstring."""
+
+    name: str
+    time: float
+    memory: float = 0.0
+    activation_memory: float = 0.0
+    time_on: Mapping[str, float | None] = field(
+        default_factory=dict, hash=False
+    )  # by kind of device; None: it cannot run there
+    memory_on: Mapping[str, float] = field(default_factory=dict, hash=False)  # by kind of device, instead of `memory`
+    backward: bool = False
+
+    def time_at(self, device: Processor) -> float | None:
+        """Before the device's speed counts; None: it cannot run there."""
+        return self.time_on.get(device.kind, self.time)
+
+    def memory_at(self, device: Processor) -> float:
+        """Without what is held for microbatches in flight."""
+        return self.memory_on.get(device.kind, self.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """`target` needs what `source` makes."""
+
+    source: str
+    target: str
+    num_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """A device: nodes take time / speed on it, and it holds at most `memory_limit` (None: any amount)."""
+
+    speed: float = 1.0
+    memory_limit: float | None = None
+    in_flight: int = 1  # microbatches whose activations it holds
+    kind: str = ""
+    bandwidth: float | None = None  # bytes that it sends or receives in a unit of time; None: any number
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A graph, the devices, and what counts; `together` lists nodes that must share a device."""
+
+    nodes: tuple[Node, ...]
+    edges: tuple[Link, ...]
+    devices: tuple[Processor, ...]
+    memory_weight: float = 0.0
+    together: tuple[tuple[str, ...], ...] = ()
+    split: str = "row"
+    may_idle: bool = False
+
+    def __post_init__(self) -> None:
+        problems = list(_bad_types(self)) or [*_bad_numbers(self), *_bad_names(self)]
+        if problems:
+            more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            raise PartitionError(f"expected a valid instance, found: {'; '.join(problems[:_SHOWN])}{more}")
+        graph = self.graph()
+        if not nx.is_directed_acyclic_graph(graph):
+            circle = [self.nodes[u].name for u, _ in nx.find_cycle(graph)]
+            raise PartitionError(
+                f"expected a graph without cycles, found {' -> '.join((*circle, circle[0]))}: nodes that need each other "
+                "must be one node"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        nodes: Iterable[Node],
+        edges: Iterable[Link | tuple[str, str] | tuple[str, str, float]],
+        devices: int | Iterable[Processor],
+        memory_weight: float = 0.0,
+        together: Iterable[Iterable[str]] = (),
+        split: str = "row",
+        may_idle: bool = False,
+    ) -> Instance:
+        """From any iterables; an edge may be a tuple, and devices may be a number of equal ones."""
+        links = tuple(edge if isinstance(edge, Link) else Link(*edge) for edge in edges)
+        row = (Processor(),) * devices if isinstance(devices, int) else tuple(devices)
+        groups = tuple(tuple(group) for group in together)
+        return cls(tuple(nodes), links, row, memory_weight, groups, split, may_idle)
+
+    @classmethod
+    def from_json(cls, text: str) -> Instance:
+        """Objects with the keys `nodes`, `edges`, `devices` (a list or a number), and, if wanted, the other fields."""
+        return cls.from_object(json.loads(text))
+
+    @classmethod
+    def from_object(cls, data: Any) -> Instance:
+        """The same of what such JSON says. PartitionError for anything else."""
+        known = {field.name for field in fields(cls)}
+        if not isinstance(data, dict) or not {"nodes", "edges", "devices"} <= data.keys() <= known:
+            found = sorted(data) if isinstance(data, dict) else type(data).__name__
+            raise PartitionError(
+                f"expected an object with nodes, edges and devices, and of other keys only {sorted(known)}, found {found}"
+            )
+        devices, together = data["devices"], data.get("together", ())
+        if not isinstance(together, (list, tuple)) or not all(
+            isinstance(group, list) and all(isinstance(name, str) for name in group) for group in together
+        ):
+            raise PartitionError("expected together to be a list of lists of names of nodes")
+        if isinstance(devices, int) and not 0 <= devices <= _MOST_DEVICES:
+            raise PartitionError(f"expected at most {_MOST_DEVICES} devices, found {_shown(devices)}")
+        return cls.of(
+            _rows(Node, data["nodes"]),
+            _rows(Link, data["edges"]),
+            devices if isinstance(devices, int) else _rows(Processor, devices),
+            data.get("memory_weight", 0.0),
+            together,
+            data.get("split", "row"),
+            data.get("may_idle", False),
+        )
+
+    @property
+    def number_of(self) -> dict[str, int]:
+        """The place of each node among them all."""
+        return {node.name: i for i, node in enumerate(self.nodes)}
+
+    def graph(self) -> nx.DiGraph[int]:
+        """The nodes by number, and their edges."""
+        number = self.number_of
+        graph: nx.DiGraph[int] = nx.DiGraph()
+        graph.add_nodes_from(range(len(self.nodes)))
+        graph.add_edges_from((number[edge.source], number[edge.target]) for edge in self.edges)
+        return graph
+
+
+def _rows(kind: type[Any], rows: Any) -> list[Any]:
+    """Objects of JSON as dataclasses; what is wrong with the keys is said for all of them."""
+    known = {field.name for field in fields(kind)}
+    needed = {field.name for field in fields(kind) if field.default is field.default_factory is MISSING}
+    if not isinstance(rows, (list, tuple)):
+        raise PartitionError(f"expected a list of {kind.__name__} objects, found {type(rows).__name__}")
+    problems = []
+    for i, row in enumerate(rows):
+        if not isinstance(row, dict) or not needed <= row.keys() <= known:
+            problems.append(f"{kind.__name__} {i} has {sorted(row) if isinstance(row, dict) else row!r}")
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise PartitionError(
+            f"expected the keys {sorted(needed)} and of others only {sorted(known - needed)}, found: "
+            f"{'; '.join(problems[:_SHOWN])}{more}"
+        )
+    return [kind(**row) for row in rows]
+
+
+def _bad_numbers(instance: Instance) -> Iterator[str]:
+    def is_amount(value: Any, most: float = _MOST) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= most
+
+    for node in instance.nodes:
+        for name in ("time", "memory", "activation_memory"):
+            if not is_amount(value := getattr(node, name)):
+                yield f"{name} {_shown(value)} of node {node.name}, which must be a number from 0 to {_MOST:g}"
+        amounts = [(kind, time) for kind, time in node.time_on.items() if time is not None]
+        for kind, value in (*amounts, *node.memory_on.items()):
+            if not is_amount(value):
+                yield f"{_shown(value)} of node {node.name} on devices of kind {kind!r}, which must be a number from 0 to {_MOST:g}"
+        if instance.devices and all(node.time_at(device) is None for device in instance.devices):
+            yield f"node {node.name}, which can run on none of the devices"
+    for edge in instance.edges:
+        if not is_amount(edge.num_bytes):
+            yield f"{_shown(edge.num_bytes)} bytes of edge {edge.source} -> {edge.target}, which must be a number from 0 to {_MOST:g}"
+    for i, device in enumerate(instance.devices):
+        if not is_amount(device.speed) or device.speed < 1 / _MOST:
+            yield f"speed {_shown(device.speed)} of device {i}, which must be a number from {1 / _MOST:g} to {_MOST:g}"
+        if device.bandwidth is not None and (not is_amount(device.bandwidth) or device.bandwidth < 1 / _MOST):
+            yield f"bandwidth {_shown(device.bandwidth)} of device {i}, which must be a number from {1 / _MOST:g} to {_MOST:g}, or None"
+        if device.memory_limit is not None and not is_amount(device.memory_limit, sys.float_info.max):
+            yield f"memory limit {_shown(device.memory_limit)} of device {i}, which must be a number of 0 or more, or None"
+        if not isinstance(device.in_flight, int) or not 1 <= device.in_flight <= _MOST_IN_FLIGHT:
+            yield (
+                f"{_shown(device.in_flight)} microbatches in flight on device {i}, which must be a whole number from 1 to {_MOST_IN_FLIGHT}"
+            )
+    if not is_amount(instance.memory_weight) or instance.memory_weight > 1:
+        yield f"memory weight {instance.memory_weight!r}, which must lie between 0 and 1"
+    if not isinstance(instance.split, str) or instance.split not in SPLITS:
+        yield f"split {instance.split!r}, which must be one of {', '.join(SPLITS)}"
+
+
+def _bad_types(instance: Any) -> Iterator[str]:
+    """What is no name and no table, as files may have it."""
+    for i, node in enumerate(instance.nodes):
+        if not isinstance(node.name, str):
+            yield f"the name {_shown(node.name)} of node {i}, which must be a text"
+        for name in ("time_on", "memory_on"):
+            if not isinstance(table := getattr(node, name), Mapping) or not all(
+                isinstance(kind, str) for kind in table
+            ):
+                yield f"{name} {_shown(table)} of node {i}, which must be amounts by kind of device"
+        if not isinstance(node.backward, bool):
+            yield f"backward {_shown(node.backward)} of node {i}, which must be true or false"
+    for i, edge in enumerate(instance.edges):
+        if not isinstance(edge.source, str) or not isinstance(edge.target, str):
+            yield f"edge {i} from {_shown(edge.source)} to {_shown(edge.target)}, which must be names of nodes"
+    for i, device in enumerate(instance.devices):
+        if not isinstance(device.kind, str):
+            yield f"kind {_shown(device.kind)} of device {i}, which must be a text"
+    if not isinstance(instance.may_idle, bool):
+        yield f"may_idle {_shown(instance.may_idle)}, which must be true or false"
+
+
+def _shown(value: Any) -> str:
+    """The value, if it is not too long to be shown."""
+    return f"of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 64 else shown(value)
+
+
+def _bad_names(instance: Instance) -> Iterator[str]:
+    names = Counter(node.name for node in instance.nodes)
+    if not instance.nodes:
+        yield "no node"
+    if not instance.devices:
+        yield "no device"
+    for name, count in names.items():
+        if count > 1:
+            yield f"{count} nodes called {name}"
+    for edge in instance.edges:
+        for name in (edge.source, edge.target):
+            if name not in names:
+                yield f"edge {edge.source} -> {edge.target} of an unknown node {name}"
+    for group in instance.together:
+        for name in group:
+            if name not in names:
+                yield f"an unknown node {name} among those to keep together"

@@ -1,0 +1,342 @@
+"""Which memory lives when, in a stage: what is held from its forward to its backward, and what beyond that while it runs.
+
+When memory lives while a stage runs one microbatch: the bytes beyond what is held from forward to backward.
+
+Terms
+    block       the memory of one gradient of an activation; several values may share it
+    forward     by node: bytes of results that autograd does not save and that a later node still reads, and its workspace, if
+                that was measured (`smpc.partitioner.costs.timing`)
+    backward    by node: bytes of gradients of activations while the node's backward works, its own results and scratch
+                included. Gradients of parameters are not among them
+    parameters  by node: bytes of gradients of parameters that its backward makes
+    before      by node: bytes of gradients of activations when its backward starts
+
+The backward pass visits the nodes in reverse. A node reads the gradient of its result, makes those of its inputs, and
+then lets go of the first. Like autograd, it makes none where it can hand its own on: sums, views of the same size and
+parts of a concatenation. A second contribution is added to the first in place if nothing else shares that block, else
+both make a third: so it is where the first arrived from another stage, since the message holds it as well. What a fused
+operation saves for itself (the probabilities of a cross entropy) it needs once more as scratch, as the gradient of that inner
+value.
+
+Example: loss = mse(relu(linear(x)), y), every value 4 bytes: backward of mse holds 4 (its result), of relu 8 (the
+gradient read and the one made), of linear 4 (x needs none).
+
+What is held from a stage's forward to its backward, node by node, where some of it is computed again.
+
+Terms
+    kept        storages that wait for the backward: what autograd saves in nodes outside of checkpointed regions, and what each region
+                reads. What nodes inside save is dropped after the forward
+    re-run      of a region: its forward once more, before its backward. What its nodes save is there from then on, until their own
+                backward; of a region inside it, only what that reads, and so on
+
+Example: y = gelu(x); region: h = linear(y), z = gelu(h); every value 4 bytes. The first gelu keeps x (4), the region keeps y. forward:
+4, 8, 8. backward: at the second gelu x, y and h are there (12), at the linear x and y (8), at the first gelu x (4).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from smpc.partitioner.graph.recompute import region_inputs
+from smpc.partitioner.graph.trace_graph import Graph
+from smpc.partitioner.problem import IntArray
+from smpc.tracer.ir import Node, NodeKind, Region
+
+
+@dataclass(frozen=True)
+class SavedActivations:
+    """Bytes by index into the positions that were asked for."""
+
+    forward: IntArray  # when the node's forward has run
+    backward: IntArray  # when its backward starts, with what was computed again
+    rerun: IntArray  # the most during the re-runs of the regions that end with the node; 0 elsewhere
+    kept: frozenset[int]  # storages; with those that were there before
+    offloadable: frozenset[int]  # storages of activations that outer regions read
+
+
+def saved_activations(
+    graph: Graph,
+    positions: Sequence[int],
+    regions: Sequence[Region],
+    size: Callable[[int], int],
+    before: frozenset[int] = frozenset(),
+    before_bytes: int = 0,
+) -> SavedActivations:
+    """What a stage holds that runs the nodes at `positions`, in order, with these regions, outer ones first.
+
+    `size` gives the bytes of a storage. Those in `before` are there from the start, and take `before_bytes` together.
+    """
+    walk = _Walk(graph, positions, size)
+    spans = [(*walk.span(region), region) for region in regions]
+    inside = [span for span in spans if span[0] < span[1]]
+    level, kept = walk.scope(0, len(positions), inside, set(before), before_bytes)
+    return SavedActivations(level, walk.backward, walk.rerun, frozenset(kept), walk.offloadable(inside))
+
+
+_Span = tuple[int, int, Region]
+
+
+class _Walk:
+    def __init__(self, graph: Graph, positions: Sequence[int], size: Callable[[int], int]) -> None:
+        self.graph, self.positions, self.size = graph, positions, size
+        self.backward, self.rerun = np.zeros((2, len(positions)), dtype=np.int64)
+
+    def span(self, region: Region) -> tuple[int, int]:
+        """The region as first and last + 1 index."""
+        return bisect_left(self.positions, region.first), bisect_left(self.positions, region.last)
+
+    def inputs(self, region: Region) -> list[int]:
+        """Storages that the region keeps."""
+        trace = self.graph.trace
+        return [trace.node(name).storage for name in region_inputs(trace, region)]
+
+    def offloadable(self, spans: Sequence[_Span]) -> frozenset[int]:
+        """Storages that need a gradient among what the regions keep that are inside no other."""
+        trace, end = self.graph.trace, 0
+        found: set[int] = set()
+        for _, stop, region in spans:
+            if stop > end:
+                nodes = (trace.node(name) for name in region_inputs(trace, region))
+                found.update(node.storage for node in nodes if node.spec is not None and node.spec.requires_grad)
+                end = stop
+        return frozenset(found)
+
+    def scope(
+        self, start: int, stop: int, spans: Sequence[_Span], seen: set[int], base: int
+    ) -> tuple[IntArray, set[int]]:
+        """Walks nodes and the outermost of the regions `spans`; bytes held by index, as long as no region is run again."""
+        level = np.zeros(stop - start, dtype=np.int64)
+        nodes, i, bytes_held = self.graph.trace.nodes, start, base
+        waiting = list(spans)
+        while i < stop:
+            if not waiting or waiting[0][0] > i:
+                bytes_held += self.add(nodes[self.positions[i]].saved, seen)
+                level[i - start] = self.backward[i] = bytes_held
+                i += 1
+                continue
+            first, last, region = waiting.pop(0)
+            inner = [span for span in waiting if span[1] <= last]
+            waiting = waiting[len(inner) :]
+            bytes_held += self.add(self.inputs(region), seen)
+            level[first - start : last - start] = bytes_held
+            self.run_again(first, last, inner, seen, bytes_held)
+            i = last
+        return level, seen
+
+    def run_again(self, first: int, last: int, inner: Sequence[_Span], seen: set[int], base: int) -> None:
+        """Notes what is held in the backward of a region, and what its re-run takes."""
+        level, kept = self.scope(first, last, inner, set(seen), base)
+        live = live_forward(self.graph, self.positions[first:last], kept)
+        savers = [i for i in range(first, last) if self.graph.trace.nodes[self.positions[i]].saved]
+        end = savers[-1] - first if savers else 0  # it stops before the node that saves last computes
+        peak = max(int((level[:end] + live[:end]).max(initial=0)), int(level[end]))
+        self.rerun[last - 1] = max(int(self.rerun[last - 1]), peak)
+
+    def add(self, storages: Sequence[int], seen: set[int]) -> int:
+        fresh = [storage for storage in dict.fromkeys(storages) if storage >= 0 and storage not in seen]
+        seen.update(fresh)
+        return sum(self.size(storage) for storage in fresh)
+
+
+def live_forward(graph: Graph, positions: Sequence[int], kept: set[int] | frozenset[int]) -> IntArray:
+    """By index: bytes of results that a later node of `positions` still reads, and the node's workspace.
+
+    Those of `kept` count until the node that saves them, from which on they are held.
+    """
+    nodes = graph.trace.nodes
+    index = {position: i for i, position in enumerate(positions)}
+    saver: dict[int, int] = {}
+    own: dict[int, int] = {}
+    # Regions keep what they read; while they are run again, what their nodes save.
+    for saved in (graph.saved, [node.saved for node in nodes]):
+        for i, position in enumerate(positions):
+            for storage in saved[position]:
+                own.setdefault(storage, i)
+        saver, own = {**own, **saver}, {}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for i, position in enumerate(positions):
+        storage = nodes[position].storage
+        if storage < 0:
+            continue
+        first.setdefault(storage, i)
+        readers = [index[reader] for reader in graph.consumers[position] if reader in index]
+        last[storage] = max((last.get(storage, i), i, *readers))
+    change = np.zeros(len(positions) + 1, dtype=np.int64)
+    for storage, start in first.items():
+        end = last[storage] + 1 if storage not in kept else max(start, saver.get(storage, start))
+        change[start] += graph.trace.storages[storage]
+        change[end] -= graph.trace.storages[storage]
+    live: IntArray = np.cumsum(change)[:-1]
+    return live if graph.workspace is None else live + graph.workspace.forward[list(positions)]
+
+
+# Their backward hands the gradient of the result on, as it is or in parts.
+_HANDS_ON = frozenset(
+    f"{prefix}{name}"
+    for prefix, names in (
+        ("torch.", ("add", "cat", "concat", "concatenate", "stack")),
+        ("torch.Tensor.", ("add", "add_", "__add__", "__radd__", "__iadd__")),
+        ("_operator.", ("add", "iadd")),
+    )
+    for name in names
+)
+_JOINS = frozenset(("torch.cat", "torch.concat", "torch.concatenate", "torch.stack"))
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """Bytes by index into the `positions` that were asked for: see the module docstring."""
+
+    forward: IntArray
+    backward: IntArray
+    parameters: IntArray
+    before: IntArray
+
+
+def lifetimes(
+    graph: Graph,
+    positions: Sequence[int],
+    roots: Iterable[int],
+    arriving: Iterable[int] = (),
+    kept: frozenset[int] | None = None,
+) -> Lifetimes:
+    """Lifetimes of a stage that runs the nodes at `positions`, in order of execution.
+
+    The backward pass starts with gradients of the nodes at `roots`, and at `arriving`, which other stages send; the latter lie in
+    buffers that are not counted here. `kept` are the storages that are held until then; None: what autograd saves.
+    """
+    if kept is None:
+        kept = frozenset(storage for position in positions for storage in graph.trace.nodes[position].saved)
+    backward, parameters, before = _Backward(graph).run(positions, roots, arriving)
+    return Lifetimes(live_forward(graph, positions, kept), backward, parameters, before)
+
+
+def loss_roots(graph: Graph) -> tuple[int, ...]:
+    """Outputs at which the backward pass starts: scalars that need a gradient, such as a loss; else all outputs that do."""
+    wanted = [i for i in graph.outputs if (spec := graph.trace.nodes[i].spec) is not None and spec.requires_grad]
+    losses = [i for i in wanted if (spec := graph.trace.nodes[i].spec) is not None and spec.num_elements == 1]
+    return tuple(losses or wanted)
+
+
+class _Backward:
+    """One walk; `blocks` has [bytes, how many values hold it] of each gradient, `held` the blocks of each value."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.nodes = graph.trace.nodes
+        self.held: dict[int, list[list[int]]] = {}
+        self.live = 0
+
+    def run(
+        self, positions: Sequence[int], roots: Iterable[int], arriving: Iterable[int]
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """Gradient bytes of activations and of parameters, and of activations before, by index."""
+        for position in dict.fromkeys(arriving):
+            self.held[position] = [[0, 2]]  # the message's buffer holds it as well
+        for position in dict.fromkeys(roots):
+            self.held[position] = [self.new(position)]
+        activations, parameters, before = np.zeros((3, len(positions)), dtype=np.int64)
+        seen: set[int] = set()
+        for i in range(len(positions) - 1, -1, -1):
+            own = self.held.pop(positions[i], None)
+            activations[i] = before[i] = self.live
+            if own is not None and self.nodes[positions[i]].grad_enabled:
+                activations[i], parameters[i] = self.visit(positions[i], own, seen)
+            for block in own or ():
+                self.release(block)
+        return activations, parameters, before
+
+    def visit(self, position: int, own: list[list[int]], seen: set[int]) -> tuple[int, int]:
+        """Makes the gradients of a node's inputs; the bytes at work meanwhile, and those of parameters."""
+        node = self.nodes[position]
+        made = self._module_parameters(node, position, seen)
+        largest = self.live
+        for source in self.graph.inputs[position]:
+            if self.graph.state_of[source] >= 0:
+                state = self.graph.trace.state[self.graph.state_of[source]]
+                made += state.spec.num_bytes if state.is_parameter and state.spec.requires_grad else 0
+            elif self.needs(source):
+                largest = max(largest, self.contribute(position, source, own))
+        at_work = max(largest, self.live) + self.scratch(position)
+        if self.graph.workspace is not None:
+            at_work = max(at_work, self.live + int(self.graph.workspace.backward[position]))
+        return at_work, made
+
+    def contribute(self, position: int, source: int, own: list[list[int]]) -> int:
+        """Adds a gradient to that of `source`; the bytes while it does."""
+        handed = self.hands_on(position, source)
+        block = own[0] if handed else self.new(source)
+        if handed:
+            block[1] += 1
+        before = self.held.get(source)
+        if before is None:
+            self.held[source] = [block]
+            return self.live
+        if self.nodes[source].spec is None:  # parts of a tuple lie beside each other
+            before.append(block)
+            return self.live
+        if before[0][1] > 1:
+            total = self.new(source)
+            largest = self.live
+            self.release(before[0])
+            self.held[source] = [total]
+        else:
+            largest = self.live
+        self.release(block)
+        return largest
+
+    def new(self, position: int) -> list[int]:
+        """A gradient of the value at `position`."""
+        spec = self.nodes[position].spec
+        size = spec.num_bytes if spec is not None else 0
+        self.live += size
+        return [size, 1]
+
+    def release(self, block: list[int]) -> None:
+        """One value less holds the block."""
+        block[1] -= 1
+        if block[1] == 0:
+            self.live -= block[0]
+
+    def needs(self, position: int) -> bool:
+        """Whether the value has a gradient; a tuple has one if something that it is made of has."""
+        spec = self.nodes[position].spec
+        if spec is not None:
+            return spec.requires_grad
+        return self.nodes[position].grad_enabled and any(self.needs(i) for i in self.graph.inputs[position])
+
+    def hands_on(self, position: int, source: int) -> bool:
+        """Whether the gradient of the result serves as that of the input."""
+        node, origin = self.nodes[position], self.nodes[source]
+        if node.spec is None:
+            return False
+        if origin.spec is None:
+            return True
+        if node.target in _JOINS:
+            return True
+        if node.spec.num_elements != origin.spec.num_elements or node.spec.dtype != origin.spec.dtype:
+            return False
+        return node.target in _HANDS_ON or (node.storage == origin.storage >= 0 and not node.bytes_moved)
+
+    def scratch(self, position: int) -> int:
+        """The largest inner value that the node saves for itself."""
+        node = self.nodes[position]
+        known = {node.storage, *(self.nodes[i].storage for i in self.graph.inputs[position])}
+        inner = [self.graph.trace.storages[storage] for storage in node.saved if storage not in known]
+        return max(inner, default=0)
+
+    def _module_parameters(self, node: Node, position: int, seen: set[int]) -> int:
+        """Bytes of gradients that a module called whole makes of its own parameters."""
+        if node.kind is not NodeKind.CALL_MODULE:
+            return 0
+        found = 0
+        for i, (state, users) in enumerate(zip(self.graph.trace.state, self.graph.state_users, strict=True)):
+            if position in users and i not in seen and state.is_parameter and state.spec.requires_grad:
+                seen.add(i)
+                found += state.spec.num_bytes
+        return found

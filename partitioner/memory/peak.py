@@ -1,0 +1,372 @@
+"""Predicted bytes of a stage, on a rank of its own.
+
+    static        parameters it reads (a shared one is held by each of its stages; tied names are one), their gradients
+                  and optimizer state, buffers
+    activations   of one microbatch, held from its forward to its backward: the union, by storage, of what autograd
+                  saves in the stage's nodes (of a region that is computed again: of what it reads, see
+                  `smpc.partitioner.memory.lifetimes`) and of the values received that need a gradient. On the last stage also of
+                  the outputs that the user's loss reads, if the model does not compute one. State is not counted again. A storage that
+                  another stage made counts with the bytes that are received of it
+    communication buffers of messages received ahead (the executor posts `RECEIVE_WINDOW` of each peer), over gloo also the
+                  gradients sent that are not known to have arrived, and buffers to sum shared parameters; on
+                  pipeline rank 0 the inputs of all microbatches, as far as they are not counted as activations
+    waiting       over gloo, bytes of values sent that nothing else holds: until a message comes back that the receiver sent after it
+                  had them (`smpc.executor.program.send_completion`). Of k microbatches in flight at the sender and k' at the receiver, k
+                  - k' wait from the first gradient on, all k before it
+    peak          the most at any time of a training step in which the optimizer starts without gradients, as after
+                  `zero_grad()`: see below
+    transient     what the peak holds beyond static, in flight x activations, and communication. It is negative where the
+                  peak comes before all gradients exist
+
+The peak is the largest of, with k microbatches in flight of m, and n over the nodes of the stage (see
+`smpc.partitioner.memory.lifetimes` for what lives while one of them works):
+
+    first backward   waiting + (k - 1) activations + activations up to n + what lives at n + gradients of parameters from n on;
+                     where n ends a region, also what its re-run takes, with the gradients that wait meanwhile
+    later backward   waiting + (k' - 1) activations + activations up to n + what lives at n + all gradients of parameters + those that
+                     n adds to them; k' is k, or k - 1 if the first backward comes after the last forward (k = m)
+    forward          (k - 1) activations + activations up to n + what lives at n, with what waits: before the first gradient, and
+                     if k < m after it, with all gradients
+    last backward    over gloo, instead of waiting and k' - 1 activations: buffers for what those k - 1 microbatches received, and the
+                     gradients sent back for it, which stay until the end of the step
+    optimizer        what its step makes and drops
+
+With `fully_shard` a rank keeps its part of parameters and optimizer state, and in a step it has whole parameters and gradients as well,
+which count as parameters and gradients here. Then it is also the largest of
+
+    gathering        the first forward of a stage: what all ranks have sent, from which the whole parameters were copied, and one forward
+    averaging        after the last backward, when whole parameters are gone: whole gradients twice, and over gloo the rank's part
+
+and where gradients are added up in another dtype than they come in (fp32), each backward holds all of those that it makes to its end.
+
+Storages are exact (recorded by the tracer), so activations are too; the allocator's rounding and the workspace of
+libraries are not included.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from smpc.partitioner.costs.cost import CostModel
+from smpc.partitioner.graph.plan import INPUTS, Edge
+from smpc.partitioner.graph.trace_graph import Graph
+from smpc.partitioner.memory.lifetimes import Lifetimes, SavedActivations, lifetimes, loss_roots, saved_activations
+from smpc.partitioner.problem import IntArray
+from smpc.tracer.ir import NodeKind, Region, StateSpec, Trace
+
+Bytes = int | IntArray
+RECEIVE_WINDOW = 4  # messages of a peer that the executor receives ahead
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of one stage: see the module docstring."""
+
+    num_parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    buffer_bytes: int
+    activation_bytes: int
+    communication_bytes: int
+    transient_bytes: int
+    peak_bytes: int
+    offloaded_bytes: int = 0  # of the activations, what is offloaded
+
+
+@dataclass(frozen=True, slots=True)
+class StageUse:
+    """What a stage is and does in a step, as far as its memory depends on it."""
+
+    index: int
+    positions: tuple[int, ...]  # its nodes, and those that it runs again, in order of execution
+    state: tuple[int, ...]  # parameters and buffers that it reads
+    in_flight: tuple[int, ...]  # microbatches in flight of every stage
+    ranks: tuple[int, ...]  # that every stage runs on
+    num_microbatches: int
+    is_last: bool
+    holds_inputs: bool  # it runs on the pipeline rank that the model's inputs are given to
+    holders: Mapping[int, int]  # by parameter: stages that hold it, where several do
+    regions: tuple[Region, ...] = ()  # what it computes again, outer ones first
+    num_resident: int | None = None  # microbatches in flight whose regions' inputs are on the device; None: all of them
+
+    @property
+    def num_in_flight(self) -> int:
+        """Of this stage."""
+        return self.in_flight[self.index]
+
+
+class StepTerms(NamedTuple):
+    """What the peak of a step is made of, beyond what is there all the time: bytes of one stage, or of many stages as an array."""
+
+    others: Callable[[int], Bytes]  # what so many microbatches in flight hold beside the one that runs
+    one_forward: Bytes  # the most of the one that runs its forward
+    after_forward: Bytes  # what it holds when its forward has ended
+    first_backward: Bytes  # the most in the first backward of the step, the gradients included that exist by then
+    later_backward: Bytes  # the most in a later one, with all gradients
+    sent: Bytes  # values sent that a microbatch holds, though no node saves them, until they have arrived
+    waiting: Bytes  # of all microbatches, from the first gradient on
+    early_gradients: Bytes  # gradients that exist before the first backward
+    gradients: Bytes  # all of them
+    given_back: Bytes  # what a microbatch leaves behind until the end of the step
+    gathering: Bytes  # beside the first forward, where the optimizer holds parameters in parts
+    averaging: Bytes  # after the last backward, where it does
+
+
+def step_peak(terms: StepTerms, cost_model: CostModel, num_in_flight: int, num_microbatches: int) -> Bytes:
+    """The most of a step's phases: see the module docstring. The one formula, of a stage's prediction and of the solvers' bounds."""
+    more = num_microbatches > num_in_flight
+    others, sent = terms.others(num_in_flight), (num_in_flight - 1) * terms.sent
+    forward = others + _larger(terms.one_forward, terms.after_forward)
+    found = [forward + sent + terms.early_gradients, terms.waiting + others + terms.first_backward]
+    if more:
+        found.append(forward + _smaller(terms.waiting, sent) + terms.gradients)
+    if num_microbatches > 1:
+        behind = others if more else terms.others(num_in_flight - 1)
+        found.append(terms.waiting + behind + terms.later_backward)
+        if cost_model.holds_sent:
+            found.append((num_in_flight - 1) * terms.given_back + terms.later_backward)
+    if cost_model.optimizer.in_parts:
+        left = (num_in_flight if cost_model.holds_sent else 1) * terms.given_back
+        found += [terms.gathering + terms.one_forward, left + terms.averaging]
+    return functools.reduce(_larger, found)
+
+
+def _larger(one: Bytes, other: Bytes) -> Bytes:
+    return max(one, other) if isinstance(one, int) and isinstance(other, int) else np.maximum(one, other)
+
+
+def _smaller(one: Bytes, other: Bytes) -> Bytes:
+    return min(one, other) if isinstance(one, int) and isinstance(other, int) else np.minimum(one, other)
+
+
+def received_ahead(num_microbatches: int, num_in_flight: int, window: int = RECEIVE_WINDOW) -> int:
+    """Buffers for messages that are received before a microbatch in flight asks for them."""
+    return min(num_microbatches, num_in_flight + window) - min(num_microbatches, num_in_flight)
+
+
+def state_bytes(state: StateSpec, cost_model: CostModel) -> int:
+    """Bytes of a parameter or buffer with its gradient and optimizer state."""
+    return cost_model.held_bytes(state) + cost_model.gradient_bytes(state) + cost_model.optimizer_bytes(state)
+
+
+def distinct_state(trace: Trace, indices: Sequence[int]) -> list[StateSpec]:
+    """The state of these indices, one for each storage."""
+    found: dict[tuple[int, int], StateSpec] = {}
+    for i in indices:
+        storage = trace.state[i].storage
+        found.setdefault((storage, -1 if storage >= 0 else i), trace.state[i])
+    return list(found.values())
+
+
+def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequence[Edge]) -> StageMemory:
+    """Bytes of one stage."""
+    held = distinct_state(graph.trace, use.state)
+    parameters = [spec for spec in held if spec.is_parameter]
+    parameter_bytes = sum(cost_model.held_bytes(spec) for spec in parameters)
+    gradient_bytes = sum(cost_model.gradient_bytes(spec) for spec in parameters)
+    optimizer_bytes = sum(cost_model.optimizer_bytes(spec) for spec in parameters)
+    buffer_bytes = sum(spec.spec.num_bytes for spec in held if not spec.is_parameter)
+    activations = _Activations.find(graph, cost_model, use, edges)
+    communication = _communication_bytes(graph, cost_model, use, edges)
+    if use.holds_inputs:
+        communication += use.num_microbatches * activations.input_bytes
+        communication -= use.num_in_flight * activations.saved_input_bytes
+    during_step = _peak(graph, cost_model, use, edges, activations, parameters) + communication
+    largest = max((spec.spec.num_bytes for spec in parameters), default=0)
+    after_step = gradient_bytes + cost_model.optimizer_scratch(parameter_bytes, largest)
+    peak = parameter_bytes + optimizer_bytes + buffer_bytes + max(during_step, after_step)
+    known = parameter_bytes + gradient_bytes + optimizer_bytes + buffer_bytes + communication
+    known += activations.of(use.num_in_flight, use.num_resident)
+    return StageMemory(
+        sum(spec.spec.num_elements for spec in parameters),
+        parameter_bytes,
+        gradient_bytes,
+        optimizer_bytes,
+        buffer_bytes,
+        activations.total,
+        communication,
+        peak - known,
+        peak,
+        activations.offloaded,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Activations:
+    """What one microbatch holds between its forward and its backward."""
+
+    total: int
+    saved: SavedActivations  # by node
+    offloaded: int  # of `total`, what waits in the CPU's memory where activations are offloaded
+    input_bytes: int  # of the model's inputs, whether they are saved or not
+    saved_input_bytes: int
+    sent_bytes: int  # of the values sent that a microbatch holds beside `total` until they have arrived
+    waiting_bytes: int  # of all microbatches, from the first gradient on
+
+    @classmethod
+    def find(cls, graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequence[Edge]) -> _Activations:
+        trace = graph.trace
+        received: dict[int, int] = {}  # storage -> bytes received of it
+        leaves: set[int] = set()
+        kept: dict[int, int] = {}  # storage of a value sent -> microbatches that wait from the first gradient on
+        for edge in edges:
+            for name in edge.values:
+                node = trace.node(name)
+                if edge.destination == use.index and node.kind is not NodeKind.PLACEHOLDER:
+                    received[node.storage] = received.get(node.storage, 0) + _bytes_of(trace, name)
+                    if _needs_gradient(trace, name):
+                        leaves.add(node.storage)
+                elif edge.source == use.index and cost_model.holds_sent and _needs_gradient(trace, name):
+                    behind = max(0, use.num_in_flight - use.in_flight[edge.destination])
+                    kept[node.storage] = max(behind, kept.get(node.storage, 0))
+        outputs = {node.storage for node in (trace.nodes[i] for i in loss_roots(graph)) if node.storage >= 0}
+        outputs = outputs if use.is_last else set()
+        ignored = {state.storage for state in trace.state} | {-1}
+        made = {trace.nodes[i].storage for i in use.positions} - received.keys()
+        inputs = {node.storage: node for node in trace.nodes if node.kind is NodeKind.PLACEHOLDER}
+
+        def size(storage: int) -> int:
+            whole = storage in made or storage not in received
+            return trace.storages[storage] if whole else received[storage]
+
+        received_bytes = sum(size(storage) for storage in sorted(leaves - ignored))
+        found = saved_activations(graph, use.positions, use.regions, size, frozenset(ignored | leaves), received_bytes)
+        saved = int(found.forward[-1]) if len(found.forward) else received_bytes
+        rest = sum(size(storage) for storage in sorted(outputs - found.kept))
+        alone = sorted(kept.keys() - found.kept - outputs)
+        sent = {trace.node(name).storage for edge in edges if edge.source == use.index for name in edge.values}
+        if use.is_last:
+            sent.update(trace.node(name).storage for name in trace.output_names)
+        away = found.offloadable - kept.keys() - outputs - sent - inputs.keys() - ignored
+        return cls(
+            saved + rest,
+            found,
+            sum(size(storage) for storage in sorted(away)) if use.num_resident is not None else 0,
+            sum(trace.storages[storage] for storage in inputs),
+            sum(trace.storages[storage] for storage in sorted(inputs.keys() & found.kept - ignored)),
+            sum(size(storage) for storage in alone),
+            sum(kept[storage] * size(storage) for storage in alone),
+        )
+
+    def of(self, num_in_flight: int, num_resident: int | None) -> int:
+        """Bytes of several microbatches in flight."""
+        away = 0 if num_resident is None else max(0, num_in_flight - num_resident)
+        return num_in_flight * self.total - away * self.offloaded
+
+
+def _peak(
+    graph: Graph,
+    cost_model: CostModel,
+    use: StageUse,
+    edges: Sequence[Edge],
+    activations: _Activations,
+    parameters: Sequence[StateSpec],
+) -> int:
+    """The most bytes of activations, gradients and what works on them."""
+    trace = graph.trace
+    gradient_bytes = sum(cost_model.gradient_bytes(state) for state in parameters)
+    sent = [name for edge in edges if edge.source == use.index for name in edge.values if _needs_gradient(trace, name)]
+    roots = loss_roots(graph) if use.is_last else ()
+    until = activations.saved
+    live = lifetimes(graph, use.positions, roots, [trace.position(name) for name in sent], until.kept)
+    exists, added = _parameter_gradients(graph, cost_model, use)
+    working = working_bytes(until, live)
+    early = gradient_bytes if cost_model.optimizer.main_grad else 0  # gradients that exist before the first backward
+    gathered = sum(cost_model.gathered_bytes(state) for state in parameters)
+    terms = StepTerms(
+        others=lambda count: activations.of(count, use.num_resident) - activations.total,
+        one_forward=int((until.forward + live.forward).max(initial=0)),
+        after_forward=activations.total
+        + activations.sent_bytes
+        + sum(_bytes_of(trace, trace.nodes[i].name) for i in roots),
+        first_backward=int((working + (gradient_bytes if early else exists)).max(initial=0)),
+        later_backward=int((working + added).max(initial=0)) + gradient_bytes,
+        sent=activations.sent_bytes,
+        waiting=activations.waiting_bytes,
+        early_gradients=early,
+        gradients=gradient_bytes,
+        given_back=_given_back(graph, use, edges),
+        gathering=gathered,
+        averaging=sum(cost_model.averaging_bytes(state) for state in parameters) - gathered,
+    )
+    found = step_peak(terms, cost_model, use.num_in_flight, max(use.num_microbatches, use.num_in_flight))
+    assert isinstance(found, int), found
+    return found
+
+
+def working_bytes(saved: SavedActivations, live: Lifetimes) -> IntArray:
+    """By node: activations of the microbatch and their gradients while its backward works, the re-run before it included."""
+    rerun = np.where(saved.rerun > 0, saved.rerun + live.before, 0)
+    found: IntArray = np.maximum(saved.backward + live.backward, rerun)
+    return found
+
+
+def _given_back(graph: Graph, use: StageUse, edges: Sequence[Edge]) -> int:
+    """Bytes that a microbatch leaves behind until the end of the step: buffers for what it received, and gradients sent back."""
+    entering = [
+        edge for edge in edges if edge.destination == use.index and not (edge.source == INPUTS and use.holds_inputs)
+    ]
+    values = [name for edge in entering if edge.source != INPUTS for name in edge.values]
+    gradients = sum(_bytes_of(graph.trace, name) for name in values if _needs_gradient(graph.trace, name))
+    return sum(edge.num_bytes for edge in entering) + gradients
+
+
+def _parameter_gradients(graph: Graph, cost_model: CostModel, use: StageUse) -> tuple[IntArray, IntArray]:
+    """By node: the gradients of parameters that exist once its backward works, and those that it is adding up."""
+    index = {position: i for i, position in enumerate(use.positions)}
+    exists, change = np.zeros((2, len(use.positions) + 1), dtype=np.int64)
+    for i in use.state:
+        state = graph.trace.state[i]
+        users = [index[position] for position in graph.state_users[i] if position in index]
+        num_bytes = cost_model.gradient_bytes(state)
+        if users and num_bytes:
+            exists[: max(users) + 1] += num_bytes
+            apart = cost_model.apart_bytes(state)
+            exists[: max(users) + 1] -= num_bytes - apart if apart else 0
+            change[0 if apart else min(users)] += state.spec.num_bytes
+            change[max(users) + 1] -= state.spec.num_bytes
+    return exists[:-1], np.cumsum(change)[:-1]
+
+
+def _communication_bytes(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequence[Edge]) -> int:
+    """Buffers of messages; the one that a microbatch in flight has received is an activation."""
+    trace = graph.trace
+    num_microbatches, window = use.num_microbatches, RECEIVE_WINDOW
+    senders = [
+        use.ranks[edge.source] if edge.source != INPUTS else 0 for edge in edges if edge.destination == use.index
+    ]
+    total = 0
+    for edge in edges:
+        sender = use.ranks[edge.source] if edge.source != INPUTS else 0
+        ahead = -(-window // max(1, senders.count(sender)))
+        more = received_ahead(num_microbatches, use.num_in_flight, ahead)
+        gradients = sum(_bytes_of(trace, name) for name in edge.values if _needs_gradient(trace, name))
+        if edge.source == INPUTS:
+            total += 0 if use.holds_inputs or edge.destination != use.index else more * edge.num_bytes
+        elif edge.destination == use.index:
+            unread = max(0, min(num_microbatches, use.in_flight[edge.source]) - use.num_in_flight)
+            sent = unread if cost_model.holds_sent else 1
+            total += more * edge.num_bytes + sent * gradients
+        elif edge.source == use.index:
+            total += min(num_microbatches, window + 1) * gradients
+    if cost_model.holds_sent:
+        shared = [i for i in use.state if i in use.holders]
+        total += sum((use.holders[i] - 1) * cost_model.copy_bytes(trace.state[i]) for i in shared)
+    return total
+
+
+def _bytes_of(trace: Trace, name: str) -> int:
+    spec = trace.node(name).spec
+    assert spec is not None, f"{name} is not a tensor"
+    return spec.num_bytes
+
+
+def _needs_gradient(trace: Trace, name: str) -> bool:
+    spec = trace.node(name).spec
+    return spec is not None and spec.requires_grad

@@ -1,0 +1,211 @@
+"""The exact partition of a chain whose stages may not exceed a memory limit at their peaks.
+
+`solve_limited` finds, among the contiguous partitions in which no stage's peak (`smpc.partitioner.solvers.peaks`) exceeds the
+limit, the smallest bottleneck, and then the cheapest cuts, as `smpc.partitioner.solvers.chain` does without a limit.
+`least_peak` finds the partition whose largest peak is smallest: no contiguous partition does with less.
+
+Peaks do not grow with the interval: to cut later can be to send less. So both are dynamic programs over all ends of a
+stage, best[s][j] = min over i of max(best[s - 1][i], value of i..j), kept small by windows: within a bottleneck B and
+a peak P, cut s lies between the earliest and the latest position that B allows by cost and P by the memory that no
+peak is below, and both of these do grow. B (or P) starts at the optimum of the chain without peaks and is raised
+until the program has a solution; one that is within B is optimal.
+
+    units    6 1 1 6    memory; a limit of 8 allows 6 1 | 1 6 alone, whatever time says
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from smpc.partitioner.problem import FloatArray, IntArray, Scale
+from smpc.partitioner.solvers.chain import (
+    ChainModel,
+    ChainProblem,
+    ChainSolution,
+    Intervals,
+    build,
+    reversed_units,
+    solve,
+)
+from smpc.partitioner.solvers.peaks import PeakRows
+
+_RAISES = (1.0, 1.02, 1.1, 1.3, 2.0, math.inf)
+_NONE = np.iinfo(np.int64).max
+Values = Callable[[int, int, int], FloatArray]  # (start, stop, stage) -> value of start..j; inf where not allowed
+
+
+@dataclass(frozen=True)
+class LimitedChain:
+    """A chain problem with the peaks of its intervals. Positions are those of merged units, as in `ChainModel`."""
+
+    problem: ChainProblem
+    model: ChainModel
+    peaks: PeakRows
+    positions: IntArray  # original unit at which each merged one starts, and the number of units
+    memory: Intervals  # memory that no peak is below
+    mirrored_memory: Intervals
+
+    @classmethod
+    def of(cls, problem: ChainProblem, peaks: PeakRows, num_stages: int) -> LimitedChain:
+        """PartitionError if a stage would be empty."""
+        model = build(problem, num_stages)
+        positions = np.concatenate((model.starts, [len(problem.units)]))
+        label = np.searchsorted(model.starts, np.arange(len(problem.units)), side="right") - 1
+        units = peaks.lower_units.merged(label, len(model.starts))
+        scale = Scale(1.0, 1, 1)
+        return cls(problem, model, peaks, positions, Intervals(units, scale), Intervals(reversed_units(units), scale))
+
+    def peak_row(self, start: int, stop: int, stage: int) -> IntArray:
+        """Peaks of merged units start..j."""
+        offset = int(self.positions[start])
+        row = self.peaks.row(offset, int(self.positions[stop]), stage)
+        return row[self.positions[start + 1 : stop + 1] - offset - 1]
+
+    def windows(self, bound: float, limit: float) -> list[tuple[int, int]] | None:
+        """Earliest and latest end of each stage within both; None if there is no partition."""
+        model, n = self.model, self.model.forward.num_units
+        latest, earliest = [n] * len(model.in_flight), [0] * len(model.in_flight)
+        for forward, mirrored, most in (
+            (model.forward, model.backward, bound),
+            (self.memory, self.mirrored_memory, limit),
+        ):
+            ends, _, _ = forward.reach(most, model.in_flight)
+            starts, _, _ = mirrored.reach(most, model.in_flight[::-1])
+            if ends[-1] != n or starts[-1] != n:
+                return None
+            latest = [min(pair) for pair in zip(latest, ends, strict=True)]
+            from_the_end = [n - start for start in reversed(starts[:-1])] + [n]
+            earliest = [max(pair) for pair in zip(earliest, from_the_end, strict=True)]
+        found = list(zip(earliest, latest, strict=True))
+        return found if all(low <= high for low, high in found) else None
+
+
+def solve_limited(chain: LimitedChain, limit: int, tolerance: float) -> ChainSolution | None:
+    """The best partition within the limit; None if there is none."""
+    model = chain.model
+
+    def costs(start: int, stop: int, stage: int) -> FloatArray:
+        row = model.forward.costs(start, stop, model.in_flight[stage], stage)
+        return np.where(chain.peak_row(start, stop, stage) <= limit, row, np.inf)
+
+    _, unlimited = solve(model, 0.0)
+    found = _rising(chain, unlimited, costs, lambda bound: chain.windows(bound, limit))
+    if found is None:
+        return None
+    optimum, _ = found
+    ends = _cheapest(chain, costs, optimum * (1.0 + tolerance), limit)
+    cuts = tuple(model.starts[list(ends[:-1])].tolist())
+    return ChainSolution(cuts, model.bottleneck(ends), optimum)
+
+
+def least_peak(chain: LimitedChain) -> tuple[ChainSolution, int]:
+    """The partition whose largest peak is smallest, and that peak."""
+    model = chain.model
+    problem = ChainProblem(
+        chain.peaks.lower_units, Scale(1.0, 1, 1), model.in_flight, forbidden=chain.problem.forbidden
+    )
+    _, lowest = solve(build(problem, len(model.in_flight)), 0.0)
+
+    def peaks(start: int, stop: int, stage: int) -> FloatArray:
+        return chain.peak_row(start, stop, stage).astype(np.float64)
+
+    found = _rising(chain, lowest, peaks, lambda bound: chain.windows(math.inf, bound))
+    assert found is not None, "without a limit there is a partition"
+    peak, ends = found
+    bottleneck = model.bottleneck(ends)
+    return ChainSolution(tuple(model.starts[list(ends[:-1])].tolist()), bottleneck, bottleneck), int(peak)
+
+
+def fits(chain: LimitedChain, limit: int) -> bool:
+    """Whether a partition stays within the limit."""
+
+    def peaks(start: int, stop: int, stage: int) -> FloatArray:
+        row = chain.peak_row(start, stop, stage)
+        return np.where(row <= limit, row, np.inf)
+
+    windows = chain.windows(math.inf, limit)
+    return windows is not None and _smallest(chain, peaks, windows) is not None
+
+
+def _rising(
+    chain: LimitedChain, start: float, values: Values, windows: Callable[[float], list[tuple[int, int]] | None]
+) -> tuple[float, tuple[int, ...]] | None:
+    """The smallest largest value of a partition, and its ends; a partition of value v lies in windows(v)."""
+    best: tuple[float, tuple[int, ...]] | None = None
+    for raised in _RAISES:
+        bound = start * raised if raised < math.inf else math.inf
+        allowed = windows(bound)
+        found = None if allowed is None else _smallest(chain, values, allowed)
+        if found is not None and (best is None or found[0] < best[0]):
+            best = found
+        if best is not None and best[0] <= bound:
+            return best
+        if best is not None:
+            exact = windows(best[0])
+            again = None if exact is None else _smallest(chain, values, exact)
+            return again if again is not None and again[0] < best[0] else best
+    return None
+
+
+def _smallest(
+    chain: LimitedChain, values: Values, windows: list[tuple[int, int]]
+) -> tuple[float, tuple[int, ...]] | None:
+    """The partition within the windows whose largest value is smallest."""
+    low, best = 0, np.zeros(1)
+    parents: list[tuple[int, IntArray]] = []
+    for stage, (first, last) in enumerate(windows):
+        new, parent = np.full(last - first + 1, np.inf), np.zeros(last - first + 1, dtype=np.int64)
+        for k in np.flatnonzero(np.isfinite(best)).tolist():
+            start = low + k
+            if start >= last:
+                break
+            row = np.maximum(values(start, last, stage), best[k])[max(0, first - start - 1) :]
+            span = slice(max(0, start + 1 - first), None)
+            better = row < new[span]
+            new[span][better], parent[span][better] = row[better], start
+        parents.append((first, parent))
+        low, best = first, new
+    if not np.isfinite(best[0]):
+        return None
+    return float(best[0]), _ends(chain.model.forward.num_units, parents)
+
+
+def _cheapest(chain: LimitedChain, values: Values, bound: float, limit: int) -> tuple[int, ...]:
+    """Ends of the partition within the bound and the limit whose cuts break the fewest modules, then cross the fewest bytes."""
+    model = chain.model
+    windows = chain.windows(bound, limit)
+    assert windows is not None, "the optimum is within its own tolerance"
+    low, depth, size = 0, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    parents: list[tuple[int, IntArray]] = []
+    for stage, (first, last) in enumerate(windows):
+        width = last - first + 1
+        new_depth, new_size = np.full(width, _NONE), np.full(width, _NONE)
+        parent = np.zeros(width, dtype=np.int64)
+        for k in np.flatnonzero(depth != _NONE).tolist():
+            start = low + k
+            if start >= last:
+                break
+            allowed = (values(start, last, stage) <= bound)[max(0, first - start - 1) :]
+            span = slice(max(0, start + 1 - first), None)
+            better = (new_depth[span] > depth[k]) | ((new_depth[span] == depth[k]) & (new_size[span] > size[k]))
+            better &= allowed
+            new_depth[span][better], new_size[span][better], parent[span][better] = depth[k], size[k], start
+        parents.append((first, parent))
+        low, depth, size = first, new_depth, new_size
+        if stage < len(windows) - 1:
+            reached = np.flatnonzero(depth != _NONE)
+            depth[reached] += model.cut_depth[low + reached]
+            size[reached] += model.cut_bytes[low + reached]
+    assert depth[0] != _NONE, "the optimum is within its own tolerance"
+    return _ends(model.forward.num_units, parents)
+
+
+def _ends(num_units: int, parents: list[tuple[int, IntArray]]) -> tuple[int, ...]:
+    ends = [num_units]
+    for first, parent in reversed(parents[1:]):
+        ends.append(int(parent[ends[-1] - first]))
+    return tuple(reversed(ends))

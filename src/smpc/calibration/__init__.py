@@ -1,0 +1,14 @@
+"""Measures this machine and describes it as a device that times can be predicted for: `smpc calibrate`.
+
+    device = calibrate(Ranks.here(), seconds=60)        collective over the ranks; the same on all of them
+    to_toml(device, note)                               the file that --device takes
+
+Models of the common operations are recorded and run, node by node, as a plan counts them (`probes`, `operations`); where there are several
+ranks, all work at once, as in training, and then send each other messages (`wires`).
+"""
+
+from smpc.calibration.device_toml import to_toml
+from smpc.calibration.measure import calibrate
+from smpc.calibration.ranks import Ranks
+
+__all__ = ["Ranks", "calibrate", "to_toml"]

@@ -1,0 +1,134 @@
+"""All measurements, put together as a device: see `smpc.calibration`."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+
+from smpc.calibration.operations import Rates, measure, rates, repeated
+from smpc.calibration.ranks import Ranks
+from smpc.calibration.wires import Wires, assumed, measure_wires
+from smpc.partitioner.costs.description import ALL, Curve, Device, Kernels
+
+_MEASURED = 0.75  # of the time is for operations
+_SIDE = 512  # of the products that dtypes are compared by
+_LEAST = 1e-6  # share that a device file may have
+_PLAIN = ("add", "mul", "contiguous")  # operations that do nothing but move bytes
+_STATE = 28  # bytes that AdamW reads and writes for each float32 element: parameter and two moments both ways, gradient
+_OPTIMIZED = 1 << 21  # elements
+
+
+def calibrate(ranks: Ranks, seconds: float = 60.0, show: Callable[..., None] = lambda *_: None) -> Device:
+    """This machine as a device, measured in about so many seconds. Collective over the ranks; the same on each."""
+    dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
+    found = rates(measure(ranks, _MEASURED * seconds, dtype, show))
+    show("Timing other dtypes, the optimizer and messages")
+    bandwidth = max(rate for name in _PLAIN if name in found for _, rate in found[name].forward)
+    peaks = _peaks(ranks, dtype, max(rate for item in found.values() if item.is_product for _, rate in item.forward))
+    name = str(dtype).removeprefix("torch.")
+    kernels = Kernels(
+        launch=_launch_seconds(ranks),
+        products=MappingProxyType({name: _shares(found["linear"].forward, peaks[name])} if "linear" in found else {}),
+        memory=_shares(found["add"].forward, bandwidth) if "add" in found else ALL,
+        attention=_attention(found, peaks[name]),
+        operations=MappingProxyType(
+            {
+                key: (_measured(item.forward, top), _measured(item.backward, top))
+                for key, item in found.items()
+                for top in (peaks[name] if item.is_product else bandwidth,)
+            }
+        ),
+        view=_view_seconds(ranks),
+        optimizer=_optimizer_share(ranks, bandwidth),
+    )
+    wires = measure_wires(ranks) if ranks.size > 1 else Wires(None, None, {})
+    inside = wires.inside or wires.between or assumed(bandwidth)
+    return Device(
+        _name(ranks.device),
+        MappingProxyType(peaks),
+        bandwidth,
+        _memory_bytes(ranks),
+        max(ranks.per_host, torch.cuda.device_count() if ranks.device.type == "cuda" else 1),
+        inside,
+        wires.between or inside,
+        transport="nccl" if ranks.device.type == "cuda" else "gloo",
+        kernels=kernels,
+        collectives=MappingProxyType(dict(wires.collectives)),
+    )
+
+
+def _shares(curve: Curve, top: float) -> Curve:
+    return tuple((size, min(1.0, max(_LEAST, rate / top))) for size, rate in curve)
+
+
+def _measured(curve: Curve, top: float) -> Curve:
+    return tuple((size, min(1e6, max(1e-12, rate / top))) for size, rate in curve)
+
+
+def _attention(found: Mapping[str, Rates], peak: float) -> tuple[float, float]:
+    """Shares of large ones."""
+    if "attention" not in found:
+        return 1.0, 1.0
+    item = found["attention"]
+    forward, backward = (_shares(curve, peak)[-1][1] for curve in (item.forward, item.backward))
+    return forward, backward
+
+
+def _common(ranks: Ranks, value: float) -> float:
+    """The mean over the ranks."""
+    return ranks.mean([value])[0]
+
+
+def _peaks(ranks: Ranks, base: torch.dtype, peak: float) -> dict[str, float]:
+    """FLOP/s by dtype: the peak in that of the probes, and others by a product in both."""
+    dtypes = dict.fromkeys((base, torch.float32, torch.bfloat16, torch.float16, torch.float64))
+    times = {str(dtype).removeprefix("torch."): _product_seconds(ranks, dtype) for dtype in dtypes}
+    own = times[str(base).removeprefix("torch.")]
+    return {name: peak * own / seconds for name, seconds in times.items()}
+
+
+def _launch_seconds(ranks: Ranks) -> float:
+    """Of an operation on next to nothing."""
+    tensor = torch.zeros(8, device=ranks.device)
+    return _common(ranks, repeated(lambda: tensor.add(1), ranks))
+
+
+def _view_seconds(ranks: Ranks) -> float:
+    """Of a view that autograd keeps book of."""
+    tensor = torch.zeros(8, 8, device=ranks.device, requires_grad=True)
+    return _common(ranks, repeated(lambda: tensor.view(64), ranks))
+
+
+def _product_seconds(ranks: Ranks, dtype: torch.dtype) -> float:
+    """Of a product of two squares."""
+    side = _SIDE if ranks.device.type == "cpu" else 8 * _SIDE
+    a, b = (torch.ones(side, side, device=ranks.device, dtype=dtype) for _ in range(2))
+    ranks.together()
+    return _common(ranks, repeated(lambda: a @ b, ranks))
+
+
+def _optimizer_share(ranks: Ranks, bandwidth: float) -> float:
+    """What a step of AdamW gets of the bandwidth, by the bytes that it has to move."""
+    parameter = torch.nn.Parameter(torch.zeros(_OPTIMIZED, device=ranks.device))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW([parameter])
+    ranks.together()
+    seconds = _common(ranks, repeated(optimizer.step, ranks, least=0.03))
+    return min(1.0, max(_LEAST, _STATE * _OPTIMIZED / seconds / bandwidth))
+
+
+def _memory_bytes(ranks: Ranks) -> int:
+    """What a rank may have."""
+    if ranks.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(ranks.device).total_memory)
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // ranks.per_host
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

@@ -1,0 +1,190 @@
+"""How long operations take here, by name and size: the nodes of the probes, as `smpc.partitioner.costs.timing` measures them.
+
+    samples = measure(ranks, seconds=45)        one for each node
+    curves(samples)                             by name, what is reached of the fastest: forward, backward
+
+A node's time is the median of those passes that are near the shortest one: what others do on the machine makes some longer and none
+shorter. Sizes grow as long as one pass takes less than a twelfth of the time, and all probes take turns until the time is up. On ranks,
+all measure the same at once, and the mean counts.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from smpc.calibration.probes import Probe, probes
+from smpc.calibration.ranks import Ranks
+from smpc.partitioner.costs.cost import NodeTimes, Work, work_of
+from smpc.partitioner.costs.description import Curve
+from smpc.partitioner.costs.timing import Stopwatch
+from smpc.tracer import record
+from smpc.tracer.ir import Trace
+
+_GROWTH = 6  # the next size takes so many times as long
+_SHARE_OF_TIME = 12  # the longest pass has that part of the time
+_FEWEST, _MOST = 3, 24  # passes that count
+_STEADY = 1.15  # times that are longer than the least by more were interrupted
+_BUCKET = 4.0  # sizes that differ by less count as one
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A node's work, and the seconds that its forward and its backward took; 0: it has none."""
+
+    work: Work
+    forward: float
+    backward: float
+
+
+class _Stopwatch(Stopwatch):
+    """Times nodes by the clock of the ranks."""
+
+    ranks: Ranks
+    timer: Callable[[], float]
+
+    def clock(self) -> float:
+        """The time, once the device has done what it was given."""
+        self.ranks.wait()
+        return self.timer()
+
+
+@dataclass
+class _Running:
+    trace: Trace
+    stopwatch: Stopwatch
+    passes: list[NodeTimes]
+
+
+def measure(ranks: Ranks, seconds: float, dtype: torch.dtype, show: Callable[[str, int, int], None]) -> list[Sample]:
+    """A sample for each node of each probe that there is time for."""
+    started = time.monotonic()
+    running, skipped = list[_Running](), set[str]()
+    for probe in probes(dtype, ranks.device):
+        if probe.family not in skipped:
+            found, took = _start(probe, ranks)
+            running.append(found)
+            if ranks.most(took) * _GROWTH > seconds / _SHARE_OF_TIME:
+                skipped.add(probe.family)
+    for number in range(_MOST):
+        spent = ranks.most(time.monotonic() - started)
+        if number >= _FEWEST and spent >= seconds:
+            break
+        show("Timing operations", min(int(spent), int(seconds)), int(seconds))
+        for item in running:
+            ranks.together()
+            item.passes.append(item.stopwatch.run())
+    overhead = _overhead(ranks)
+    return [sample for item in running for sample in _samples(item, ranks, overhead)]
+
+
+def _start(probe: Probe, ranks: Ranks) -> tuple[_Running, float]:
+    """A probe that is ready to be timed, and the seconds of a pass."""
+    torch.manual_seed(0)
+    model, inputs = probe.model().train(), probe.inputs()
+    trace = record(model, inputs)
+    stopwatch = _Stopwatch(trace, model, inputs, {}, ranks.device)
+    stopwatch.ranks, stopwatch.timer = ranks, ranks.timer()
+    stopwatch.run()
+    ranks.together()
+    start = time.monotonic()
+    stopwatch.run()
+    return _Running(trace, stopwatch, []), time.monotonic() - start
+
+
+def _samples(item: _Running, ranks: Ranks, overhead: float) -> Iterable[Sample]:
+    forward, backward = (
+        np.array(ranks.mean([steady(times) for times in zip(*part, strict=True)]))
+        for part in ([p.forward for p in item.passes], [p.backward for p in item.passes])
+    )
+    for work in work_of(item.trace):
+        times = (_less(float(part[work.position]), overhead) for part in (forward, backward))
+        yield Sample(work, *times)
+
+
+def steady(times: Sequence[float]) -> float:
+    """The median of those times that nothing has interrupted: of those near the least."""
+    least = min(times)
+    return statistics.median(seconds for seconds in times if seconds <= _STEADY * least)
+
+
+def _less(seconds: float, overhead: float) -> float:
+    """Without what measuring took."""
+    return max(seconds - overhead, seconds / 10)
+
+
+def _overhead(ranks: Ranks) -> float:
+    """Seconds that waiting for the device adds to each operation that is timed by itself."""
+    tensor = torch.zeros(8, device=ranks.device)
+    alone = repeated(lambda: tensor.add(1), ranks, waits=True)
+    return max(0.0, alone - repeated(lambda: tensor.add(1), ranks))
+
+
+def repeated(body: Callable[[], object], ranks: Ranks, *, waits: bool = False, least: float = 0.01) -> float:
+    """Seconds of one call among many, one after another; `waits`: for the device after each."""
+    count, best, timer = 1, math.inf, ranks.timer()
+    while True:
+        ranks.wait()
+        start = timer()
+        for _ in range(count):
+            body()
+            if waits:
+                ranks.wait()
+        ranks.wait()
+        took = timer() - start
+        if took >= least:
+            break
+        count *= 2
+    for _ in range(5):
+        start = timer()
+        for _ in range(count):
+            body()
+            if waits:
+                ranks.wait()
+        ranks.wait()
+        best = min(best, (timer() - start) / count)
+    return best
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Work per second by name of the operation, as curves over its size: forward, backward. `is_product`: FLOPs, else bytes."""
+
+    is_product: bool
+    forward: Curve
+    backward: Curve
+
+
+def rates(samples: Sequence[Sample]) -> dict[str, Rates]:
+    """Of all operations that were timed."""
+    found = {}
+    for name in sorted({sample.work.name for sample in samples}):
+        own = [sample for sample in samples if sample.work.name == name]
+        is_product = own[0].work.is_product
+        own = [sample for sample in own if sample.work.is_product == is_product]
+        forward = _curve([(s.work.size, s.work.forward, s.forward) for s in own])
+        backward = _curve([(s.work.size, s.work.backward, s.backward) for s in own if s.work.backward])
+        if forward:
+            found[name] = Rates(is_product, forward, backward or forward)
+    return found
+
+
+def _curve(points: Iterable[tuple[float, float, float]]) -> Curve:
+    """(size, work, seconds) of calls, as work per second over sizes."""
+    buckets: dict[int, list[tuple[float, float, float]]] = {}
+    for point in points:
+        if point[1] and point[2] > 0:
+            buckets.setdefault(int(math.log(point[0], _BUCKET)), []).append(point)
+    curve = []
+    for bucket in sorted(buckets):
+        sizes, works, seconds = zip(*buckets[bucket], strict=True)
+        curve.append((math.exp(sum(map(math.log, sizes)) / len(sizes)), sum(works) / sum(seconds)))
+    if curve and curve[0][0] > 1.0:  # what is smaller takes as long as the smallest
+        curve.insert(0, (1.0, curve[0][1] / curve[0][0]))
+    return tuple(curve)

@@ -1,0 +1,134 @@
+"""What ranks send each other: messages between neighbours, and collectives of the ranks of a host.
+
+    wires = measure_wires(ranks)     None for one rank
+
+A message is timed through the transport that steps use (`smpc.executor.measure.link_measurement`), a collective as torch
+has it and, of those between operations, as `smpc.executor.collectives` does, in several sizes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smpc.calibration.operations import steady
+from smpc.calibration.ranks import Ranks
+from smpc.executor.collectives import TensorGroup, all_reduce
+from smpc.executor.measure.link_measurement import measure_wire
+from smpc.executor.transport import GlooTransport, NcclTransport, Transport
+from smpc.partitioner.costs.collectives import IN_OPERATIONS, Kind
+from smpc.partitioner.costs.description import Curve, Wire
+
+_SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)  # float32 elements
+_ROUNDS = 11
+_TIMEOUT = datetime.timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class Wires:
+    """What was measured: inside a host and between hosts (None: there is one host, or one rank a host), and collectives by kind."""
+
+    inside: Wire | None
+    between: Wire | None
+    collectives: Mapping[str, Curve]
+
+
+def measure_wires(ranks: Ranks) -> Wires:
+    """Of all ranks; the same on each."""
+    inside = between = None
+    collectives: dict[str, Curve] = {}
+    if ranks.per_host > 1:
+        inside = _wire(ranks, list(range(2)))
+        collectives = _collectives(ranks)
+    if ranks.size > ranks.per_host:
+        between = _wire(ranks, [0, ranks.per_host])
+    found: list[object] = [Wires(inside, between, collectives)]
+    dist.broadcast_object_list(found, src=0)
+    (result,) = found
+    assert isinstance(result, Wires)
+    return result
+
+
+def _wire(ranks: Ranks, pair: list[int]) -> Wire | None:
+    """The wire between two ranks, on these; None on others. Collective over all."""
+    group = dist.new_group(pair, timeout=_TIMEOUT)
+    found = None
+    if ranks.rank in pair:
+        rank = pair.index(ranks.rank)
+        transport: Transport
+        if ranks.device.type == "cuda":
+            assert isinstance(group, dist.ProcessGroup)
+            transport = NcclTransport(rank, {(0, 1): group, (1, 0): group}, ranks.device)
+            transport.connect([(0, 1), (1, 0)])
+        else:
+            transport = GlooTransport(group)
+        found = measure_wire(transport, rank, 2, ranks.device)
+    ranks.together()
+    return found
+
+
+def _collectives(ranks: Ranks) -> dict[str, Curve]:
+    """Of the ranks of the first host; those of others do the same at once."""
+    groups = [
+        dist.new_group(list(range(first, first + ranks.per_host)), timeout=_TIMEOUT)
+        for first in range(0, ranks.size, ranks.per_host)
+    ]
+    group = groups[ranks.rank // ranks.per_host]
+    found = {}
+    for kind, call, factor in _calls(group):
+        curve = []
+        for elements in _SIZES:
+            tensor = torch.zeros(elements // ranks.per_host * ranks.per_host, device=ranks.device)
+            sent = factor * 4 * tensor.numel() * (ranks.per_host - 1) / ranks.per_host
+            curve.append((sent, sent / _seconds(functools.partial(call, tensor), ranks)))
+        curve.insert(0, (1.0, curve[0][1] / curve[0][0]))  # what is smaller takes as long as the smallest
+        found[kind] = tuple(curve)
+    return found
+
+
+def _calls(group: dist.ProcessGroup) -> Iterator[tuple[str, Callable[[Tensor], object], int]]:
+    """By kind, a call on what a rank has before or afterwards, and how often a rank sends that."""
+    size = group.size()
+
+    def gather(whole: Tensor) -> object:
+        part = whole[: whole.numel() // size].clone()
+        return group._allgather_base(whole, part).wait()
+
+    def scatter(whole: Tensor) -> object:
+        part = whole[: whole.numel() // size].clone()
+        return group._reduce_scatter_base(part, whole, dist.ReduceScatterOptions()).wait()
+
+    def exchange(whole: Tensor) -> object:
+        return dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
+
+    ours = TensorGroup.of(group)
+    yield Kind.ALL_REDUCE, lambda whole: dist.all_reduce(whole, group=group), 2
+    yield Kind.ALL_GATHER, gather, 1
+    yield Kind.REDUCE_SCATTER, scatter, 1
+    yield Kind.ALL_TO_ALL, exchange, 1
+    yield IN_OPERATIONS, lambda whole: all_reduce(whole, ours), 2
+
+
+def _seconds(call: Callable[[], object], ranks: Ranks) -> float:
+    """Of one call, until all ranks are done: near the least of some."""
+    times = []
+    for _ in range(_ROUNDS):
+        ranks.together()
+        ranks.wait()
+        start = time.perf_counter()
+        call()
+        ranks.wait()
+        times.append(time.perf_counter() - start)
+    return ranks.most(steady(times))
+
+
+def assumed(bandwidth: float) -> Wire:
+    """A wire that nobody has measured: memory's rate, there and back."""
+    return Wire(bandwidth / 2, 50e-6)

@@ -1,0 +1,127 @@
+"""What `.metadata` of torch.distributed.checkpoint says: which tensors there are, in which chunks, and where each lies.
+
+    read_metadata("dcp/.metadata").entries["model.weight"]      Described(dtype, shape, chunks), or None for a value that is no tensor
+                                  .stored["model.weight", (0, 0)]  Stored(file, begin, length)
+                                  .paths["model.weight"]        ("model", "weight"): keys in the nested dict that was saved
+
+The file is a pickle, and torch runs whatever it says. Here it is read as records (`smpc.checkpoint.format.inert_pickle`), of the names
+that torch writes alone, and every value is checked before it is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from smpc.checkpoint.format.dtypes import checked_shape
+from smpc.checkpoint.format.inert_pickle import Pairs, Record, parse
+from smpc.checkpoint.format.regions import Box
+from smpc.checkpoint.format.regular import read_regular
+from smpc.errors import CheckpointError
+
+MOST = 1 << 29  # bytes
+_MODULE = "torch.distributed.checkpoint.metadata."
+_SIZE, _PROPERTIES = "torch.Size", f"{_MODULE}TensorProperties"
+_DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_INDEX, _STORED = f"{_MODULE}MetadataIndex", "torch.distributed.checkpoint.filesystem._StorageInfo"
+_CHUNK, _TENSOR, _VALUE = (f"{_MODULE}{name}StorageMetadata" for name in ("Chunk", "Tensor", "Bytes"))
+_KNOWN = {
+    *_DTYPES,
+    *(_SIZE, _PROPERTIES, _INDEX, _STORED, _CHUNK, _TENSOR, _VALUE),
+    *(f"{_MODULE}{name}" for name in ("Metadata", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *("torch.serialization._get_layout", "pathlib.PosixPath", "pathlib._local.PosixPath"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A tensor, and the chunks that tile it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a chunk or a value lies. `is_plain`: as torch.save wrote it, not through an extension such as compression."""
+
+    file: str
+    begin: int
+    length: int
+    is_plain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DistributedMetadata:
+    """See the module's docstring. Where one thing is stored several times, the last counts, as in torch."""
+
+    entries: dict[str, Described | None]
+    stored: dict[tuple[str, tuple[int, ...]], Stored]
+    paths: dict[str, tuple[str | int, ...]]
+
+
+def read_metadata(path: str) -> DistributedMetadata:
+    """Raises CheckpointError, naming the file, if it is damaged, or holds anything that does not belong there."""
+    return parse_metadata(read_regular(path, MOST), path)
+
+
+def parse_metadata(data: bytes, path: str) -> DistributedMetadata:
+    """As `read_metadata`, of the bytes of the file; `path` names it in errors."""
+    try:
+        top = parse(data, _KNOWN.__contains__).fields(f"{_MODULE}Metadata")
+        return DistributedMetadata(
+            {key: _described(entry) for key, entry in _pairs(top["state_dict_metadata"]).by_name().items()},
+            dict(_stored(*pair) for pair in _pairs(top["storage_data"])),
+            {key: _path(value) for key, value in _pairs(top.get("planner_data") or Pairs()).by_name().items()},
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: refused: {error}") from error
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise CheckpointError(
+            f"{path}: not as torch writes it, or damaged: {type(error).__name__}: {str(error)[:200]}"
+        ) from error
+
+
+def _pairs(value: Any) -> Pairs:
+    if not isinstance(value, Pairs):
+        raise TypeError(f"expected a dict, found {type(value).__name__}")
+    return value
+
+
+def _described(entry: Any) -> Described | None:
+    if isinstance(entry, Record) and entry.name == _VALUE:
+        return None
+    found = entry.fields(_TENSOR)
+    properties = found["properties"]
+    if properties.name != _PROPERTIES or type(properties.state) is not tuple:
+        raise TypeError("expected properties of a tensor")
+    chunks = [chunk.fields(_CHUNK) for chunk in found["chunks"]]
+    boxes = tuple(Box(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks)
+    return Described(_DTYPES[properties.state[0].name], _size(found["size"]), boxes)
+
+
+def _stored(index: Any, info: Any) -> tuple[tuple[str, tuple[int, ...]], Stored]:
+    key, where = index.fields(_INDEX), info.fields(_STORED)
+    name, file, begin, length = key["fqn"], where["relative_path"], where["offset"], where["length"]
+    if type(name) is not str or type(file) is not str or type(begin) is not int or type(length) is not int:
+        raise TypeError("expected a name, a file and its bytes")
+    offset = key.get("offset")
+    stored = Stored(file, begin, length, not where.get("transform_descriptors"))
+    return (name, () if offset is None else _size(offset)), stored
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    if isinstance(value, Record):
+        if value.name != _SIZE or type(value.args) is not tuple or len(value.args) > 1:
+            raise TypeError("expected a torch.Size")
+        value = value.args[0] if value.args else ()
+    return checked_shape(value)
+
+
+def _path(value: Any) -> tuple[str | int, ...]:
+    if type(value) is not tuple or not value or any(type(part) not in (str, int) for part in value):
+        raise TypeError("expected keys of a nested dict")
+    return value

@@ -1,0 +1,276 @@
+"""Tensors that can be brought one at a time, wherever they lie; what conversions read from.
+
+    open_source(path)    a checkpoint of this library, a Hugging Face folder or a .safetensors file, a torch.distributed.checkpoint
+                         folder, or a legacy .pt/.bin/.pth file, told apart by what is there
+
+    CheckpointSource     kinds and names as they were saved
+    SafetensorsSource    one file, or the files of a folder with or without model.safetensors.index.json; kind "model"; by their checksums
+    LegacySource         torch.save of a mapping of tensors, read with weights_only=True and no fallback; kind "model"
+
+A source lists its tensors (Item) and brings one (`read`). It holds no more than that one; a legacy file is mapped, not read. For
+torch.distributed.checkpoint see `smpc.checkpoint.distributed`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from smpc.checkpoint.folder.files import read_file
+from smpc.checkpoint.format.content import VALUES
+from smpc.checkpoint.format.dtypes import num_bytes
+from smpc.checkpoint.format.header_checksums import KEY
+from smpc.checkpoint.format.manifest import is_plain_name, without_duplicates
+from smpc.checkpoint.format.open_file import OWN, TensorFile
+from smpc.checkpoint.format.regular import is_file, printable, read_regular
+from smpc.checkpoint.reader import Checkpoint, verify
+from smpc.errors import CheckpointError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SAVE = "smpc_save"  # note: a number drawn for each save, the same in all its files
+PART = "smpc_part"  # note: which of how many files of a save this is, "1/3"
+_MAX_INDEX = 256 << 20
+_MOST_STRETCHED = 256 << 20  # bytes of an expanded tensor, such as a mask
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A whole tensor of a source."""
+
+    kind: str
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """When contiguous."""
+        return num_bytes(self.shape, self.dtype)
+
+
+class Source(Protocol):
+    """Where tensors come from. A context manager."""
+
+    @property
+    def items(self) -> list[Item]:
+        """All tensors."""
+
+    @property
+    def metadata(self) -> Any:
+        """What a checkpoint of this library was saved with; {} from elsewhere."""
+
+    def read(self, item: Item) -> Tensor:
+        """One of them, on the CPU and contiguous."""
+
+    def __enter__(self) -> Source: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class _Closing:
+    """What sources have in common."""
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of files."""
+
+
+class CheckpointSource(_Closing):
+    """A checkpoint of this library."""
+
+    def __init__(self, folder: str, *, any_name: bool = False) -> None:
+        self.checkpoint = Checkpoint.open(folder, any_name=any_name)
+        self.items = [
+            Item(entry.kind, entry.name, entry.dtype, entry.shape)
+            for entry in self.checkpoint.entries.values()
+            if entry.kind != VALUES
+        ]
+        self.metadata = self.checkpoint.metadata
+
+    def read(self, item: Item) -> Tensor:
+        """See Source; verified."""
+        return self.checkpoint.read(item.kind, item.name)
+
+    def close(self) -> None:
+        """Let go of files."""
+        self.checkpoint.close()
+
+
+class SafetensorsSource(_Closing):
+    """Safetensors files without a manifest. `notes`: the texts in their headers.
+
+    Raises CheckpointError if the structure or a header is damaged, or the files do not belong together; `read` if a tensor is, as far as
+    the files have checksums.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.metadata: Any = {}
+        self._files: list[TensorFile] = []
+        self._where: dict[str, TensorFile] = {}
+        self.notes: dict[str, str] = {}
+        try:
+            is_folder = not is_file(path)
+            for name in files_of(path) if is_folder else [path]:
+                self._add(TensorFile(name))
+            wrong = [line for file in self._files for line in file.damage] + self._strangers()
+            wrong += _wrong_index(path, self._where) if is_folder else []
+            if wrong:
+                raise CheckpointError("\n".join(wrong))
+        except BaseException:
+            self.close()
+            raise
+        self.items = [Item("model", name, *file.header.tensors[name][:2]) for name, file in self._where.items()]
+
+    def read(self, item: Item) -> Tensor:
+        """See Source; verified as far as there are checksums."""
+        return self._where[item.name].read(item.name)
+
+    def damaged(self, rank: int, size: int) -> list[str]:
+        """What is damaged of this rank's part of all blocks with checksums, one line each."""
+        blocks = [(file, block) for file in self._files for block in file.blocks]
+        return [line for file, block in blocks[rank::size] if (line := file.check(block)) is not None]
+
+    def close(self) -> None:
+        """Let go of files."""
+        files, self._files = self._files, []
+        for file in files:
+            file.close()
+
+    def _add(self, file: TensorFile) -> None:
+        self._files.append(file)
+        twice = sorted(set(file.header.tensors) & set(self._where))
+        if twice:
+            names = ", ".join(map(printable, twice[:5]))
+            raise CheckpointError(f"{names}: in {file.path} and in {self._where[twice[0]].path}")
+        self._where |= dict.fromkeys(file.header.tensors, file)
+        self.notes |= file.header.metadata
+
+    def _strangers(self) -> list[str]:
+        """That all files are of one save, and there are as many as it wrote: their notes say so, where this library wrote them."""
+        first, wrong = self._files[0], []
+        for file in self._files:
+            own, others = _belonging(file), _belonging(first)
+            if own != others:
+                wrong.append(f"{file.path}: it is not of the same save as {first.path}; take all files from one")
+        parts = [file.header.metadata[PART] for file in self._files if PART in file.header.metadata]
+        numbers = {part.partition("/")[0] for part in parts}
+        if parts and not wrong and parts[0].partition("/")[2] != str(len(numbers)):
+            wrong.append(
+                f"{os.path.dirname(first.path)}: expected {parts[0].partition('/')[2]} files of tensors, found {len(numbers)}"
+            )
+        return wrong
+
+
+def _is_stretched(tensor: Tensor) -> bool:
+    """Whether a tensor takes far more memory than was saved of it."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return False
+    size = tensor.numel() * tensor.element_size()
+    return size > max(_MOST_STRETCHED, tensor.untyped_storage().nbytes())
+
+
+def _belonging(file: TensorFile) -> dict[str, str]:
+    """The notes that are the same in all files of a save."""
+    notes = {key: text for key, text in file.header.metadata.items() if key.startswith(OWN) and key not in (KEY, PART)}
+    return notes | {PART: file.header.metadata.get(PART, "").partition("/")[2]}
+
+
+def damaged_of(source: Source, rank: int = 0, size: int = 1) -> list[str]:
+    """What is damaged of a rank's part of a source, one line each; of a source without checksums, nothing can be found."""
+    if isinstance(source, CheckpointSource):
+        return verify(source.checkpoint, rank=rank, size=size)
+    return source.damaged(rank, size) if isinstance(source, SafetensorsSource) else []
+
+
+class LegacySource(_Closing):
+    """A file of torch.save that holds a mapping of tensors, possibly under "model", "model_state_dict", "state_dict" or "module".
+
+    Of a Trainer's file, which has the model under "state", it is the model that is read.
+    """
+
+    def __init__(self, path: str) -> None:
+        found = read_file(path, map_location="cpu", mmap="archives")  # older files cannot be mapped
+        if isinstance(found, Mapping) and isinstance(found.get("state"), Mapping) and "model" in found["state"]:
+            found = found["state"]
+        for key in ("model", "model_state_dict", "state_dict", "module"):
+            if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+                found = found[key]
+                break
+        if not isinstance(found, Mapping) or not any(isinstance(value, Tensor) for value in found.values()):
+            raise CheckpointError(f"{path}: expected a mapping of names to tensors, found {type(found).__name__}")
+        self._tensors = {str(key): value for key, value in found.items() if isinstance(value, Tensor)}
+        if len(self._tensors) != sum(isinstance(value, Tensor) for value in found.values()):
+            raise CheckpointError(f"{path}: two of its tensors have the same name")
+        wrong = [printable(name) for name, tensor in self._tensors.items() if _is_stretched(tensor)]
+        if wrong:
+            raise CheckpointError(
+                f"{path}: {', '.join(wrong[:5])}: expanded tensors, of far more elements than the file has; save them with contiguous()"
+            )
+        self.items = [Item("model", name, t.dtype, tuple(t.shape)) for name, t in self._tensors.items()]
+        self.metadata: Any = {}
+
+    def read(self, item: Item) -> Tensor:
+        """See Source."""
+        return self._tensors[item.name].detach().contiguous()
+
+
+def files_of(folder: str) -> list[str]:
+    """The safetensors files of a Hugging Face folder, of which an index may say the names."""
+    index = os.path.join(folder, INDEX)
+    if os.path.lexists(index):
+        names = sorted({*_weight_map(index).values()})
+        wrong = [name for name in names if not is_plain_name(name)]
+        if wrong:
+            raise CheckpointError(
+                f"{index}: expected the plain names of files in the same folder, found {', '.join(map(repr, wrong[:5]))}"
+            )
+    elif os.path.lexists(os.path.join(folder, SINGLE)):
+        names = [SINGLE]
+    else:
+        names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors") and is_plain_name(name))
+    if not names:
+        raise CheckpointError(f"{folder}: no .safetensors files")
+    return [os.path.join(folder, name) for name in names]
+
+
+def _weight_map(index: str) -> dict[str, str]:
+    """The file of each tensor, as an index says."""
+    data = read_regular(index, _MAX_INDEX)
+    try:
+        found = json.loads(data, object_pairs_hook=without_duplicates)["weight_map"]
+        if not isinstance(found, dict) or any(not isinstance(name, str) for name in found.values()):
+            raise ValueError("weight_map: expected names of files by names of tensors")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index}: damaged: {type(error).__name__}: {str(error)[:200]}") from error
+    return found
+
+
+def _wrong_index(folder: str, where: Mapping[str, TensorFile]) -> list[str]:
+    """That each tensor lies in the file that the index of a folder says, and no other does."""
+    index = os.path.join(folder, INDEX)
+    if not os.path.lexists(index):
+        return []
+    said = _weight_map(index)
+    there = {name: os.path.basename(file.path) for name, file in where.items()}
+    wrong = [
+        f"{printable(name)} is in {there.get(name)}, not in {printable(file)}"
+        for name, file in said.items()
+        if there.get(name) != file
+    ]
+    wrong += [f"{printable(name)}, in {file}, is not in it" for name, file in there.items() if name not in said]
+    more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+    return [f"{index}: damaged: {'; '.join(wrong[:5])}{more}"] if wrong else []

@@ -1,0 +1,133 @@
+"""Loading a state dict in place by the planners and readers of torch.distributed.checkpoint, whatever the ranks that saved it.
+
+    load_state(state_dict, Reader("run/step_100"), ranks)       collective; tensors are filled, other values are replaced
+
+What is read is verified before it is unpickled, and unpickled with weights_only alone (`LoadPlanner`). Keys that the checkpoint lacks are a
+MissingKeyError, which is a KeyError, on every rank.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import Counter
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlanner as AnyLoadPlanner
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader
+
+from smpc.checkpoint.folder.files import load_tensors
+from smpc.checkpoint.format.regular import printable
+from smpc.checkpoint.torch_format.agreement import Ranks
+from smpc.errors import CheckpointError, MissingKeyError
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """torch's planner, but for values that are no tensors, which it would unpickle freely, and for the error of keys that are missing."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """What this rank reads."""
+        assert self.metadata is not None, "set up"
+        try:
+            plan = super().create_local_plan()
+        except (RuntimeError, ValueError) as error:
+            present = list(self.metadata.state_dict_metadata)
+            missing = [key for key in self.state_dict if key not in present]
+            if missing:
+                raise MissingKeyError(_said(missing, present)) from error
+            raise CheckpointError(f"the checkpoint does not fit: {error}") from error
+        self._check_all_is_there(plan)
+        return plan
+
+    def _check_all_is_there(self, plan: LoadPlan) -> None:
+        """CheckpointError if the checkpoint has only parts of what this rank has of a tensor."""
+        found: Counter[str] = Counter()
+        for item in plan.items:
+            if item.type is LoadItemType.TENSOR:
+                found[item.dest_index.fqn] += math.prod(item.lengths)
+        for name, value in self.state_dict.items():
+            if isinstance(value, Tensor) and not value.is_meta:
+                wanted = sum(math.prod(chunk.sizes) for chunk in _create_chunk_list(value))
+                if found[name] != wanted:
+                    raise CheckpointError(
+                        f"the checkpoint has {found[name]} of the {wanted} elements that this rank has of {printable(name)}: it was saved "
+                        "by some of the ranks that share it; save one checkpoint of all ranks"
+                    )
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take a value that is no tensor."""
+        name = read_item.dest_index.fqn
+        found = load_tensors(value.getvalue(), f"the value {printable(name)}")
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], found)
+        else:
+            self.state_dict[name] = found
+
+
+def load_state(
+    state_dict: dict[str, Any],
+    reader: StorageReader,
+    ranks: Ranks,
+    planner: AnyLoadPlanner | None = None,
+    *,
+    same_keys: bool = True,
+) -> None:
+    """Fill a state dict. Collective. `same_keys`: check first that all ranks load the same keys.
+
+    Raises CheckpointError on every rank if it fails on one; tensors may have been filled then.
+    """
+    keys = sorted(map(str, state_dict))
+    if same_keys:
+        _check_same_keys(ranks.everybody(keys))
+    state = {
+        key: value.state_dict() if isinstance(value, Stateful) else value for key, value in sorted(state_dict.items())
+    }
+    chosen = planner or LoadPlanner()
+    is_coordinator = ranks.rank == ranks.coordinator
+
+    def plan() -> LoadPlan:
+        metadata = reader.read_metadata()
+        chosen.set_up_planner(state, metadata, is_coordinator)
+        reader.set_up_storage_reader(metadata, is_coordinator)
+        return reader.prepare_local_plan(chosen.create_local_plan())
+
+    central = ranks.gather_scatter(plan, lambda plans: reader.prepare_global_plan(chosen.create_global_plan(plans)))
+
+    def read() -> None:
+        reader.read_data(chosen.finish_plan(central), chosen).wait()
+        for key, value in state_dict.items():
+            if isinstance(value, Stateful):
+                value.load_state_dict(state[key])
+            else:
+                state_dict[key] = state[key]
+
+    ranks.gather_scatter(read, lambda done: done)
+
+
+def _check_same_keys(found: list[list[str]]) -> None:
+    """Raise CheckpointError unless all ranks have the same keys."""
+    lines = []
+    for rank, keys in enumerate(found):
+        missing, extra = sorted(set(found[0]) - set(keys)), sorted(set(keys) - set(found[0]))
+        lines += [f"rank {rank} has no {', '.join(missing[:5])}, which rank 0 has"] if missing else []
+        lines += [f"rank {rank} has {', '.join(extra[:5])}, which rank 0 has not"] if extra else []
+    if lines:
+        raise CheckpointError(
+            "load: expected the same keys in the state dict of every rank, found others; pass check_keys_matched=False if that is meant\n"
+            + "\n".join(lines)
+        )
+
+
+def _said(missing: list[str], present: list[str]) -> str:
+    more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+    there = ", ".join(map(printable, present[:5])) + (f" and {len(present) - 5} more" if len(present) > 5 else "")
+    return (
+        f"the checkpoint has no {', '.join(map(printable, missing[:5]))}{more}; it has {there or 'nothing'}; leave them out of the state "
+        "dict, or load another checkpoint"
+    )

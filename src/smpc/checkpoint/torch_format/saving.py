@@ -1,0 +1,196 @@
+"""Saving a state dict by the planners and writers of torch.distributed.checkpoint, at once or in the background.
+
+    save_state(state_dict, Writer("run/step_100"), ranks)                   collective
+    saver.start(StateSaving(state_dict, Writer("run/step_100"), ranks))     the same, of a BackgroundSaver: tensors may change afterwards
+
+          coordinator                          other ranks
+    agree    plans of all ranks become one         their plans, of what they have
+    (copy)   what this rank writes, no more        the same
+    write    own files                             own files
+             metadata: the checkpoint stands       done, or the error, on every rank
+
+Ranks whose writers have different places save checkpoints of their own in one call, each with its own metadata: the local kind.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+
+from smpc.checkpoint.format.content import Shard
+from smpc.checkpoint.torch_format.agreement import Ranks
+
+_KIND = "saved"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a rank is told. `metadata`: of the checkpoint that it publishes, if it does. `is_alone`: no other is saved in this call."""
+
+    plan: SavePlan
+    metadata: Metadata | None
+    members: tuple[int, ...]
+    is_alone: bool
+
+
+def save_state(
+    state_dict: dict[str, Any],
+    writer: StorageWriter,
+    ranks: Ranks,
+    planner: SavePlanner | None = None,
+    *,
+    wait: bool = True,
+) -> None:
+    """Save, and return when the checkpoint stands. Collective. Raises CheckpointError on every rank if it fails on one.
+
+    `wait`: otherwise a rank returns when its own part is written, and only the coordinator hears of the others.
+    """
+    saving = StateSaving(state_dict, writer, ranks, planner, wait=wait)
+    saving.agree()
+    saving.write()
+
+
+class StateSaving:
+    """One save on its way, in the steps of `smpc.checkpoint.background.Pending`."""
+
+    def __init__(
+        self,
+        state_dict: dict[str, Any],
+        writer: StorageWriter,
+        ranks: Ranks,
+        planner: SavePlanner | None = None,
+        *,
+        wait: bool = True,
+    ) -> None:
+        self._state_dict, self._writer, self._ranks, self._wait = state_dict, writer, ranks, wait
+        self._planner = planner or DefaultSavePlanner()
+        self._part: _Part | None = None
+        self._parts: list[_Part] = []  # of all ranks, where this one coordinates
+        self._values: dict[MetadataIndex, io.BytesIO] = {}
+        self._failure: Exception | None = None
+        self.share: list[Shard] = []  # the tensors that this rank writes
+
+    def agree(self) -> None:
+        """Plan who writes what. Collective."""
+        self._part = self._ranks.gather_scatter(self._plan, self._divide)
+        try:
+            self._resolve()
+        except Exception as error:  # the others hear of it in the exchange that they wait in
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Make `write` fail on every rank: this one cannot do its part."""
+        self._failure = error
+
+    def write(self) -> str:
+        """Write and publish. Collective; may run on another thread than `agree`. Returns the place."""
+        assert self._part is not None, "agreed"
+        if not self._part.is_alone:
+            results = self._ranks.gather_scatter(self._write, self._by_publisher)
+            self._ranks.gather_scatter(lambda: self._publish(results), lambda done: done)
+        elif self._wait:
+            self._ranks.gather_scatter(self._write, self._publish_for_all)
+        else:
+            self._ranks.gather(self._write, self._publish)
+        return _place(self._writer)
+
+    def _plan(self) -> tuple[str, SavePlan]:
+        state = {key: _state_of(value) for key, value in self._state_dict.items()}
+        is_coordinator = self._ranks.rank == self._ranks.coordinator
+        self._planner.set_up_planner(state, self._writer.storage_meta(), is_coordinator)
+        self._writer.set_up_storage_writer(is_coordinator)
+        return _place(self._writer), self._writer.prepare_local_plan(self._planner.create_local_plan())
+
+    def _divide(self, plans: Sequence[tuple[str, SavePlan]]) -> list[_Part]:
+        """Every rank's part; ranks with one place make one checkpoint, which the first of them publishes, or the coordinator."""
+        parts: dict[int, _Part] = {}
+        places: dict[str, list[int]] = {}
+        for rank, (place, _) in enumerate(plans):
+            places.setdefault(place, []).append(rank)
+        for members in places.values():
+            planned, metadata = self._planner.create_global_plan([plans[rank][1] for rank in members])
+            publisher = self._ranks.coordinator if self._ranks.coordinator in members else members[0]
+            for rank, plan in zip(members, self._writer.prepare_global_plan(planned), strict=True):
+                published = metadata if rank == publisher else None
+                parts[rank] = _Part(plan, published, tuple(members), is_alone=len(places) == 1)
+        self._parts = [parts[rank] for rank in range(len(plans))]
+        return self._parts
+
+    def _resolve(self) -> None:
+        assert self._part is not None, "agreed"
+        self._part = replace(self._part, plan=self._planner.finish_plan(self._part.plan))
+        for item in self._part.plan.items:
+            found = self._planner.resolve_data(item)
+            if isinstance(found, Tensor):
+                self.share.append(Shard.whole(_KIND, f"{item.index.fqn}@{item.index.offset}", found.detach()))
+            else:
+                self._values[item.index] = found
+
+    def _write(self) -> list[WriteResult]:
+        if self._failure is not None:
+            raise self._failure
+        assert self._part is not None, "agreed"
+        items = self._part.plan.items
+        tensors = dict(zip((item.index for item in items if item.index not in self._values), self.share, strict=True))
+        written = self._writer.write_data(self._part.plan, _Resolved(tensors, self._values))
+        written.wait()
+        self.share, self._values = [], {}  # copies are not needed any more
+        results: list[WriteResult] = written.value()
+        return results
+
+    def _by_publisher(self, results: Sequence[list[WriteResult]]) -> list[list[list[WriteResult]]]:
+        """For each rank that publishes a checkpoint, what its members wrote; nothing for the others."""
+        return [[] if part.metadata is None else [results[member] for member in part.members] for part in self._parts]
+
+    def _publish_for_all(self, results: list[list[WriteResult]]) -> list[None]:
+        self._publish(results)
+        return [None] * self._ranks.size
+
+    def _publish(self, results: list[list[WriteResult]]) -> None:
+        assert self._part is not None, "agreed"
+        if self._part.metadata is not None:
+            self._writer.finish(self._part.metadata, results)
+
+
+class _Resolved(SavePlanner):
+    """A planner whose data are there already."""
+
+    def __init__(self, tensors: Mapping[MetadataIndex, Shard], values: Mapping[MetadataIndex, io.BytesIO]) -> None:
+        self._tensors, self._values = tensors, values
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is planned."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Nothing is planned."""
+        return SavePlan([])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Nothing is planned."""
+        return all_plans, Metadata({})
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Nothing is planned."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """What is written for an item."""
+        value = self._values.get(write_item.index)
+        return self._tensors[write_item.index].fetch() if value is None else value
+
+
+def _place(writer: StorageWriter) -> str:
+    return str(getattr(writer, "checkpoint_id", ""))
+
+
+def _state_of(value: Any) -> Any:
+    return value.state_dict() if isinstance(value, Stateful) else value

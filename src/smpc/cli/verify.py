@@ -1,0 +1,91 @@
+"""`smpc compile --verify`: the compiled programs beside the model itself, in one process, on one microbatch.
+
+Inputs are those of the factory; those that `--input` gives by shape are drawn: floats at random, tokens of Hugging Face's models from their
+vocabulary, where the program is for any such values. All else is as `--input` has it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from smpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from smpc.compile.result import Compilation
+    from smpc.sample_inputs import Inputs
+    from smpc.verification import Verified
+
+_TOKENS = ("input_ids", "decoder_input_ids", "labels")
+_COPIES = 3  # parameters, and gradients of both runs
+_MEMORY = "/proc/meminfo"
+
+
+def check_fits(model: nn.Module, what: str) -> None:
+    """Raise ConfigError if this machine has no memory to run a model, whose parameters may lie on the meta device, both ways."""
+    needed = _COPIES * sum(p.numel() * p.element_size() for p in model.parameters())
+    free = _available()
+    if free is not None and needed > free:
+        raise ConfigError(
+            f"--verify: {what} takes {needed / 1e9:.1f} GB, parameters with two sets of gradients, and this machine has "
+            f"{free / 1e9:.1f} GB left; verify a configuration of fewer layers, which has the same modules"
+        )
+
+
+def _available() -> int | None:
+    """Bytes that are free for programs; None where that is not told."""
+    try:
+        with open(_MEMORY, encoding="ascii") as file:
+            rows = dict(line.split(":", 1) for line in file)
+        return int(rows["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def verify_programs(
+    model: nn.Module, sample_inputs: Any, compilation: Compilation, num_microbatches: int, *, is_drawn: bool
+) -> Verified:
+    """Compare them. `is_drawn`: whether the inputs' values are nobody's choice. Raises VerificationError, ConfigError without values."""
+    import torch
+
+    from smpc.sample_inputs import as_inputs, first_microbatch
+    from smpc.tracer import flatten
+    from smpc.verification import Conditions, verify_compilation
+
+    inputs = first_microbatch(as_inputs(sample_inputs), num_microbatches)
+    tensors = [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, torch.Tensor)]
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers(), *tensors)):
+        raise ConfigError(
+            "--verify: expected a model and inputs with values, found tensors on the meta device; have the factory make them on the CPU"
+        )
+    if is_drawn:
+        inputs = _drawn(model, compilation, inputs)
+    device = next((tensor.device for tensor in (*model.parameters(), *tensors)), torch.device("cpu"))
+    return verify_compilation(model, compilation, inputs, Conditions(device))
+
+
+def _drawn(model: nn.Module, compilation: Compilation, inputs: Inputs) -> Inputs:
+    """Inputs of the same form with random values, if the program is for these."""
+    import torch
+
+    from smpc.tracer.guards import broken_guard
+    from smpc.tracer.replay import input_values
+
+    args, kwargs = inputs
+    generator = torch.Generator().manual_seed(0)
+    size = getattr(getattr(model, "config", None), "vocab_size", 0)
+    drawn = {name: _random(name, value, size, generator) for name, value in kwargs.items()}
+    trace = compilation.trace
+    is_for_these = broken_guard(trace, model, input_values(trace, args, drawn)) is None
+    return (args, drawn) if is_for_these else inputs
+
+
+def _random(name: str, value: Tensor, vocabulary: int, generator: Any) -> Tensor:
+    import torch
+
+    if value.is_floating_point() and "mask" not in name:
+        return torch.randn(value.shape, generator=generator).to(value.dtype)
+    if name in _TOKENS and value.dtype == torch.int64 and vocabulary > 1:
+        return torch.randint(vocabulary, value.shape, generator=generator)
+    return value

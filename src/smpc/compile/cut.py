@@ -1,0 +1,247 @@
+"""The cut: which stage computes what, and how many microbatches are in flight on each.
+
+stages of the modules come from           if
+the plan of another compilation           `like` is given: every module stays where it is there
+the user                                  `PipelineOptions.manual` is
+the plan of an earlier job                `saved` is one of the same operations, on as many stages
+parameter sizes alone                     `PipelineOptions.skip_tracing`
+the solver                                otherwise
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from smpc.codegen.actions import Schedule, peaks
+from smpc.codegen.offload import resident
+from smpc.codegen.program import Channel
+from smpc.codegen.schedules.choice import Choice
+from smpc.codegen.simulate import Costs, Transfer, chain
+from smpc.compile.options import PipelineOptions
+from smpc.compile.result import Compilation, Traced
+from smpc.errors import MemoryLimitError, PartitionError
+from smpc.partitioner.costs.cost import CostModel
+from smpc.partitioner.costs.timing import parameter_times
+from smpc.partitioner.graph.plan import Plan, ScheduleSummary
+from smpc.partitioner.heterogeneous import on_devices, solve_mixed
+from smpc.partitioner.keep_assignment import fits, follow
+from smpc.partitioner.manual import assign_manually
+from smpc.partitioner.memory_limit import check_peaks, rank_peaks, with_note
+from smpc.partitioner.sizes import at_least
+from smpc.partitioner.solve import plan_from_assignment, solve_partition
+from smpc.tracer.ir import Trace
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The passes that cut one trace. `assignment`: the stage of every module, where it is given; `is_kept`: as it is in a compilation."""
+
+    traced: Traced
+    options: PipelineOptions
+    choice: Choice
+    assignment: Mapping[str, int] | None = None
+    is_kept: bool = False
+
+    @classmethod
+    def of(
+        cls, traced: Traced, options: PipelineOptions, like: Compilation | None = None, saved: Plan | None = None
+    ) -> Cut:
+        """Decides, by the table above, where stages come from, and with them the placement that the schedule is built on."""
+        trace, choice, manual = traced.trace, options.choice, options.manual
+        if like is not None:
+            placement = tuple(stage.rank for stage in like.plan.stages)
+            choice = dataclasses.replace(choice, placement=placement)
+            return cls(traced, options, choice, follow(trace, like.trace, like.plan), is_kept=True)
+        if manual is not None:
+            num_ranks = options.pipeline_parallel_degree
+            assignment, placement = assign_manually(trace, dict(manual.marks), manual.default, num_ranks=num_ranks)
+            return cls(traced, options, dataclasses.replace(choice, placement=placement), assignment)
+        if saved is not None and fits(saved, trace) and tuple(s.rank for s in saved.stages) == choice.placement:
+            return cls(traced, options, choice, dict(saved.assignment))
+        by_size = _by_parameters(trace, len(choice.placement)) if options.skip_tracing else None
+        return cls(traced, options, choice, by_size)
+
+    def plan(self, prove: bool) -> Plan:
+        """The plan, whose schedule has no times yet. `prove`: see `smpc.partitioner.solve`."""
+        options = self.options
+        if self.assignment is None:
+            plan = self._solved(prove)
+        else:
+            plan = self._assigned(self.assignment, self.choice.in_flight)
+            plan = on_devices(self.traced.trace, plan, self._models) if self._models else plan
+            if not self.is_kept:
+                check_peaks(plan, options.rank_limits)
+                if options.manual is not None:
+                    _check_not_split(plan)
+        return dataclasses.replace(
+            plan,
+            pipeline_parallel_degree=options.pipeline_parallel_degree,
+            loading_horizon=options.activation_loading_horizon if options.offload_activations else 0,
+            kernels=self.traced.kernels,
+        )
+
+    def schedule(self, plan: Plan, channels: Sequence[Channel]) -> tuple[Plan, Schedule]:
+        """The schedule for the times of the stages; of `list`, with the memory for the microbatches that it has in flight.
+
+        The cut was made before there were times, for balanced stages. Where that memory breaks a limit, the plan stays as it is.
+        """
+        if self.choice.name != "list":
+            return plan, schedule_of(plan, channels)
+        schedule = self.choice.build([Transfer.of(channel) for channel in channels], Costs.of_plan(plan))
+        in_flight = peaks(schedule, len(plan.stages))
+        if in_flight == tuple(stage.num_in_flight for stage in plan.stages):
+            return plan, schedule
+        found = _with_memory_of(plan, self._assigned(dict(plan.assignment), in_flight))
+        try:
+            check_peaks(found, self.options.rank_limits)
+        except PartitionError:
+            return plan, schedule_of(plan, channels)
+        return found, schedule
+
+    @cached_property
+    def _model(self) -> CostModel:
+        """What nodes and messages cost."""
+        model = self.options.cost_model
+        return (
+            dataclasses.replace(model, device=f"{model.device}, times measured") if self.traced.is_measured else model
+        )
+
+    @cached_property
+    def _models(self) -> list[CostModel]:
+        """Where ranks have devices of several kinds, what each stage costs; else empty."""
+        by_rank = self.options.rank_cost_models
+        return [by_rank[rank] for rank in self.choice.placement] if by_rank else []
+
+    def _solved(self, prove: bool) -> Plan:
+        """The plan with the best cut. If no weight is asked for: the fastest that fits the device, or where none does, balanced memory."""
+        options = self.options
+        if options.memory_weight is not None or self._models or options.limit_bytes is not None:
+            return self._weighted(options.memory_weight or 0.0, options.limit_bytes, prove)
+        room = options.devices[0].memory_bytes
+        fastest = self._weighted(0.0, None, prove)
+        peak = max(rank_peaks(fastest).values())
+        if peak <= room:
+            return fastest
+        needs = f"the fastest plan needs {at_least(peak)} of {at_least(room)}"
+        try:
+            return with_note(self._weighted(0.0, room, prove), f"{needs}: this is the fastest found that fits")
+        except MemoryLimitError as error:
+            least = self._weighted(1.0, None, prove)
+            return with_note(
+                least, f"no plan fits: the least memory is {at_least(error.least_bytes)}, and memory alone was balanced"
+            )
+
+    def _weighted(self, memory_weight: float, memory_limit: int | None, prove: bool) -> Plan:
+        """The plan with the best cut at a weight of memory, within a limit if there is one."""
+        options, placement, models = self.options, self.choice.placement, self._models
+        limits = [options.rank_limits[rank] for rank in placement] if models else ()
+        says_fewest = prove and not models and memory_limit == options.limit_bytes
+
+        def solve(speeds: tuple[float, ...] = ()) -> Plan:
+            return solve_partition(
+                self.traced.trace,
+                num_stages=len(placement),
+                memory_weight=memory_weight,
+                in_flight=self.choice.in_flight,
+                placement=placement,
+                cost_model=self._model,
+                schedule=self._summary,
+                times=self.traced.times,
+                memory_limit=memory_limit,
+                in_flight_of=options.in_flight_of if says_fewest else None,
+                prove=prove,
+                recompute=options.recompute,
+                resident=self._resident,
+                speeds=speeds,
+                limits=limits,
+            )
+
+        return solve_mixed(self.traced.trace, models, solve) if models else solve()
+
+    def _assigned(self, stages: Mapping[str, int], in_flight: Sequence[int]) -> Plan:
+        """The plan with these stages of the modules, and so many microbatches in flight on each."""
+        return plan_from_assignment(
+            self.traced.trace,
+            stages,
+            num_stages=len(self.choice.placement),
+            memory_weight=self.options.memory_weight or 0.0,
+            in_flight=in_flight,
+            placement=self.choice.placement,
+            cost_model=self._model,
+            schedule=self._summary,
+            times=self.traced.times,
+            recompute=self.options.recompute,
+            resident=self._resident,
+        )
+
+    @property
+    def _summary(self) -> ScheduleSummary:
+        return ScheduleSummary(
+            self.choice.name,
+            self.options.microbatches,
+            self.choice.active_microbatches,
+            0.0,
+            0.0,
+            self._model.link_bandwidth,
+            self._model.link_latency,
+        )
+
+    @cached_property
+    def _resident(self) -> tuple[int, ...] | None:
+        """With offloading: by stage, the most microbatches in flight whose activations are on the device."""
+        if not self.options.offload_activations:
+            return None
+        num_stages = len(self.choice.placement)
+        schedule = self.choice.build(chain(num_stages), Costs.uniform(num_stages))
+        return resident(schedule, num_stages, self.options.activation_loading_horizon)
+
+
+def schedule_of(plan: Plan, channels: Sequence[Channel]) -> Schedule:
+    """The schedule that a plan names, for the times of its stages."""
+    summary, placement = plan.schedule, tuple(stage.rank for stage in plan.stages)
+    choice = Choice(summary.name, placement, summary.num_microbatches, summary.active_microbatches)
+    in_flight = [stage.num_in_flight for stage in plan.stages]
+    return choice.build([Transfer.of(channel) for channel in channels], Costs.of_plan(plan), in_flight)
+
+
+def _by_parameters(trace: Trace, num_stages: int) -> dict[str, int]:
+    """Stages of about as many bytes of parameters, in the order of execution."""
+    plan = solve_partition(
+        trace,
+        num_stages=num_stages,
+        memory_weight=0.0,
+        in_flight=(1,) * num_stages,
+        times=parameter_times(trace),
+        prove=False,
+    )
+    return dict(plan.assignment)
+
+
+def _with_memory_of(plan: Plan, other: Plan) -> Plan:
+    """The plan with the microbatches in flight of another one, whose stages are the same, and the memory for them."""
+    names = (
+        "num_in_flight",
+        "peak_memory_bytes",
+        "communication_bytes",
+        "transient_bytes",
+        "offloaded_bytes_per_microbatch",
+    )
+    stages = zip(plan.stages, other.stages, strict=True)
+    return dataclasses.replace(
+        plan, stages=tuple(dataclasses.replace(a, **{name: getattr(b, name) for name in names}) for a, b in stages)
+    )
+
+
+def _check_not_split(plan: Plan) -> None:
+    """PartitionError if a partition by hand cuts through a checkpointed module."""
+    wrong = [
+        f"{name or 'the model'} lies on stages {', '.join(map(str, stages))}" for name, stages in plan.split_checkpoints
+    ]
+    if wrong:
+        raise PartitionError(
+            f"expected every checkpointed module on one partition, found that {'; '.join(wrong)}; put all of it on one partition, or "
+            "checkpoint the modules inside it"
+        )

@@ -1,0 +1,359 @@
+"""What a step of a candidate, and its memory, are before there is a plan: at least, which prunes, and about, which says what to try first.
+
+`least_step` and `least_peak` are bounds: no plan is below them. `guess` is no bound. It takes stages to be equal, and the bubble of a
+schedule to be what its authors say of p ranks with v stages each, in forwards F, backwards B and the parts W of those that may wait:
+
+    1f1b, gpipe         (p - 1) (F + B)              microbatches held by the first rank: p; gpipe: all
+    interleaved-1f1b    (p - 1) (F + B) / v          p + (p - 1) / v
+    zb-h1               (p - 1) (F + B - 2 W)        p
+    zb-h2               (p - 1) (F + B - 3 W)        2 p - 1
+    zb-v                none                         p
+
+How long the step of a plan is, `smpc.compile.step` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from smpc.compile.search.space import Candidate
+from smpc.compile.step import BUCKET_BYTES, Sharding
+from smpc.partitioner.analysis import analyse
+from smpc.partitioner.costs.collectives import Kind, collective_time, least_time
+from smpc.partitioner.costs.cost import CostModel, NodeTimes, node_times, weight_time
+from smpc.partitioner.costs.description import Device, Group, Wire
+from smpc.partitioner.costs.operations import is_attention
+from smpc.partitioner.graph.recompute import requested_regions
+from smpc.partitioner.memory.peak import distinct_state
+from smpc.partitioner.problem import FloatArray, Scale
+from smpc.partitioner.solvers.coarsen import chain_problem
+from smpc.tracer.ir import Node, NodeKind, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Bytes of the state of a whole model, without replicas."""
+
+    parameters: int
+    buffers: int
+    optimizer: int
+    gradients: int
+
+    @classmethod
+    def of(cls, trace: Trace, cost_model: CostModel) -> State:
+        """That of a trace's model."""
+        parameters = buffers = optimizer = gradients = 0
+        for spec in distinct_state(trace, range(len(trace.state))):
+            parameters += spec.spec.num_bytes if spec.is_parameter else 0
+            buffers += 0 if spec.is_parameter else spec.spec.num_bytes
+            optimizer += cost_model.optimizer_bytes(spec)
+            gradients += cost_model.gradient_bytes(spec)
+        return cls(parameters, buffers, optimizer, gradients)
+
+    def kept(self, sharding: Sharding, replicas: int) -> float:
+        """Bytes that all ranks of a pipeline hold all through a step, gradients left out."""
+        if replicas == 1:
+            return self.parameters + self.buffers + self.optimizer
+        if sharding is Sharding.FULL:
+            return self.parameters * (1 + 1 / replicas) + self.buffers + self.optimizer / replicas
+        share = replicas if sharding is Sharding.STATE else 1
+        return self.parameters + self.buffers + self.optimizer / share + self.gradients
+
+    def traffic(self, sharding: Sharding, replicas: int, size: int) -> float:
+        """Bytes that the optimizer reads and writes; `size`: ranks that sum gradients, context-parallel ones with the replicas."""
+        kept = self.optimizer / (1 if sharding is Sharding.NONE else replicas)
+        missing = self.gradients if replicas == 1 and size > 1 and sharding is not Sharding.FULL else 0
+        moved = (2 * self.parameters + self.gradients) / (1 if sharding is Sharding.NONE else size)
+        return moved + 2 * max(0.0, kept - missing)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the ranks of a shape are: what its pipelines send over, and the groups that share parameters."""
+
+    link: Wire
+    replicas: Group
+    device: Device
+    num_devices: int
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer all devices take than one."""
+        return self.device.slowdown(self.num_devices)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One microbatch in totals of the whole model, in seconds and bytes."""
+
+    forward: float
+    backward: float
+    weight: float  # of the backward, what may wait
+    path: float  # forward and backward of the longest chain of nodes
+    split_path: float  # of the longest chain, with backwards for inputs alone
+    activation_bytes: float
+    cut_bytes: float  # what crosses the cheapest cut
+    state: State
+    launches: tuple[float, float] = (
+        0.0,
+        0.0,
+    )  # seconds of forwards and of backwards that are kernels' launches, however small they are
+
+    @classmethod
+    def of(
+        cls,
+        trace: Trace,
+        cost_model: CostModel,
+        recompute: Sequence[str] = (),
+        times: NodeTimes | None = None,
+        state: State | None = None,
+    ) -> Sample:
+        """The totals of a trace, with these modules computed again in the backward; `times` replace the predicted ones."""
+        analysis = analyse(trace, cost_model, times, recompute)
+        times, units, graph = analysis.times, analysis.units, analysis.graph
+        chain = chain_problem(graph, analysis.clusters, analysis.recomputable, units, Scale(0.0, 1, 1.0), (1,))
+        middle = np.asarray(chain.cut_bytes[1:])[len(chain.cut_bytes) // 8 : -len(chain.cut_bytes) // 8 or None]
+        once, regions = analysis.times_once.backward, analysis.checkpoints.regions
+        waits = np.asarray([weight_time(trace, (i,), once, regions) for i in range(len(trace.nodes))])
+        return cls(
+            float(times.forward.sum()),
+            float(times.backward.sum()),
+            float(waits.sum()),
+            _longest(trace, times.forward + times.backward),
+            _longest(trace, times.forward + times.backward - waits),
+            sum(units.activation_bytes) + sum(item.activation_bytes for item in units.shared),
+            float(middle.min()) if middle.size else 0.0,
+            state or State.of(trace, cost_model),
+            (
+                float(np.count_nonzero(times.forward)) * cost_model.kernels.launch,
+                float(np.count_nonzero(times.backward)) * cost_model.kernels.launch,
+            ),
+        )
+
+    @property
+    def whole(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+    def scaled(self, time: float, memory: float, state: float) -> Sample:
+        """About what it is where times, activations and state are so many times as much."""
+        whole = self.state
+        parts = whole.parameters, whole.buffers, whole.optimizer, whole.gradients
+        forward, backward = (
+            max(least, least + (seconds - least) * time)
+            for least, seconds in zip(self.launches, (self.forward, self.backward), strict=True)
+        )
+        longer = (forward + backward) / self.whole if self.whole else 1.0
+        return replace(
+            self,
+            forward=forward,
+            backward=backward,
+            weight=self.weight * longer,
+            path=self.path * longer,
+            split_path=self.split_path * longer,
+            activation_bytes=self.activation_bytes * memory,
+            cut_bytes=self.cut_bytes * memory,
+            state=State(*(round(part * state) for part in parts)),
+        )
+
+    def longer(self, seconds: float) -> Sample:
+        """With so much more to do in the backward."""
+        paths = self.path + seconds, self.split_path + seconds
+        return replace(self, backward=self.backward + seconds, path=paths[0], split_path=paths[1])
+
+    def like(self, before: Sample, after: Sample) -> Sample:
+        """About what it is with something computed again, if that makes one sample of the same model another."""
+        seconds = (after.backward / before.backward - 1.0) * self.backward if before.backward else 0.0
+        weight = self.weight * (after.weight / before.weight if before.weight else 1.0)
+        split = self.split_path + self.weight - weight
+        kept = after.activation_bytes / before.activation_bytes if before.activation_bytes else 1.0
+        found = replace(self, weight=weight, split_path=split, activation_bytes=self.activation_bytes * kept)
+        return found.longer(seconds)
+
+
+def least_seconds(trace: Trace, costs: CostModel, exchanged: float = 0.0) -> Least:
+    """What one microbatch takes at least, so that one of k times the size takes k times that: see `Least`.
+
+    Products and attention run at the best rate of any size, other operations at the best bandwidth; `exchanged` are the seconds of its
+    collectives' bytes alone. What reads parameters, and is no product, does not count: it grows less than the microbatch.
+    """
+    kernels = costs.kernels
+    best = replace(
+        kernels,
+        launch=0.0,
+        processors=0,
+        products={dtype: ((1.0, max(share for _, share in curve)),) for dtype, curve in kernels.products.items()},
+        memory=((1.0, max(share for _, share in kernels.memory)),),
+    )
+    read = [sum(trace.node(name).kind is NodeKind.GET_ATTR for name in node.inputs) for node in trace.nodes]
+    weights = [
+        sum(_weight_bytes(trace.node(name)) for name in node.inputs) if node.flops else 0.0 for node in trace.nodes
+    ]
+    reads, flops = np.asarray(read) > 0, np.asarray([node.flops > 0 for node in trace.nodes])
+    arithmetic = replace(costs, kernels=best, accumulated=0.0, memory_bandwidth=math.inf)
+    products = node_times(trace, arithmetic)
+    memory = node_times(trace, replace(arithmetic, memory_bandwidth=costs.memory_bandwidth))
+    seconds = (products.forward + products.backward)[flops]
+    others = (memory.forward + memory.backward)[~flops & ~reads].sum()
+    launched = 2 * int((flops & reads).sum()) * kernels.launch
+    is_fused = any(is_attention(node) for node in trace.nodes)
+    return Least(seconds, np.asarray(weights)[flops], float(others), exchanged, launched, is_fused)
+
+
+def _weight_bytes(node: Node) -> float:
+    """Bytes of a trained parameter; 0 of anything else."""
+    spec = node.spec
+    is_weight = node.kind is NodeKind.GET_ATTR and spec is not None and spec.requires_grad
+    return float(spec.num_bytes) if is_weight and spec is not None else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """Seconds of one microbatch that no rewrite gets below: those of products, of other operations, and of collectives' bytes.
+
+    weights: bytes of the parameters of each product. launched: of products with parameters alone, which are there however small they are.
+    is_fused: attention is one operation.
+    """
+
+    products: FloatArray
+    weights: FloatArray
+    others: float
+    exchanged: float
+    launched: float
+    is_fused: bool
+
+    def of(self, times: float, tensor: int = 1, context: int = 1, rate: float = math.inf) -> float:
+        """Seconds of a microbatch of so many times the size, shared by ranks that it is not shared by yet.
+
+        Context-parallel ranks compute a product whole, or a part of it each and then sum the gradients of its parameters, at `rate` bytes
+        a second. Where attention is made of several operations, they may have it as one: others do not count.
+        """
+        others = self.others if self.is_fused or context == 1 else 0.0
+        whole = self.products * (times / tensor)
+        summed = 2 * (context - 1) / context * self.weights / tensor / rate
+        products = float(np.minimum(whole, whole / context + summed).sum())
+        return max(self.launched, products + (others + self.exchanged) * times / tensor / context)
+
+
+@dataclass(frozen=True, slots=True)
+class Reruns:
+    """What is computed again of a microbatch: of each region the seconds of all of it, and those of its forward."""
+
+    regions: FloatArray  # [2, number of regions]
+    whole: float  # seconds of the microbatch
+
+    @classmethod
+    def of(cls, trace: Trace, modules: Sequence[str], times: NodeTimes) -> Reruns:
+        """Of a trace with these modules computed again."""
+        regions = requested_regions(trace, tuple(modules)).regions
+        once = np.cumsum(np.append(0.0, times.forward)), np.cumsum(np.append(0.0, times.backward))
+        first, last = (np.asarray([getattr(region, end) for region in regions], dtype=int) for end in ("first", "last"))
+        forward, backward = (column[last] - column[first] for column in once)
+        return cls(np.stack([2 * forward + backward, forward]), float(once[0][-1] + once[1][-1] + forward.sum()))
+
+    def at_least(self, num_stages: int) -> float:
+        """Seconds that they add, cut in so many stages: what fits into a stage's share of the time is never cut, and runs again."""
+        whole = self.regions[1][self.regions[0] <= self.whole / num_stages * (1 - 1e-9)]
+        return float(whole.sum()) if len(whole) >= num_stages else 0.0
+
+
+def least_peak(sample: Sample, candidate: Candidate) -> int:
+    """Bytes that some rank holds at least: all that is held at once, shared out evenly."""
+    kept = sample.state.kept(candidate.sharding, candidate.data_parallel_degree)
+    return int((kept + max(sample.state.gradients, sample.activation_bytes)) // candidate.pipeline_parallel_degree)
+
+
+def least_step(sample: Sample, candidate: Candidate, place: Place, again: float = 0.0) -> float:
+    """Seconds that no plan of the candidate is below; `again`: what it computes again of a microbatch, if the sample has none of that."""
+    p, m, whole = candidate.pipeline_parallel_degree, candidate.microbatches, sample.whole + again
+    # Backwards that are split need not wait for each other at the end
+    path = sample.split_path if candidate.schedule.startswith("zb") else sample.path
+    pipeline = max(m * whole / p, path)
+    reduced = 0.0
+    if candidate.virtual_pipeline_degree == 1:
+        # The last rank, with t for a microbatch, works for m t, after and before what the others do on the longest chain:
+        # path + (m - 1) t. The others have m (whole - t) / (p - 1) at least. The larger of both is smallest where they are equal.
+        t = max(0.0, (m * whole - (p - 1) * path) / ((m - 1) * (p - 1) + m))
+        pipeline = max(pipeline, path + (m - 1) * t)
+        num_bytes = sample.state.gradients / p
+        kind = Kind.REDUCE_SCATTER if candidate.sharding is Sharding.FULL else Kind.ALL_REDUCE
+        reduced = (m * whole - sample.backward - again) / p + least_time(kind, num_bytes, place.replicas, place.device)
+    waiting = pipeline * place.slowdown
+    traffic = sample.state.traffic(candidate.sharding, candidate.data_parallel_degree, place.replicas.size) / p
+    return max(pipeline, reduced) + waiting + place.device.kernels.memory_time(traffic, place.device.memory_bandwidth)
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """About how long a step is, in seconds, and about what the fullest rank holds, in bytes."""
+
+    step: float
+    peak: float
+
+
+def guess(sample: Sample, candidate: Candidate, place: Place) -> Guess:
+    """What a candidate may take: see the module docstring."""
+    p, m, v = candidate.pipeline_parallel_degree, candidate.microbatches, candidate.virtual_pipeline_degree
+    whole = sample.whole
+    ramp, held = _ramp(sample, candidate)
+    held = min(held, float(m))
+    message = place.link.latency + sample.cut_bytes / place.link.rate
+    alone = (sample.split_path if candidate.schedule.startswith("zb") else sample.path) + (m - 1) * whole / p / v
+    pipeline = max(m * whole / p + (p - 1) / p * ramp, alone) + (2 * (p * v - 1) * message if p > 1 else 0.0)
+    state, replicas = sample.state, candidate.data_parallel_degree
+    step = pipeline * (1.0 + place.slowdown) + _exchanged(sample, candidate, place)
+    traffic = state.traffic(candidate.sharding, replicas, place.replicas.size) / p
+    step += traffic / place.device.memory_bandwidth
+    kept = state.kept(candidate.sharding, replicas) + state.gradients
+    return Guess(step, (kept + held * sample.activation_bytes) / p)
+
+
+def _ramp(sample: Sample, candidate: Candidate) -> tuple[float, float]:
+    """Seconds of forwards and backwards of the model for which p ranks wait p - 1 times a p-th, and microbatches held by the first rank."""
+    p, v, whole, weight = (
+        candidate.pipeline_parallel_degree,
+        candidate.virtual_pipeline_degree,
+        sample.whole,
+        sample.weight,
+    )
+    match candidate.schedule:
+        case "gpipe":
+            return whole, float(candidate.microbatches)
+        case "interleaved-1f1b":
+            return whole / v, p + (p - 1) / v
+        case "zb-h1":
+            return max(0.0, whole - 2 * weight), float(p)
+        case "zb-h2":
+            return max(0.0, whole - 3 * weight), 2.0 * p - 1
+        case "zb-v":
+            return 0.0, float(p)
+    return whole, float(p)
+
+
+def _exchanged(sample: Sample, candidate: Candidate, place: Place) -> float:
+    """Seconds of the sum of gradients and the gathers of parameters that nothing hides."""
+    p, group, device, state = candidate.pipeline_parallel_degree, place.replicas, place.device, sample.state
+    if group.size == 1:
+        return 0.0
+    kind = Kind.REDUCE_SCATTER if candidate.sharding is Sharding.FULL else Kind.ALL_REDUCE
+    whole, bucket = (
+        collective_time(kind, size, group, device)
+        for size in (state.gradients / p, min(state.gradients / p, BUCKET_BYTES))
+    )
+    found = max(bucket, whole - sample.backward / p)
+    if candidate.sharding is not Sharding.NONE:
+        gather = collective_time(Kind.ALL_GATHER, state.parameters / p, group, device)
+        found += gather if candidate.sharding is Sharding.STATE else max(0.0, gather - sample.forward / p)
+    return found
+
+
+def _longest(trace: Trace, seconds: FloatArray) -> float:
+    """Of the chains of nodes that lead to the model's outputs."""
+    longest: dict[str, float] = {}
+    for node, own in zip(trace.nodes, seconds.tolist(), strict=True):
+        longest[node.name] = own + max((longest[name] for name in node.inputs), default=0.0)
+    return max((longest[name] for name in trace.output_names), default=0.0)

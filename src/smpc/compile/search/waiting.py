@@ -1,0 +1,33 @@
+"""What stands in the queue of a search, and what is left of it at the end."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from smpc.compile.search.estimate import Guess
+from smpc.compile.search.space import Candidate, Shape
+from smpc.compile.search.workloads import Load
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A shape, or one candidate of it, in the queue. `breaks_limit`: its best cut does."""
+
+    shape: Shape
+    bound: float  # seconds that it takes at least
+    peak: int  # bytes that it holds at least
+    guess: Guess
+    candidate: Candidate | None = None
+    breaks_limit: bool = False
+    is_corrected: bool = False  # its guess is, by what others of its kind turned out to be
+    basis: Load | None = None  # what a shape's guess was made from
+
+
+@dataclass
+class Rest:
+    """What is left of a shape without a plan."""
+
+    ways: int = 0
+    bound: float = math.inf
+    peak: int = 0

@@ -1,0 +1,155 @@
+"""What one rank of each stage computes for a microbatch, by its size and by how many ranks share it: recorded and rewritten when asked for.
+
+A model is recorded once for each size of a microbatch, and rewritten once for each number of tensor-parallel, context-parallel and
+expert-parallel ranks. Each takes long for a large model; `cost` foretells how long, in about milliseconds of a core, from the number of
+operations alone: whoever has a budget is told the same on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from smpc.codegen.rewrite.context_parallel.rewrite import collectives_of
+from smpc.compile.experts import experts_to_divide
+from smpc.compile.options import PipelineOptions
+from smpc.compile.passes import ContextSharing, Sharing, rewrite_trace
+from smpc.compile.result import Traced
+from smpc.compile.search.space import Shape
+from smpc.errors import ConfigError, SmpcError
+from smpc.mesh import Axis, Mesh
+from smpc.partitioner.costs.cost import Collective, CostModel, NodeTimes, node_times, times_with_collectives
+from smpc.partitioner.costs.description import Device, Group
+from smpc.sample_inputs import Inputs, first_microbatch
+from smpc.tracer.ir import Trace
+from smpc.tracer.record import record
+from smpc.tracer.structure import flatten
+
+_RECORDED, _SHARED, _SEQUENCES = 1.3, 0.25, 1.0  # milliseconds for each operation
+_CHECKED = 800.0  # milliseconds, once: attention over slices of a sequence is run beside the recorded one
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The size of a microbatch, and the ranks that share its operations, its sequences, and the experts."""
+
+    size: int
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+
+    @classmethod
+    def of(cls, shape: Shape) -> Load:
+        """That of a shape."""
+        return cls(
+            shape.microbatch_size,
+            shape.tensor_parallel_degree,
+            shape.context_parallel_degree,
+            shape.expert_parallel_degree,
+        )
+
+
+@dataclass
+class Workloads:
+    """The microbatches of one model."""
+
+    model: nn.Module
+    inputs: Inputs
+    device: Device
+    leaf_modules: tuple[str, ...]
+    recorded: dict[int, Trace] = field(default_factory=dict)
+    known: dict[Load, Traced | str] = field(default_factory=dict)  # text: why there is none
+
+    @property
+    def batch_size(self) -> int:
+        """Parts into which every tensor of the batch can be split: the greatest common divisor of their sizes along axis 0."""
+        leaves, _ = flatten(self.inputs)
+        sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        if 0 in sizes:
+            raise ConfigError("sample inputs: expected tensors of at least one sample, found an empty one")
+        return math.gcd(*sizes) or 1
+
+    def trace(self, size: int) -> Trace:
+        """A microbatch of this size, as the model computes it."""
+        if size not in self.recorded:
+            args, kwargs = first_microbatch(self.inputs, self.batch_size // size)
+            self.recorded[size] = record(self.model, args, kwargs, leaf_modules=self.leaf_modules)
+        return self.recorded[size]
+
+    def nearest(self, load: Load) -> Load | None:
+        """The smallest microbatch that is known of ranks that share as much; None if there is none."""
+        sizes = [
+            known.size
+            for known, traced in self.known.items()
+            if replace(known, size=load.size) == load and isinstance(traced, Traced)
+        ]
+        return replace(load, size=min(sizes)) if sizes else None
+
+    def cost(self, load: Load) -> float:
+        """What `get` will take: see the module docstring."""
+        if load in self.known:
+            return 0.0
+        number = len(next(iter(self.recorded.values())).nodes) if self.recorded else 0
+        shared = (load.tensor > 1 or load.expert > 1) * _SHARED * number
+        sequences = (load.context > 1) * (_SEQUENCES * number + _CHECKED)
+        return (load.size not in self.recorded) * _RECORDED * number + shared + sequences
+
+    def get(self, load: Load) -> Traced | str:
+        """What one rank computes; a text says why ranks cannot share it so."""
+        if load not in self.known:
+            trace = self.trace(load.size)
+            try:
+                self.known[load] = self._made(trace, load)
+            except SmpcError as error:
+                self.known[load] = str(error)
+        return self.known[load]
+
+    def _made(self, trace: Trace, load: Load) -> Traced | str:
+        options = PipelineOptions(
+            device=self.device, data_parallel_degree=load.expert, expert_parallel_degree=load.expert
+        )
+        found = rewrite_trace(
+            trace,
+            options,
+            Sharing(load.tensor) if load.tensor > 1 else None,
+            context=ContextSharing(load.context) if load.context > 1 else None,
+            experts=experts_to_divide(self.model, load.expert) if load.expert > 1 else (),
+        )
+        if found.sharded is not None and not found.sharded.layouts:
+            return f"no parameter can be split over {load.tensor} tensor-parallel ranks"
+        return found
+
+    def exchanges(self, load: Load, mesh: Mesh) -> list[tuple[Sequence[Collective], Group]]:
+        """The collectives of a rank's microbatch, and the groups that they are among on this mesh."""
+        traced = self.traced(load)
+        found: list[tuple[Sequence[Collective], Axis]] = []
+        if traced.sharded is not None:
+            found.append((traced.sharded.collectives, Axis.TP))
+        if traced.context is not None:
+            found.append((collectives_of(traced.context, traced.trace), Axis.CP))
+        if traced.divided is not None:
+            found.append((traced.divided.collectives, Axis.EP))
+        return [(collectives, Group.of(mesh, axis, self.device)) for collectives, axis in found]
+
+    def times(self, load: Load, mesh: Mesh, costs: CostModel) -> NodeTimes | None:
+        """With ranks that share something, the times of a rank's operations and collectives on this mesh; None without."""
+        exchanges = self.exchanges(load, mesh)
+        if not exchanges:
+            return None
+        trace = self.traced(load).trace
+        plain = node_times(trace, costs)
+        forward, backward = plain.forward, plain.backward
+        for collectives, group in exchanges:
+            found = times_with_collectives(trace, collectives, costs, group, self.device)
+            forward, backward = forward + found.forward - plain.forward, backward + found.backward - plain.backward
+        return replace(plain, forward=forward, backward=backward)
+
+    def traced(self, load: Load) -> Traced:
+        """What one rank computes, of ranks that can share it."""
+        traced = self.get(load)
+        assert isinstance(traced, Traced), "only asked of what can be shared"
+        return traced

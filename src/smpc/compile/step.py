@@ -1,0 +1,267 @@
+"""Where the time of a training step goes, on the average of the ranks; the parts add up to the whole.
+
+    | gathers | forwards and backwards of all microbatches, and waiting     |
+                                            | last backward of a stage  |
+                                            | sum over replicas, in buckets ... | last bucket | optimizer | parameters |
+
+    compute     operations, with what is computed again
+    bubble      a rank waits for others: for the pipeline to fill and drain, for messages, for slower stages and slower devices
+    tensor      collectives of tensor-parallel ranks, forward and backward
+    data        of the sum of gradients, and of gathering parameters, what no computation hides
+    context     collectives over parts of a sequence
+    expert      collectives that bring tokens to experts
+    optimizer   reads and writes parameters, gradients and state once
+
+Gradients of a stage are summed in buckets from its last backward on, one stage of a rank after the other, and that ends no sooner than
+one bucket after the backward that made the last gradient. Replicas that share the optimizer's state gather the new parameters when it is
+done; replicas that share parameters gather those of a stage before its first forward, layer by layer while it runs, and send each other
+parts of gradients in place of whole ones. How long a collective takes: `smpc.partitioner.costs.collectives`.
+
+`useful` are the seconds in which the FLOPs of forward and backward, each once, take at the peaks of their dtypes, so useful / total is the
+MFU. A causal attention counts with half of its products.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from smpc.codegen.program import Op
+from smpc.codegen.rewrite.context_parallel.rewrite import collectives_of
+from smpc.codegen.simulate import Timeline
+from smpc.compile.options import PipelineOptions
+from smpc.compile.result import Traced
+from smpc.mesh import Axis, Mesh
+from smpc.partitioner.costs.collectives import Kind, collective_time
+from smpc.partitioner.costs.cost import collective_times, useful_times
+from smpc.partitioner.costs.description import Device, Group
+from smpc.partitioner.graph.plan import Plan, Stage
+from smpc.partitioner.graph.recompute import depths, requested_regions
+from smpc.tracer.ir import NodeKind, Trace
+
+BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
+
+
+class Sharding(StrEnum):
+    """What replicas split among them."""
+
+    NONE = "nothing"
+    STATE = "optimizer state"
+    FULL = "parameters, gradients and optimizer state"
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What a pipeline's ranks lie in: the devices of its ranks, the groups that share operations, and replicas.
+
+    `replicas` have the same parameters; those of a group of `context` share sequences.
+    """
+
+    devices: tuple[Device, ...]
+    tensor: Group
+    replicas: Group
+    sharding: Sharding = Sharding.NONE
+    experts: Group | None = None  # None: every rank has all of them
+    context: Group = field(default_factory=lambda: Group(1, 1))
+
+    @classmethod
+    def of(cls, options: PipelineOptions) -> Around:
+        """As the options say, with replicas far apart and tensor-parallel ranks on neighbours."""
+        pipeline, tensor = options.pipeline_parallel_degree, options.tensor_parallel_degree
+        context = options.context_parallel_degree
+        world = pipeline * tensor * context * options.data_parallel_degree
+        mesh = Mesh(world, pipeline, tensor, context_parallel_degree=context)
+        around = cls.on(mesh, options.devices, sharding_of(options))
+        return (
+            dataclasses.replace(around, experts=options.expert_group) if options.expert_parallel_degree > 1 else around
+        )
+
+    @classmethod
+    def on(cls, mesh: Mesh, devices: Sequence[Device], sharding: Sharding) -> Around:
+        """The groups of a mesh."""
+        tensor, replicas = Group.of(mesh, Axis.TP, devices[0]), Group.of(mesh, Axis.RDP, devices[0])
+        return cls(tuple(devices), tensor, replicas, sharding, context=Group.of(mesh, Axis.CP, devices[0]))
+
+
+def sharding_of(options: PipelineOptions) -> Sharding:
+    """What the replicas of these options split."""
+    if options.data_parallel_degree == 1:
+        return Sharding.NONE
+    if options.fully_shard:
+        return Sharding.FULL
+    return Sharding.STATE if options.shard_optimizer_state else Sharding.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """Seconds of a step, by part: see the module docstring. `amount` and `unit`: what all ranks together process in it."""
+
+    compute: float
+    bubble: float
+    tensor: float
+    data: float
+    optimizer: float
+    context: float = 0.0
+    expert: float = 0.0
+    useful: float = 0.0
+    amount: int = 0
+    unit: str = "samples"
+    devices: int = 1
+    ranks: tuple[float, ...] = field(default=(), compare=False)  # seconds until each pipeline rank is done
+
+    @property
+    def pipeline(self) -> float:
+        """Seconds of forwards, backwards and waiting."""
+        return self.compute + self.bubble + self.tensor + self.context + self.expert
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.pipeline + self.data + self.optimizer
+
+    @property
+    def mfu(self) -> float:
+        """The share of the peak that useful FLOPs get."""
+        return self.useful / self.total if self.total else 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens or samples for each device and second."""
+        return self.amount / self.total / self.devices if self.total else 0.0
+
+
+def step_parts(
+    traced: Traced, plan: Plan, timeline: Timeline, around: Around, recompute: Sequence[str] = ()
+) -> StepParts:
+    """The parts of a plan's step."""
+    microbatches, num_ranks = plan.schedule.num_microbatches, plan.pipeline_parallel_degree
+    ends = rank_ends(plan, timeline, around)
+    pipeline = timeline.makespan
+    busy = sum(timeline.busy) / num_ranks
+    shares = (microbatches * seconds / num_ranks for seconds in _exchanged(traced, around, recompute))
+    tensor, expert, context = shares
+    num_devices = num_ranks * around.tensor.size * around.replicas.size
+    slowdown = around.devices[0].slowdown(num_devices)
+    useful = microbatches * float(useful_times(traced.trace, around.devices[0]).sum()) / num_ranks
+    amount, unit = _amount(traced.trace)
+    return StepParts(
+        max(0.0, busy - tensor - expert - context),
+        pipeline - busy + pipeline * slowdown,
+        min(tensor, busy),
+        max(ends.summed) - pipeline + ends.gathered,
+        max(ends.updated),
+        expert=min(expert, busy),
+        context=min(context, max(0.0, busy - tensor)),
+        useful=useful,
+        amount=amount * microbatches * around.replicas.size // around.context.size,
+        unit=unit,
+        devices=num_devices,
+        ranks=ends.summed,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """By rank: when its gradients are summed, and seconds of its optimizer; seconds of gathering that nothing hides."""
+
+    summed: tuple[float, ...]
+    updated: tuple[float, ...]
+    gathered: float
+
+
+def rank_ends(plan: Plan, timeline: Timeline, around: Around) -> Ends:
+    """What follows the forwards and backwards of each rank."""
+    by_rank: list[list[Stage]] = [[] for _ in range(plan.pipeline_parallel_degree)]
+    for stage in plan.stages:
+        by_rank[stage.rank].append(stage)
+    last = {event.action.stage: event for event in timeline.events if event.action.op in (Op.BACKWARD, Op.WEIGHT)}
+    done = [0.0] * len(by_rank)
+    for event in timeline.events:
+        done[event.rank] = max(done[event.rank], event.end)
+    summed, updated, gathered = [], [], [0.0]
+    for rank, stages in enumerate(by_rank):
+        device, end = around.devices[rank], done[rank]
+        free = 0.0
+        for stage in sorted(stages, key=lambda stage: (last[stage.index].end, stage.index)):
+            whole, bucket = _reduce_times(stage, around, device)
+            free = max(last[stage.index].end + bucket, max(last[stage.index].start, free) + whole)
+        summed.append(max(end, free) if around.replicas.size > 1 else end)
+        traffic = sum(_optimizer_traffic(stage, around) for stage in stages)
+        updated.append(device.kernels.memory_time(traffic, device.memory_bandwidth) / device.kernels.optimizer)
+        gathered.append(_gathered(stages, around, device))
+    return Ends(tuple(summed), tuple(updated), max(gathered))
+
+
+def _reduce_times(stage: Stage, around: Around, device: Device) -> tuple[float, float]:
+    """Seconds to sum a stage's gradients over the replicas: all, and one bucket."""
+    kind = Kind.REDUCE_SCATTER if around.sharding is Sharding.FULL else Kind.ALL_REDUCE
+    sizes = stage.gradient_bytes, min(stage.gradient_bytes, BUCKET_BYTES)
+    whole, bucket = (collective_time(kind, size, around.replicas, device) for size in sizes)
+    return whole, bucket
+
+
+def _gathered(stages: Sequence[Stage], around: Around, device: Device) -> float:
+    """Seconds of a rank's gathers of parameters that no computation hides."""
+    if around.sharding is Sharding.NONE:
+        return 0.0
+    held = sum(stage.parameter_bytes for stage in stages)
+    whole = collective_time(Kind.ALL_GATHER, _whole_bytes(held, around), around.replicas, device)
+    if around.sharding is Sharding.STATE:
+        return whole
+    hidden = sum(
+        stage.forward_time for stage in stages
+    )  # all but the first layer's are under way while the one before works
+    first = collective_time(Kind.ALL_GATHER, min(_whole_bytes(held, around), BUCKET_BYTES), around.replicas, device)
+    return max(first, whole - hidden)
+
+
+def _whole_bytes(parameter_bytes: int, around: Around) -> float:
+    """Bytes of the whole parameters of a stage; one whose parameters are in parts has its part beside them."""
+    if around.sharding is not Sharding.FULL:
+        return parameter_bytes
+    return parameter_bytes * around.replicas.size / (around.replicas.size + 1)
+
+
+def _optimizer_traffic(stage: Stage, around: Around) -> float:
+    """Bytes that the optimizer moves: gradients are read, parameters and state read and written; of each what the rank has of it."""
+    size = around.replicas.size
+    buckets = stage.gradient_bytes if size > 1 and around.sharding is not Sharding.FULL else 0
+    shards = 1 if around.sharding is Sharding.NONE else size
+    held = 2 * _whole_bytes(stage.parameter_bytes, around) + stage.gradient_bytes
+    return held / shards + 2 * max(0, stage.optimizer_bytes - buckets)
+
+
+def _exchanged(traced: Traced, around: Around, recompute: Sequence[str]) -> tuple[float, float, float]:
+    """Seconds of the collectives of one microbatch, over all stages: of tensor-parallel ranks, of experts, of context-parallel ranks.
+
+    Those that are computed again count again, those that go on while an operation computes not at all.
+    """
+    sharded = () if traced.sharded is None else traced.sharded.collectives
+    divided = () if traced.divided is None else traced.divided.collectives
+    context = () if traced.context is None else collectives_of(traced.context, traced.trace)
+    if not sharded and not divided and not context:
+        return 0.0, 0.0, 0.0
+    again = depths(requested_regions(traced.trace, tuple(recompute)).regions)
+    reruns = np.zeros(len(traced.trace.nodes))
+    for position, count in again.items():
+        reruns[position] = count
+    groups = (around.tensor, around.experts or around.tensor, around.context)
+    seconds = []
+    for collectives, group in zip((sharded, divided, context), groups, strict=True):
+        shown = [item for item in collectives if not item.overlaps]
+        forward, backward = collective_times(traced.trace, shown, group, around.devices[0])
+        seconds.append(float((forward * (1 + reruns) + backward).sum()))
+    return seconds[0], seconds[1], seconds[2]
+
+
+def _amount(trace: Trace) -> tuple[int, str]:
+    """What a microbatch has: tokens, where an input holds whole numbers in two dimensions; else samples."""
+    specs = [node.spec for node in trace.nodes if node.kind is NodeKind.PLACEHOLDER and node.spec is not None]
+    tokens = [spec.num_elements for spec in specs if len(spec.shape) == 2 and spec.dtype in ("int64", "int32")]
+    if tokens:
+        return max(tokens), "tokens"
+    return max((spec.shape[0] for spec in specs if spec.shape), default=0), "samples"

@@ -1,0 +1,288 @@
+"""Saving a run and resuming it: whole in one file, or sharded over the ranks; resumed on any number of ranks.
+
+    full       {save_folder}/{save_filename}              torch.save by rank 0: {"state": {model, optimizers, timestamp, plain}, "rng"}
+    sharded    {save_folder}/{prefix}/.metadata, __{rank}_0.distcp          torch.distributed.checkpoint's, N + 1 files
+    latest     {save_folder}/latest-rank0.pt              a link to the newest
+    checks     {save_folder}/.smpc/{name}.json            size and crc32 of each file
+
+A checkpoint is there as a whole or not at all: it is written under a hidden name, brought to the disk, renamed, and then linked. In object
+storage, files of a sharded one have names of their own for each save, and count from when `.metadata` names them. Each rank takes its part
+of each tensor, so that any number of ranks goes on from what any other number has saved, whole or sharded.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from smpc import dist
+from smpc.checkpoint.folder.files import write_file
+from smpc.checkpoint.folder.folders import sync_folder
+from smpc.checkpoint.rng import capture_rng, restore_rng
+from smpc.checkpoint.torch_format.places import is_url
+from smpc.checkpoint.torch_format.writer import Writer
+from smpc.composer import storage
+from smpc.composer.duration import Timestamp
+from smpc.composer.plain import decoded, encoded
+from smpc.composer.readers import Reader
+from smpc.composer.state import State
+from smpc.errors import CheckpointError
+from smpc.sharding.tensors import local, sharded_like, whole
+
+
+def _plain(state: State, groups: bool = True) -> dict[str, Any]:
+    names = _parameter_names(state)
+    return {
+        "timestamp": asdict(state.timestamp),
+        "world_size": dist.get_world_size(),
+        "run_name": state.run_name,
+        "microbatch": state.device_train_microbatch_size,
+        "best": state.best,
+        "scale": None if state.scale is None else [state.scale.factor, state.scale.good, state.scale.bad],
+        "schedulers": [_jsonable(scheduler.state_dict()) for scheduler in state.schedulers],
+        "groups": [
+            {key: _jsonable(value) for key, value in group.items() if key != "params"}
+            for group in (state.optimizer.param_groups if groups else ())
+        ],
+        "values": {
+            names[parameter]: {key: value for key, value in values.items() if not isinstance(value, Tensor)}
+            for parameter, values in (state.optimizer.state.items() if groups else ())
+        },
+    }
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(inner) for key, inner in value.items() if not callable(inner)}
+    if isinstance(value, list | tuple):
+        return [_jsonable(inner) for inner in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _parameter_names(state: State) -> dict[Any, str]:
+    return {parameter: name for name, parameter in state.model.named_parameters()}
+
+
+def _tree(state: State, *, weights_only: bool) -> dict[str, Any]:
+    """What is saved, in tensors as this rank has them."""
+    kind = type(state.optimizer).__name__
+    names = _parameter_names(state)
+    found: dict[str, Any] = {
+        "model": dict(state.model.state_dict()),
+        "timestamp": {"Timestamp": asdict(state.timestamp)},
+        "plain": json.dumps(_plain(state, groups=not weights_only)),
+    }
+    if not weights_only:
+        moments = {
+            names[parameter]: {key: value for key, value in values.items() if isinstance(value, Tensor)}
+            for parameter, values in state.optimizer.state.items()
+        }
+        found["optimizers"] = {kind: {"state": moments}}
+    return found
+
+
+def _own(state: State) -> dict[str, Any]:
+    """What only this rank has: its random state, that in which it began to read the epoch, and how far its data loader is."""
+    begun = {} if state.begun is None or not state.timestamp.batch_in_epoch else _tensors(state.begun)
+    return {**_tensors(capture_rng()), "loader": encoded(state.loader), "begun": begun}
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    version, numbers, gauss = state["python"]
+    name, keys, *rest = state["numpy"]
+    tensors = {"torch": state["torch"], "python": numbers, "numpy": keys}
+    tensors |= {f"cuda{index}": tensor for index, tensor in enumerate(state["cuda"])}
+    return {**tensors, "plain": json.dumps([version, gauss, name, rest, len(state["cuda"])])}
+
+
+def _captured(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A random state as `restore_rng` takes it."""
+    version, gauss, name, rest, count = json.loads(saved["plain"])
+    cuda = [saved[f"cuda{index}"] for index in range(count)]
+    python = (version, saved["python"], gauss)
+    return {"torch": saved["torch"], "cuda": cuda, "python": python, "numpy": (name, saved["numpy"], *rest)}
+
+
+def save_full(state: State, path: str, *, weights_only: bool, overwrite: bool) -> str:
+    """Rank 0 writes one file with whole tensors. Collective; the path."""
+    tree = _mapped(_tree(state, weights_only=weights_only), lambda tensor: whole(tensor).cpu())
+    rng = dist.all_gather_object(_own(state))
+
+    def write() -> None:
+        storage.check_free(path, overwrite=overwrite)
+        with storage.written(path) as file:
+            write_file({"state": tree, "rng": {str(rank): own for rank, own in enumerate(rng)}}, file)
+        storage.write_checks(path)
+
+    storage.on_rank_0(write)
+    return path
+
+
+def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(tree, Tensor):
+        return change(tree.detach())
+    return {name: _mapped(value, change) for name, value in tree.items()} if isinstance(tree, Mapping) else tree
+
+
+def save_sharded(
+    state: State, path: str, *, weights_only: bool, overwrite: bool, planner: SavePlanner | None = None
+) -> str:
+    """Every rank writes its parts into a folder. Collective; the path. `planner`: torch's or a script's own."""
+    tree = {"state": _tree(state, weights_only=weights_only), "rng": {str(dist.get_global_rank()): _own(state)}}
+    if is_url(path):
+        return _save_remote(tree, path, overwrite=overwrite, planner=planner)
+    parent, name = os.path.split(os.path.abspath(path))
+    draft = os.path.join(parent, f".{name}.draft")
+
+    def begin() -> None:
+        storage.check_free(path, overwrite=overwrite)
+        shutil.rmtree(draft, ignore_errors=True)  # of a job that was killed
+        os.makedirs(draft)
+
+    def publish() -> None:
+        for file in sorted(Path(draft).iterdir()):
+            _sync(str(file))
+        sync_folder(draft)
+        storage.forget_checks(path)
+        aside = os.path.join(parent, f".{name}.replaced")
+        shutil.rmtree(aside, ignore_errors=True)
+        if os.path.isdir(path):
+            os.rename(path, aside)
+        os.rename(draft, path)
+        sync_folder(parent)
+        storage.write_checks(path)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    storage.on_rank_0(begin)
+    _save(tree, path, checkpoint_id=draft, planner=planner)
+    storage.on_rank_0(publish)
+    return path
+
+
+def _save_remote(tree: dict[str, Any], path: str, *, overwrite: bool, planner: SavePlanner | None) -> str:
+    """Into object storage, where nothing can be renamed: what is there stays until the new `.metadata` is."""
+
+    def begin() -> None:
+        storage.check_free(path, overwrite=overwrite)
+        storage.forget_checks(path)
+
+    storage.on_rank_0(begin)
+    _save(tree, path, storage_writer=Writer(path), planner=planner)
+    storage.on_rank_0(lambda: storage.write_checks(path))
+    return path
+
+
+def _save(tree: dict[str, Any], path: str, **options: Any) -> None:
+    try:
+        save(tree, **options)
+    except CheckpointException as error:
+        failures = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
+        raise CheckpointError(f"cannot write {path}: {failures[:2000]}") from error
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@torch.no_grad()
+def load_model(state: State, reader: Reader, *, strict: bool, ignore: Sequence[str]) -> None:
+    """Fill the parameters and buffers of the model. Raises CheckpointError for names and shapes, before a tensor changes."""
+    own = dict(state.model.state_dict())
+    there = {name.removeprefix("model."): tensor for name, tensor in reader.shapes.items() if name.startswith("model.")}
+    skipped = {name for name in own if any(fnmatch.fnmatch(f"state/model/{name}", pattern) for pattern in ignore)}
+    missing = sorted(set(own) - set(there) - skipped)
+    unexpected = sorted(
+        name for name in set(there) - set(own) if not any(fnmatch.fnmatch(f"state/model/{name}", p) for p in ignore)
+    )
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"the checkpoint does not fit the model: missing {', '.join(missing[:8]) or 'nothing'}, unexpected "
+            f"{', '.join(unexpected[:8]) or 'nothing'}; load_strict_model_weights=False takes what fits"
+        )
+    targets = {name: target for name, target in own.items() if name in there and name not in skipped}
+    wrong = [
+        f"{name}: expected the shape {tuple(target.shape)}, found {tuple(there[name].shape)}"
+        for name, target in targets.items()
+        if target.shape != there[name].shape
+    ]
+    if wrong:
+        raise CheckpointError("the checkpoint does not fit the model: " + "; ".join(wrong[:8]))
+    reader.fill({f"model.{name}": target for name, target in targets.items()})
+
+
+def load_rest(state: State, reader: Reader, ignore: Sequence[str]) -> None:
+    """The optimizer, the schedulers, how far the run has come, and random states. Collective if only rank 0 reads."""
+    if not reader.plain.get("timestamp"):
+        raise CheckpointError(
+            "the checkpoint does not say how far a run has come; give load_weights_only=True for its weights"
+        )
+    if not any(fnmatch.fnmatch("state/optimizers", pattern) for pattern in ignore):
+        _load_optimizer(state, reader)
+    for scheduler, saved in zip(state.schedulers, reader.plain.get("schedulers", ()), strict=False):
+        scheduler.load_state_dict(dict(saved))
+    state.timestamp = Timestamp(**reader.plain["timestamp"])
+    state.device_train_microbatch_size = state.device_train_microbatch_size or reader.plain.get("microbatch")
+    state.best = reader.plain.get("best")
+    if state.scale is not None and reader.plain.get("scale"):
+        state.scale.factor, state.scale.good, state.scale.bad = reader.plain["scale"]
+    rng = reader.rng(dist.get_global_rank())
+    if rng is not None and reader.plain.get("world_size") == dist.get_world_size():
+        restore_rng(_captured(rng))
+        state.begun = _captured(rng["begun"]) if rng.get("begun") else None
+        state.loader = decoded(rng.get("loader", "null"))
+
+
+def _load_optimizer(state: State, reader: Reader) -> None:
+    optimizer, kind = state.optimizer, type(state.optimizer).__name__
+    saved_kinds = {name.split(".")[1] for name in reader.shapes if name.startswith("optimizers.")}
+    if saved_kinds and saved_kinds != {kind}:
+        raise CheckpointError(f"the optimizer: expected a checkpoint of {kind}, found {', '.join(sorted(saved_kinds))}")
+    groups = reader.plain.get("groups", ())
+    if groups and len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the optimizer: expected {len(optimizer.param_groups)} groups of parameters, found {len(groups)}"
+        )
+    names = _parameter_names(state)
+    targets: dict[str, Tensor] = {}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        prefix = f"optimizers.{kind}.state.{names[parameter]}."
+        keys = [name.removeprefix(prefix) for name in reader.shapes if name.startswith(prefix)]
+        values = {key: _room_for(parameter, reader.shapes[prefix + key]) for key in keys if "." not in key}
+        targets |= {prefix + key: value for key, value in values.items()}
+        values |= reader.plain.get("values", {}).get(names[parameter], {})
+        if values:
+            optimizer.state[parameter] = values
+    if saved_kinds and not targets:
+        raise CheckpointError(
+            "the optimizer: expected states under the names of the model's parameters, found none of them; give load_weights_only=True, or "
+            "load_ignore_keys=['state/optimizers']"
+        )
+    reader.fill(targets)
+    for group, saved in zip(optimizer.param_groups, groups, strict=False):
+        for key, value in saved.items():
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def _room_for(parameter: Tensor, described: Tensor) -> Tensor:
+    """Memory for what an optimizer keeps for a parameter: sharded as that is, if it has the same shape."""
+    if described.shape != parameter.shape or not described.dim():
+        return torch.empty_like(described, device="cpu")
+    return sharded_like(parameter, torch.empty_like(local(parameter), dtype=described.dtype))

@@ -1,0 +1,83 @@
+"""Cuts a batch along its samples: tensors in tuples, lists and mappings along their first dimension; what is no tensor goes to all.
+
+num_samples({"ids": tensor of 10 rows}) == 10
+cut(batch, 4)       microbatches of 4, 4 and 2 samples
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smpc.errors import ConfigError
+
+
+def num_samples(batch: Any) -> int:
+    """How many samples a batch has. Raises ConfigError where its tensors do not agree, or where it has none."""
+    sizes = sorted(set(_sizes(batch)))
+    if len(sizes) != 1:
+        raise ConfigError(
+            f"batch: expected tensors with one number of rows in a {type(batch).__name__}, found "
+            f"{', '.join(map(str, sizes)) or 'no tensor'}"
+        )
+    return sizes[0]
+
+
+def num_tokens(batch: Any) -> int:
+    """The elements of `input_ids`, else of the batch's first integer tensor of two dimensions; 0 without one."""
+    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
+        return int(batch["input_ids"].numel())
+    found = (tensor for tensor in tensors_of(batch) if tensor.dim() == 2 and not tensor.is_floating_point())
+    return next((tensor.numel() for tensor in found), 0)
+
+
+def cut(batch: Any, size: int | None) -> list[Any]:
+    """The batch in pieces of `size` samples, of which the last one may be smaller; whole for None."""
+    total = num_samples(batch)
+    if size is None or size >= total:
+        return [batch]
+    return [_part(batch, start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on a device."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {name: moved(value, device) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return _same(batch, [moved(value, device) for value in batch])
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """The tensors of a batch, in their order, but for those of no dimension."""
+    if isinstance(batch, Tensor):
+        return [batch] if batch.dim() else []
+    values = list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    return [tensor for value in values for tensor in tensors_of(value)]
+
+
+def _sizes(batch: Any) -> list[int]:
+    if isinstance(batch, Mapping):
+        return [size for value in batch.values() for size in _sizes(value)]
+    if isinstance(batch, tuple | list):
+        return [size for value in batch for size in _sizes(value)]
+    return [batch.shape[0]] if isinstance(batch, Tensor) and batch.dim() else []
+
+
+def _part(batch: Any, start: int, end: int) -> Any:
+    if isinstance(batch, Mapping):
+        return {name: _part(value, start, end) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return _same(batch, [_part(value, start, end) for value in batch])
+    return batch[start:end] if isinstance(batch, Tensor) and batch.dim() else batch
+
+
+def _same(batch: tuple[Any, ...] | list[Any], values: list[Any]) -> Any:
+    if hasattr(batch, "_fields"):
+        return type(batch)(*values)
+    return tuple(values) if isinstance(batch, tuple) else values

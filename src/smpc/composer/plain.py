@@ -1,0 +1,62 @@
+"""Values of Python as JSON and back: what a data loader's `state_dict` is made of, without pickling anything.
+
+>>> decoded(encoded({"rows": (1, 2), "seen": b"ab"}))
+{'rows': (1, 2), 'seen': b'ab'}
+
+Kinds: None, bool, numbers, text, bytes, lists, tuples, dicts with plain keys, and tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smpc.errors import CheckpointError
+
+
+def encoded(value: Any) -> str:
+    """One line of JSON. Raises CheckpointError for what is of another kind."""
+    return json.dumps(_told(value, "state"))
+
+
+def decoded(text: str) -> Any:
+    """What has been encoded. Raises ValueError, TypeError or KeyError for text that is none."""
+    return _back(json.loads(text))
+
+
+def _told(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if isinstance(value, Tensor):
+        return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, list | tuple):
+        items = [_told(inner, f"{where}[{index}]") for index, inner in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    if isinstance(value, Mapping):
+        return {
+            "items": [[_told(key, f"{where}'s key"), _told(inner, f"{where}[{key!r}]")] for key, inner in value.items()]
+        }
+    raise CheckpointError(f"{where}: expected plain values and tensors, found {type(value).__name__}")
+
+
+def _back(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_back(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    if "bytes" in value:
+        return bytes.fromhex(value["bytes"])
+    if "tensor" in value:
+        dtype = getattr(torch, value["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{value['dtype']!r} is no dtype")
+        return torch.tensor(value["tensor"], dtype=dtype)
+    if "tuple" in value:
+        return tuple(_back(inner) for inner in value["tuple"])
+    return {_back(key): _back(inner) for key, inner in value["items"]}

@@ -1,0 +1,230 @@
+"""What a checkpoint holds, whole in a file or sharded in a folder, of this Trainer or of mosaicml's; read without trusting it.
+
+    reader = open_checkpoint("run/latest-rank0.pt", sharded=None, alone=False)
+    reader.shapes["model.head.weight"]                      names and shapes first: tensors on meta
+    reader.fill({"model.head.weight": weight})              then each rank its part of each tensor
+
+Nothing is unpickled freely: `.metadata` is read by `smpc.checkpoint`, tensors and plain values with weights_only. Of another Trainer's
+values those are read that are known: how far the run has come, and the options of the optimizer's groups.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, distributed
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.torch_version import TorchVersion
+
+from smpc import dist
+from smpc.checkpoint.folder.files import read_file
+from smpc.checkpoint.torch_format.agreement import Ranks
+from smpc.checkpoint.torch_format.loading import load_state
+from smpc.checkpoint.torch_format.places import is_url
+from smpc.checkpoint.torch_format.reader import Reader as FolderFiles
+from smpc.composer import storage
+from smpc.composer.duration import Timestamp
+from smpc.errors import CheckpointError
+from smpc.sharding.incoming import Incoming
+from smpc.sharding.tensors import local, own_part
+
+_METADATA = ".metadata"
+_PREFIX = "state."
+_PLAIN_CLASSES: list[Any] = [  # in files of mosaicml's Trainer, beside tensors: times, versions, NumPy's random state
+    datetime.timedelta, TorchVersion, np.ndarray, np.dtype, type(np.dtype(np.uint32)), np.empty(0).__reduce__()[0],
+]  # fmt: skip
+
+
+class Reader(Protocol):
+    """What a checkpoint has. `shapes`: tensors on meta, as `model.<name>`, `optimizers.<Class>.state.<name>.<key>`."""
+
+    shapes: Mapping[str, Tensor]
+    plain: Mapping[str, Any]
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill tensors of these shapes, by name, or this rank's parts of them. Collective."""
+
+    def rng(self, rank: int) -> Mapping[str, Any] | None:
+        """The random state of a rank; None where there is none that is known."""
+
+
+class FileReader:
+    """A full checkpoint. `alone`: rank 0 reads, and gives the others tensor by tensor."""
+
+    def __init__(self, path: str, *, alone: bool) -> None:
+        self._alone = alone
+        self._tensors: dict[str, Tensor] = {}
+        self._rng: Mapping[str, Any] = {}
+        self.plain: Mapping[str, Any] = {}
+        self.shapes: Mapping[str, Tensor]
+        if alone:
+            storage.on_rank_0(lambda: self._open(path))
+        else:
+            self._open(path)
+        shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in self._tensors.items()}
+        told: list[Any] = [(shapes, self.plain, self._rng)]
+        if alone:
+            dist.broadcast_object_list(told)
+        self.shapes, self.plain, self._rng = told[0]
+        self._incoming = Incoming.of(self.shapes.values(), 0)
+
+    def _open(self, path: str) -> None:
+        with storage.fetched(path) as file, torch.serialization.safe_globals(_PLAIN_CLASSES):
+            found = read_file(file, map_location="cpu", mmap="archives")
+        try:
+            state = found["state"]
+            self.plain = json.loads(state["plain"]) if "plain" in state else _of_another(_nested(state), path)
+            self._rng = found.get("rng", {})
+            self._tensors = dict(_flat({name: state[name] for name in ("model", "optimizers") if name in state}))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path}: not a checkpoint of a Trainer: {type(error).__name__}: {error}") from error
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """See Reader."""
+        for name, target in targets.items():
+            values = self._tensors.get(name, self.shapes[name])
+            values = self._incoming.take(values) if self._alone else values
+            local(target).copy_(own_part(target, values))
+
+    def rng(self, rank: int) -> Mapping[str, Any] | None:
+        """See Reader."""
+        found = self._rng.get(str(rank)) if isinstance(self._rng, Mapping) else None
+        return found if isinstance(found, Mapping) else None
+
+
+def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    for name, value in tree.items():
+        if isinstance(value, Tensor):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+
+
+class FolderReader:
+    """A sharded checkpoint: each rank reads what it needs. `planner`: torch's or a script's own, for tensors."""
+
+    def __init__(self, path: str, planner: LoadPlanner | None) -> None:
+        self._path, self._planner = path, planner
+        found = FolderFiles(path).read_metadata()
+        entries = found.state_dict_metadata
+        self._tensors = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self._plain = [name for name in entries if name not in self._tensors]
+        self._prefix = (
+            _PREFIX if any(name.startswith(_PREFIX) for name in entries) else ""
+        )  # a script's own, or converted
+        self.shapes: Mapping[str, Tensor] = {
+            name.removeprefix(self._prefix): t for name, t in self._tensors.items() if name.startswith(self._prefix)
+        }
+        self.plain: Mapping[str, Any] = {}
+        if f"{_PREFIX}plain" in self._plain:
+            self.plain = json.loads(self._values([f"{_PREFIX}plain"])[f"{_PREFIX}plain"])
+        elif self._prefix:
+            paths = {name: tuple(found.planner_data.get(name, name.split("."))) for name in self._plain}
+            known = [name for name, at in paths.items() if _is_known(at[1:])]
+            self.plain = _of_another({paths[name][1:]: value for name, value in self._values(known).items()}, path)
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """See Reader."""
+        state = {f"{self._prefix}{name}": target for name, target in targets.items()}
+        group = distributed.group.WORLD if distributed.is_initialized() else None
+        if state:
+            load_state(state, FolderFiles(self._path), Ranks(group), self._planner, same_keys=False)
+
+    def rng(self, rank: int) -> Mapping[str, Any] | None:
+        """See Reader."""
+        found = self._own(f"rng.{rank}.")
+        if found is None:
+            return None
+        loader = self._values([name for name in self._plain if name == f"rng.{rank}.loader"])
+        return found | {"loader": next(iter(loader.values()), "null"), "begun": self._own(f"rng.{rank}.begun.")}
+
+    def _own(self, prefix: str) -> dict[str, Any] | None:
+        if f"{prefix}plain" not in self._plain:
+            return None
+        names = [name for name in self._tensors if name.startswith(prefix) and "." not in name.removeprefix(prefix)]
+        wanted = {name: torch.empty_like(self._tensors[name], device="cpu") for name in names}
+        found = self._values([f"{prefix}plain"], wanted)
+        return {name.removeprefix(prefix): value for name, value in found.items()}
+
+    def _values(self, names: list[str], tensors: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+        """Values that are no tensors, for this rank alone, beside tensors that are filled."""
+        state: dict[str, Any] = {**dict.fromkeys(names), **(tensors or {})}
+        if state:
+            load_state(state, FolderFiles(self._path), Ranks(None), same_keys=False)
+        return state
+
+
+def _nested(state: Any) -> dict[tuple[Any, ...], Any]:
+    """What is known of another Trainer's file, by path, as a folder has it."""
+    found: dict[tuple[Any, ...], Any] = {
+        ("timestamp", "Timestamp", key): value for key, value in state["timestamp"]["Timestamp"].items()
+    }
+    for kind, saved in state.get("optimizers", {}).items():
+        for index, group in enumerate(saved.get("param_groups", ())):
+            found |= {("optimizers", kind, "param_groups", index, key): value for key, value in group.items()}
+    return {path: value for path, value in found.items() if _is_known(path)}
+
+
+def _is_known(path: tuple[Any, ...]) -> bool:
+    if path[:2] == ("timestamp", "Timestamp"):
+        return len(path) == 3 and path[2] in Timestamp.__dataclass_fields__
+    return path[:1] == ("optimizers",) and path[2:3] == ("param_groups",) and len(path) == 5
+
+
+def _of_another(found: Mapping[tuple[Any, ...], Any], path: str) -> dict[str, Any]:
+    """What is plain in another Trainer's checkpoint, as ours has it; told."""
+    groups: dict[int, dict[str, Any]] = {}
+    for at, value in found.items():
+        if at[0] == "optimizers" and at[4] != "params":
+            groups.setdefault(int(at[3]), {})[str(at[4])] = value
+    warnings.warn(
+        f"{path} is another Trainer's: its random states, schedulers, callbacks and data loaders are not taken",
+        stacklevel=2,
+    )
+    return {
+        "timestamp": {at[2]: int(value) for at, value in found.items() if at[0] == "timestamp"},
+        "groups": [groups[index] for index in sorted(groups)],
+    }
+
+
+def open_checkpoint(path: str, *, sharded: bool | None, alone: bool, planner: LoadPlanner | None = None) -> Reader:
+    """A reader of a file or a folder, verified first. `sharded`: what the configuration says; None: either. Collective."""
+    if "{rank}" in path:
+        raise CheckpointError(
+            f"load_path {path!r}: checkpoints with a file for each rank, as torch 1.13 has them, are not read; convert them with the "
+            "version that wrote them"
+        )
+    found: list[Any] = [None, False]
+
+    def check() -> None:
+        if not storage.exists(path):
+            raise CheckpointError(f"no checkpoint at {path}")
+        real = storage.followed(path)
+        if not storage.exists(real):
+            raise CheckpointError(f"no checkpoint at {path}, which leads to {real}")
+        found[:] = [real, storage.is_folder(real)]
+        if sharded is not None and sharded != found[1]:
+            wanted, is_there = ("a folder", "a file") if sharded else ("a file", "a folder")
+            raise CheckpointError(
+                f"load_path {path!r}: expected {wanted}, as state_dict_type {'sharded' if sharded else 'full'} has it, found {is_there}; "
+                f"give state_dict_type {'full' if sharded else 'sharded'}"
+            )
+        if found[1] and not storage.exists(f"{real}/{_METADATA}"):
+            raise CheckpointError(f"load_path {path!r}: expected {_METADATA} in the folder, found none")
+        storage.check_files(real)
+
+    storage.on_rank_0(check)
+    dist.broadcast_object_list(found)
+    real = found[0] if is_url(path) else storage.followed(path)
+    return FolderReader(real, planner) if found[1] else FileReader(real, alone=alone)

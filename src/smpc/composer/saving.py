@@ -1,0 +1,116 @@
+"""The checkpoints of a run in its folder: their names, the link to the newest one, and how many are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from smpc import dist
+from smpc.composer import checkpoint, storage
+from smpc.composer.duration import Duration, Timestamp
+from smpc.composer.state import State
+from smpc.dist.place import known_local_size
+from smpc.errors import ConfigError, UsageError
+
+
+class Saving:
+    """`names`: of files, of the link to the newest one, of the folders of sharded checkpoints (None where they are files), of the best one.
+
+    `keep`: how many stay, -1 for all. `planner`: of sharded checkpoints.
+    """
+
+    def __init__(
+        self,
+        folder: str | None,
+        names: tuple[str, str | None, str | None, str | None],
+        overwrite: bool,
+        weights_only: bool,
+        keep: int,
+        planner: SavePlanner | None = None,
+    ) -> None:
+        self.folder = folder
+        self._filename, self._latest, self._prefix, self._best = names
+        self._overwrite, self._weights_only, self._keep = overwrite, weights_only, keep
+        self._planner = planner
+        self._saved: list[str] = []
+
+    def _named(self, template: str, state: State) -> str:
+        fields = {
+            "rank": 0,
+            "local_rank": 0,
+            "world_size": dist.get_world_size(),
+            "local_world_size": known_local_size(),
+            "node_rank": 0,
+            "run_name": state.run_name,
+            **state.timestamp.fields(),
+        }
+        try:
+            return template.format(**fields)
+        except (KeyError, ValueError, IndexError) as error:
+            raise ConfigError(f"{template!r}: expected the fields {', '.join(fields)}: {error}") from None
+
+    def latest(self, state: State) -> str | None:
+        """The link to the newest checkpoint."""
+        return os.path.join(self.folder, self._named(self._latest, state)) if self.folder and self._latest else None
+
+    def newest(self, state: State) -> str | None:
+        """The newest checkpoint in the folder, the same for all ranks; None if there is none. Collective."""
+        latest = self.latest(state)
+        found: list[Any] = [latest if latest and storage.exists(latest) else None]
+        dist.broadcast_object_list(found)
+        return None if found[0] is None else str(found[0])
+
+    def save_best(self, state: State, loss: float) -> None:
+        """After an evaluation: if its loss is the least so far, write the checkpoint that is kept for it. Collective."""
+        if self.folder is None or self._best is None or (state.best is not None and not loss < state.best):
+            return
+        state.best = loss
+        target = os.path.join(self.folder, self._named(self._best, state))
+        self._write()(state, target, weights_only=self._weights_only, overwrite=True)
+
+    def _write(self) -> Callable[..., str]:
+        if self._prefix is None:
+            return checkpoint.save_full
+        return functools.partial(checkpoint.save_sharded, planner=self._planner)
+
+    def check_first(self, state: State, interval: Duration, batches: int | None) -> None:
+        """Before a new run trains: raise CheckpointError if its first checkpoint is there already. Collective.
+
+        `batches`: of an epoch; None where that is not known, and then nothing is checked.
+        """
+        if (
+            self.folder is None
+            or self._overwrite
+            or not batches
+            or interval.unit not in ("ba", "ep")
+            or state.timestamp.batch
+        ):
+            return
+        batch = interval.count * (batches if interval.unit == "ep" else 1)
+        first = dataclasses.replace(state, timestamp=Timestamp(batch // batches, batch, batch_in_epoch=batch % batches))
+        target = os.path.join(self.folder, self._named(self._prefix or self._filename, first))
+        storage.on_rank_0(lambda: storage.check_free(target, overwrite=False))
+
+    def save(self, state: State, path: str | None) -> str:
+        """Write a checkpoint, link to it, remove what is too old."""
+        if path is None and self.folder is None:
+            raise UsageError("save_checkpoint: expected a path, or save_folder in the Trainer")
+        folder = self.folder if self.folder is not None else os.path.dirname(path or "")
+        target = path or os.path.join(folder, self._named(self._prefix or self._filename, state))
+        self._write()(state, target, weights_only=self._weights_only, overwrite=self._overwrite)
+        self._saved.append(target)
+        latest = self.latest(state) if path is None else None
+
+        def finish() -> None:
+            if latest is not None:
+                storage.link(target, latest)
+            while 0 <= self._keep < len(self._saved):
+                storage.remove(self._saved.pop(0))
+
+        storage.on_rank_0(finish)
+        return target

@@ -1,0 +1,36 @@
+"""What a run consists of: given to callbacks, and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from smpc.composer.duration import Timestamp
+from smpc.composer.loss_scale import LossScale
+from smpc.composer.model import ComposerModel
+
+
+@dataclass(slots=True)
+class State:
+    """`loss`: the mean over all samples of the last batch, on all ranks. `device_train_microbatch_size`: None, if batches are not cut.
+
+    `best`: the least loss of an evaluation so far. `scale`: that of losses in amp_fp16. `loader`: what a data loader with a `state_dict`
+    has said of its place in this epoch, None at the end of one, and for loaders without. `begun`: the random state in which this epoch's
+    data was begun.
+    """
+
+    model: ComposerModel
+    optimizer: torch.optim.Optimizer
+    schedulers: tuple[torch.optim.lr_scheduler.LRScheduler, ...] = ()
+    timestamp: Timestamp = field(default_factory=Timestamp)
+    device_train_microbatch_size: int | None = None
+    loss: float | None = None
+    run_name: str | None = None
+    best: float | None = None
+    scale: LossScale | None = None
+    loader: Any = None
+    begun: Mapping[str, Any] | None = None
+    eval_outputs: list[Any] = field(default_factory=list)

@@ -1,0 +1,289 @@
+"""One batch on all ranks: microbatches, averages, and a size that fits into memory.
+
+n(r, j) samples in microbatch j of rank r, N in all, R ranks: a mean loss is weighted n(r, j) R / N, and the ranks' gradients are averaged.
+So every cut, uneven ones too, gives the gradient of the mean over samples.
+
+    how gradients are averaged      when                              used for
+    DistributedDataParallel         in the last backward              replicas
+    fully_shard                     in every backward                 `fsdp_config`
+    by hand                         after the last backward           forced_sync, and automatic sizes: nothing waits inside a microbatch
+
+Automatic size: out of memory on any rank, in forward or backward, is told to all: after the microbatches, and by sharded models before each
+collective call, too (`smpc.sharding.agreement`). All then halve the size, drop their gradients, put random generators, buffers and units
+back, and run the batch again. What is averaged comes from the final size alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from smpc import dist
+from smpc.checkpoint.rng import capture_rng, restore_rng
+from smpc.composer.loss_scale import LossScale
+from smpc.composer.microbatches import cut, num_samples, num_tokens
+from smpc.composer.model import ComposerModel
+from smpc.composer.state import State
+from smpc.errors import ConfigError, PeerMemoryError, StepError, TransportError
+from smpc.fsdp import Prepared
+from smpc.fsdp.tensor import check_gradients
+from smpc.sharding.agreement import Agreement
+from smpc.sharding.tensors import whole
+
+_LOG = logging.getLogger("smpc.composer")
+_DTYPES = {"amp_fp16": torch.float16, "amp_bf16": torch.bfloat16}
+_MEMORY_TEXTS = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory was not enough."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _MEMORY_TEXTS)
+
+
+@dataclass(slots=True)
+class Stepper:
+    """Runs batches. `wrapped`: what is called for the model; `by_hand`: whether gradients are averaged after the microbatches.
+
+    `agreement`: how ranks tell that memory was not enough, with automatic sizes. `upcoming`: samples and tokens of the batch that comes
+    next, a row for each rank.
+    """
+
+    state: State
+    wrapped: Any
+    prepared: Prepared | None
+    precision: str
+    device: torch.device
+    scale: LossScale | None
+    clipping: float | None
+    by_hand: bool
+    agreement: Agreement | None
+    syncs_each: bool
+    by_tokens: bool
+    upcoming: Tensor | None = None
+    _has_checked: bool = False
+
+    @property
+    def tensor_group(self) -> ProcessGroup | None:
+        """The ranks that slice layers together with this one, and train on the same samples; None if none are sliced."""
+        return None if self.prepared is None else self.prepared.tensor_group
+
+    def begin(self) -> None:
+        """Data are begun: what comes next is not known."""
+        self.upcoming = None
+
+    def run(self, batch: Any, following: Any | None) -> tuple[int, int]:
+        """Train on a batch; (samples, tokens) on all ranks. `following`: the next batch of the epoch, None for its last. Collective.
+
+        Beside the gradients there is one exchange: of losses, and of how much of the following batch each rank has.
+        """
+        counts = self.upcoming if self.upcoming is not None else self._first(batch)
+        total, tokens = int(counts[:, 0].sum()), int(counts[:, 1].sum())
+        if self.agreement is not None:
+            loss = self._search(batch, counts, self.agreement)
+        else:
+            loss = self._microbatches(batch, self.state.device_train_microbatch_size, counts)
+        if self.by_hand:
+            average(self.state.model)
+        told = _exchanged((loss, *_sizes(following), int(following is None)), self.device)
+        _check_alike(told[:, 3], "the end of their data together")
+        self.upcoming = None if following is None else _checked(told[:, 1:3])
+        self.state.loss = float(told[:, 0].sum())
+        self._update()
+        copies = 1 if self.tensor_group is None else self.tensor_group.size()
+        return total // copies, tokens // copies
+
+    def _first(self, batch: Any) -> Tensor:
+        told = _exchanged((*_sizes(batch), self.state.timestamp.batch), self.device)
+        _check_alike(told[:, 2], "the same batch")
+        return _checked(told[:, :2])
+
+    def _microbatches(self, batch: Any, size: int | None, counts: Tensor) -> Tensor:
+        """Forward and backward of all; this rank's share of the mean loss."""
+        pieces = cut(batch, size)
+        most = max(-(-int(n) // size) if size else 1 for n in counts[:, 0])
+        weights = [self._weight(piece, counts) for piece in pieces]
+        if self.prepared is not None:  # every backward is collective
+            weights += [0.0] * (most - len(pieces))
+            pieces += [pieces[-1]] * (most - len(pieces))
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
+            with self._sync(is_last=index == len(pieces) - 1):
+                loss_sum += self._one(piece, weight)
+        return loss_sum
+
+    def _one(self, piece: Any, weight: float) -> Tensor:
+        low = _DTYPES.get(self.precision)
+        with torch.autocast(self.device.type, low, enabled=low is not None):
+            loss = _total(self.state.model.loss(self.wrapped(piece), piece))
+        weighted = loss * weight if weight != 1.0 else loss
+        (weighted if self.scale is None else weighted * self.scale.factor).backward()  # type: ignore[no-untyped-call]
+        return weighted.detach().double() / dist.get_world_size()
+
+    def mean_loss(self, batch: Any) -> Tensor:
+        """The loss of a batch of the evaluation, in the precision of the training."""
+        low = _DTYPES.get(self.precision)
+        with torch.autocast(self.device.type, low, enabled=low is not None):
+            return _total(self.state.model.loss(self.state.model.eval_forward(batch), batch))
+
+    def _weight(self, piece: Any, counts: Tensor) -> float:
+        column = 1 if self.by_tokens else 0
+        own = num_tokens(piece) if self.by_tokens else num_samples(piece)
+        total = int(counts[:, column].sum())
+        if total == 0:
+            raise StepError("accumulate_train_batch_on_tokens: expected batches with tokens, found none in input_ids")
+        return own * dist.get_world_size() / total
+
+    @contextlib.contextmanager
+    def _sync(self, *, is_last: bool) -> Iterator[None]:
+        if isinstance(self.wrapped, DistributedDataParallel) and not is_last and not self.syncs_each:
+            with self.wrapped.no_sync():
+                yield
+        else:
+            yield
+
+    def _search(self, batch: Any, counts: Tensor, agreement: Agreement) -> Tensor:
+        """Run the microbatches, at a size that fits on all ranks."""
+        rng, buffers = capture_rng(), [buffer.clone() for buffer in self.state.model.buffers()]
+        largest = int(counts[:, 0].max())
+        while True:
+            size = min(self.state.device_train_microbatch_size or largest, largest)
+            loss, error = torch.zeros((), dtype=torch.float64, device=self.device), None
+            try:
+                loss = self._microbatches(batch, size, counts)
+                failed = agreement.tell(False)
+            except PeerMemoryError:
+                failed = True
+            except (RuntimeError, MemoryError) as caught:
+                if not is_out_of_memory(caught):
+                    raise
+                error = str(caught).splitlines()[0]
+            if error is not None:  # outside of the except block, which holds on to what the failed pass has made
+                failed = agreement.tell(True)
+            if not failed:
+                return loss
+            self._again(batch, size, error, rng, buffers)
+            agreement.recover()
+
+    def _again(
+        self, batch: Any, size: int, error: str | None, rng: Mapping[str, Any], buffers: Sequence[Tensor]
+    ) -> None:
+        """Halve the size, and put everything back to where the batch began."""
+        self.state.optimizer.zero_grad(set_to_none=True)
+        restore_rng(rng)
+        with torch.no_grad():
+            for buffer, before in zip(self.state.model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if size == 1:
+            raise StepError(
+                f"out of memory with microbatches of one sample, {_shapes(cut(batch, 1)[0])}"
+                f"{f': {error}' if error else ' on another rank'}; shard the model with fsdp_config, or recompute activations"
+            )
+        self.state.device_train_microbatch_size = (size + 1) // 2
+        _LOG.warning(
+            "out of memory%s: device_train_microbatch_size %d -> %d, the batch is run again",
+            "" if error else " on another rank",
+            size,
+            (size + 1) // 2,
+        )
+
+    def _update(self) -> None:
+        optimizer = self.state.optimizer
+        if self.prepared is not None and self.tensor_group is not None and not self._has_checked:
+            check_gradients(self.prepared.model, self.prepared.mesh)
+            self._has_checked = True
+        if self.scale is not None and not self.scale.unscale(optimizer):
+            optimizer.zero_grad(set_to_none=True)
+            return
+        if self.clipping is not None:
+            if self.prepared is not None:
+                self.prepared.clip(self.clipping)
+            else:
+                torch.nn.utils.clip_grad_norm_(self.state.model.parameters(), self.clipping)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _sizes(batch: Any | None) -> tuple[int, int]:
+    return (0, 0) if batch is None else (num_samples(batch), num_tokens(batch))
+
+
+def _exchanged(own: tuple[Tensor | float, ...], device: torch.device) -> Tensor:
+    """What each rank says, in fp64, on the CPU: a row for each."""
+    values = [value if isinstance(value, Tensor) else torch.tensor(value, device=device) for value in own]
+    return torch.stack(dist.all_gather(torch.stack([value.double() for value in values]))).cpu()
+
+
+def _check_alike(column: Tensor, what: str) -> None:
+    values = [int(value) for value in column]
+    if len(set(values)) > 1:
+        behind = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+        raise TransportError(f"expected all ranks at {what}, found {behind}; give every rank as many batches")
+
+
+def _checked(counts: Tensor) -> Tensor:
+    if int(counts[:, 0].min()) < 1:
+        raise ConfigError("batch: expected at least one sample on every rank")
+    return counts
+
+
+def _total(loss: Any) -> Tensor:
+    if isinstance(loss, Mapping):
+        if "total" not in loss:
+            raise StepError(f"loss: expected the key total in a dict, found {', '.join(map(str, loss))}")
+        loss = loss["total"]
+    if isinstance(loss, tuple | list):
+        loss = sum(loss)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise StepError(
+            f"loss: expected a tensor with one element, a tuple of such, or a dict with total, found {type(loss).__name__}"
+        )
+    return whole(loss).reshape(())
+
+
+def _shapes(batch: Any) -> str:
+    if isinstance(batch, Tensor):
+        return str(tuple(batch.shape))
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    return ", ".join(_shapes(value) for value in values)
+
+
+@torch.no_grad()
+def average(model: ComposerModel) -> None:
+    """Average the gradients of replicas in one flat tensor for each dtype. What has one on some ranks alone is zero elsewhere."""
+    size = dist.get_world_size()
+    if size == 1:
+        return
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        return
+    has = torch.tensor([int(parameter.grad is not None) for parameter in trained], device=trained[0].device)
+    dist.all_reduce(has, "MAX")
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for parameter, any_has in zip(trained, has.tolist(), strict=True):
+        if any_has:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            groups.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+    for grads in groups.values():
+        flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(size)
+        dist.all_reduce(flat)
+        for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
+            grad.copy_(part.view_as(grad))

@@ -1,0 +1,204 @@
+"""The folder of a run's checkpoints, on this machine or in object storage: names, links, checks, removal. Rank 0 alone calls these.
+
+             on this machine                                object storage (`s3://bucket/run`), through fsspec
+written      under a hidden name, to the disk, renamed      an object is there when it is complete
+latest       a symbolic link                                an object, latest-rank0.pt.symlink, that has the name; written last
+checks       size and crc32 of each file                    sizes; the archives that torch writes have checksums of their own
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from smpc import dist
+from smpc.checkpoint.torch_format.places import is_url, place_of
+from smpc.errors import CheckpointError
+
+_CHECKS = ".smpc"
+_LINK = ".symlink"
+_BLOCK = 1 << 20
+
+
+def on_rank_0(work: Callable[[], None]) -> None:
+    """Run something on rank 0; an error of it is raised on all ranks, as CheckpointError. Collective."""
+    error: Exception | None = None
+    if dist.get_global_rank() == 0:
+        try:
+            work()
+        except Exception as caught:  # of storage it may be of any class; the others wait to hear of it
+            error = caught
+    is_known = isinstance(error, CheckpointError | OSError)
+    outcome: list[Any] = [None if error is None else str(error) if is_known else f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(outcome)
+    if outcome[0] is not None:
+        raise CheckpointError(outcome[0]) from error
+
+
+def exists(path: str) -> bool:
+    """Whether a checkpoint, or a link to one, is there."""
+    if not is_url(path):
+        return os.path.exists(path)
+    remote = _remote(path)
+    return bool(remote.exists(path) or remote.exists(path + _LINK))
+
+
+def is_folder(path: str) -> bool:
+    """Whether it is a sharded checkpoint."""
+    return bool(_remote(path).isdir(path)) if is_url(path) else os.path.isdir(path)
+
+
+def followed(path: str) -> str:
+    """Where a link leads to; the path itself if it is none."""
+    if not is_url(path):
+        return os.path.realpath(path)
+    remote, folder = _remote(path), path.rpartition("/")[0]
+    if not remote.exists(path + _LINK):
+        return path.rstrip("/")
+    name = remote.cat_file(path + _LINK).decode("utf-8", "replace").strip()
+    if not name or "://" in name or any(part in ("", ".", "..") for part in name.split("/")):
+        raise CheckpointError(f"{path}{_LINK}: expected the name of a checkpoint beside it, found {name[:200]!r}")
+    return f"{folder}/{name}"
+
+
+def check_free(path: str, *, overwrite: bool) -> None:
+    """Raise CheckpointError if something is there that must not be overwritten."""
+    is_there = exists(path) if is_url(path) else os.path.lexists(path)
+    if is_there and not overwrite:
+        raise CheckpointError(f"{path} is there already; give save_overwrite=True, or another save_folder or name")
+
+
+@contextlib.contextmanager
+def written(path: str) -> Iterator[str]:
+    """A file of this machine to write to, which then lies at the path."""
+    forget_checks(path)
+    if not is_url(path):
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as room:
+        local = os.path.join(room, "file")
+        yield local
+        _with_folder(path).put_file(local, path)
+
+
+@contextlib.contextmanager
+def fetched(path: str) -> Iterator[str]:
+    """A file of this machine that has what lies at the path."""
+    if not is_url(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as room:
+        local = os.path.join(room, os.path.basename(path))
+        _remote(path).get_file(path, local)
+        yield local
+
+
+def link(path: str, latest: str) -> None:
+    """Let `latest` lead to a checkpoint in the same folder or below it."""
+    name = os.path.relpath(path, os.path.dirname(latest) or ".")
+    if is_url(latest):
+        _with_folder(latest).pipe_file(latest + _LINK, name.encode())
+        return
+    draft = f"{latest}.draft"
+    if os.path.lexists(draft):
+        os.unlink(draft)
+    os.symlink(name, draft)
+    os.replace(draft, latest)
+
+
+def remove(path: str) -> None:
+    """Remove a checkpoint and its checks."""
+    if is_url(path):
+        remote = _remote(path)
+        if remote.exists(path):
+            remote.rm(path, recursive=True)
+    elif os.path.isdir(path):
+        shutil.rmtree(path, ignore_errors=True)
+    elif os.path.lexists(path):
+        os.unlink(path)
+    forget_checks(path)
+
+
+def forget_checks(path: str) -> None:
+    """What is there is about to be replaced by other bytes."""
+    target = _checks_path(path)
+    if not is_url(path):
+        Path(target).unlink(missing_ok=True)
+    elif _remote(path).exists(target):
+        _remote(path).rm_file(target)
+
+
+def write_checks(path: str) -> None:
+    """Write down what `check_files` compares with."""
+    target = _checks_path(path)
+    text = json.dumps(_sums(path), indent=1)
+    if is_url(path):
+        _with_folder(target).pipe_file(target, text.encode())
+        return
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    Path(f"{target}.draft").write_text(text, encoding="utf-8")
+    os.replace(f"{target}.draft", target)
+
+
+def check_files(path: str) -> None:
+    """Compare files with what was written; a warning where nothing says what that was. Raises CheckpointError."""
+    target = _checks_path(path)
+    try:
+        text = _remote(path).cat_file(target) if is_url(path) else Path(target).read_bytes()
+    except FileNotFoundError:
+        warnings.warn(f"{path} has no checksums ({target}): damage to it may not be noticed", stacklevel=2)
+        return
+    try:
+        expected = dict(json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{target}: cannot be read: {error}") from error
+    found = _sums(path)
+    wrong = [name for name in sorted({*expected, *found}) if expected.get(name) != found.get(name)]
+    if wrong:
+        raise CheckpointError(f"{path}: damaged, missing or replaced: {', '.join(wrong)}")
+
+
+def _checks_path(path: str) -> str:
+    folder, name = os.path.split(path.rstrip("/") if is_url(path) else os.path.abspath(path))
+    return os.path.join(folder, _CHECKS, f"{name}.json")
+
+
+def _sums(path: str) -> dict[str, list[int | None]]:
+    """Of each file of a checkpoint its size, and its crc32 where it lies on this machine."""
+    if is_url(path):
+        remote = _remote(path)
+        entries = remote.ls(path, detail=True) if remote.isdir(path) else [remote.info(path)]
+        return {str(entry["name"]).rpartition("/")[2]: [int(entry["size"]), None] for entry in entries}
+    files = sorted(Path(path).iterdir()) if os.path.isdir(path) else [Path(path)]
+    return {file.name: [*_sum(file)] for file in files}
+
+
+def _sum(path: Path) -> tuple[int, int]:
+    size, crc = 0, 0
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return size, crc
+
+
+def _remote(path: str) -> Any:
+    """fsspec's file system of a URL, which remembers nothing of what was there before."""
+    fs: Any = place_of(path)[0]
+    fs.fs.invalidate_cache()
+    return fs.fs
+
+
+def _with_folder(path: str) -> Any:
+    """The same, with a folder for what is to lie at the path, where there are folders."""
+    remote = _remote(path)
+    remote.makedirs(os.path.dirname(path), exist_ok=True)
+    return remote

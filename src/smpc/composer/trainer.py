@@ -1,0 +1,293 @@
+"""The loop: batches, epochs, checkpoints, evaluation. All arguments are checked before any process group is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import string
+import time
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from smpc import dist
+from smpc.checkpoint.rng import capture_rng, restore_rng
+from smpc.composer import arguments as checked
+from smpc.composer import checkpoint
+from smpc.composer.duration import Duration
+from smpc.composer.loss_scale import LossScale
+from smpc.composer.microbatches import moved, num_samples
+from smpc.composer.model import ComposerModel
+from smpc.composer.readers import open_checkpoint
+from smpc.composer.saving import Saving
+from smpc.composer.slices import check_same_batch, share_random_state
+from smpc.composer.state import State
+from smpc.composer.step import Stepper
+from smpc.errors import CheckpointError, ConfigError, ConfigUnsupportedError, UsageError
+from smpc.fsdp import prepare
+from smpc.sharding.agreement import Agreement
+
+_END = object()
+
+
+class Trainer:
+    """Trains a ComposerModel: see docs/trainer.md. Every argument is by keyword; those of other trainers are refused by name.
+
+    Raises ConfigError, ConfigTypeError or ConfigUnsupportedError for arguments that cannot be, and CheckpointError where `load_path` does
+    not fit. Collective.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ComposerModel,
+        optimizers: Any = None,
+        train_dataloader: Iterable[Any] | None = None,
+        eval_dataloader: Iterable[Any] | None = None,
+        max_duration: int | str | None = None,
+        schedulers: Any = None,
+        step_schedulers_every_batch: bool = False,
+        device: Any = None,
+        precision: str | None = None,
+        device_train_microbatch_size: int | str | None = None,
+        accumulate_train_batch_on_tokens: bool = False,
+        fsdp_config: Any = None,
+        parallelism_config: Any = None,
+        deepspeed_config: Any = None,
+        save_folder: str | None = None,
+        save_filename: str = "ep{epoch}-ba{batch}-rank{rank}.pt",
+        save_latest_filename: str | None = "latest-rank{rank}.pt",
+        save_best_filename: str | None = None,
+        save_interval: int | str = "1ep",
+        save_overwrite: bool = False,
+        save_weights_only: bool = False,
+        save_num_checkpoints_to_keep: int = -1,
+        load_path: str | None = None,
+        load_weights_only: bool = False,
+        load_strict_model_weights: bool = True,
+        load_ignore_keys: Sequence[str] | None = None,
+        autoresume: bool = False,
+        run_name: str | None = None,
+        eval_interval: int | str = 1,
+        callbacks: Any = None,
+        seed: int | None = None,
+        dist_timeout: float = 300.0,
+        ddp_sync_strategy: str | None = None,
+        **others: Any,
+    ) -> None:
+        checked.refuse_others(others)
+        checked.check_model(model)
+        fsdp, tensor = checked.parallelism_of(fsdp_config, parallelism_config, deepspeed_config)
+        loader, size = train_dataloader, device_train_microbatch_size
+        how = checked.training_of(fsdp, tensor, deepspeed_config, device, precision, size, loader)
+        checked.check_words(ddp_sync_strategy, autoresume, save_folder, run_name)
+        checked.check_places(save_folder=save_folder, load_path=load_path)
+        checked.check_best(save_best_filename, save_folder, eval_dataloader)
+        intervals = {"save_interval": save_interval, "eval_interval": eval_interval}
+        self._save_interval, self._eval_interval = (Duration.parse(value, name) for name, value in intervals.items())
+        self._max_duration = None if max_duration is None else Duration.parse(max_duration, "max_duration")
+        checked.check_loaders(how.slices, train_dataloader=train_dataloader, eval_dataloader=eval_dataloader)
+        dist.initialize_dist(how.device, timeout=dist_timeout)
+        _seed(seed)
+        self._train, self._eval, self._by_batch = loader, eval_dataloader, step_schedulers_every_batch
+        self._device = torch.device("cuda", dist.get_local_rank()) if how.device == "gpu" else torch.device("cpu")
+        self._callbacks = checked.callbacks_of(callbacks)
+        self.state = State(model, checked.optimizer_of(optimizers, model), checked.schedulers_of(schedulers))
+        self.state.device_train_microbatch_size, self.state.run_name = how.microbatch_size, run_name or _drawn_name()
+        names = (save_filename, save_latest_filename, how.prefix, save_best_filename)
+        self._save = Saving(
+            save_folder, names, save_overwrite, save_weights_only, save_num_checkpoints_to_keep, how.save_planner
+        )
+        self._stepper = self._made(how, ddp_sync_strategy, by_tokens=accumulate_train_batch_on_tokens)
+        newest = self._save.newest(self.state) if autoresume else None
+        options = (load_strict_model_weights, tuple(load_ignore_keys or ()))
+        self._load(newest or load_path, how, *options, weights_only=load_weights_only and newest is None)
+
+    def _made(self, how: checked.Training, strategy: str | None, *, by_tokens: bool) -> Stepper:
+        """What runs batches: the model in parts, or replicas of it."""
+        model, prepared = self.state.model, None
+        if how.config is None:
+            checked.check_values(model)
+            model.to(self._device)
+        else:
+            prepared = prepare(model, how.config, how.precision, self.state.optimizer, self._device.type, how.tensor)
+            if prepared.tensor_group is not None:
+                share_random_state(prepared.tensor_group)
+            if prepared.own_groups and self._save.folder is not None:
+                raise ConfigUnsupportedError(
+                    f"save_folder: expected units over all ranks, found {', '.join(prepared.own_groups)}, which have other values in each "
+                    "group: they cannot be saved"
+                )
+        by_hand = prepared is None and (how.is_automatic or strategy == "forced_sync")
+        scale = None
+        if how.precision == "amp_fp16":
+            scale = LossScale() if how.scale is None else LossScale.of_zero(how.scale)
+        self.state.scale = scale
+        return Stepper(
+            self.state,
+            self._wrapped(by_hand=by_hand, is_sharded=prepared is not None, strategy=strategy),
+            prepared,
+            how.precision,
+            self._device,
+            scale,
+            how.clipping,
+            by_hand,
+            Agreement.over(model, self._device) if how.is_automatic else None,
+            strategy == "multi_auto_sync",
+            by_tokens,
+        )
+
+    def _load(
+        self, path: str | None, how: checked.Training, strict: bool, ignore: tuple[str, ...], *, weights_only: bool
+    ) -> None:
+        if path is None:
+            return
+        sharded = None if how.config is None else how.is_sharded_on_disk
+        alone = how.config is not None and how.config.load_monolith_rank0_only
+        try:
+            planner = None if how.config is None else how.config.load_planner
+            reader = open_checkpoint(path, sharded=sharded, alone=alone, planner=planner)
+            checkpoint.load_model(self.state, reader, strict=strict, ignore=ignore)
+            if not weights_only:
+                checkpoint.load_rest(self.state, reader, ignore)
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            raise CheckpointError(f"{path}: not as a Trainer writes it: {type(error).__name__}: {error}") from error
+
+    def _wrapped(self, *, by_hand: bool, is_sharded: bool, strategy: str | None) -> Any:
+        model = self.state.model
+        if is_sharded or dist.get_world_size() == 1:
+            return model
+        if by_hand or not any(parameter.requires_grad for parameter in model.parameters()):
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor.detach(), 0)
+            return model
+        devices = [self._device.index] if self._device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=devices, find_unused_parameters=strategy == "multi_auto_sync")
+
+    def fit(self, duration: int | str | None = None) -> None:
+        """Train until `max_duration`, or for `duration` more. Raises UsageError without data or an end. Collective."""
+        if self._train is None:
+            raise UsageError("fit: expected a train_dataloader, found None")
+        end = self._end(duration)
+        batches = len(self._train) if isinstance(self._train, Sized) else None
+        self._save.check_first(self.state, self._save_interval, batches)
+        self.state.model.train()
+        while not end.is_over(self.state.timestamp):
+            began = self.state.timestamp.batch
+            for batch, following in self._epoch():
+                before = dataclasses.replace(self.state.timestamp)
+                self._batch(batch, following)
+                for callback in self._callbacks:
+                    callback(self.state)
+                if self._eval is not None and self._eval_interval.passed(before, self.state.timestamp):
+                    self._save.save_best(self.state, self.eval())
+                if self._save.folder is not None and self._save_interval.passed(before, self.state.timestamp):
+                    self.save_checkpoint()
+                if end.is_over(self.state.timestamp):
+                    break
+            if self.state.timestamp.batch == began:
+                raise ConfigError("train_dataloader: expected at least one batch, found none")
+
+    def _end(self, duration: int | str | None) -> Duration:
+        if duration is not None:
+            more, now = Duration.parse(duration, "duration"), self.state.timestamp.fields()
+            reached = now[{"ep": "epoch", "ba": "batch", "sp": "sample", "tok": "token"}[more.unit]]
+            return Duration(reached + more.count, more.unit)
+        if self._max_duration is None:
+            raise UsageError("fit: expected max_duration, in the Trainer or as the duration here")
+        return self._max_duration
+
+    def _epoch(self) -> Iterator[tuple[Any, Any]]:
+        """The batches of this epoch that are not trained yet, each with the one that follows, None after the last."""
+        assert self._train is not None, "checked in fit"
+        sampler = getattr(self._train, "sampler", None)
+        if sampler is not None and hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(self.state.timestamp.epoch)
+        batches, batch = self._begun()
+        self._stepper.begin()
+        told = getattr(self._train, "state_dict", None)
+        while batch is not _END:
+            place = told() if callable(told) and self._save.folder is not None else None
+            following = next(batches, _END)
+            self.state.loader = None if following is _END else place
+            yield batch, None if following is _END else following
+            batch = following
+
+    def _begun(self) -> tuple[Iterator[Any], Any]:
+        """The data of this epoch from where the run is, and its first batch.
+
+        A loader that knows its place goes on there; others are read up to it, from the random state in which the epoch began: they draw
+        the same order again, and the run goes on with the random state that it had.
+        """
+        assert self._train is not None, "checked in fit"
+        state, trained = self.state, self.state.timestamp.batch_in_epoch
+        resumed = capture_rng() if trained and state.begun is not None else None
+        if resumed is not None and state.begun is not None:
+            restore_rng(state.begun)
+        else:
+            state.begun = capture_rng()
+        load = getattr(self._train, "load_state_dict", None)
+        if state.loader is not None and callable(load):
+            load(state.loader)
+            trained = 0
+        batches = iter(self._train)
+        for _ in range(trained):
+            next(batches, _END)
+        batch = next(batches, _END)
+        if resumed is not None:
+            restore_rng(resumed)
+        return batches, batch
+
+    def _batch(self, batch: Any, following: Any | None) -> None:
+        check_same_batch(batch, self._stepper.tensor_group)
+        samples, tokens = self._stepper.run(moved(batch, self._device), following)
+        now, is_last = self.state.timestamp, following is None
+        now.batch, now.batch_in_epoch = now.batch + 1, now.batch_in_epoch + 1
+        now.sample, now.token = now.sample + samples, now.token + tokens
+        if is_last:
+            now.epoch, now.batch_in_epoch = now.epoch + 1, 0
+        if self._by_batch or is_last:
+            for scheduler in self.state.schedulers:
+                scheduler.step()
+
+    @torch.no_grad()
+    def eval(self) -> float:
+        """The mean loss over the evaluation's samples, of all ranks. Raises UsageError without data. Collective."""
+        if self._eval is None:
+            raise UsageError("eval: expected an eval_dataloader, found None")
+        model, was_training = self.state.model, self.state.model.training
+        model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for given in self._eval:
+            check_same_batch(given, self._stepper.tensor_group)
+            batch = moved(given, self._device)
+            sums += torch.tensor([float(self._stepper.mean_loss(batch)), 1.0], device=self._device) * num_samples(batch)
+        dist.all_reduce(sums)
+        model.train(was_training)
+        if not float(sums[1]):
+            raise ConfigError("eval_dataloader: expected at least one batch, found none")
+        return float(sums[0] / sums[1])
+
+    def save_checkpoint(self, path: str | None = None) -> str:
+        """Save the run now, in `save_folder` or at `path`; where it is. Collective."""
+        return self._save.save(self.state, path)
+
+
+def _seed(given: int | None) -> None:
+    if given is None:
+        return
+    seed = given + dist.get_global_rank()
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _drawn_name() -> str:
+    """One name for all ranks, that no seed changes."""
+    own = random.SystemRandom()
+    name: list[Any] = [f"{int(time.time())}-{''.join(own.choice(string.ascii_lowercase) for _ in range(6))}"]
+    dist.broadcast_object_list(name)
+    return str(name[0])

@@ -1,0 +1,76 @@
+"""What is known about a parameter beside its name, type and default: a `Key` in the metadata of a dataclass's field."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+from smpc.config.limits import shown
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """The option of `smpc compile` that sets a parameter; its long name is the parameter's.
+
+    `short`: such as -p. `shows_default`: the help says the default. `repeatable`: uses make a list. `is_searched`: --auto accepts it.
+    `is_apart`: a plan does not need what the setting of this name requires of a script, such as ddp, so those rules do not apply.
+    """
+
+    help: str
+    short: str = ""
+    metavar: str = ""
+    shows_default: bool = False
+    repeatable: bool = False
+    is_searched: bool = False
+    is_apart: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A parameter. `meaning` is for users.
+
+    `unsupported` says what to do instead of a value other than the default; `no_effect` says why such a value
+    changes nothing. `derived` is the text of a default that is no constant of the key's type; None is then
+    accepted and means that default. `limit` is what nobody has more of (`smpc.config.limits`).
+    `required`: callers of `smpc.compile_model` must give it. `as_option` turns the value of a setting into that of the planner's option.
+    """
+
+    meaning: str
+    minimum: float | None = None
+    maximum: float | None = None
+    options: tuple[str, ...] = ()
+    unsupported: str = ""
+    no_effect: str = ""
+    derived: str = ""
+    limit: float | None = None
+    required: bool = False
+    as_option: Callable[[Any], Any] | None = None
+    flag: Flag | None = None
+
+    def out_of_bounds(self, name: str, value: float) -> str:
+        """What is wrong with a number; "" if nothing. `limit` is not looked at."""
+        low, high = self.minimum, self.maximum
+        if (low is None or value >= low) and (high is None or value <= high):
+            return ""
+        bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+        return f"{name}: expected {bounds}, found {shown(value)}"
+
+
+def key(default: Any, meaning: str, **rules: Any) -> Any:
+    """A field with its key; `rules` are those of `Key`."""
+    return dataclasses.field(default=default, metadata={"key": Key(meaning, **rules)})
+
+
+def restated(cls: type, name: str, default: Any = dataclasses.MISSING, **changes: Any) -> Any:
+    """A field of a base class with another default, required without one, and what else is different."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    known = dataclasses.replace(fields[name].metadata["key"], **changes)
+    return dataclasses.field(default=default, metadata={"key": known})
+
+
+def keys_of(cls: type) -> Iterator[tuple[dataclasses.Field[Any], Key]]:
+    """The fields of a class that are declared so."""
+    for field in dataclasses.fields(cls):
+        yield field, cast(Key, field.metadata["key"])

@@ -1,0 +1,111 @@
+"""Context parallelism for any model, found by the compiler: record it, cut the sequence, keep the parameters whole, run.
+
+    group = process_group                            # of torch.distributed
+    module = shard(model, {"input_ids": ids, "labels": labels}, group)
+    loss = module(input_ids=ids, labels=labels).loss
+    loss.backward()                                  # every rank has the gradients of the whole batch
+    print(module.source)                             # the program: collectives are calls on plain tensors
+    print(describe(module))                          # layouts, collectives and bytes, and what is computed whole
+
+Every rank of the group has the whole model, runs the same inputs and gets the same outputs; of everything in between that has the sequence
+as a dimension, it computes and keeps its slice. What no rule can share is computed whole on every rank, right and named by `describe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from smpc.codegen.rewrite.context_parallel.methods import AUTO
+from smpc.codegen.rewrite.context_parallel.rewrite import ContextPlan, ContextTrace, describe_context
+from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, group_attribute
+from smpc.compile.passes import ContextSharing, rewrite_trace
+from smpc.compile.result import Traced
+from smpc.errors import ConfigError
+from smpc.executor.collectives import TensorGroup
+from smpc.recorded import RecordedModule, check_not_shared, record_modes
+from smpc.tracer.ir import Trace
+
+__all__ = ["ContextModule", "describe", "place", "shard"]
+
+
+class ContextModule(RecordedModule):
+    """One rank's view of a model whose sequences several ranks share: parameters are the model's, calls are those of the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: TensorGroup,
+        traces: Mapping[bool, Trace],
+        sharing: ContextSharing,
+        draw_as_one_process: bool = False,
+    ) -> None:
+        super().__init__(traces, draw_as_one_process)
+        self.training = model.training
+        self.group, self._sharing = group, sharing
+        vars(model)[group_attribute(CONTEXT)] = group
+        self.model = model
+        _ = self._program
+
+    @property
+    def rewritten(self) -> ContextTrace:
+        """Layout, collectives, and what is computed whole, in the present mode."""
+        found = self._program.traced.context
+        assert found is not None, "it was rewritten for the ranks of a group"
+        return found
+
+    def _rewritten(self, trace: Trace) -> Traced:
+        return rewrite_trace(trace, self._options, context=self._sharing)
+
+
+def shard(
+    model: nn.Module,
+    sample_inputs: Any,
+    group: dist.ProcessGroup | TensorGroup,
+    *,
+    layout: str = AUTO,
+    attention: str = AUTO,
+    sequence_dims: Mapping[str, int | Sequence[int]] | None = None,
+    outputs: Sequence[str] | None = None,
+    draw_as_one_process: bool = False,
+) -> ContextModule:
+    """This rank's view of `model`, which must be the same on all ranks of `group`.
+
+    `sample_inputs`: one batch, in the forms of `smpc.sample_inputs`. `layout`: "contiguous", "zigzag" (equal work in causal attention;
+    lengths must be divisible by twice the number of ranks) or "auto". `attention`: "p2p" (a ring), "all_gather" (of keys and values),
+    "a2a" (slices of heads for slices of the sequence) or "auto", the cheapest; what a way cannot do, all_gather does. `sequence_dims`: by
+    input, such as {"input_ids": 1}, the dimensions that are the sequence's; by default all but the first. `outputs` are the only tensors
+    that calls return, such as ("loss",), so that logits need not be gathered; by default all are returned. `draw_as_one_process`: dropout
+    drops the elements that it drops without the group, for memory and time (docs/tensor_parallel_compiler.md). Gradients are those of one
+    process with the whole batch, on every rank.
+    Raises ConfigError for a layout, an input or an output that is wrong, and for lengths that the ranks do not divide; TraceError for a
+    model that cannot be recorded.
+    """
+    check_not_shared(model, CONTEXT)
+    dims = {name: (own,) if isinstance(own, int) else tuple(own) for name, own in (sequence_dims or {}).items()}
+    known = group if isinstance(group, TensorGroup) else TensorGroup.of(group)
+    sharing = ContextSharing(known.size, ContextPlan(layout, attention, tuple(dims.items())), outputs)
+    return ContextModule(model, known, record_modes(model, sample_inputs), sharing, draw_as_one_process)
+
+
+def place(model: nn.Module, context: ContextTrace, group: dist.ProcessGroup | TensorGroup) -> None:
+    """Tells a model the ranks that it shares sequences with, for programs made by `compile_model(..., context_parallel_degree=2)`.
+
+    A `smpc.Runtime` over the model then runs the compilation, with pipeline parallelism, too; every pipeline rank has its own group. With
+    tensor parallelism `smpc.tensor_parallel.place` is called as well. ConfigError for a group of another size.
+    """
+    check_not_shared(model, CONTEXT)
+    known = group if isinstance(group, TensorGroup) else TensorGroup.of(group)
+    if known.size != context.sharded.degree:
+        raise ConfigError(
+            f"expected a group of {context.sharded.degree} context-parallel ranks, found one of {known.size}"
+        )
+    vars(model)[group_attribute(CONTEXT)] = known
+
+
+def describe(module: ContextModule) -> str:
+    """For people: the slices, the collectives of every block with the bytes that a rank sends, and what every rank computes whole."""
+    return describe_context(module.rewritten)

@@ -1,0 +1,99 @@
+"""The process groups of a job: `initialize_dist`."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+from torch import distributed
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+from smpc.dist.ending import watch_end
+from smpc.dist.place import is_available, is_initialized
+from smpc.errors import ConfigError, ConfigUnsupportedError, GroupError
+from smpc.launch.store import connect
+from smpc.places import Launch
+
+_BACKENDS = {"cpu": "gloo", "gpu": "cpu:gloo,cuda:nccl"}
+_PREFIX = "smpc_dist"
+
+
+def initialize_dist(device: str | torch.device | None = None, timeout: float = 300.0) -> None:
+    """Make the process group of all ranks; with a group there already, only check it.
+
+    `device`: `cpu` (gloo), `gpu` (nccl for its tensors, gloo for others); by default gpu where there is one. `timeout`: seconds that
+    this, and every wait for other ranks, may take. The place comes from what `smpc run`, torchrun, mpirun or srun have set; where nothing
+    is set, it is a job of one process, in memory. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and NODE_RANK are set afterwards.
+
+    Raises ConfigError for other devices and for a place that is incomplete; GroupError, if there is a group of another backend.
+    """
+    kind = _kind(device)
+    if not is_available():
+        raise GroupError("this torch was built without torch.distributed")
+    if not 0 < timeout < 1e9:
+        raise ConfigError(f"timeout: expected seconds above 0, found {timeout!r}")
+    watch_end()
+    if is_initialized():
+        _check_backend(kind)
+        return
+    launch = Launch.read(os.environ)
+    limit = datetime.timedelta(seconds=timeout)
+    if kind == "gpu":
+        torch.cuda.set_device(launch.local_rank)
+    store: Store = HashStore()
+    if launch.master_port is not None:
+        try:
+            store = connect(launch, launch.master_port, limit)
+        except RuntimeError as error:
+            raise GroupError(
+                f"initialize_dist: rank {launch.rank} could not reach the store of the job at {launch.master_addr}:{launch.master_port} "
+                f"within {timeout:g} s: {str(error).splitlines()[0]}"
+            ) from error
+    distributed.init_process_group(
+        _BACKENDS[kind],
+        store=PrefixStore(_PREFIX, store),
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=limit,
+    )
+    _set_variables(launch)
+
+
+def _kind(device: str | torch.device | None) -> str:
+    if device is None:
+        return "gpu" if torch.cuda.is_available() else "cpu"
+    name = device.type if isinstance(device, torch.device) else device
+    name = {"cuda": "gpu"}.get(name, name)
+    if name in ("mps", "tpu"):
+        raise ConfigUnsupportedError(f"device: {name!r} is not supported; expected cpu or gpu")
+    if name not in _BACKENDS:
+        raise ConfigError(f"device: expected cpu or gpu, found {name!r}")
+    if name == "gpu" and not torch.cuda.is_available():
+        raise ConfigError("device: gpu needs a GPU, and torch finds none; use cpu")
+    return name
+
+
+def _check_backend(kind: str) -> None:
+    found = distributed.get_backend()
+    wanted = "gloo" if kind == "cpu" else "nccl"
+    if wanted not in (found, *str(distributed.get_backend_config()).replace(",", ":").split(":")):
+        raise GroupError(
+            f"initialize_dist: torch.distributed is initialised with {found}, and {kind} needs {wanted}; initialise it once, or call "
+            "torch.distributed.destroy_process_group before"
+        )
+
+
+def _set_variables(launch: Launch) -> None:
+    """What a launcher has not set, so that it can be read as under torchrun."""
+    values = {
+        "RANK": launch.rank,
+        "WORLD_SIZE": launch.world_size,
+        "LOCAL_RANK": launch.local_rank,
+        "LOCAL_WORLD_SIZE": launch.local_size,
+    }
+    if launch.single_host:
+        values["NODE_RANK"] = 0
+    for name, value in values.items():
+        if not os.environ.get(name, "").strip():
+            os.environ[name] = str(value)

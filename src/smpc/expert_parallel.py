@@ -1,0 +1,195 @@
+"""Expert parallelism for any model, found by the compiler: find its experts, keep this rank's, and send tokens to those of the others.
+
+    group = TensorGroup.of(process_group)
+    module = shard(model, group)                     # finds experts by structure; the model's own router stays
+    loss = module(input_ids=ids, labels=labels).loss # ids: this rank's
+    loss.backward()
+    module.average_gradients()                       # or DistributedDataParallel or fully_shard, for what is not an expert
+    print(module)                                    # which experts were found, and what was left whole
+
+Every rank passes its own inputs, as in data parallelism; ranks may also pass the same ones. All must call the model as often as the
+others, and run backward as often.
+
+The scale of gradients. The loss of the group is the mean of the ranks' losses. What is not an expert gets, on each rank, the gradient of
+that rank's loss: to be averaged over the group. An expert gets the sum of the gradients of all ranks' losses, as it serves the tokens of
+all of them. With `gradients="mean"` it is divided by the size of the group in the backward pass itself: then it is right as it is, and
+must not be averaged over this group again, but over further groups that hold the same experts. With "sum" it is left: for what divides by
+the number of all ranks later, as FSDP's `set_gradient_divide_factor` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from smpc.errors import ConfigError
+from smpc.executor.collectives import TensorGroup, sum_over
+from smpc.experts.confirm import Confirmed, confirm
+from smpc.experts.dispatch import WAYS
+from smpc.experts.listed import spread_out
+from smpc.experts.stacked import Options, cut
+from smpc.experts.structure import Found, Listed, Stacked, find_experts, register_experts
+from smpc.experts.whole import Holdings
+
+_ROUTERS = ("none", "balanced")
+_GRADIENTS = ("mean", "sum")
+__all__ = ["ExpertParallelModule", "register_experts", "shard"]
+
+
+class ExpertParallelModule(nn.Module):
+    """One rank's part of a model: some of its experts, and all of the rest. Calls are those of the model.
+
+    `experts`: by the name of a module or container of experts, how many there are in all. `left_whole`: by name, why experts were not cut.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: TensorGroup,
+        holdings: Holdings,
+        experts: Mapping[str, int],
+        left_whole: Mapping[str, str],
+    ) -> None:
+        super().__init__()
+        self.training = model.training
+        self.group, self.experts, self.left_whole = group, dict(experts), dict(left_whole)
+        self._holdings = holdings
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the whole model returns for this rank's inputs."""
+        return self.model(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """The experts, and what was left whole."""
+        found = [f"{name}: {count} experts on {self.group.size} ranks" for name, count in self.experts.items()]
+        return "\n".join(found + [f"{name}: whole, {reason}" for name, reason in self.left_whole.items()])
+
+    def expert_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names in the model, and the parameters, of this rank's experts: those that other ranks have other values of."""
+        own = self._holdings.own()
+        return ((name, parameter) for name, parameter in self.model.named_parameters() if name in own)
+
+    def average_gradients(self) -> None:
+        """Averages the gradients of what is not an expert over the group, in place. All ranks must call it, after backward.
+
+        A parameter that has a gradient on some rank gets one on all; one that has none anywhere keeps none.
+        """
+        own = {id(parameter) for _, parameter in self.expert_parameters()}
+        others = [p for p in self.model.parameters() if id(p) not in own and p.requires_grad]
+        if not others or self.group.size == 1:
+            return
+        has = others[0].new_tensor([p.grad is not None for p in others])
+        for parameter, is_there in zip(others, sum_over(has, self.group).tolist(), strict=True):
+            if is_there:
+                grad = parameter.new_zeros(parameter.shape) if parameter.grad is None else parameter.grad.contiguous()
+                parameter.grad = sum_over(grad, self.group).div_(self.group.size)
+
+    def whole_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's `state_dict`, on every rank; all must call it."""
+        return self._holdings.whole(self._state(), lambda tensor: tensor)
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """The whole gradient of every parameter that has one, on every rank; all must call it."""
+        found = self._holdings.whole(self._state(), lambda tensor: tensor.grad)
+        return {name: grad for name, grad in found.items() if self._holdings.first[name] == name}
+
+    def load_whole_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes this rank's part of a whole model's `state_dict`. UsageError if it does not fit."""
+        self._holdings.load(self._state(), state)
+
+    def _state(self) -> dict[str, Tensor]:
+        return dict(self.model.state_dict(keep_vars=True))
+
+
+def shard(
+    model: nn.Module,
+    group: TensorGroup | dist.ProcessGroup,
+    *,
+    experts: Sequence[str] | None = None,
+    dispatch: str = "all_to_all",
+    capacity_factor: float | None = None,
+    router: str = "none",
+    gradients: str = "mean",
+) -> ExpertParallelModule:
+    """This rank's part of `model`, which it takes over: experts are cut in place.
+
+    experts          patterns of the names of modules or containers of experts (`"*.mlp.experts"`), where the search finds others too, or
+                     not all; None: all that it finds
+    dispatch         how tokens travel: "all_to_all", or "all_gather" for small groups
+    capacity_factor  how many even shares of a rank's tokens an expert takes; the rest is dropped. None: all tokens are served
+    router           "none", the model's own; or "balanced": round robin, with the weights of the model's own
+    gradients        "mean" or "sum": see above
+
+    A model on the meta device stays there: move it with `to_empty` and fill it with `load_whole_state_dict`. Raises ConfigError for
+    settings that are wrong, for a model without experts, and for patterns of which one matches no experts.
+    """
+    group = group if isinstance(group, TensorGroup) else TensorGroup.of(group)
+    options = _options(group, dispatch, capacity_factor, router, gradients)
+    confirmed, left_whole = _confirmed(model, group, experts, router)
+    found: list[Found] = [one.experts if isinstance(one, Confirmed) else one for one in confirmed]
+    holdings = Holdings.of(model, found if group.size > 1 else [], group)
+    for one in confirmed if group.size > 1 else []:
+        if isinstance(one, Confirmed):
+            cut(one, group, options)
+        else:
+            spread_out(one, group, options)
+    return ExpertParallelModule(model, group, holdings, {one.name: one.num_experts for one in found}, left_whole)
+
+
+def _options(group: TensorGroup, dispatch: str, capacity_factor: float | None, router: str, gradients: str) -> Options:
+    wrong = [
+        f"{name}: expected one of {', '.join(allowed)}, found {value!r}"
+        for name, value, allowed in (
+            ("dispatch", dispatch, WAYS),
+            ("router", router, _ROUTERS),
+            ("gradients", gradients, _GRADIENTS),
+        )
+        if value not in allowed
+    ]
+    if capacity_factor is not None and not capacity_factor > 0:
+        wrong.append(f"capacity_factor: expected a number above 0 or None, found {capacity_factor}")
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+    scale = 1 / group.size if gradients == "mean" else 1.0
+    return Options(dispatch, capacity_factor, scale, router)
+
+
+def _confirmed(
+    model: nn.Module, group: TensorGroup, patterns: Sequence[str] | None, router: str
+) -> tuple[list[Confirmed | Listed], dict[str, str]]:
+    """The experts to cut, and why others stay whole."""
+    cuttable: list[Confirmed | Listed] = []
+    whole: dict[str, str] = {}
+    for one in find_experts(model, patterns):
+        outcome = _unsuited(one, group, router) or (confirm(one) if isinstance(one, Stacked) else one)
+        if isinstance(outcome, str):
+            whole[one.name] = outcome
+        else:
+            cuttable.append(outcome)
+    if not cuttable or (patterns is not None and whole):
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in whole.items()) or "no module looks like experts"
+        raise ConfigError(
+            f"expected experts to cut over {group.size} ranks, found none that can be: {reasons}. Name them by `experts=`, or declare "
+            "their class by `register_experts`"
+        )
+    return cuttable, whole
+
+
+def _unsuited(found: Found, group: TensorGroup, router: str) -> str | None:
+    """Why experts cannot be cut, whatever they compute."""
+    if found.num_experts < group.size:
+        return f"{found.num_experts} experts are fewer than {group.size} ranks"
+    modules = [found.module] if isinstance(found, Stacked) else [found.block, *found.members]
+    if any("forward" in vars(module) for module in modules):
+        return "somebody has replaced the forward of an instance"
+    if isinstance(found, Listed):
+        if router != "none":
+            return f"router {router!r} needs experts in one module"
+        inside = [module for member in found.members for module in member.modules()]
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in inside):
+            return "they have a BatchNorm, which depends on all rows that an expert gets"
+    return None

@@ -1,0 +1,95 @@
+"""Linear maps with their adjoints as backward, and the two that mixtures of experts need.
+
+Terms
+    slot      place j of token n among its k experts, numbered n k + j
+    source    [M] for each of M rows: the slot that it is a copy of. N k, one more than the last, for a row that is none's: it is zero
+
+    spread     tokens [N, H] -> rows [M, H]        row m is token source[m] // k
+    collected  rows [M, H]   -> slots [N k, H]     slot source[m] is row m; slots without a row are zero
+
+The backward of `spread` collects and sums over the k slots of a token by a view and a sum. So nothing is added by index, and sums are
+made in one order, on GPUs too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smpc.executor.collectives import linear_map
+
+
+def spread(tokens: Tensor, source: Tensor, num_slots: int, is_padded: bool) -> Tensor:
+    """Row m is token source[m] // k of [N, H], for k = `num_slots`. `is_padded`: some rows are none's."""
+    count, width = tokens.shape
+    token = source if num_slots == 1 else source.div(num_slots, rounding_mode="floor")
+
+    def back(grad: Tensor) -> Tensor:
+        slots = _placed(grad, source, count * num_slots, is_padded)
+        return slots if num_slots == 1 else slots.view(count, num_slots, width).sum(1)
+
+    return linear_map(tokens, lambda x: _taken(x, token, is_padded), back)
+
+
+def collected(rows: Tensor, source: Tensor, num_slots: int, is_padded: bool) -> Tensor:
+    """[`num_slots`, H]: slot source[m] is row m of [M, H]. Rows that are none's are dropped."""
+    return linear_map(
+        rows,
+        lambda x: _placed(x, source, num_slots, is_padded),
+        lambda grad: _taken(grad, source, is_padded),
+    )
+
+
+def permuted(rows: Tensor, order: Tensor) -> Tensor:
+    """Row r is row order[r] of [R, ...]; `order` is a permutation."""
+    return linear_map(rows, lambda x: x.index_select(0, order), lambda grad: _placed(grad, order, len(order), False))
+
+
+def unpermuted(rows: Tensor, order: Tensor) -> Tensor:
+    """The inverse of `permuted`."""
+    return linear_map(rows, lambda x: _placed(x, order, len(order), False), lambda grad: grad.index_select(0, order))
+
+
+def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
+    """The tensor itself; its gradient is multiplied by `factor` on the way back. It may be written into."""
+    if factor == 1 or not tensor.requires_grad:
+        return tensor
+    found = tensor.view_as(tensor)
+    found.register_hook(lambda grad: grad * factor)  # type: ignore[no-untyped-call]
+    return found
+
+
+def touched(tensor: Tensor, other: Tensor) -> Tensor:
+    """A copy of `tensor`, whose backward reaches `other` too, with a gradient of zero."""
+    found: Tensor = _Touch.apply(tensor, other)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _placed(rows: Tensor, source: Tensor, num_slots: int, is_padded: bool) -> Tensor:
+    """Row m at place source[m]. One place more takes the rows that are none's."""
+    if not is_padded and rows.shape[0] == num_slots:
+        slots = torch.empty_like(rows)
+        slots[source] = rows
+        return slots
+    slots = rows.new_zeros(num_slots + 1, *rows.shape[1:])
+    slots[source] = rows
+    return slots[:num_slots]
+
+
+def _taken(slots: Tensor, source: Tensor, is_padded: bool) -> Tensor:
+    """The row at place source[m]; zero for the place after the last."""
+    if is_padded:
+        slots = torch.cat((slots, slots.new_zeros(1, *slots.shape[1:])))
+    return slots.index_select(0, source)
+
+
+class _Touch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, other: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None  # what made `other` runs nevertheless

@@ -1,0 +1,293 @@
+"""Experts that are modules of their own, called by a block in whatever way it routes to them: each rank keeps some of them.
+
+The block may loop over experts, skip those without tokens, sort, or call all: it is run twice.
+
+    first run     every call of an expert is written down, with its rows, and returns zeros
+    exchange      all rows go to the ranks of their experts, are served there, and come back
+    second run    the calls return what came back; its result counts
+
+So ranks may call different experts, in any order, and none. What the first run changes is undone or kept from happening: random numbers are
+drawn again from the same state, buffers get their values back, inputs are copied, and forward hooks inside of the block are called in the
+second run alone. UsageError if the runs pass different rows: then what one expert gets depends on what another returned, and these are no
+experts. An expert must treat every row alike, whatever the others are, and take nothing but rows.
+
+The modules of the experts stay where they are. Those of other ranks have no parameters: under their names lie tensors on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from smpc.errors import TraceError, UsageError
+from smpc.executor.collectives import TensorGroup
+from smpc.experts.dispatch import capacity_of, combine, dispatch, owned
+from smpc.experts.linear import scale_gradient, touched
+from smpc.experts.roles import take_role
+from smpc.experts.stacked import Options
+from smpc.experts.structure import Listed
+from smpc.tracer import register_shape_rule
+
+_BLOCK, _MEMBER = "_smpc_block_of_experts", "_smpc_expert"
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of an expert: its number, its rows in the shape that it got, and, after the exchange, what it returns."""
+
+    expert: int
+    given: Tensor
+    result: Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A block of experts on this rank. `calls` is a list while the block runs; `position`: of the second run's next call."""
+
+    name: str
+    members: list[nn.Module]
+    group: TensorGroup
+    options: Options
+    outside: list[nn.Module]  # the modules of the block that are not in an expert
+    calls: list[_Call] | None = None
+    position: int | None = None
+    widths: dict[tuple[object, ...], torch.Size] = field(default_factory=dict)
+
+    @property
+    def mine(self) -> range:
+        """The experts of this rank."""
+        return owned(len(self.members), self.group)
+
+    def called(self, expert: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """What a call of an expert returns in this run."""
+        assert self.calls is not None
+        given = (*args, *kwargs.values())
+        if len(given) != 1 or not isinstance(given[0], Tensor) or not given[0].is_floating_point():
+            raise UsageError(
+                f"{self.name}: expected experts to be called with one tensor of rows, found "
+                f"{', '.join(type(value).__name__ for value in given) or 'nothing'}; leave these experts whole (`experts=`)"
+            )
+        rows = given[0]
+        if self.position is None:
+            self.calls.append(_Call(expert, rows))
+            kind = (
+                torch.get_autocast_dtype(rows.device.type)
+                if torch.is_autocast_enabled(rows.device.type)
+                else rows.dtype
+            )
+            return rows.new_zeros(rows.shape[:-1] + self.width(rows), dtype=kind)
+        return self._again(expert, rows)
+
+    def _again(self, expert: int, rows: Tensor) -> Tensor:
+        assert self.calls is not None
+        assert self.position is not None
+        call = self.calls[self.position] if self.position < len(self.calls) else None
+        self.position += 1
+        if call is None or call.expert != expert or not _same(call.given, rows):
+            raise UsageError(
+                f"{self.name}: expected what one expert gets not to depend on what another returns, nor on how often the block has run, "
+                f"found other rows for module {expert} when they had returned; leave these modules whole (`experts=`)"
+            )
+        assert call.result is not None
+        return call.result
+
+    def width(self, rows: Tensor) -> torch.Size:
+        """The sizes of what an expert returns for a row, found on the meta device."""
+        key = (rows.shape[-1], rows.dtype)
+        if key not in self.widths:
+            absent = next(expert for expert in range(len(self.members)) if expert not in self.mine)
+            member = self.members[absent]
+            _absent_dtype(member, rows.dtype)
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                found = own_forward(member, torch.empty(1, rows.shape[-1], dtype=rows.dtype, device="meta"))
+            if not isinstance(found, Tensor) or found.dim() != 2 or found.shape[0] != 1:
+                raise UsageError(
+                    f"{self.name}: expected experts to return a row for every row; leave these whole (`experts=`)"
+                )
+            self.widths[key] = found.shape[1:]
+        return self.widths[key]
+
+    def exchange(self, like: Tensor | None) -> Tensor:
+        """Serves all calls; returns what came back, whole. `like`: a tensor of the block's inputs, for a rank without calls."""
+        calls, count = self.calls or [], len(self.members)
+        flat = [call.given.reshape(-1, call.given.shape[-1]) for call in calls]
+        if not flat:
+            if like is None:
+                raise UsageError(f"{self.name}: expected a tensor of floating point among the inputs, found none")
+            flat = [like.reshape(-1, like.shape[-1])[:0]]
+        rows = torch.cat(flat)
+        numbers = [call.expert for call in calls]
+        sizes = torch.tensor([len(part) for part in flat[: len(numbers)]], dtype=torch.int64)
+        index = torch.tensor(numbers, dtype=torch.int64).repeat_interleave(sizes).unsqueeze(1).to(rows.device)
+        factor, scale = self.options.capacity_factor, self.options.gradient_scale
+        capacity = None if factor is None else capacity_of(factor, len(rows), 1, count)
+        arrived, plan = dispatch(rows, index, count, self.group, way=self.options.way, capacity=capacity)
+        served = self._served(scale_gradient(arrived, 1 / scale), plan.counts, self.width(rows))
+        back = combine(scale_gradient(served, scale), plan, None, self.group)
+        start = 0
+        for call in calls:
+            length = call.given.shape[:-1].numel()
+            call.result = back[start : start + length].view(call.given.shape[:-1] + back.shape[1:])
+            start += length
+        return back
+
+    def _served(self, rows: Tensor, counts: tuple[int, ...], width: torch.Size) -> Tensor:
+        """This rank's experts on the rows of all ranks. Those without rows are not called; without any, the result is connected."""
+        parts = torch.split(rows, list(counts))
+        found = [
+            own_forward(self.members[expert], part)
+            for expert, part in zip(self.mine, parts, strict=True)
+            if part.shape[0]
+        ]
+        if found:
+            return torch.cat(found)
+        with torch.no_grad(), torch.random.fork_rng(devices=_devices(rows)):
+            like: Tensor = own_forward(self.members[self.mine.start], rows.new_zeros(1, rows.shape[1]))
+        return rows.sum(1, keepdim=True).expand(0, *width).to(like.dtype)
+
+
+class BlockOfExperts(nn.Module):
+    """The forward of a module that calls experts, some of which are on other ranks."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the block returns with all experts at hand, for this rank's inputs. All ranks of the group call it."""
+        block: Block = vars(self)[_BLOCK]
+        own = super().forward
+        block.calls, block.position = [], None
+        try:
+            with _undone(self, block):
+                own(*tree_map(_copied, args), **tree_map(_copied, kwargs))
+            back = block.exchange(_like(args, kwargs))
+            block.position = 0
+            output = own(*args, **kwargs)
+            if block.position != len(block.calls):
+                raise UsageError(
+                    f"{block.name}: expected {len(block.calls)} calls of experts, found {block.position}; leave these whole (`experts=`)"
+                )
+        finally:
+            block.calls, block.position = None, None
+        return _connected(output, back) if back.requires_grad else output
+
+
+class Expert(nn.Module):
+    """The forward of an expert: in a run of its block, what the block says."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the expert returns, wherever it is."""
+        block, expert = vars(self)[_MEMBER]
+        if block.calls is None:
+            raise UsageError(
+                f"{block.name}: expected expert {expert} to be called by its block, found a call from elsewhere; leave these experts whole "
+                "(`experts=`)"
+            )
+        return block.called(expert, args, kwargs)
+
+    def own(self, rows: Tensor) -> Any:
+        """What the expert's class returns."""
+        return super().forward(rows)
+
+
+def _refused(module: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+    """What a recorder runs in place of a block's forward."""
+    block: Block = vars(module)[_BLOCK]
+    raise TraceError(
+        f"{block.name}: expected a model with all of its experts, found a block some of whose experts are on other ranks, which cannot be "
+        "recorded; compile the whole model for a plan, and run this one without a pipeline"
+    )
+
+
+register_shape_rule(BlockOfExperts, _refused)
+
+
+def own_forward(member: nn.Module, rows: Tensor) -> Any:
+    """The forward that an expert's class has."""
+    return cast(Expert, member).own(rows)
+
+
+def spread_out(found: Listed, group: TensorGroup, options: Options) -> None:
+    """Leaves this rank its experts, in place. Their parameters stay the same objects; those of the others are dropped."""
+    members = found.members
+    inside = {id(module) for member in members for module in member.modules()}
+    outside = [module for module in found.block.modules() if id(module) not in inside]
+    block = Block(found.name, members, group, options, outside)
+    for expert, member in enumerate(members):
+        if expert not in block.mine:
+            _drop_parameters(member)
+        vars(member)[_MEMBER] = (block, expert)
+        take_role(member, Expert)
+    vars(found.block)[_BLOCK] = block
+    take_role(found.block, BlockOfExperts)
+
+
+def _drop_parameters(member: nn.Module) -> None:
+    for module in member.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in list(tensors.items()):
+                if tensor is not None:
+                    del tensors[name]
+                    vars(module)[name] = tensor.detach().to("meta")
+
+
+def _absent_dtype(member: nn.Module, dtype: torch.dtype) -> None:
+    """Tensors under the names of absent parameters follow the dtype that the present ones have been moved to."""
+    for module in member.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta and value.is_floating_point():
+                vars(module)[name] = value.to(dtype)
+
+
+@contextmanager
+def _undone(module: nn.Module, block: Block) -> Iterator[None]:
+    """Takes back what a run does to random numbers and buffers, and calls no forward hooks inside."""
+    buffers = [(buffer, buffer.detach().clone()) for part in block.outside for buffer in part.buffers(recurse=False)]
+    parts = [part for part in (*block.outside, *block.members) if part is not module]
+    hooks = [(part, part._forward_hooks) for part in parts if part._forward_hooks]
+    for part, _ in hooks:
+        part._forward_hooks = type(part._forward_hooks)()
+    with torch.random.fork_rng(devices=_devices(*(buffer for buffer, _ in buffers), *module.parameters())):
+        try:
+            yield
+        finally:
+            for part, own in hooks:
+                part._forward_hooks = own
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    if not torch.equal(buffer, before):
+                        buffer.copy_(before)
+
+
+def _devices(*tensors: Tensor) -> list[int]:
+    """The GPUs that tensors are on, for `fork_rng`."""
+    return sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _like(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    leaves, _ = tree_flatten((args, kwargs))
+    return next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim()), None)
+
+
+def _connected(output: Any, back: Tensor) -> Any:
+    """The output, whose backward reaches what came back, though no row may have been used."""
+    leaves, structure = tree_flatten(output)
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            leaves[place] = touched(leaf, back)
+            return tree_unflatten(leaves, structure)
+    return output
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have the same values; NaN is NaN."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    return torch.equal(first, second) or torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,133 @@
+"""A module with all experts becomes this rank's part of it: fewer experts, which serve the tokens of all ranks.
+
+The module stays the same object under the same name, with the same hooks. Its class becomes a subclass whose forward sends tokens to the
+ranks of their experts, calls the module's own forward there, with one expert a row and weights of one, and multiplies by the weights
+where the tokens came from. A rank to which no token comes calls it with one row of zeros, so that its parameters get gradients of zero.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smpc.errors import UsageError
+from smpc.executor.collectives import TensorGroup
+from smpc.experts.confirm import Confirmed
+from smpc.experts.dispatch import capacity_of, combine, dispatch, owned
+from smpc.experts.linear import scale_gradient
+from smpc.experts.roles import take_role
+from smpc.experts.routers import round_robin
+from smpc.tracer import register_shape_rule
+
+PARTS = "_smpc_expert_parallel"  # of a module that holds, or calls, some of the experts
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How tokens travel. `gradient_scale`: what the gradients of experts, sums over all ranks' tokens, are multiplied by.
+
+    `capacity_factor`: how many even shares an expert takes of each rank's slots; None: all that come. `router`: "none", the model's own,
+    or "balanced", which sends the slots round robin, with the model's weights.
+    """
+
+    way: str = "all_to_all"
+    capacity_factor: float | None = None
+    gradient_scale: float = 1.0
+    router: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a part of the experts knows of the whole."""
+
+    num_experts: int
+    group: TensorGroup
+    options: Options
+    names: tuple[str, ...]  # of the three arguments of forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parts:
+        return self
+
+
+class PartOfExperts(nn.Module):
+    """The forward of a module that holds some of the experts."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What the whole module returns for this rank's tokens. All ranks of the group call it."""
+        parts: Parts = vars(self)[PARTS]
+        hidden, index, weights = _routing(parts.names, args, kwargs)
+        options, group = parts.options, parts.group
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        index = index.reshape(-1, index.shape[-1])
+        if options.router == "balanced":
+            index = round_robin(len(tokens), index.shape[1], parts.num_experts, index.device)
+        capacity = None
+        if options.capacity_factor is not None:
+            capacity = capacity_of(options.capacity_factor, len(tokens), index.shape[1], parts.num_experts)
+        how: dict[str, Any] = {"way": options.way, "capacity": capacity, "is_sorted": False}  # the module sorts them
+        rows, plan = dispatch(tokens, index, parts.num_experts, group, **how)
+        local = plan.index().unsqueeze(1)
+        outputs = self._served(scale_gradient(rows, 1 / options.gradient_scale), local)
+        outputs = scale_gradient(outputs, options.gradient_scale)
+        found = combine(outputs, plan, weights.reshape(index.shape), group)
+        return found.view(*hidden.shape[:-1], found.shape[-1])
+
+    def _served(self, rows: Tensor, local: Tensor) -> Tensor:
+        """This rank's experts on their rows [R, H]; `local` [R, 1] numbers them from 0."""
+        own = super().forward
+        if rows.shape[0]:
+            found: Tensor = own(rows, local, rows.new_ones(local.shape))
+            return found
+        one = rows.sum(0, keepdim=True)  # zero, and connected
+        alone: Tensor = own(one, local.new_zeros(1, 1), one.new_ones(1, 1))
+        return alone[:0]
+
+
+def _routing(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    given = [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
+    if (
+        len(given) != len(args) + len(kwargs)
+        or not all(isinstance(value, Tensor) for value in given)
+        or len(given) != len(names)
+    ):
+        found = ", ".join(
+            [type(value).__name__ for value in args] + [f"{name}={type(kwargs[name]).__name__}" for name in kwargs]
+        )
+        raise UsageError(
+            f"expected three tensors, {', '.join(names)}, found ({found}); leave these experts whole (`experts=`)"
+        )
+    return given[0], given[1], given[2]
+
+
+def _recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """What a recorder runs in place of a part's forward: the same shape, and the products of rows that are evenly spread over experts."""
+    parts: Parts = vars(module)[PARTS]
+    hidden, index, _ = _routing(parts.names, args, kwargs)
+    for parameter in module.parameters():
+        if parameter.dim() == 3:  # [E, out, in], or the other way round
+            rows = hidden.new_empty(index.numel(), parameter.shape[2], requires_grad=True)
+            torch.nn.functional.linear(rows, parameter[0])
+    return hidden + next(module.parameters()).flatten()[0]  # has gradients if the tokens or the experts do
+
+
+register_shape_rule(PartOfExperts, _recorded)
+
+
+def cut(confirmed: Confirmed, group: TensorGroup, options: Options) -> None:
+    """Makes the module this rank's part, in place. Its parameters are new ones, of fewer experts; old gradients are dropped."""
+    module, num_experts = confirmed.experts.module, confirmed.experts.num_experts
+    mine = owned(num_experts, group)
+    names = tuple(inspect.signature(module.forward).parameters)[:3]
+    for name in confirmed.experts.parameters:
+        owner, _, own = name.rpartition(".")
+        whole = module.get_parameter(name)
+        part = whole.detach()[mine.start : mine.stop].clone(memory_format=torch.contiguous_format)
+        module.get_submodule(owner)._parameters[own] = nn.Parameter(part, whole.requires_grad)
+    for count in confirmed.counts:
+        setattr(module, count, len(mine))
+    vars(module)[PARTS] = Parts(num_experts, group, options, names)
+    take_role(module, PartOfExperts)

@@ -1,0 +1,416 @@
+"""Applies a configuration to a model: meshes, units, precision, recomputation, and the optimizer that goes on with the parts. Collective.
+
+    prepared = prepare(model, config, "fp32", optimizer)
+    loss(model(batch)).backward()       gradients are averaged over the ranks that hold the parts
+    prepared.clip(1.0)                  the norm over all ranks
+    optimizer.step()
+
+Every direct child of the model that has parameters is sharded by itself: code that calls a child, and not the model, works too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from smpc import dist
+from smpc.dist.place import known_local_size
+from smpc.errors import ConfigError, ConfigUnsupportedError
+from smpc.fsdp.config import FSDPConfig, MixedPrecision
+from smpc.fsdp.groups import joined, partition
+from smpc.fsdp.tensor import AXIS, TensorConfig, data_sizes, slice_layers
+from smpc.fsdp.wrapping import Wrapped, recomputed, units_of
+from smpc.sharding import Keep, ShardingOptions, Unit, shard
+from smpc.sharding.incoming import Incoming
+from smpc.sharding.tensors import as_state_of, local, own_part
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A sharded model. `own_groups`: units of which not all ranks hold parts, by name; their parameters differ between groups.
+
+    `mesh`: of all ranks, with the axis `tensor` if layers are sliced.
+    """
+
+    model: nn.Module
+    config: FSDPConfig
+    mesh: DeviceMesh
+    own_groups: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tensor_group(self) -> distributed.ProcessGroup | None:
+        """The ranks that slice layers together with this one; None if none are sliced."""
+        return self.mesh[AXIS].get_group() if AXIS in (self.mesh.mesh_dim_names or ()) else None
+
+    @torch.no_grad()
+    def clip(self, most: float) -> Tensor:
+        """Scale the gradients so that their norm over all ranks is at most `most`; the norm before. Collective."""
+        total = torch.zeros((), dtype=torch.float64)
+        grads = []
+        for parameter in self.model.parameters():
+            if parameter.grad is None:
+                continue
+            own = local(parameter.grad)
+            grads.append(own)
+            holders = self._copies(parameter)
+            total += own.double().square().sum().cpu() / holders
+        device = next((grad.device for grad in grads), torch.device("cpu"))
+        total = total.to(device)
+        dist.all_reduce(total)
+        norm = total.sqrt()
+        factor = float(torch.clamp(most / (norm + 1e-6), max=1.0))
+        for own in grads:
+            own.mul_(factor)
+        return norm.float()
+
+    def _copies(self, parameter: Tensor) -> int:
+        """How many ranks of the world hold the same part."""
+        if not isinstance(parameter, DTensor):
+            return dist.get_world_size()
+        sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+        copies = math.prod(size for size, placement in sizes if placement.is_replicate())
+        is_whole = self.tensor_group is not None and AXIS not in (parameter.device_mesh.mesh_dim_names or ())
+        return copies * (self.mesh[AXIS].size() if is_whole else 1)
+
+
+def prepare(
+    model: nn.Module,
+    config: FSDPConfig,
+    precision: str,
+    optimizer: torch.optim.Optimizer | None = None,
+    device_type: str = "cpu",
+    tensor: TensorConfig | None = None,
+) -> Prepared:
+    """Shard the children of a model in place, with rank 0's values.
+
+    `precision`: `fp32`, `amp_fp16` or `amp_bf16`, which named mixed precisions refer to. `tensor`: the layers that are sliced before, over
+    groups of ranks; FSDP is over what these leave of the ranks. Raises ConfigError for fields that do not fit the model or the ranks,
+    before any process group is made.
+    """
+    roots = _roots(model, config)
+    units = {name: units_of(root) for name, root in roots.items()}
+    _check_shared(model, roots)
+    slices = 1 if tensor is None else tensor.tensor_parallel_degree
+    degrees = config.degrees(*data_sizes(slices))
+    _check_options(units, config)
+    own = _partitions(units, config.process_group)
+    _check_slices(own, config, slices)
+    ignored = _ignored(model, config)
+    policies = {
+        (root, unit.name): MixedPrecision.of(unit.options.get("mixed_precision", config.mixed_precision), precision)
+        for root, wrapped in units.items()
+        for unit in wrapped
+    }
+    _check_meta(model, config, slices)
+    for line in config.told:
+        warnings.warn(line, stacklevel=3)
+    is_hybrid = config.is_hybrid or config.sharding_strategy == "NO_SHARD"
+    prepared = Prepared(model, config, _mesh(device_type, degrees, slices, is_hybrid=is_hybrid))
+    meshes = {groups: _mesh_of_groups(device_type, groups) for groups in dict.fromkeys(own.values())}
+    before = dict(model.named_parameters(remove_duplicate=False))
+    source = Incoming.of(model.parameters(), 0, device_type)
+    if tensor is not None and slices > 1:
+        _slice(model, tensor, prepared.mesh, source)
+    if config.activation_checkpointing or config.activation_cpu_offload:
+        _save_less(roots.values(), config)
+    whole = MixedPrecision.of(config.mixed_precision, precision)
+    options = ShardingOptions(Keep.NEVER, whole.param_dtype, whole.reduce_dtype, cast_inputs=True)
+    axes = ("replica", "shard") if is_hybrid else ("shard",)
+    over = prepared.mesh[axes] if slices > 1 else prepared.mesh
+    for name, root in roots.items():
+        asked = [_asked(name, unit, prepared, policies, meshes, own) for unit in units[name]]
+        shard(root, asked, over, options, ignored=ignored, source=source if slices == 1 else None).settle()
+        _prefetch(root, config, units[name])
+    if config.auto_wrap:
+        _sync_buffers(model, device_type)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    exchanged = {old: after[name] for name, old in before.items() if old is not after[name]}
+    if slices > 1:
+        _let_go(before, after)
+    if optimizer is not None:
+        hand_over(optimizer, exchanged)
+    if config.verbose and dist.get_global_rank() == 0:
+        _tell(prepared, units, policies, degrees)
+    return prepared
+
+
+def _check_slices(own: Mapping[Any, Any], config: FSDPConfig, slices: int) -> None:
+    if slices == 1:
+        return
+    if config.load_monolith_rank0_only:
+        raise ConfigError(
+            "fsdp_config: load_monolith_rank0_only: expected no tp beside it, found tensor_parallel_degree above 1"
+        )
+    if own:
+        raise ConfigUnsupportedError(
+            "fsdp_config: process_group: units in groups of their own are not supported beside tp"
+        )
+    if not config.auto_wrap:
+        raise ConfigUnsupportedError(
+            "fsdp_config: auto_wrap: False is not supported beside tp; slice and shard the model in the script"
+        )
+
+
+@torch.no_grad()
+def _slice(model: nn.Module, tensor: TensorConfig, mesh: DeviceMesh, source: Incoming) -> None:
+    """Rank 0's values everywhere, then slices of the layers that the plan names."""
+    for parameter in model.parameters():
+        parameter.copy_(source.take(parameter))
+    slice_layers(model, tensor, mesh)
+
+
+@torch.no_grad()
+def _let_go(before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]) -> None:
+    """Let go of whole parameters, once it is sure that this rank has its part of each: torch has rules of its own for parts of slices."""
+    wrong = [
+        name
+        for name, old in before.items()
+        if old.numel() and old is not after[name] and not torch.equal(local(after[name]), own_part(after[name], old))
+    ]
+    if wrong:
+        raise ConfigUnsupportedError(
+            f"tp: torch {torch.__version__} does not divide the slices of {', '.join(wrong[:5])} as it says; choose degrees that divide "
+            "their dimensions"
+        )
+    for name, old in before.items():
+        if old is not after[name]:
+            old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+
+
+def _asked(
+    root: str,
+    unit: Wrapped,
+    prepared: Prepared,
+    policies: Mapping[tuple[str, str], MixedPrecision],
+    meshes: Mapping[Any, DeviceMesh],
+    own: Mapping[Any, Any],
+) -> Unit:
+    group = unit.options.get("process_group", prepared.config.process_group)
+    if group is not None:
+        prepared.own_groups[f"{root}.{unit.name}".rstrip(".")] = str(group)
+    keep = Keep.MICROBATCH if _keeps_whole(unit, prepared.config) else Keep.NEVER
+    mesh = None if group is None else meshes[own[_key(group)]]
+    return Unit(unit.name, mesh, keep=keep, policy=_policy(policies[root, unit.name]))
+
+
+def _roots(model: nn.Module, config: FSDPConfig) -> dict[str, nn.Module]:
+    """The direct children that have parameters; none where the script has sharded the model by itself."""
+    if not config.auto_wrap:
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            return {}
+        raise ConfigError(
+            "fsdp_config: auto_wrap: expected modules that fully_shard has sharded already beside False, found none"
+        )
+    direct = [name for name, _ in model.named_parameters(recurse=False)]
+    if direct:
+        raise ConfigUnsupportedError(
+            f"fsdp_config: expected parameters in the children of {type(model).__name__} alone, found {', '.join(direct)} in itself; put "
+            "them into a module"
+        )
+    found = {}
+    for name, child in model.named_children():
+        if next(child.parameters(), None) is None or type(child).__module__.startswith("torchmetrics"):
+            continue
+        if getattr(child, "_fsdp_wrap", True) is False:
+            raise ConfigUnsupportedError(
+                f"fsdp_config: {name} has parameters and _fsdp_wrap = False: each rank would train its own copy; put it into a child "
+                "that is wrapped, or name it in ignored_modules"
+            )
+        found[name] = child
+    return found
+
+
+def _check_shared(model: nn.Module, roots: Mapping[str, nn.Module]) -> None:
+    owner: dict[int, str] = {}
+    for name, root in roots.items():
+        for inner, parameter in root.named_parameters():
+            other = owner.setdefault(id(parameter), name)
+            if other != name:
+                raise ConfigUnsupportedError(
+                    f"fsdp_config: {name}.{inner} is a parameter of {other}, too; put both modules into one child of {type(model).__name__}"
+                )
+
+
+def _check_options(units: Mapping[str, Sequence[Wrapped]], config: FSDPConfig) -> None:
+    """Raise ConfigError for options of units that are wrong, and for strategies that need another mesh than the configuration's."""
+    for root, wrapped in units.items():
+        for unit in wrapped:
+            given = {
+                name: unit.options[name] for name in ("sharding_strategy", "backward_prefetch") if name in unit.options
+            }
+            own = FSDPConfig.read(given)
+            kinds = [
+                ("HYBRID" in each.sharding_strategy, each.sharding_strategy == "NO_SHARD") for each in (own, config)
+            ]
+            if "sharding_strategy" in given and kinds[0] != kinds[1]:
+                raise ConfigUnsupportedError(
+                    f"fsdp_wrap_fn({root}.{unit.name}): sharding_strategy {own.sharding_strategy} beside {config.sharding_strategy}: a "
+                    "unit is over the ranks of the configuration, or of a process_group of its own; only how long it stays whole is free"
+                )
+
+
+def _partitions(units: Mapping[str, Sequence[Wrapped]], default: Any) -> dict[Any, tuple[tuple[int, ...], ...]]:
+    """The groups that units ask for, in the order of the units. Collective where ranks name their own members."""
+    found: dict[Any, tuple[tuple[int, ...], ...]] = {}
+    for wrapped in units.values():
+        for unit in wrapped:
+            group = unit.options.get("process_group", default)
+            if group is not None and _key(group) not in found:
+                found[_key(group)] = _partition_of(group)
+    return found
+
+
+def _key(group: Any) -> Any:
+    return tuple(group) if isinstance(group, list) else group
+
+
+def _partition_of(group: Any) -> tuple[tuple[int, ...], ...]:
+    if isinstance(group, distributed.ProcessGroup):
+        group = distributed.get_process_group_ranks(group)
+    is_list = isinstance(group, list | tuple) and all(
+        isinstance(rank, int) and not isinstance(rank, bool) for rank in group
+    )
+    if not is_list or not group:
+        return partition(group, dist.get_world_size(), known_local_size())
+    return joined(dist.all_gather_object(tuple(group)))
+
+
+def _ignored(model: nn.Module, config: FSDPConfig) -> frozenset[nn.Parameter]:
+    modules = [] if config.ignored_modules is None else list(config.ignored_modules)
+    strangers = [type(module).__name__ for module in modules if all(module is not own for own in model.modules())]
+    if strangers:
+        raise ConfigError(f"fsdp_config: ignored_modules: expected modules of the model, found {', '.join(strangers)}")
+    return frozenset(parameter for module in modules for parameter in module.parameters())
+
+
+def _check_meta(model: nn.Module, config: FSDPConfig, slices: int) -> None:
+    """Raise ConfigError on all ranks, unless rank 0 has all values, and the others too where they must. Collective."""
+    tensors = [*model.parameters(), *model.buffers()]
+    is_own = (
+        not config.auto_wrap or slices > 1
+    )  # the script has sharded the model and filled it, or all of it is sliced
+    meta = dist.all_gather_object(any(tensor.is_meta for tensor in tensors))
+    if meta[0] or (any(meta) and (is_own or not config.sync_module_states)):
+        where = ", ".join(str(rank) for rank, is_meta in enumerate(meta) if is_meta)
+        elsewhere = " beside auto_wrap False or tp" if is_own else " unless sync_module_states is True"
+        raise ConfigError(
+            f"fsdp_config: expected parameters with values on rank 0, and elsewhere too{elsewhere}; found meta tensors on ranks {where}"
+        )
+
+
+@torch.no_grad()
+def _sync_buffers(model: nn.Module, device_type: str) -> None:
+    """Rank 0's buffers everywhere, on the device. Collective."""
+    made: dict[Tensor, Tensor] = {}  # one buffer may have several names
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = made.setdefault(buffer, torch.empty_like(buffer, device=device_type))
+    model.to(device_type)
+    for each in model.buffers():
+        buffer = local(each)
+        values = buffer.detach().contiguous()
+        dist.broadcast(values, 0)
+        buffer.copy_(values)
+
+
+def _mesh(device_type: str, degrees: tuple[int, int], slices: int, *, is_hybrid: bool) -> DeviceMesh:
+    axes = {"replica": degrees[0], "shard": degrees[1]} if is_hybrid else {"shard": degrees[1]}
+    axes |= {AXIS: slices} if slices > 1 else {}
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _mesh_of_groups(device_type: str, groups: tuple[tuple[int, ...], ...]) -> DeviceMesh:
+    rank = dist.get_global_rank()
+    made = [distributed.new_group(list(members)) for members in groups]
+    own = next(group for group, members in zip(made, groups, strict=True) if rank in members)
+    return DeviceMesh.from_group(own, device_type, mesh_dim_names=("shard",))
+
+
+def _keeps_whole(unit: Wrapped, config: FSDPConfig) -> bool:
+    if "reshard_after_forward" in unit.options:
+        return not unit.options["reshard_after_forward"]
+    if "sharding_strategy" in unit.options:
+        return FSDPConfig.read({"sharding_strategy": unit.options["sharding_strategy"]}).keeps_whole
+    return config.keeps_whole
+
+
+def _policy(precision: MixedPrecision) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
+
+
+def _save_less(roots: Iterable[nn.Module], config: FSDPConfig) -> None:
+    """Have the chosen modules recompute what backward needs, or keep it in CPU memory; with both, what recomputing begins with."""
+    for root in roots:
+        for name in recomputed(root):
+            module = root.get_submodule(name)
+            if config.activation_checkpointing:
+                module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+            if config.activation_cpu_offload:
+                module.forward = functools.partial(_offloaded, module.forward)
+
+
+def _offloaded(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return forward(*args, **options)
+
+
+def _prefetch(root: nn.Module, config: FSDPConfig, wrapped: Sequence[Wrapped]) -> None:
+    units: list[FSDPModule] = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    if config.forward_prefetch:
+        for index, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + config.forward_prefetch_limit])
+    if config.backward_prefetch == "NONE":
+        for unit in units:
+            unit.set_modules_to_backward_prefetch([unit])
+    elif config.backward_prefetch_limit > 1:
+        for index, unit in enumerate(units):
+            first = max(index - config.backward_prefetch_limit, 0)
+            unit.set_modules_to_backward_prefetch(list(reversed(units[first:index])) or [unit])
+    for each in wrapped:
+        if str(each.options.get("backward_prefetch")).upper() == "NONE":
+            alone: Any = root.get_submodule(each.name)
+            alone.set_modules_to_backward_prefetch([alone])
+
+
+def hand_over(optimizer: torch.optim.Optimizer, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Have an optimizer go on with parts: groups, options and state stay."""
+    state: dict[Any, dict[str, Any]] = dict(optimizer.state)
+    optimizer.state.clear()
+    for old, values in state.items():
+        new = exchanged.get(old, old)
+        optimizer.state[new] = {name: as_state_of(new, value) for name, value in values.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [exchanged.get(parameter, parameter) for parameter in group["params"]]
+
+
+def _tell(
+    prepared: Prepared,
+    units: Mapping[str, Sequence[Wrapped]],
+    policies: Mapping[tuple[str, str], MixedPrecision],
+    degrees: tuple[int, int],
+) -> None:
+    held = sum(local(parameter).numel() for parameter in prepared.model.parameters())
+    total = sum(parameter.numel() for parameter in prepared.model.parameters())
+    lines = [f"smpc: fsdp: {degrees[0]} replicas x {degrees[1]} shards; this rank holds {held} of {total} elements"]
+    for root, wrapped in units.items():
+        for unit in wrapped:
+            policy = policies[root, unit.name]
+            group = unit.options.get("process_group", prepared.config.process_group) or "all ranks"
+            lines.append(
+                f"smpc: fsdp: unit {f'{root}.{unit.name}'.rstrip('.')}: {group}, computes in {policy.param_dtype}, "
+                f"averages in {policy.reduce_dtype}"
+            )
+    print("\n".join(lines), file=sys.stderr)

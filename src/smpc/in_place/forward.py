@@ -1,0 +1,119 @@
+"""The forward of a model that runs in place: finds the program of a call, makes it where there is none yet, and runs it.
+
+All ranks that share the model must be called alike: they make and choose programs by themselves, and alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smpc.codegen.program import StageCode
+from smpc.codegen.split import split
+from smpc.codegen.stage import stage_class
+from smpc.compile.passes import plan_trace
+from smpc.compile.result import Traced
+from smpc.errors import CodegenError, TraceError
+from smpc.in_place.skeleton import Whole, skeleton
+from smpc.in_place.view import Installed, Root, install
+from smpc.in_place.wrappers import is_wrapped, own_modules
+from smpc.recorded import OPTIONS, outputs_of
+from smpc.tracer.guards import broken_guard
+from smpc.tracer.ir import Trace
+from smpc.tracer.record import record
+from smpc.tracer.replay import input_values
+
+Rewrite = Callable[[Trace], Traced]
+_LIMIT = 64  # programs of one state of the model
+
+
+@dataclass(frozen=True)
+class _Program:
+    trace: Trace  # of the whole model
+    traced: Traced
+    code: StageCode
+    run: Callable[..., Any]
+
+
+class InPlace(Installed):
+    """See the module's docstring. `parameters`: as they were before anybody divided them."""
+
+    def __init__(self, model: nn.Module, parameters: tuple[Whole, ...], rewrite: Rewrite) -> None:
+        super().__init__(model)
+        self._model, self._parameters, self._rewrite = model, parameters, rewrite
+        self._programs: dict[Any, list[_Program]] = {}
+
+    def otherwise(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns."""
+        program, values = self.program_of(args, kwargs)
+        device = next((value.device for value in values.values()), torch.device("cpu"))
+        self.begin(program.traced, device)
+        found = program.run(Root(self._model, device), *(values[name] for name in program.code.inputs))
+        trace = program.traced.trace
+        named = dict(zip(trace.output_names, found, strict=True))
+        return outputs_of(trace, named, device, lambda position, value: self.finish(program.traced, position, value))
+
+    def begin(self, traced: Traced, device: torch.device) -> None:
+        """What is done before a program runs."""
+
+    def finish(self, traced: Traced, position: int, value: Any) -> Any:
+        """What is returned for a leaf of the program's output."""
+        return value
+
+    def program_of(self, args: Any, kwargs: Mapping[str, Any]) -> tuple[_Program, dict[str, Tensor]]:
+        """The program for inputs, and its inputs by name."""
+        programs = self._programs.setdefault(self._state(), [])
+        for program in programs:
+            values = _fitting(program.trace, self._model, args, kwargs)
+            if values is not None:
+                return program, values
+        if len(programs) == _LIMIT:
+            del programs[0]
+        program = self._made(args, dict(kwargs))
+        programs.append(program)
+        return program, input_values(program.trace, args, kwargs)
+
+    def _state(self) -> Any:
+        """What programs depend on beside the inputs."""
+        found = own_modules(self._model)
+        modules = tuple((inner.training, is_wrapped(outer, inner)) for _, outer, inner in found)
+        return modules, tuple((kind, *_autocast(kind)) for kind in ("cpu", "cuda"))
+
+    def _made(self, args: Any, kwargs: dict[str, Any]) -> _Program:
+        copy = skeleton(self._model, self._parameters)
+        with torch.enable_grad():
+            trace = record(copy, args, kwargs)
+        traced = self._rewrite(trace)
+        wrapped = {name: inner for name, outer, inner in own_modules(self._model) if name and is_wrapped(outer, inner)}
+        planned = plan_trace(traced, OPTIONS, prove=False)
+        (code,) = split(planned.trace, planned.plan, wrapped)
+        _check_names(code)
+        for module in wrapped.values():
+            install(module)
+        return _Program(trace, traced, code, stage_class(code).forward)
+
+
+def _fitting(trace: Trace, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Tensor] | None:
+    """The inputs of a trace by name, if it is one of such inputs."""
+    try:
+        values = input_values(trace, args, kwargs)
+    except TraceError:
+        return None
+    return None if trace.guards and broken_guard(trace, model, values) is not None else values
+
+
+def _autocast(kind: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+
+def _check_names(code: StageCode) -> None:
+    """CodegenError if the model calls something what a program calls something of its own."""
+    taken = [path for path in (*code.modules, *code.attributes) if path.split(".")[0] in ("checkpoint", "inside")]
+    if taken:
+        raise CodegenError(
+            f"{taken[0]!r} of the model: a program calls something of its own so; give the attribute another name"
+        )

@@ -1,0 +1,153 @@
+"""A model to be recorded: a copy of what a model is now, without wrappers, with whole parameters on the meta device.
+
+Parameters may be anywhere when a recording is made: in slices, in parts of flat parameters, gathered as plain tensors. So what they are as
+a whole is noted beforehand (`whole_parameters`), and the copy has stand-ins. Buffers are the model's own, as their values count.
+Attributes are copied as `copy.deepcopy` does, so that what a script has changed since then is seen.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map_only
+
+from smpc.in_place.wrappers import Casts, casts_of, own_modules, unwrapped
+
+_OF_FSDP2 = "__composable_api"  # how what `fully_shard` keeps in a module is called
+INSTALLED = "_smpc_installed"  # on what is put in the place of a forward
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A parameter as the model has it before anybody divides it. `names`: all that it has."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+def whole_parameters(model: nn.Module) -> tuple[Whole, ...]:
+    """All parameters of a model that nothing is wrapped around yet."""
+    names: dict[int, list[str]] = {}
+    found: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        found[id(parameter)] = parameter
+    return tuple(Whole(tuple(names[key]), tuple(one.shape), one.dtype, one.requires_grad) for key, one in found.items())
+
+
+def skeleton(model: nn.Module, parameters: tuple[Whole, ...]) -> nn.Module:
+    """The copy. Its parameters have the dtypes that FSDP's mixed precision computes in."""
+    memo: dict[int, Any] = {}
+    pairs, units = [], dict[str, Casts | None]()
+    for name, outer, inner in own_modules(model):
+        made = object.__new__(_plain_class(inner))
+        memo[id(inner)] = memo[id(outer)] = made
+        around = outer
+        while around is not inner:
+            memo[id(around)] = made
+            around = next(child for child in around._modules.values() if child is not None)
+        pairs.append((name, inner, made))
+        units[name] = casts_of(outer)
+    named = {name: whole for whole in parameters for name in whole.names}
+    stand_ins = {whole.names[0]: _stand_in(model, whole, units) for whole in parameters}
+    for name, inner, made in pairs:
+        prefix = f"{name}." if name else ""
+        keys = _keys_of(named, prefix)
+        _fill(inner, made, {key: stand_ins[named[prefix + key].names[0]] for key in keys}, memo)
+    for name, _, made in pairs:
+        unit = units[name]
+        if name and unit is not None:  # the model's own casts come before and after all of this
+            _cast(made, unit)
+    found: nn.Module = memo[id(model)]
+    return found
+
+
+def _keys_of(named: Mapping[str, Whole], prefix: str) -> list[str]:
+    rest = (name.removeprefix(prefix) for name in named if name.startswith(prefix))
+    return [key for key in rest if "." not in key]
+
+
+def _stand_in(model: nn.Module, whole: Whole, units: Mapping[str, Casts | None]) -> nn.Parameter:
+    dtype = whole.dtype
+    if dtype.is_floating_point:
+        owner, _, key = whole.names[0].rpartition(".")
+        above = [".".join(owner.split(".")[:end]) for end in range(len(owner.split(".")), 0, -1)] if owner else []
+        unit = next((found for name in above if (found := units.get(name)) is not None), None)
+        if unit is None:  # the outermost one, which may be around the model: its parameters are there while it runs
+            now = getattr(unwrapped(_submodule(model, owner)), key, None)
+            unit = Casts(now.dtype if isinstance(now, Tensor) else None)
+        dtype = unit.parameters or dtype
+    return nn.Parameter(torch.empty(whole.shape, dtype=dtype, device="meta"), whole.requires_grad)
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module:
+    found = model
+    for key in name.split(".") if name else ():
+        inner = unwrapped(found)._modules[key]
+        assert inner is not None, name
+        found = inner
+    return found
+
+
+def _cast(module: nn.Module, unit: Casts) -> None:
+    """Has a copy take and give what the unit would."""
+    inputs, outputs = unit.inputs, unit.outputs
+    if inputs is not None:
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: (_in_dtype(args, inputs), _in_dtype(kwargs, inputs)), with_kwargs=True
+        )
+    if outputs is not None:
+        module.register_forward_hook(lambda _, args, output: _in_dtype(output, outputs))
+
+
+def _in_dtype(values: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values)
+
+
+def _plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class of the module without FSDP2, which makes a subclass of it."""
+    found = type(module)
+    if isinstance(module, FSDPModule):
+        return next(base for base in found.__bases__ if base is not FSDPModule)
+    return found
+
+
+def _fill(module: nn.Module, made: nn.Module, parameters: Mapping[str, nn.Parameter], memo: dict[int, Any]) -> None:
+    """Gives a copy the state of its module."""
+    theirs = _hooks_of_torch(module)
+    for key, value in vars(module).items():
+        if key in parameters or str(key).startswith(_OF_FSDP2) or hasattr(value, INSTALLED):
+            continue
+        if key == "_parameters":
+            found: Any = {name: parameters.get(name) for name in value if name in parameters or value[name] is None}
+            found |= {name: one for name, one in parameters.items() if name not in found}
+        elif key == "_modules":
+            found = {name: None if child is None else memo[id(child)] for name, child in value.items()}
+        elif key in ("_buffers", "_non_persistent_buffers_set"):
+            found = value.copy()
+        elif key.startswith("_") and "hooks" in key and isinstance(value, dict):
+            found = type(value)((number, hook) for number, hook in value.items() if number not in theirs)
+        else:
+            found = copy.deepcopy(value, memo)
+        vars(made)[key] = found
+
+
+def _hooks_of_torch(module: nn.Module) -> set[int]:
+    """The numbers of hooks that torch's wrappers have registered: they act when the module itself is called."""
+    found = set()
+    for key, hooks in vars(module).items():
+        if key.startswith("_") and "hooks" in key and isinstance(hooks, dict):
+            for number, hook in hooks.items():
+                owner = getattr(hook, "__self__", None)
+                place = getattr(hook, "__module__", "") if owner is None else type(owner).__module__
+                if str(place).startswith("torch.distributed"):
+                    found.add(number)
+    return found

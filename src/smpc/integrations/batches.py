@@ -1,0 +1,46 @@
+"""Batches of a library's training loop as microbatches: which can be cut, and outputs put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import smpc.v1 as smp
+from smpc.errors import UsageError
+
+
+def start(pipeline: Mapping[str, Any] | None, who: str, example: str) -> None:
+    """Begin the session with this configuration, replicas allowed; with None, the script has begun it.
+
+    `who` and `example` are named in the UsageError where it has not, or where both have.
+    """
+    if pipeline is None:
+        if not smp.is_initialized():
+            raise UsageError(f"{who}: expected the configuration of a pipeline; {example}, or call smp.init before")
+        return
+    if smp.is_initialized():
+        raise UsageError(f"{who}: smp.init has been called already; leave the configuration out, or call smp.shutdown")
+    smp.init({"ddp": True, **pipeline})
+
+
+def divides(batch: Any) -> bool:
+    """Whether every tensor in a batch can be cut into the microbatches of a step along axis 0."""
+    microbatches = smp.state.cfg.microbatches
+    sizes = {value.shape[0] for value in tree_leaves(batch) if isinstance(value, Tensor) and value.dim()}
+    return all(size and size % microbatches == 0 for size in sizes)
+
+
+def joined(value: Any, *, whole: bool) -> Any:
+    """Outputs of the microbatches as those of the batch, numbers in a row; `whole`: every microbatch was the batch."""
+    if isinstance(value, smp.StepOutput):
+        if whole:
+            return value[0]
+        return value.concat() if value[0].dim() else value.stack()
+    if isinstance(value, (list, tuple)):
+        return tuple(joined(each, whole=whole) for each in value)
+    if isinstance(value, Mapping):
+        return {name: joined(each, whole=whole) for name, each in value.items()}
+    return value

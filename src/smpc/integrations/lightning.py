@@ -1,0 +1,394 @@
+"""Lightning, training a pipeline: a Strategy for its Trainer, and the same LightningModule, callbacks, files and losses.
+
+    from smpc.integrations.lightning import PipelineStrategy
+
+    strategy = PipelineStrategy({"pipeline_parallel_degree": 2, "microbatches": 4})
+    trainer = lightning.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=3)
+    trainer.fit(module, loader)
+
+    smpc run -n 2 train.py
+
+What is Lightning's stays so: loops, optimizers, schedulers, accumulation, clipping, evaluation, callbacks, loggers, checkpoints.
+
+Terms
+    network     the child of the LightningModule that has all of its parameters, such as `self.model`. It becomes the
+                smp.DistributedModel. `training_step` and its kin run in step functions: on the first rank up to the call of the network,
+                and for every microbatch on the last
+    logged      what `self.log` is told in such a step: the mean over microbatches, logged on every rank
+
+Files are those of Lightning: a checkpoint has the state dict of the whole module and of its optimizer, so that `load_from_checkpoint`, a
+job on another number of ranks, or Lightning in one process reads it. The random state of every rank is beside them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, DistributedSampler
+
+import smpc.v1 as smp
+from smpc.checkpoint import capture_rng, restore_rng
+from smpc.errors import ConfigUnsupportedError, UsageError
+from smpc.integrations.batches import divides, joined, start
+
+_RANDOM = "smpc_random_state"  # in a checkpoint: of every rank
+
+
+class PipelineStrategy(Strategy):  # type: ignore[misc]
+    """Lightning's Strategy for a module that lies on several ranks; construct it on every rank, before data loaders.
+
+    `pipeline`: the configuration of `smp.init`; None where the script has called that. `network`: the name of the module's child that
+    has its parameters; by default the only child that has any.
+
+    Raises ConfigUnsupportedError, with a line for each, for what a pipeline cannot follow: manual optimization, several optimizers,
+    precision of Lightning's (`bf16: true` in the configuration keeps fp32 masters), parameters outside of the network.
+    """
+
+    optimizers: Any
+    strategy_name = "smpc"
+    is_distributed = (
+        False  # Lightning leaves data loaders alone: what it would divide among ranks is divided among replicas
+    )
+
+    def __init__(self, pipeline: Mapping[str, Any] | None = None, network: str | None = None) -> None:
+        start(pipeline, "PipelineStrategy", "PipelineStrategy({'pipeline_parallel_degree': 2, 'microbatches': 4})")
+        super().__init__()
+        self._name = network
+        self._is_first = True  # whether gradients of the next batch are the first of an update
+        self.global_rank, self.local_rank, self.world_size = smp.rank(), smp.local_rank(), smp.size()
+        rank_zero_only.rank = self.global_rank
+
+    # -- where --------------------------------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where this rank computes."""
+        device: torch.device = smp.state.session.device
+        return device
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this rank logs and writes."""
+        return self.global_rank == 0
+
+    @property
+    def network(self) -> Any:
+        """The smp.DistributedModel in the module, once training or evaluation has begun."""
+        return getattr(self.lightning_module, str(self._name))
+
+    def model_to_device(self) -> None:
+        """Nothing: whole, the module may be larger than the device."""
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """The same, which must be divided among replicas already, where there are several."""
+        rank, size = _replica()
+        sampler = dataloader.sampler if isinstance(dataloader, DataLoader) else None
+        if size == 1 or (
+            isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) == (rank, size)
+        ):
+            return dataloader
+        raise UsageError(
+            f"expected a DataLoader whose sampler is DistributedSampler(data, num_replicas={size}, rank={rank}), as there are {size} "
+            f"replicas of the pipeline, found {type(sampler or dataloader).__name__}; docs/data_loading.md"
+        )
+
+    # -- setting up ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        """Make the network a DistributedModel, and the optimizer one of it."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = _module(self)
+        self._name = _check(module, self._name, self.precision_plugin)
+        if not isinstance(self.network, smp.DistributedModel):
+            setattr(module, self._name, smp.DistributedModel(self.network))
+        self.model = module
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            if len(self.optimizers) != 1:
+                raise ConfigUnsupportedError(
+                    f"configure_optimizers: expected one optimizer with a pipeline, found {len(self.optimizers)}; use parameter groups"
+                )
+            self.optimizers = [_Optimizer(self.optimizers[0])]
+
+    def teardown(self) -> None:
+        """Leave the module where it is."""
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # -- a batch ------------------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Whether it begins an update."""
+        self._is_first = batch_idx % _module(self).trainer.accumulate_grad_batches == 0
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward and backward of one batch, all microbatches of it; what the module's step returns, on every rank."""
+        optimizer = self.optimizers[0]
+        if self._is_first:
+            optimizer.zero_grad()
+        output = self._step("training_step", args, kwargs, _module(self).trainer.accumulate_grad_batches)
+        optimizer.holds = True
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One batch of validation."""
+        return self._evaluate("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One batch of a test."""
+        return self._evaluate("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predictions of one batch."""
+        return self._evaluate("predict_step", args, kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Lightning's hooks around a backward that `training_step` has done."""
+        module = _module(self)
+        loss: Tensor = self.precision_plugin.pre_backward(closure_loss, module)
+        self.optimizers[0].holds = False
+        closed: Tensor = self.precision_plugin.post_backward(loss, module)
+        return closed
+
+    def _evaluate(self, hook: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return self._step(hook, args, kwargs, 0)
+
+    def _step(self, hook: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], divisor: int) -> Any:
+        batch, *rest = (*args, *kwargs.values())
+        whole = not divides(batch)
+        run = _run_whole if whole else _run
+        output, values, told = run(self.network, batch, self, hook, tuple(rest), divisor)
+        module = _module(self)
+        for name, value in values.items():
+            options = told[name][0]
+            module.log(name, _mean(value, whole=whole), *options.args, **options.kwargs)
+        return _mean(output, whole=whole)
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[tuple[dict[str, Tensor], dict[str, _Options]]]:
+        """What the module logs inside, by name: values and options."""
+        module: Any = _module(self)
+        values: dict[str, Tensor] = {}
+        told: dict[str, _Options] = {}
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            if not isinstance(value, Tensor | int | float):
+                raise ConfigUnsupportedError(
+                    f"self.log({name!r}): expected a tensor or a number with a pipeline, found {type(value).__name__}, which would count "
+                    "on the last rank alone; log its value"
+                )
+            values[name] = torch.as_tensor(value, dtype=torch.float32).detach()
+            told[name] = _Options(args, kwargs)
+
+        object.__setattr__(module, "log", log)
+        try:
+            yield values, told
+        finally:
+            object.__delattr__(module, "log")
+
+    # -- over replicas ------------------------------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The mean or sum over the replicas."""
+        if _replica()[1] == 1 or not isinstance(tensor, Tensor):
+            return tensor
+        total = tensor.clone()
+        dist.all_reduce(total, group=_replicas())
+        return total / _replica()[1] if str(reduce_op).lower() in ("mean", "avg") else total
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Tensors of all replicas, stacked."""
+        size = _replica()[1]
+        if size == 1:
+            return tensor
+        found = [torch.empty_like(tensor) for _ in range(size)]
+        dist.all_gather(found, tensor.contiguous(), group=_replicas())
+        return torch.stack(found)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        smp.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """An object of one rank, on all."""
+        return smp.allgather(obj, smp.WORLD)[src]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any, say so."""
+        votes = smp.allgather(bool(decision), smp.WORLD)
+        return False not in votes if all else True in votes
+
+    # -- files --------------------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: there is a DistributedModel to load into then."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The state dict of the whole module, on rank 0; call it on every rank."""
+        own = self.network.state_dict(gather_to_rank0=True)
+        found = {f"{self._name}.{name}": value for name, value in own.items()}
+        for name, child in _module(self).named_children():
+            if name != self._name:
+                found |= child.state_dict(prefix=f"{name}.")
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the whole module's."""
+        given, prefix = dict(checkpoint["state_dict"]), f"{self._name}."
+        own = {name.removeprefix(prefix): given.pop(name) for name in [*given] if name.startswith(prefix)}
+        self.network.load_state_dict(own, strict=strict)
+        for name, child in _module(self).named_children():
+            if name != self._name:
+                part = {
+                    key.removeprefix(f"{name}."): value for key, value in given.items() if key.startswith(f"{name}.")
+                }
+                child.load_state_dict(part, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole optimizer's state, on rank 0; call it on every rank."""
+        found: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        state: dict[str, Any] = found.state_dict(gather_to_rank0=True)
+        return state
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load it, and go on with the random states, before data loaders begin to draw."""
+        self.optimizers[0].load_state_dict(checkpoint["optimizer_states"][0])
+        found = checkpoint.get(_RANDOM, ())
+        if len(found) == smp.size():
+            restore_rng(found[smp.rank()])
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint, on one rank, with the random states of all."""
+        checkpoint[_RANDOM] = smp.allgather(capture_rng(), smp.WORLD)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+
+class _Options:
+    """How something was logged; one value to a step, which would take a dataclass apart."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+
+
+class _Optimizer(smp.DistributedOptimizer):
+    """Lightning clears gradients between a forward and its backward, and a pipeline has done both by then.
+
+    `holds`: gradients are those of the batch that is being trained, and stay.
+    """
+
+    holds = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, unless they are to stay."""
+        if not self.holds:
+            super().zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the closure, which runs the batch, then update."""
+        found = None if closure is None else closure()
+        super().step()
+        return found
+
+
+# -- step functions: (network, batch, strategy, name of the module's step, its other arguments, divisor of the loss or 0) -------
+
+
+def _body(network: Any, batch: Any, strategy: PipelineStrategy, hook: str, rest: tuple[Any, ...], divisor: int) -> Any:
+    with strategy.collecting() as (values, told):
+        output = getattr(strategy.lightning_module, hook)(batch, *rest)
+    if divisor:
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            raise UsageError(
+                f"training_step: expected a tensor, or a dict with 'loss', found {type(output).__name__}; a pipeline skips no batch"
+            )
+        network.backward(loss if divisor == 1 else loss / divisor)
+    return output, values, told
+
+
+@smp.step
+def _run(network: Any, batch: Any, strategy: Any, hook: str, rest: Any, divisor: int) -> Any:
+    return _body(network, batch, strategy, hook, rest, divisor)
+
+
+@smp.step(non_split_inputs=["batch"])
+def _run_whole(network: Any, batch: Any, strategy: Any, hook: str, rest: Any, divisor: int) -> Any:
+    return _body(network, batch, strategy, hook, rest, divisor)
+
+
+def _mean(value: Any, *, whole: bool) -> Any:
+    """Outputs of the microbatches as those of the batch: of numbers the mean."""
+    if isinstance(value, smp.StepOutput) and not value[0].dim():
+        return value[0] if whole else value.reduce_mean()
+    if isinstance(value, Mapping):
+        return {name: _mean(each, whole=whole) for name, each in value.items()}
+    if isinstance(value, list) and not any(isinstance(each, smp.StepOutput) for each in value):
+        return value[0] if value else None  # no tensor: one for each microbatch
+    return joined(value, whole=whole)
+
+
+def _module(strategy: Strategy) -> LightningModule:
+    module = strategy.lightning_module
+    assert module is not None, "Lightning has connected it"
+    return module
+
+
+def _replica() -> tuple[int, int]:
+    """Which of how many replicas of the data this rank belongs to."""
+    if smp.state.cfg.prescaled_batch:
+        return smp.rdp_rank(), smp.rdp_size()
+    return smp.dp_rank(), smp.dp_size()
+
+
+def _replicas() -> Any:
+    return smp.get_rdp_process_group() if smp.state.cfg.prescaled_batch else smp.get_dp_process_group()
+
+
+def _check(module: LightningModule, name: str | None, precision: Precision) -> str:
+    """The name of the network. Raises ConfigUnsupportedError for what a pipeline cannot follow."""
+    wrong = []
+    trained = [child for child, each in module.named_children() if any(True for _ in each.parameters())]
+    own = [each for each, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
+    if name is None and len(trained) == 1:
+        name = trained[0]
+    if name not in dict(module.named_children()):
+        wrong.append(
+            f"network: expected the name of the child that has the parameters, one of {', '.join(trained) or 'none'}, found {name!r}; put "
+            "what is trained into one child, and name it: PipelineStrategy(config, network='model')"
+        )
+    elif outside := [*own, *(each for each in trained if each != name)]:
+        wrong.append(
+            f"{', '.join(outside)}: parameters and buffers outside of {name!r}; a pipeline trains one child of the module"
+        )
+    if not module.automatic_optimization:
+        wrong.append("automatic_optimization: not False with a pipeline, which runs forwards and backwards interleaved")
+    if type(precision) is not Precision:
+        wrong.append(
+            f"precision: expected '32-true', found {precision.precision!r}; set bf16: true or fp16: true in the configuration, which keeps "
+            "fp32 masters"
+        )
+    if smp.tp_size() > 1 and not smp.state.cfg.prescaled_batch:
+        wrong.append(
+            "prescaled_batch: expected true with tensor_parallel_degree above 1, whose ranks get the same batch"
+        )
+    if wrong:
+        raise ConfigUnsupportedError("\n".join(["PipelineStrategy:", *wrong]))
+    return str(name)

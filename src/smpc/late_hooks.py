@@ -1,0 +1,73 @@
+"""Hooks that a script registers after its model was compiled, where a program would pass them by.
+
+    on a module that is cut          it is computed node by node, and never called; or in one of its calls, and called in another
+    on a parameter of several ranks  each rank would see its own part of the gradient
+
+Torch numbers all hooks of a process, so that a step which comes after no new ones looks at nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from smpc.codegen.printer import attribute_source
+from smpc.codegen.program import StageCode
+from smpc.compile.result import Compilation
+from smpc.errors import PartitionError, StepError
+from smpc.executor.sharded_state import has_hooks
+from smpc.tracer.effects.module_hooks import check_hooks, hook_of
+
+
+class LateHooks:
+    """Watches the hooks of one compiled model."""
+
+    def __init__(self, model: nn.Module, compilation: Compilation) -> None:
+        codes = [code for program in compilation.programs for code in program.stages]
+        whole = {path for code in codes for path in code.modules}
+        calls = Counter(call.fqn for call in compilation.trace.calls[1:])
+        whole -= {path for path, number in calls.items() if path in whole and 1 < number != _num_calls(path, codes)}
+        self._cut = [(fqn, model.get_submodule(fqn)) for fqn in calls if not _is_inside(fqn, whole)]
+        self._model = model
+        self._shared = tuple(item.name for item in compilation.plan.shared_parameters)
+        self._last = -1
+
+    def check(self) -> None:
+        """StepError for a hook that would not run, PartitionError for one that would see part of a gradient."""
+        if self._last == RemovableHandle.next_id:
+            return
+        _check_parameters(self._model, self._shared)
+        check_hooks(self._model)
+        for fqn, module in self._cut:
+            kind = hook_of(module)
+            if kind:
+                raise StepError(
+                    f"module {fqn!r} has a {kind} now, but was cut, and is not called each time, in the programs compiled before; "
+                    "register it before the first step, and it stays whole"
+                )
+        self._last = RemovableHandle.next_id
+
+
+def _num_calls(path: str, codes: Iterable[StageCode]) -> int:
+    """How often the stages call a module as it is."""
+    forms = {f"{attribute_source(path, by_name=by_name)}(" for by_name in (False, True)}
+    return sum(code.source.count(form) for code in codes for form in forms)
+
+
+def _is_inside(fqn: str, whole: set[str]) -> bool:
+    parts = fqn.split(".")
+    return any(".".join(parts[:length]) in whole for length in range(1, len(parts) + 1))
+
+
+def _check_parameters(model: nn.Module, shared: Iterable[str]) -> None:
+    parameters = dict(model.named_parameters())
+    hooked = [name for name in shared if name in parameters and has_hooks(parameters[name])]
+    if hooked:
+        raise PartitionError(
+            f"expected no hooks on parameters that several stages use, found one on {', '.join(hooked)}: each stage would call it "
+            "with its own part of the gradient, microbatch by microbatch; change the gradient after the step instead, or keep the modules "
+            "that share it on one stage (smp.partition, smp.set_partition)"
+        )

@@ -1,0 +1,129 @@
+"""The mesh as torch's `DeviceMesh`: given to what wants one, taken from whoever has one.
+
+    given    device_mesh(mesh, rank, "cpu", (Axis.REPLICA, Axis.FSDP), groups)     what this rank sees of these axes: for `fully_shard`
+             all_axes(mesh)                                                        [pipeline, replica, shard, context, tensor] of ranks
+    taken    mesh_of(DeviceMesh("cpu", table, mesh_dim_names=("shard", "tensor"))) the `Mesh` with the same ranks in the same places
+
+Process groups are those of `make_groups`, whatever mesh looks at them: one for each different set of ranks.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from smpc.config import PLACEMENT_STRATEGIES
+from smpc.errors import ConfigError
+from smpc.mesh.degrees import Degrees
+from smpc.mesh.mesh import Axis, Mesh
+
+# The dimensions of a whole mesh, the right-most fastest inside a stage, and what others call them.
+DIMENSIONS = {
+    "pipeline": Axis.PP,
+    "replica": Axis.REPLICA,
+    "shard": Axis.SHARD,
+    "context": Axis.CP,
+    "tensor": Axis.TP,
+}
+_OTHER_NAMES = {"pp": "pipeline", "dp_replicate": "replica", "dp_shard": "shard", "cp": "context", "tp": "tensor"}
+# Without context, expert and sharded data parallelism these are all that anybody asks for.
+_BASIC = (Axis.WORLD, Axis.PP, Axis.TP, Axis.RDP, Axis.DP, Axis.MP)
+
+
+def make_groups(
+    mesh: Mesh, rank: int, world: dist.ProcessGroup, timeout: datetime.timedelta | None = None
+) -> dict[Axis, dist.ProcessGroup]:
+    """The process group of every axis. Axes with the same groups share them: without tensor parallelism MP is PP.
+
+    Collective: every rank makes every group, in the same order, as torch.distributed demands.
+    """
+    made = {mesh.groups(Axis.WORLD): world}
+    groups: dict[Axis, dist.ProcessGroup] = {}
+    is_basic = mesh.fsdp_size == 1
+    for axis in _BASIC if is_basic else Axis:
+        partition = mesh.groups(axis)
+        if partition not in made:
+            new = [dist.new_group(list(members), timeout=timeout) for members in partition]
+            made[partition] = next(group for members, group in zip(partition, new, strict=True) if rank in members)
+        groups[axis] = made[partition]
+    return groups
+
+
+def device_mesh(
+    mesh: Mesh,
+    rank: int,
+    device_type: str,
+    axes: Sequence[Axis],
+    groups: Mapping[Axis, dist.ProcessGroup],
+    names: Sequence[str] | None = None,
+) -> DeviceMesh:
+    """The ranks that differ from this one along `axes` alone, with a dimension for each; no process group is made.
+
+    `names` of the dimensions: the axes' own by default. torch keeps layouts by meshes that are equal, even of groups that were destroyed:
+    whoever makes DTensors of a mesh that can be made again in a process gives it names of its own.
+    """
+    own = tuple(names) if names is not None else tuple(str(axis) for axis in axes)
+    if len(axes) == 1:
+        return DeviceMesh.from_group(groups[axes[0]], device_type, mesh_dim_names=own)
+    table = _table(mesh, axes, _same_elsewhere(mesh, axes, rank))
+    return DeviceMesh.from_group([groups[axis] for axis in axes], device_type, table, mesh_dim_names=own)
+
+
+def all_axes(mesh: Mesh) -> Tensor:
+    """Global ranks by (pipeline, replica, shard, context, tensor), int64: what `DeviceMesh(device_type, ...)` takes on every rank."""
+    return _table(mesh, tuple(DIMENSIONS.values()), range(mesh.world_size))
+
+
+def mesh_of(given: DeviceMesh, *, expert_parallel_degree: int = 1) -> Mesh:
+    """The mesh that a DeviceMesh over all ranks describes.
+
+    Its dimensions are named as in `DIMENSIONS`, or pp, dp_replicate, dp_shard, cp, tp; those that are left out have one rank. Raises
+    ConfigError for other names, and where the ranks lie as no placement has them.
+    """
+    sizes = _sizes(given)
+    ranks = given.mesh.flatten().tolist()
+    if sorted(ranks) != list(range(len(ranks))):
+        raise ConfigError(f"device_mesh: expected all ranks from 0 to {len(ranks) - 1}, found {sorted(ranks)}")
+    known = {name: size for name, size in sizes.items() if name != "replica"}  # which is what the others leave
+    degrees = Degrees(len(ranks), expert=expert_parallel_degree, **known)
+    order = [DIMENSIONS[name] for name in sizes]
+    for placement in PLACEMENT_STRATEGIES:
+        mesh = Mesh.of(degrees, placement)
+        if _table(mesh, order, range(len(ranks))).flatten().tolist() == ranks:
+            return mesh
+    raise ConfigError(
+        f"device_mesh: expected ranks that lie as a placement_strategy has them, such as "
+        f"{_table(Mesh.of(degrees), order, range(len(ranks))).tolist()} for ({', '.join(sizes)}), found {given.mesh.tolist()}"
+    )
+
+
+def _sizes(given: DeviceMesh) -> dict[str, int]:
+    """The sizes of a mesh's dimensions by our names, in its order."""
+    names = given.mesh_dim_names or ()
+    ours = [_OTHER_NAMES.get(name, name) for name in names]
+    if not ours or len(set(ours)) < len(ours) or any(name not in DIMENSIONS for name in ours):
+        raise ConfigError(
+            f"device_mesh: expected dimensions with names among {', '.join(DIMENSIONS)} (or {', '.join(_OTHER_NAMES)}), each once, "
+            f"found {', '.join(names) if names else 'none'}; give them as mesh_dim_names"
+        )
+    return dict(zip(ours, given.mesh.shape, strict=True))
+
+
+def _same_elsewhere(mesh: Mesh, axes: Sequence[Axis], rank: int) -> list[int]:
+    """The ranks that can be reached from one by moving along the axes."""
+    reached = {rank}
+    for axis in axes:
+        reached = {member for known in reached for member in mesh.group(axis, known)}
+    return sorted(reached)
+
+
+def _table(mesh: Mesh, axes: Sequence[Axis], ranks: Iterable[int]) -> Tensor:
+    table = torch.full([mesh.size(axis) for axis in axes], -1)
+    for rank in ranks:
+        table[tuple(mesh.axis_rank(axis, rank) for axis in axes)] = rank
+    return table

@@ -1,0 +1,288 @@
+"""The mesh: what each global rank does of every parallelism. Pure arithmetic, same on every rank.
+
+Terms
+    P, pipeline        pp_rank: which part of the model a rank runs
+    T, tensor          tp_rank: which slice of the tensor-parallel modules it holds
+    D, reduced data    rdp_rank: its place among the ranks that have the same part and slices of the model. It is made of
+        R, replica     which copy of the parameters
+        S, shard       which part of that copy, where parameters lie in parts (FSDP)
+        C, context     which slice of the sequence; its ranks hold parts of parameters, too
+    placement          a permutation of the letters D, P, T; the right-most varies fastest over global ranks.
+                       `cluster` is DPT (a replica on neighbours), `spread` is TPD (a replica far apart). D stands for RSC in this order
+    expert view        for experts, S x C is folded otherwise, right-most fastest:
+        X              which part of an expert's parameters
+        E, expert      which of the experts
+    axis               what a group ranges over:
+
+        axis            varies    ranks of one group                                       size
+        WORLD           all       all                                                      pp * tp * rdp
+        PP              P         equal tp_rank and rdp_rank                               pp
+        TP              T         equal pp_rank and rdp_rank                               tp
+        RDP             R S C     equal pp_rank and tp_rank                                rdp = replica * shard * context
+        DP              R S C T   equal pp_rank: all that run one part of the model        tp * rdp
+        MP              P T       equal rdp_rank: a pipeline with its tensor slices        pp * tp
+        REPLICA         R         hold the same parts of parameters: gradients all-reduced replica
+        SHARD           S         divide parameters among them, and have other samples     shard
+        CP              C         have slices of the same samples                          context
+        FSDP            S C       hold all parts of one copy of the parameters             shard * context
+        DATA            R S       have samples of their own (on each tp_rank)              replica * shard
+        EP              E         hold different experts                                   expert
+        EXPERT_FSDP     X         hold all parts of one set of experts                     shard * context / expert
+        EXPERT_DATA     R X       hold, or have parts of, the same experts                 replica * shard * context / expert
+
+A group lists its global ranks in ascending order, and a rank's number in it is its position there.
+
+    >>> mesh = Mesh(world_size=8, pipeline_parallel_degree=2, placement="spread")
+    >>> mesh.groups(Axis.MP)
+    ((0, 4), (1, 5), (2, 6), (3, 7))
+    >>> mesh.axis_rank(Axis.DP, 6)
+    2
+    >>> mesh = Mesh(world_size=8, tensor_parallel_degree=2, sharded_data_parallel_degree=2)
+    >>> mesh.groups(Axis.SHARD), mesh.groups(Axis.REPLICA)
+    (((0, 2), (1, 3), (4, 6), (5, 7)), ((0, 4), (1, 5), (2, 6), (3, 7)))
+
+Source: "Ranking Basics" and "Placement Strategy with Tensor Parallelism" in the public configuration
+reference of SMP v1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from smpc.config import PLACEMENT_STRATEGIES, Config
+from smpc.errors import ConfigError
+from smpc.mesh.degrees import Degrees, check_degrees
+
+_NAMED_PLACEMENTS = {"cluster": "DPT", "spread": "TPD"}
+
+
+class Axis(StrEnum):
+    """What a group of ranks ranges over; the table is in the module's docstring."""
+
+    WORLD = "world"
+    PP = "pp"
+    TP = "tp"
+    RDP = "rdp"
+    DP = "dp"
+    MP = "mp"
+    REPLICA = "replica"
+    SHARD = "shard"
+    CP = "cp"
+    FSDP = "fsdp"
+    DATA = "data"
+    EP = "ep"
+    EXPERT_FSDP = "expert_fsdp"
+    EXPERT_DATA = "expert_data"
+
+
+# The letters that vary inside a group of each axis; D in a placement is RSC, and RXE for axes with an X or E.
+_VARYING = {
+    Axis.WORLD: "RSCPT",
+    Axis.PP: "P",
+    Axis.TP: "T",
+    Axis.RDP: "RSC",
+    Axis.DP: "RSCT",
+    Axis.MP: "PT",
+    Axis.REPLICA: "R",
+    Axis.SHARD: "S",
+    Axis.CP: "C",
+    Axis.FSDP: "SC",
+    Axis.DATA: "RS",
+    Axis.EP: "E",
+    Axis.EXPERT_FSDP: "X",
+    Axis.EXPERT_DATA: "RX",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The ranks of a job, arranged by parallelism. The number of replicas is what the other degrees leave.
+
+    `sharded_data_parallel_degree`: ranks that divide each parameter among them beside those of context parallelism, which do, too.
+    """
+
+    world_size: int
+    pipeline_parallel_degree: int = 1
+    tensor_parallel_degree: int = 1
+    placement: str = "cluster"
+    context_parallel_degree: int = 1
+    sharded_data_parallel_degree: int = 1
+    expert_parallel_degree: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError if the degrees do not fit each other, or the number of ranks."""
+        if self.placement not in PLACEMENT_STRATEGIES:
+            options = ", ".join(PLACEMENT_STRATEGIES)
+            raise ConfigError(f"placement_strategy: expected one of {options}, found {self.placement!r}")
+        check_degrees(self.degrees)
+
+    @classmethod
+    def of(cls, degrees: Degrees, placement: str = "cluster") -> Mesh:
+        """The mesh of some degrees. Raises ConfigError if they do not fit each other."""
+        return cls(
+            degrees.world_size,
+            degrees.pipeline,
+            degrees.tensor,
+            placement,
+            degrees.context,
+            degrees.shard,
+            degrees.expert,
+        )
+
+    @classmethod
+    def build(cls, config: Config, world_size: int) -> Mesh:
+        """The mesh of a configuration on `world_size` processes. Raises ConfigError if they do not match."""
+        mesh = cls(
+            world_size,
+            config.pipeline_parallel_degree,
+            config.tensor_parallel_degree,
+            config.placement_strategy,
+            config.context_parallel_degree,
+            config.sharded_data_parallel_degree,
+            config.expert_parallel_degree,
+        )
+        if mesh.rdp_size > 1 and not config.ddp:
+            raise ConfigError(
+                f"expected {mesh.mp_size} processes (pipeline_parallel_degree {mesh.pp_size} x "
+                f"tensor_parallel_degree {mesh.tp_size}), found {world_size}, which make {mesh.rdp_size} "
+                f"data-parallel replicas; set ddp: true for replicas, or start {mesh.mp_size} processes"
+            )
+        return mesh
+
+    @property
+    def degrees(self) -> Degrees:
+        """The degrees alone."""
+        return Degrees(
+            self.world_size,
+            self.pipeline_parallel_degree,
+            self.tensor_parallel_degree,
+            self.context_parallel_degree,
+            self.sharded_data_parallel_degree,
+            self.expert_parallel_degree,
+        )
+
+    @property
+    def pp_size(self) -> int:
+        """Ranks over which the model is cut."""
+        return self.pipeline_parallel_degree
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks over which a tensor-parallel module is split."""
+        return self.tensor_parallel_degree
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks over which a sequence is cut."""
+        return self.context_parallel_degree
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks with samples of their own over which a parameter lies in parts."""
+        return self.sharded_data_parallel_degree
+
+    @property
+    def ep_size(self) -> int:
+        """Ranks over which experts are divided."""
+        return self.expert_parallel_degree
+
+    @property
+    def rdp_size(self) -> int:
+        """Ranks that have the same part and slices of the model: replicas, or parts of them."""
+        return self.world_size // (self.pp_size * self.tp_size)
+
+    @property
+    def replica_size(self) -> int:
+        """Copies of the parameters: what sharding and context parallelism leave of `rdp_size`."""
+        return self.rdp_size // self.fsdp_size
+
+    @property
+    def fsdp_size(self) -> int:
+        """Ranks over which a parameter lies in parts, if it does."""
+        return self.shard_size * self.cp_size
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that run the same part of the model."""
+        return self.rdp_size * self.tp_size
+
+    @property
+    def mp_size(self) -> int:
+        """Ranks of one pipeline with its tensor slices."""
+        return self.pp_size * self.tp_size
+
+    def size(self, axis: Axis) -> int:
+        """Number of ranks in each group of an axis."""
+        return math.prod(self._degrees[letter] for letter in _VARYING[axis])
+
+    def pp_rank(self, rank: int) -> int:
+        """Pipeline rank of a global rank."""
+        return self.axis_rank(Axis.PP, rank)
+
+    def tp_rank(self, rank: int) -> int:
+        """Tensor-parallel rank of a global rank."""
+        return self.axis_rank(Axis.TP, rank)
+
+    def rdp_rank(self, rank: int) -> int:
+        """Reduced-data-parallel rank of a global rank: without sharding and context parallelism the number of its replica."""
+        return self.axis_rank(Axis.RDP, rank)
+
+    def axis_rank(self, axis: Axis, rank: int) -> int:
+        """Position of a global rank in its group of an axis: its digits there, in the mixed base that the letters spell."""
+        self._check_rank(rank)
+        position, weight = 0, 1
+        for letter in reversed(self._letters(axis)):
+            rank, digit = divmod(rank, self._degrees[letter])
+            if letter in _VARYING[axis]:
+                position += digit * weight
+                weight *= self._degrees[letter]
+        return position
+
+    def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
+        """The group of an axis that a global rank belongs to."""
+        self._check_rank(rank)
+        return next(group for group in self.groups(axis) if rank in group)
+
+    def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
+        """All groups of an axis, by their first rank. Each rank is in exactly one."""
+        varying = _VARYING[axis]
+        others = "".join(letter for letter in self._letters(axis) if letter not in varying)
+        offsets = self.first_group(axis)
+        return tuple(tuple(rank + offset for offset in offsets) for rank in self._origins(axis, others))
+
+    def first_group(self, axis: Axis) -> tuple[int, ...]:
+        """The group of rank 0."""
+        return self._origins(axis, _VARYING[axis])
+
+    def _origins(self, axis: Axis, varying: str) -> tuple[int, ...]:
+        """The ranks at the origin of all letters but these."""
+        found, step = [0], 1
+        for letter in reversed(self._letters(axis)):
+            if letter in varying:
+                moves = range(0, self._degrees[letter] * step, step)
+                found = [move + rank for move in moves for rank in found]
+            step *= self._degrees[letter]
+        return tuple(found)
+
+    @property
+    def _degrees(self) -> dict[str, int]:
+        return {
+            "P": self.pp_size,
+            "T": self.tp_size,
+            "R": self.replica_size,
+            "S": self.shard_size,
+            "C": self.cp_size,
+            "X": self.fsdp_size // self.ep_size,
+            "E": self.ep_size,
+        }
+
+    def _letters(self, axis: Axis) -> str:
+        """The letters of the placement as the axis sees them, the right-most fastest."""
+        is_expert = any(letter in "XE" for letter in _VARYING[axis])
+        return _NAMED_PLACEMENTS.get(self.placement, self.placement).replace("D", "RXE" if is_expert else "RSC")
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"expected a rank from 0 to {self.world_size - 1}, found {rank}")

@@ -1,0 +1,1 @@
+"""Attention split over tensor-parallel ranks, and the attention modules of SMP v1 and v2."""

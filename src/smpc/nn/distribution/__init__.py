@@ -1,0 +1,1 @@
+"""Which modules have a distributed version, and replacing them by it."""

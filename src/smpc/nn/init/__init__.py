@@ -1,0 +1,1 @@
+"""Creating parameters where they belong: delayed, and as slices."""

@@ -1,0 +1,1 @@
+"""Layers split over tensor-parallel ranks, and fused norms and losses."""

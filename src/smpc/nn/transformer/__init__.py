@@ -1,0 +1,1 @@
+"""Transformer layers and language models split over tensor-parallel ranks."""

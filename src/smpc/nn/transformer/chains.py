@@ -1,0 +1,67 @@
+"""Chains of distributed layers, between which hidden states stay inside: no rank gathers what the next layer would only split again.
+
+    hidden -> [enter] layer -> layer -> ... -> layer [leave] -> hidden
+                       [tp * B, S, H / tp] (memory)
+                       [tp * B, S, H]      (speed)
+
+Which layers follow each other directly is known of the stacks of Hugging Face's models, and of them alone: a stack's forward passes each
+layer's hidden state on to the next one of its list. A subclass may do otherwise, so classes count by their very names. A layer that is not
+distributed, or that stands in several places, ends a chain.
+
+What all layers of a stack are given besides (masks, cross states, rotary angles) is brought inside by the first layer of a chain, or of
+the chain's part in a pipeline stage: see `smpc.nn.transformer.shared_inputs`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import nn
+
+from smpc.errors import UsageError
+from smpc.nn.transformer.transformer import DistributedTransformerLayer
+
+_WISH = "output_hidden_states"
+
+
+def link(model: nn.Module, stacks: Mapping[str, str], layers: Collection[int]) -> None:
+    """Has hidden states stay inside between neighbours of a stack.
+
+    `stacks`: the names of lists of layers, by the qualified name of the class that has them; `layers`: the ids of those that take and
+    return what the stack's do.
+    """
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    for stack in model.modules():
+        name = stacks.get(f"{type(stack).__module__}.{type(stack).__qualname__}")
+        listed = None if name is None else stack._modules.get(name)
+        if not isinstance(listed, nn.ModuleList):
+            continue
+        are_linked = False
+        for before, after in zip(listed, list(listed)[1:], strict=False):
+            if (
+                isinstance(before, DistributedTransformerLayer)
+                and isinstance(after, DistributedTransformerLayer)
+                and all(id(layer) in layers and places[id(layer)] == 1 for layer in (before, after))
+            ):
+                before.returns_inside = after.takes_inside = are_linked = True
+        if are_linked:
+            stack.register_forward_pre_hook(_refuse_recording, with_kwargs=True)
+
+
+def _refuse_recording(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Hidden states between linked layers are slices: a stack that collects them would return something else than it says."""
+    given = kwargs
+    if args:  # bound to names only where there are some without: every forward pass comes here
+        given = dict(inspect.signature(stack.forward).bind_partial(*args).arguments) | kwargs
+    wish = given.get(_WISH)
+    if wish is None:
+        config = vars(stack).get("config")
+        wish = config is not None and config.output_hidden_states
+    if wish:
+        raise UsageError(
+            f"{_WISH}: a distributed {type(stack).__name__} neither returns nor takes it; leave it out, or keep the layers whole with "
+            "smp.set_tensor_parallelism(layers, False)"
+        )

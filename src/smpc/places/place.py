@@ -1,0 +1,255 @@
+"""This process's place among those of its job, as the program that started it tells in the environment.
+
+    Place.find(os.environ) -> Place(rank=3, world_size=8, ...)      None: nothing says that this is one process of several
+
+Read are, and the first complete set counts
+
+    torch       RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE: torchrun, `smpc run`, or by hand
+    Open MPI    OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
+    MVAPICH     MV2_COMM_WORLD_RANK, ...
+    PMI         PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS: mpiexec of MPICH and Intel MPI
+    Slurm       SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE, SLURM_NODEID: a task of srun
+
+An inner set is the one that is read first: torchrun is started by srun, mpirun by sbatch. Numbers set by hand that contradict those of a
+launcher are an error, for then several processes would take the same place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from smpc.errors import ConfigError
+
+_AGENT = "TORCHELASTIC_RUN_ID"  # torchrun's and smpc run's: they have set torch's variables for this very process
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The variables of one launcher, and those that tell its jobs apart, of which the first that is set counts."""
+
+    launcher: str
+    rank: str
+    world_size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+    job: tuple[str, ...] = ()
+
+
+_TORCH = _Names("torch", "RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
+_SLURM = _Names(
+    "Slurm",
+    "SLURM_PROCID",
+    ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+    ("SLURM_LOCALID",),
+    (),
+    ("SLURM_JOB_ID", "SLURM_JOBID"),
+)
+_MPI = (
+    _Names(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"),
+    ),
+    _Names(
+        "MVAPICH",
+        "MV2_COMM_WORLD_RANK",
+        ("MV2_COMM_WORLD_SIZE",),
+        ("MV2_COMM_WORLD_LOCAL_RANK",),
+        ("MV2_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    _Names(
+        "PMI", "PMI_RANK", ("PMI_SIZE",), ("MPI_LOCALRANKID", "SLURM_LOCALID"), ("MPI_LOCALNRANKS",), ("SLURM_JOB_ID",)
+    ),
+)
+
+
+_OUTER = [name for names in (*_MPI, _SLURM) for name in (names.rank, *names.world_size)]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """`local_rank`, `local_size`: None where the launcher does not tell. `job`: tells the launcher's jobs apart, "" where nothing does.
+
+    `first_host`: the host of rank 0, as far as it is known. `origin`: the variables that say so, with their values.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_size: int | None
+    launcher: str
+    origin: str
+    job: str = ""
+    first_host: str = ""
+
+    @classmethod
+    def find(cls, environ: Mapping[str, str]) -> Place | None:
+        """This process's place. Raises ConfigError for sets that are incomplete, senseless, or contradict each other."""
+        own = _read(_TORCH, environ)
+        if own is not None and (_AGENT in environ or not any(environ.get(name) for name in _OUTER)):
+            return own
+        found = (_read(names, environ) for names in _MPI)
+        outer = next((place for place in found if place is not None), None) or _slurm(
+            environ, has_place=own is not None
+        )
+        if own is None:
+            _check_rest(outer, environ)
+            return outer
+        if outer is not None:
+            _check_agree(own, outer)
+        return own
+
+
+def _read(names: _Names, environ: Mapping[str, str]) -> Place | None:
+    """The place that a set of variables tells; None if there is none. ConfigError for one that is not whole."""
+    rank = _given(environ, (names.rank,))
+    size = _given(environ, names.world_size)
+    if rank is None and size is None:
+        return None
+    if rank is None or size is None:
+        if names is _TORCH and any(_given(environ, (other.rank,)) for other in (*_MPI, _SLURM)):
+            return None  # a leftover beside a whole set, with which it is compared
+        missing = names.rank if rank is None else names.world_size[0]
+        found = "=".join(size or rank or ())
+        raise ConfigError(
+            f"{missing}: expected a whole number, found '' in the environment, which has {found}; {_advice(names)}"
+        )
+    local_rank, local_size = _given(environ, names.local_rank), _given(environ, names.local_size)
+    problems = [
+        f"{name}: expected a whole number, found {text!r} in the environment"
+        for name, text in (pair for pair in (rank, size, local_rank, local_size) if pair is not None)
+        if not (text.isascii() and text.isdigit() and len(text) < 10)
+    ]
+    if problems:
+        raise ConfigError("\n".join([*problems, _advice(names)]))
+    job = _given(environ, names.job)
+    place = Place(
+        int(rank[1]),
+        int(size[1]),
+        None if local_rank is None else int(local_rank[1]),
+        None if local_size is None else int(local_size[1]),
+        names.launcher,
+        f"{rank[0]}={rank[1]}, {size[0]}={size[1]}",
+        "" if job is None else job[1],
+    )
+    _check_bounds(place, names)
+    return place
+
+
+def _given(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, str] | None:
+    """The first of the variables that is set, and its text."""
+    return next(((name, environ[name].strip()) for name in names if environ.get(name, "").strip()), None)
+
+
+def _check_bounds(place: Place, names: _Names) -> None:
+    local_size = place.world_size if place.local_size is None else place.local_size
+    local_rank = place.local_rank or 0
+    if place.rank < place.world_size and local_rank < local_size <= place.world_size:
+        return
+    words = (
+        names.rank,
+        names.world_size[0],
+        (*names.local_rank, "LOCAL_RANK")[0],
+        (*names.local_size, "LOCAL_WORLD_SIZE")[0],
+    )
+    rank, size, local, locals_ = words
+    raise ConfigError(
+        f"expected {rank} < {size} and {local} < {locals_} <= {size}, found {place.origin}"
+        + ("" if place.local_rank is None else f", {local}={place.local_rank}")
+        + ("" if place.local_size is None else f", {locals_}={place.local_size}")
+        + f"\n{_advice(names)}"
+    )
+
+
+def _advice(names: _Names) -> str:
+    if names is _TORCH:
+        return "start the script with smpc run or torchrun, which set them"
+    return (
+        f"start the script with smpc run, torchrun or the launcher of {names.launcher}, which set them, or unset them"
+    )
+
+
+def _slurm(environ: Mapping[str, str], *, has_place: bool) -> Place | None:
+    """The place of a task that srun has started; None in a batch script or an allocation's shell, which is one process.
+
+    `has_place`: torch's variables give this process one already.
+    """
+    rank, size = _given(environ, (_SLURM.rank,)), _given(environ, _SLURM.world_size)
+    is_task = bool(environ.get("SLURM_STEP_ID"))
+    if rank is None or (not is_task and (has_place or (size is None and rank[1] == "0"))):
+        return None
+    place = _read(_SLURM, environ)
+    assert place is not None, "there is a rank"
+    if place.world_size > 1 and not is_task and not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
+        raise ConfigError(
+            f"found {place.origin} in the environment, but this process is in no step of Slurm (SLURM_STEP_ID is not set): start it "
+            "with srun, one task for each process; for a job of one process, unset SLURM_PROCID"
+        )
+    local_size = _tasks_here(environ)
+    if local_size is None and (_given(environ, ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")) or ("", ""))[1] == "1":
+        local_size = place.world_size
+    hosts = _given(environ, ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"))
+    step = environ.get("SLURM_STEP_ID", "")
+    return Place(
+        place.rank,
+        place.world_size,
+        place.local_rank,
+        local_size,
+        place.launcher,
+        place.origin,
+        f"{place.job}.{step}" if place.job else "",
+        "" if hosts is None else _first_host(hosts[1]),
+    )
+
+
+def _tasks_here(environ: Mapping[str, str]) -> int | None:
+    """The tasks of this node, of a list like `4(x2),3`; None where it does not tell."""
+    counts, node = (
+        _given(environ, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")),
+        environ.get("SLURM_NODEID", "0"),
+    )
+    if counts is None or not node.isdigit():
+        return None
+    left = int(node)
+    for text in counts[1].split(","):
+        found = re.fullmatch(r"(\d{1,7})(?:\(x(\d{1,7})\))?", text.strip())
+        if found is None:
+            return None
+        if left < int(found[2] or 1):
+            return int(found[1])
+        left -= int(found[2] or 1)
+    return None
+
+
+def _first_host(hosts: str) -> str:
+    """The first of a list like `gpu[03-07,9],login1`."""
+    found = re.match(r"([^,\[\]]+)(?:\[(\d+)[^\]]*\]([^,\[\]]*))?", hosts)
+    return "" if found is None else found[1] + (found[2] or "") + (found[3] or "")
+
+
+def _check_rest(outer: Place | None, environ: Mapping[str, str]) -> None:
+    """Of torch's variables some may be set beside another launcher's whole set; they must say the same."""
+    if outer is None:
+        return
+    expected = {"RANK": outer.rank, "WORLD_SIZE": outer.world_size}
+    for name, value in expected.items():
+        text = environ.get(name, "").strip()
+        if text and text != str(value):
+            raise ConfigError(
+                f"{name}: found {text!r} in the environment, but {outer.launcher} says {outer.origin}; unset {name}"
+            )
+
+
+def _check_agree(own: Place, outer: Place) -> None:
+    """Torch's variables, set by hand, beside a launcher's: several of its processes must not take the same place."""
+    shares = own.world_size < outer.world_size
+    if shares or (own.world_size == outer.world_size and own.rank != outer.rank):
+        raise ConfigError(
+            f"found {own.origin} in the environment, but {outer.launcher} says {outer.origin}: unset RANK and WORLD_SIZE, or let them say "
+            "the same"
+        )

@@ -1,0 +1,417 @@
+"""The model as each rank of one process holds it: every rank has memory of its own, as if it were a process of its own.
+
+Terms
+    home        of a parameter or buffer: the first rank that holds it. It works on the user's very tensor there, so gradients, hooks and
+                the optimizer need no copies
+    holder      another rank that holds it: it has a tensor of its own, brought up to date before every step
+    foreign     a parameter that a rank does not hold. It is empty there, as after `smpc.v1.layout.placement`, so a program that reads it
+                fails here, too. What no stage uses every rank keeps, and so all buffers; only holders' are brought up to date
+
+Each rank has a copy of the modules, and of what their attributes hold that leads to tensors or modules; the rest is the same for all
+(`smpc.rank_values`). The user's very modules are on the one rank that calls them whole, where they lead to no tensors of other ranks, and
+so is a tensor in an attribute that one rank alone uses. What the user changes between steps (modes, attributes and what they hold, hooks,
+modules, buffers) changes for all ranks, as a script does that every process runs. What a rank's modules set during a step shows on the
+user's modules afterwards, but on no other rank.
+
+    models = RankModels(model, plan, programs)
+    models.begin_step()
+    ...                         # programs over models.of_rank[r]
+    models.end_step()
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smpc.codegen.program import RankProgram
+from smpc.errors import PartitionError
+from smpc.kept_parameters import changed_parameter
+from smpc.partitioner.graph.plan import Plan
+from smpc.rank_values import Print, is_atom, paired, reached, shareable
+from smpc.tracer.paths import split_item
+from smpc.tracer.state.generators import generators_of
+from smpc.tracer.state.state_use import StateUse, moved_buffer
+
+_OWN_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_Seen = tuple[int, int]  # which tensor, and how often it had been written into
+
+
+class RankModels:
+    """`of_rank[r]` is rank r's model; of a single rank it is the user's."""
+
+    def __init__(self, model: nn.Module, plan: Plan, programs: Sequence[RankProgram]) -> None:
+        self._model = model
+        self._called = [frozenset(path for code in program.stages for path in code.modules) for program in programs]
+        self._read = [
+            dict.fromkeys(split_item(path)[0] for code in program.stages for path in code.attributes)
+            for program in programs
+        ]
+        num_ranks = len(programs)
+        self._holders: dict[str, tuple[int, ...]] = {}
+        self._written: frozenset[str] = frozenset()  # buffers, by any program
+        self._parameters = dict(model.named_parameters())
+        names = {id(buffer): name for name, buffer in model.named_buffers()}
+        every = model.named_buffers(remove_duplicate=False)
+        self._canonical = {name: names[id(buffer)] for name, buffer in every}  # of buffers
+        self._memos: list[dict[int, Any]] = []  # by rank: id of what the user's modules hold -> the rank's
+        self._shared: dict[int, Any] = {}  # values of all ranks, by id
+        self._kept: list[Any] = [*model.modules(), *model.buffers()]  # what else the memos have the ids of
+        self._is_alone = num_ranks == 1
+        if not self._is_alone:
+            self._share(value for module in model.modules() for value in _held(module))
+        self.add(plan)
+        self.of_rank = [model] if self._is_alone else [self._copy(rank) for rank in range(num_ranks)]
+        self._attributes: dict[int, dict[str, Any]] = {}  # the user's modules', by id, as last seen
+        self._prints: dict[tuple[int, str], Print] = {}  # of those attributes that ranks have copies of
+        self._hooks: dict[int, dict[str, tuple[int, ...]]] = {}
+        self._buffers: dict[int, dict[str, _Seen]] = {}
+        self._seen_modules: list[nn.Module] = []
+        self._before: list[
+            list[tuple[dict[str, Any], dict[str, Any]]]
+        ] = []  # by rank, of each module: attributes, buffers
+        self._look()
+
+    def begin_step(self) -> None:
+        """Brings every rank up to date with the user's model."""
+        if self._is_alone:
+            return
+        self.follow()
+        self._before = [
+            [(plain_attributes(module), dict(module._buffers)) for module in own.modules()] for own in self.of_rank
+        ]
+
+    def follow(self) -> None:
+        """Brings every rank up to date with what the user has changed. StepError for parameters that came or went."""
+        self._check_parameters()
+        if self._is_alone:
+            return
+        changed = self._changed_attributes()
+        for rank, own in enumerate(self.of_rank):
+            copies = dict(self._memos[rank])
+            self._follow_modules(rank, own, copies)
+            self._follow_attributes(own, changed, copies)
+            self._follow_hooks(own, copies)
+            self._follow_buffers(rank, own)
+            self._follow_parameters(rank, own)
+        self._look()
+
+    def end_step(self) -> None:
+        """Shows on the user's modules what the step has set on a rank's."""
+        if self._is_alone:
+            return
+        for own, before in zip(self.of_rank, self._before, strict=True):
+            for ours, theirs, (attributes, buffers) in zip(own.modules(), self._model.modules(), before, strict=True):
+                if ours is theirs:
+                    continue
+                changed = {k: v for k, v in ours._buffers.items() if v is not buffers.get(k, _MISSING)}
+                theirs._buffers.update(changed)
+                now = plain_attributes(ours)
+                vars(theirs).update({k: v for k, v in now.items() if v is not attributes.get(k, _MISSING)})
+                for key in attributes.keys() - now.keys():
+                    vars(theirs).pop(key, None)
+        self._before = []
+        self._look()
+
+    # -- who holds what ------------------------------------------------------------------------------------------------
+
+    def add(self, plan: Plan, use: StateUse | None = None) -> None:
+        """Take over what a program's plan says. Raises PartitionError if a parameter would have to move, or a buffer that is written.
+
+        `use`: what the program uses; None of the first one.
+        """
+        found: dict[str, list[int]] = {}
+        for stage in plan.stages:
+            for name in (*stage.parameters, *stage.buffers):
+                found.setdefault(name, []).append(stage.rank)
+        now = {name: tuple(sorted(set(ranks))) for name, ranks in found.items()}
+        if use is not None:
+            self._written |= use.written
+            now = use.counting(self._holders, now)
+        moved = moved_buffer(self._written, self._holders, now)
+        if moved:
+            raise PartitionError(moved)
+        for name, holders in now.items():
+            known = self._holders.setdefault(name, holders)
+            if name in self._parameters and not set(holders) <= set(known):
+                raise PartitionError(
+                    f"expected parameter {name!r} on the ranks of the first program that uses it, {list(known)}, found that another "
+                    f"program uses it on {list(holders)}; compile it with like=, or install it in a runtime of its own"
+                )
+
+    def _home(self, name: str) -> int:
+        return self._holders.get(name, (0,))[0]
+
+    # -- copies --------------------------------------------------------------------------------------------------------
+
+    def _copy(self, rank: int) -> nn.Module:
+        # All that draws from one generator runs on one rank: it is the user's very one, in modules called whole and around them.
+        memo: dict[int, Any] = {id(generator): generator for generator in generators_of(self._model)} | self._shared
+        at_home: dict[int, None] = {}  # storages
+        for name, parameter in self._model.named_parameters():
+            is_held = rank in self._holders.get(name, (rank,))
+            if self._home(name) == rank:
+                memo[id(parameter)] = parameter
+                at_home[parameter.untyped_storage()._cdata] = None
+            else:
+                memo[id(parameter)] = own_parameter(parameter) if is_held else own_parameter(parameter, torch.empty(0))
+        for name, buffer in self._model.named_buffers():
+            if self._home(name) == rank:
+                memo[id(buffer)] = buffer
+                at_home[buffer.untyped_storage()._cdata] = None
+        for value in _attribute_tensors(self._model):
+            if value.untyped_storage()._cdata in at_home:
+                memo.setdefault(id(value), value)  # a view of what this rank works on
+        elsewhere = frozenset(path for other, paths in enumerate(self._called) if other != rank for path in paths)
+        for path in sorted(self._called[rank] - elsewhere):
+            module = self._model.get_submodule(path)
+            if self._stands_alone(module, at_home):
+                memo.update({id(inner): inner for inner in module.modules()})
+        memo.update({id(value): value for value in self._used_alone(rank)})
+        copied = copied_model(self._model, memo)
+        self._memos.append(memo | _pairs(self._model, copied))
+        return copied
+
+    def _used_alone(self, rank: int) -> Iterator[Tensor]:
+        """Tensors in attributes that this rank's program uses and no other's."""
+        of_all = [{id(value) for value in self._used(other)} for other in range(len(self._called))]
+        others = set[int]().union(*(ids for other, ids in enumerate(of_all) if other != rank))
+        state = {id(value) for value in (*self._model.parameters(), *self._model.buffers())}
+        return (value for value in self._used(rank) if id(value) not in others | state)
+
+    def _used(self, rank: int) -> Iterator[Tensor]:
+        """Tensors in attributes that a rank's program reads, or that modules have which it calls whole."""
+        for path in self._read[rank]:
+            owner, _, name = path.rpartition(".")
+            value = vars(self._model.get_submodule(owner)).get(name)
+            yield from (item for item in reached((value,)) if isinstance(item, Tensor))
+        for path in self._called[rank]:
+            yield from _attribute_tensors(self._model.get_submodule(path))
+
+    def _stands_alone(self, module: nn.Module, at_home: Mapping[int, Any]) -> bool:
+        """Whether a module and all that it holds lead only to modules inside it, and to tensors of these storages."""
+        inside = {id(inner) for inner in module.modules()}
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        tensors = (*module.parameters(), *module.buffers(), *_attribute_tensors(module))
+        shared = (tensor for tensor in tensors if len(self._holders.get(names.get(id(tensor), ""), ())) > 1)
+        strange = (tensor for tensor in tensors if tensor.untyped_storage()._cdata not in at_home)
+        others = (held for held in _attribute_modules(module) if id(held) not in inside)
+        return not any(True for found in (shared, strange, others) for _ in found)
+
+    # -- keeping up ----------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Takes down the state of the user's modules."""
+        modules = list(self._model.modules())
+        self._attributes = {id(module): plain_attributes(module) for module in modules}
+        self._prints = {
+            (id(module), key): Print(value)
+            for module in modules
+            for key, value in self._attributes[id(module)].items()
+            if not is_atom(value) and id(value) not in self._shared
+        }
+        self._hooks = {id(module): _hooks(module) for module in modules}
+        self._buffers = {
+            id(module): {k: _seen(v) for k, v in module._buffers.items() if v is not None} for module in modules
+        }
+        self._seen_modules = modules  # as long as they are there, nothing else has their ids
+
+    def _check_parameters(self) -> None:
+        now = dict(self._model.named_parameters())
+        for name in dict.fromkeys((*self._parameters, *now)):
+            if self._parameters.get(name) is not now.get(name):
+                raise changed_parameter(name, self._parameters, now)
+
+    def _changed_attributes(self) -> dict[int, list[str]]:
+        """By module, the attributes that are others now, or lead to something else."""
+        found: dict[int, list[str]] = {}
+        for module in self._model.modules():
+            before = self._attributes.get(id(module), {})
+            for key, value in plain_attributes(module).items():
+                known = self._prints.get((id(module), key))
+                if value is not before.get(key, _MISSING) or not (known is None or known.is_of(value)):
+                    found.setdefault(id(module), []).append(key)
+                    self._share((value,))
+        return found
+
+    def _share(self, values: Iterable[Any]) -> None:
+        """From now on these values, where they lead to no tensor and no module, are those of all ranks."""
+        for value in shareable(values):
+            self._shared[id(value)] = value
+            for memo in self._memos:
+                memo[id(value)] = value
+
+    def _follow_modules(self, rank: int, own: nn.Module, copies: dict[int, Any]) -> None:
+        memo = self._memos[rank]
+        queue = [(own, self._model)]
+        while queue:
+            ours, theirs = queue.pop()
+            if ours is theirs:
+                continue
+            if type(ours) is not type(theirs):
+                ours.__class__ = type(theirs)
+            wanted: dict[str, nn.Module | None] = {}
+            for name, child in theirs._modules.items():
+                if child is not None and id(child) not in memo:
+                    copied = _deepcopy(child, copies)
+                    memo.update(_pairs(child, copied))
+                    self._kept.append(child)
+                wanted[name] = None if child is None else memo[id(child)]
+            if list(map(id, wanted.values())) != list(map(id, ours._modules.values())) or [*wanted] != [*ours._modules]:
+                ours._modules.clear()
+                ours._modules.update(wanted)
+            queue += ((memo[id(child)], child) for child in theirs._modules.values() if child is not None)
+
+    def _follow_attributes(self, own: nn.Module, changed: dict[int, list[str]], copies: dict[int, Any]) -> None:
+        if changed:  # values that are set under another name, too, are one here as well
+            for value, copied in self._unchanged(own, changed):
+                copies.setdefault(id(value), copied)
+        for ours, theirs in zip(own.modules(), self._model.modules(), strict=True):
+            if ours is theirs:
+                continue
+            for key in changed.get(id(theirs), ()):
+                vars(ours)[key] = _deepcopy(vars(theirs)[key], copies)
+            for key in self._attributes.get(id(theirs), {}).keys() - vars(theirs).keys():
+                vars(ours).pop(key, None)
+
+    def _unchanged(self, own: nn.Module, changed: dict[int, list[str]]) -> Iterator[tuple[Any, Any]]:
+        """What attributes lead to that are as they were, with this rank's copies."""
+        for ours, theirs in zip(own.modules(), self._model.modules(), strict=True):
+            for key, value in () if ours is theirs else plain_attributes(theirs).items():
+                if key not in changed.get(id(theirs), ()) and key in vars(ours):
+                    yield from paired(value, vars(ours)[key])
+
+    def _follow_hooks(self, own: nn.Module, copies: dict[int, Any]) -> None:
+        for ours, theirs in zip(own.modules(), self._model.modules(), strict=True):
+            if ours is theirs:
+                continue
+            known = self._hooks.get(id(theirs), {})
+            for key, ids in _hooks(theirs).items():
+                if ids != known.get(key):
+                    vars(ours)[key].clear()  # the dict itself is that of the copy already
+                    vars(ours)[key].update({i: _deepcopy(hook, copies) for i, hook in vars(theirs)[key].items()})
+
+    def _follow_buffers(self, rank: int, own: nn.Module) -> None:
+        """Buffers that are one tensor are one here, too, also after the script has replaced some."""
+        places = list(self._buffer_places(rank, own))
+        copies = {
+            id(value): ours[key] for ours, key, value, seen in places if seen is not None and seen[0] == id(value)
+        }
+        for ours, key, value, seen in places:
+            if seen is None or seen[0] != id(value):
+                ours[key] = copies.setdefault(id(value), value.detach().clone())
+            elif seen != _seen(value):
+                ours[key] = copies[id(value)] = _updated(copies[id(value)], value)
+
+    def _buffer_places(self, rank: int, own: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor, _Seen | None]]:
+        """This rank's tables, the names in them, the user's tensors and what these were: where the rank works on a copy."""
+        prefixes = (prefix for prefix, _ in self._model.named_modules())
+        for prefix, ours, theirs in zip(prefixes, own.modules(), self._model.modules(), strict=True):
+            seen = self._buffers.get(id(theirs), {})
+            for key in ours._buffers.keys() - theirs._buffers.keys():
+                del ours._buffers[key]
+            for key, value in () if ours is theirs else theirs._buffers.items():
+                name = f"{prefix}.{key}" if prefix else key
+                if value is None or self._home(self._canonical.get(name, name)) == rank:
+                    ours._buffers[key] = value
+                else:
+                    yield ours._buffers, key, value, seen.get(key) if ours._buffers.get(key) is not None else None
+
+    def _follow_parameters(self, rank: int, own: nn.Module) -> None:
+        theirs = dict(self._model.named_parameters())
+        for name, parameter in own.named_parameters():
+            value = theirs.get(name)
+            if value is None or value is parameter or rank not in self._holders.get(name, (rank,)):
+                continue
+            parameter.requires_grad_(value.requires_grad)
+            parameter.data = _updated(parameter.data, value.data)
+
+
+_MISSING = object()
+
+
+def own_parameter(parameter: nn.Parameter, value: Tensor | None = None) -> nn.Parameter:
+    """A parameter like another one, with memory of its own."""
+    data = parameter.detach().clone() if value is None else value.to(parameter.dtype)
+    own = nn.Parameter(data, parameter.requires_grad)
+    vars(own).update(vars(parameter))
+    return own
+
+
+def _updated(own: Tensor | None, value: Tensor) -> Tensor:
+    """The rank's tensor with that value; another one where it does not fit."""
+    if own is None or (own.shape, own.dtype, own.device) != (value.shape, value.dtype, value.device):
+        return value.detach().clone()
+    with torch.no_grad():
+        return own.copy_(value)
+
+
+def _seen(tensor: Tensor) -> _Seen:
+    return id(tensor), -1 if tensor.is_inference() else tensor._version
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module holds beside parameters, buffers, modules and hooks."""
+    return {k: v for k, v in vars(module).items() if k not in _OWN_TABLES and not _is_hooks(k)}
+
+
+def _is_hooks(key: str) -> bool:
+    return key.startswith("_") and "_hooks" in key
+
+
+def _hooks(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Which hooks a module has, by kind."""
+    return {k: tuple(v) for k, v in vars(module).items() if _is_hooks(k) and isinstance(v, Mapping)}
+
+
+def _held(module: nn.Module) -> Iterator[Any]:
+    """What a module's plain attributes and hooks lead to."""
+    hooks = (hook for key in _hooks(module) for hook in vars(module)[key].values())
+    return reached((*plain_attributes(module).values(), *hooks))
+
+
+def _pairs(theirs: nn.Module, ours: nn.Module) -> dict[int, Any]:
+    """By id, which module has become which."""
+    return {id(a): b for a, b in zip(theirs.modules(), ours.modules(), strict=True)}
+
+
+def _attribute_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors that modules hold as plain attributes."""
+    for module in model.modules():
+        yield from (item for item in _held(module) if isinstance(item, Tensor) and item.layout is torch.strided)
+
+
+def _attribute_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules that modules hold as plain attributes."""
+    for module in model.modules():
+        yield from (item for item in _held(module) if isinstance(item, nn.Module))
+
+
+def copied_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy; what an attribute holds and cannot be copied (a lock, a process group) is shared, and joins the memo.
+
+    Buffers that hang on the graph of an earlier call are copied without it.
+    """
+    hanging = {
+        id(buffer): buffer for buffer in model.buffers() if buffer.grad_fn is not None and id(buffer) not in memo
+    }
+    memo.update({key: buffer.detach().clone() for key, buffer in hanging.items()})
+    try:
+        return copy.deepcopy(model, dict(memo))
+    except Exception:  # whatever a class's own __deepcopy__ raises
+        for module in model.modules():
+            for value in (*plain_attributes(module).values(), *(vars(module)[key] for key in _hooks(module))):
+                if _deepcopy(value, dict(memo)) is value:
+                    memo[id(value)] = value
+        return copy.deepcopy(model, dict(memo))
+
+
+def _deepcopy(value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # as above
+        return value

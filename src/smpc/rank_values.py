@@ -1,0 +1,122 @@
+"""What the attributes of modules lead to: which of it ranks in one process may share, and whether a script has changed the rest.
+
+A value that leads to no tensor and no module is the same on all ranks: they share it, as a script does to it what it does on every process.
+One that leads to some is a copy on each rank; `Print` tells when it has to be copied anew.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, NoneType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_ATOMS = (
+    bool, int, float, complex, str, bytes, NoneType, type, FunctionType, BuiltinFunctionType, ModuleType, CodeType,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+_MAX_VALUES = 10_000  # of one attribute
+
+
+def is_atom(value: Any) -> bool:
+    """Whether a value holds nothing that could change."""
+    return isinstance(value, _ATOMS)
+
+
+def parts(value: Any) -> list[Any]:
+    """What a value holds, one step further; of tensors only what a script has set on them, nothing of modules."""
+    if isinstance(value, (*_ATOMS, nn.Module)):
+        return []
+    if isinstance(value, Tensor):
+        return _attributes(value)
+    if isinstance(value, MethodType):
+        return [value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    found: list[Any] = []
+    if isinstance(value, dict):
+        found += [*dict.keys(value), *dict.values(value)]
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        found += value
+    found += _attributes(value)
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
+                found.append(getattr(value, name))
+    return found
+
+
+def _attributes(value: Any) -> list[Any]:
+    """The names and values of an object's own attributes."""
+    own = getattr(value, "__dict__", {})
+    return [*own.keys(), *own.values()]
+
+
+def reached(values: Iterable[Any]) -> Iterator[Any]:
+    """The values and all that they lead to, each once, up to a bound."""
+    seen: dict[int, Any] = {}
+    queue = deque(values)
+    while queue and len(seen) < _MAX_VALUES:
+        value = queue.popleft()
+        if id(value) not in seen:
+            seen[id(value)] = value
+            yield value
+            queue.extend(parts(value))
+
+
+def paired(value: Any, copied: Any) -> Iterator[tuple[Any, Any]]:
+    """All that a value leads to, with what a copy of it has in its place, up to a bound; what sets hold is left out."""
+    seen: dict[int, Any] = {}
+    queue = deque([(value, copied)])
+    while queue and len(seen) < _MAX_VALUES:
+        theirs, ours = queue.popleft()
+        if id(theirs) in seen or type(theirs) is not type(ours) or isinstance(theirs, (*_ATOMS, set, frozenset)):
+            continue
+        seen[id(theirs)] = theirs
+        yield theirs, ours
+        inside, copies = parts(theirs), parts(ours)
+        if len(inside) == len(copies):
+            queue.extend(zip(inside, copies, strict=True))
+
+
+def shareable(values: Iterable[Any]) -> Iterator[Any]:
+    """Of all that the values lead to, what itself leads to no tensor and no module."""
+    everything = list(reached(values))
+    inside = {id(value): [id(part) for part in parts(value)] for value in everything}
+    around: dict[int, list[int]] = {}
+    for holder, held in inside.items():
+        for part in held:
+            around.setdefault(part, []).append(holder)
+    queue = [id(value) for value in everything if isinstance(value, (Tensor, nn.Module))]
+    queue += [holder for holder, held in inside.items() if any(part not in inside for part in held)]  # beyond the bound
+    leading = set(queue)
+    while queue:
+        found = [holder for holder in around.get(queue.pop(), ()) if holder not in leading]
+        leading.update(found)
+        queue += found
+    return (value for value in everything if id(value) not in leading and not is_atom(value))
+
+
+class Print:
+    """What a value led to: the very objects, and how often each tensor had been written into."""
+
+    def __init__(self, value: Any) -> None:
+        self._content = [(item, _writes(item)) for item in reached((value,))]
+
+    def is_of(self, value: Any) -> bool:
+        """Whether the value leads to the same now."""
+        now = [(item, _writes(item)) for item in reached((value,))]
+        return len(now) == len(self._content) and all(
+            a is b and before == after for (a, before), (b, after) in zip(now, self._content, strict=True)
+        )
+
+
+def _writes(value: Any) -> tuple[int, int] | None:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return None
+    return value.data_ptr(), -1 if value.is_inference() else value._version

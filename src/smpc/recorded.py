@@ -1,0 +1,131 @@
+"""A model that runs as it was recorded and rewritten, in one process: what modules of tensor- and context-parallel ranks have in common.
+
+A recording belongs to one signature of the inputs; it is made in training and in evaluation mode.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smpc.codegen.rewrite.tensor_parallel.rewrite import group_attribute
+from smpc.codegen.stage import StageModule, build_stage
+from smpc.compile.options import PipelineOptions
+from smpc.compile.passes import plan_trace, write_programs
+from smpc.compile.result import Traced
+from smpc.errors import ConfigError, UsageError
+from smpc.sample_inputs import as_inputs
+from smpc.tracer.constants import TraceDevice, map_references
+from smpc.tracer.guards import broken_guard
+from smpc.tracer.ir import Trace
+from smpc.tracer.record import record
+from smpc.tracer.replay import input_values
+
+OPTIONS = PipelineOptions(kernels="off")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What runs in one mode."""
+
+    trace: Trace  # of the whole model
+    traced: Traced
+    stage: StageModule
+    source: str
+    inputs: tuple[str, ...]
+
+
+class RecordedModule(nn.Module, ABC):
+    """Calls are those of the model, run by a program of each mode. `traces`: of the whole model, by `training`."""
+
+    def __init__(self, traces: Mapping[bool, Trace], draw_as_one_process: bool = False) -> None:
+        super().__init__()
+        self._options = dataclasses.replace(OPTIONS, draw_as_one_process=draw_as_one_process)
+        self._traces = dict(traces)
+        self._programs: dict[bool, Program] = {}
+
+    model: nn.Module
+
+    @abstractmethod
+    def _rewritten(self, trace: Trace) -> Traced:
+        """What this rank runs of a trace."""
+
+    @property
+    def source(self) -> str:
+        """The program in the present mode, as readable Python."""
+        return self._program.source
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the whole model returns, on every rank. TraceError for inputs of another signature than the sample's."""
+        program = self._program
+        values = input_values(program.trace, args, kwargs)
+        broken = broken_guard(program.trace, self.model, values) if program.trace.guards else None
+        if broken is not None:
+            guard, found = broken
+            raise UsageError(
+                f"expected inputs for which {guard} gives {guard.expected}, as the sample's did, found {found}; shard another copy of "
+                "the model with such inputs"
+            )
+        program.stage.refresh()
+        outputs = program.stage(*(values[name] for name in program.inputs))
+        trace = program.traced.trace
+        by_name = dict(zip(trace.output_names, outputs, strict=True))
+        device = next(iter(values.values())).device if values else torch.device("cpu")
+        return outputs_of(trace, by_name, device)
+
+    @property
+    def _program(self) -> Program:
+        if self.training not in self._programs:
+            trace = self._traces[self.training]
+            self._programs[self.training] = build_program(self.model, trace, self._rewritten(trace))
+        return self._programs[self.training]
+
+
+def record_modes(model: nn.Module, sample_inputs: Any) -> dict[bool, Trace]:
+    """Traces of a model by `training`, the present mode first. `sample_inputs`: one batch, in the forms of `smpc.sample_inputs`."""
+    args, kwargs = as_inputs(sample_inputs)
+    return {training: _recorded(model, training, args, kwargs) for training in (model.training, not model.training)}
+
+
+def build_program(model: nn.Module, trace: Trace, traced: Traced) -> Program:
+    """What runs a rewritten trace over the model's parameters."""
+    (program,) = write_programs(plan_trace(traced, OPTIONS, prove=False)).programs
+    (code,) = program.stages
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return Program(trace, traced, build_stage(code, model, device), code.source, code.inputs)
+
+
+def check_not_shared(model: nn.Module, axis: str) -> None:
+    """ConfigError if the model belongs to a group of that axis already."""
+    name = group_attribute(axis)
+    if name in vars(model):
+        raise ConfigError(f"expected a model without an attribute {name!r}, found one; has it been sharded before?")
+
+
+def _recorded(model: nn.Module, training: bool, args: Any, kwargs: Any) -> Trace:
+    modes = [(module, module.training) for module in model.modules()]
+    if training != model.training:
+        model.train(training)
+    try:
+        return record(model, args, kwargs)
+    finally:
+        for module, before in modes:
+            module.training = before
+
+
+def outputs_of(
+    trace: Trace,
+    values: Mapping[str, Tensor],
+    device: torch.device,
+    finish: Callable[[int, Any], Any] = lambda position, value: value,
+) -> Any:
+    """What the model returns, of the values by name. `finish` is called with each leaf and its position."""
+    leaves = (map_references(leaf, lambda name: values[name]) for leaf in trace.output_leaves)
+    found = (device if isinstance(leaf, TraceDevice) else leaf for leaf in leaves)
+    return trace.output.unflatten(finish(position, leaf) for position, leaf in enumerate(found))

@@ -1,0 +1,129 @@
+"""What another setting would gain, and its price: at most three findings about a plan, each planned and simulated, none guessed.
+
+    advice(options, planned)
+    ("--memory-weight 0: step 18.7% shorter, peak 42.8 of 74.5 GiB (now 31.0 GiB)", ...)
+
+Looked at are the memory weight, where it is above 0, and, where a tenth of the ranks' time or more is bubble, other schedules and more
+stages on a rank. Each is planned as it stands otherwise, without proof; one that does not fit the device's memory (or the limit), or
+gains less than one percent, is not worth a word. A bubble over a quarter always has a way out: if nothing else helps, more microbatches
+do, and the finding says how far.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from smpc.compile.options import PipelineOptions
+from smpc.compile.passes import plan_trace
+from smpc.compile.result import Planned
+from smpc.compile.step import Around, step_parts
+from smpc.errors import SmpcError
+from smpc.partitioner.memory_limit import rank_peaks
+from smpc.report.format import format_bytes
+from smpc.report.predict import predict
+from smpc.report.tables import memory_line, step_lines
+
+_MOST = 3
+_WORTH = 0.01  # of the step
+_BUBBLE, _LARGE_BUBBLE = 0.1, 0.25
+_OTHERS = (("zb-h1", 1), ("interleaved-1f1b", 2), ("zb-v", 2), ("interleaved-1f1b", 4))
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way to train, as planned: seconds of its step, its bubble, the most bytes of a rank."""
+
+    seconds: float
+    bubble: float
+    peak: int
+
+
+def advice(options: PipelineOptions, planned: Planned) -> tuple[str, ...]:
+    """The findings, the largest gain first; none for plans that were cut by hand or by measured times."""
+    traced = planned.traced
+    if options.manual is not None or options.skip_tracing or traced is None or traced.is_measured:
+        return ()
+    now, limit = _way(options, planned), options.limit_bytes or options.devices[0].memory_bytes
+    found: list[tuple[float, str]] = []
+    if options.memory_weight:  # None: the fastest plan that fits is what there is
+        other = _planned(dataclasses.replace(options, memory_weight=0.0), planned)
+        if other is not None and other.peak <= limit and _gain(now, other) > _WORTH:
+            found.append((_gain(now, other), f"--memory-weight 0: {_difference(now, other, limit)}"))
+    if now.bubble >= _BUBBLE and options.pipeline_parallel_degree > 1:
+        found += _schedules(options, planned, now, limit)
+        if not found and now.bubble > _LARGE_BUBBLE:
+            found.append((0.0, _more_microbatches(planned, now)))
+    return tuple(text for _, text in sorted(found, reverse=True)[:_MOST])
+
+
+def step_and_advice(options: PipelineOptions, planned: Planned) -> tuple[tuple[str, str], ...]:
+    """Where the time of a step goes, and what other settings would gain: labels and texts."""
+    assert planned.traced is not None, "it was planned from a trace"
+    parts = step_parts(planned.traced, planned.plan, planned.timeline, Around.of(options), options.recompute)
+    is_assumed = any(device.is_assumed for device in options.devices) and not planned.traced.is_measured
+    limit = min(options.limit_bytes or device.memory_bytes for device in options.devices)
+    memory = memory_line(planned.plan, planned.timeline, limit)
+    return (*step_lines(parts, is_assumed), memory, *advice_lines(advice(options, planned)))
+
+
+def _schedules(options: PipelineOptions, planned: Planned, now: _Way, limit: int) -> Iterator[tuple[float, str]]:
+    """The schedule that gains the most, if one does."""
+    ways: list[tuple[float, str]] = []
+    for schedule, pieces in _OTHERS:
+        if (options.schedule, options.virtual_pipeline_degree) == (schedule, pieces):
+            continue
+        try:
+            changed = dataclasses.replace(options, schedule=schedule, virtual_pipeline_degree=pieces)
+            other = _planned(changed, planned)
+        except SmpcError:
+            continue
+        if other is None or other.peak > limit or _gain(now, other) <= _WORTH:
+            continue
+        flags = f"--schedule {schedule}" + (f" --virtual-pipeline-degree {pieces}" if pieces > 1 else "")
+        text = f"{flags}: bubble {now.bubble:.0%} to {other.bubble:.0%}, {_difference(now, other, limit)}"
+        ways.append((_gain(now, other), text))
+    yield from sorted(ways, reverse=True)[:1]
+
+
+def _more_microbatches(planned: Planned, now: _Way) -> str:
+    """How small the bubble is with more microbatches of the same size."""
+    number = planned.plan.schedule.num_microbatches
+    other = predict(planned.plan, num_microbatches=4 * number)
+    return (
+        f"--microbatches {4 * number} of the same size, a batch four times as large: bubble {now.bubble:.0%} to "
+        f"{other.schedule.bubble_fraction:.0%}"
+    )
+
+
+def _planned(options: PipelineOptions, planned: Planned) -> _Way | None:
+    """Another way; None if there is none."""
+    traced = planned.traced
+    assert traced is not None
+    try:
+        return _way(options, plan_trace(dataclasses.replace(traced, times=None), options, prove=False))
+    except SmpcError:
+        return None
+
+
+def _way(options: PipelineOptions, planned: Planned) -> _Way:
+    assert planned.traced is not None
+    parts = step_parts(planned.traced, planned.plan, planned.timeline, Around.of(options), options.recompute)
+    return _Way(parts.total, planned.timeline.bubble_fraction, max(rank_peaks(planned.plan).values()))
+
+
+def _gain(now: _Way, other: _Way) -> float:
+    return 1.0 - other.seconds / now.seconds if now.seconds else 0.0
+
+
+def _difference(now: _Way, other: _Way, limit: int) -> str:
+    return (
+        f"step {_gain(now, other):.1%} shorter, peak {format_bytes(other.peak)} of {format_bytes(limit)} "
+        f"(now {format_bytes(now.peak)})"
+    )
+
+
+def advice_lines(found: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """The findings as lines of a report."""
+    return tuple(("Advice" if i == 0 else "", text) for i, text in enumerate(found))

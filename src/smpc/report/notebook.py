@@ -1,0 +1,104 @@
+"""A plan as a notebook shows it, and what a person asks of it.
+
+    plan = smpc.partition(model, batch, pipeline_parallel_degree=4)
+    plan                        # at the end of a cell: the report's pictures and tables; elsewhere five lines
+    plan.show()                 # the report in text, on stdout
+    plan.explain()              # why it is as it is, where the time goes, and what other settings would gain
+    plan.save("plan")           # the files of `smpc compile --out`
+
+It is the plan with what it was made from beside it: equal to the plan, and copied and pickled as one.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from smpc.compile.options import PipelineOptions
+from smpc.compile.result import Compilation, plan_warnings
+from smpc.config.limits import shown
+from smpc.errors import ConfigTypeError
+from smpc.partitioner.graph.plan import Plan
+from smpc.report.advice import step_and_advice
+from smpc.report.files import plan_files, write_files
+from smpc.report.format import count, format_bytes, format_time, module_list, printable
+from smpc.report.page import render_page
+from smpc.report.tables import summary
+from smpc.report.terminal import print_report
+
+_HEIGHT = 900  # pixels of the page in a cell; it scrolls
+
+
+class ShownPlan(Plan):
+    """A plan of `smpc.partition`."""
+
+    _compilation: Compilation
+    _options: PipelineOptions
+
+    @classmethod
+    def of(cls, compilation: Compilation, options: PipelineOptions) -> ShownPlan:
+        """The plan of a compilation."""
+        plan = compilation.plan
+        own = cls(**{field.name: getattr(plan, field.name) for field in fields(plan)})
+        own.__dict__.update(_compilation=compilation, _options=options)
+        return own
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.fingerprint == other.fingerprint
+
+    __hash__ = Plan.__hash__
+
+    def __reduce__(self) -> tuple[Callable[[str], Plan], tuple[str]]:
+        return Plan.from_json, (self.to_json(),)
+
+    def __repr__(self) -> str:
+        """Five lines: the model, its stages, the schedule, memory, how good it is."""
+        stages, schedule, objective = self.stages, self.schedule, self.objective
+        first, last = (_short(module_list(stage.modules)) for stage in (stages[0], stages[-1]))
+        peaks = [stage.peak_memory_bytes for stage in stages]
+        return "\n".join(
+            (
+                f"Plan of {printable(self.model_class.rpartition('.')[2])}, {self.fingerprint[:16]}",
+                f"  {count(len(stages), 'stage')} on {count(self.pipeline_parallel_degree, 'rank')}: {first} ... {last}",
+                f"  {printable(schedule.name)} schedule, {count(schedule.num_microbatches, 'microbatch', 'es')}, "
+                f"step {format_time(schedule.step_time)}, bubble {schedule.bubble_fraction:.1%}",
+                f"  memory of a stage: {format_bytes(min(peaks))} to {format_bytes(max(peaks))}",
+                f"  no plan is better by more than {objective.gap:.2%}; plan.show(), plan.explain(), plan.save(folder)",
+            )
+        )
+
+    def _repr_html_(self) -> str:
+        """The page of the report in a frame; it loads nothing from elsewhere."""
+        page = html.escape(self._page(), quote=True)
+        style = f"width:100%;height:{_HEIGHT}px;border:0"
+        return f'<iframe sandbox="allow-scripts" title="Plan" style="{style}" srcdoc="{page}"></iframe>'
+
+    def show(self) -> None:
+        """Print the report: tables, and the step drawn over time."""
+        print_report(self, self._compilation.timeline(), more=self._more())
+
+    def explain(self) -> str:
+        """Why the plan is as it is: a line each for the objective, the schedule, what was left undone, time, and advice."""
+        lines = [*summary(self), *(("Not done", printable(text)) for text in plan_warnings(self)), *self._more()]
+        return "\n".join(f"{label + ':' if label else '':<12}{text}" for label, text in lines)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write plan.json, report.html, timeline.json, schedule.txt and a program for every rank. Raises ConfigError where it cannot."""
+        if not isinstance(folder, str | os.PathLike):
+            raise ConfigTypeError(f"plan.save: expected the name of a folder, found {shown(folder)}")
+        write_files(Path(folder), plan_files(self._compilation), "plan.save:")
+
+    def _page(self) -> str:
+        return render_page(self._compilation.trace, self, self._compilation.timeline())
+
+    def _more(self) -> tuple[tuple[str, str], ...]:
+        planned: Any = self._compilation.planned
+        return () if planned is None or planned.traced is None else step_and_advice(self._options, planned)
+
+
+def _short(text: str, most: int = 40) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,0 +1,114 @@
+"""Ranks that tell each other, before each collective call of a sharded model, whether one of them has run out of memory.
+
+    agreement = Agreement.over(model)                 every rank, once; the model works as before
+    try:
+        loss(model(batch)).backward()                 raises PeerMemoryError, where another rank has failed
+        failed = agreement.tell(False)
+    except torch.OutOfMemoryError:
+        failed = agreement.tell(True)
+    if failed:                                        on all ranks, or on none
+        agreement.recover()                           and the batch again, with less
+
+    rank 0    gather  compute  gather  compute        reduce
+    rank 1    gather  compute  gather  out of memory
+    told      no      .        no      .              yes: rank 0 does not begin what rank 1 would never join
+
+All tell in one order, because all communicate in one order. What may fail lies before the telling: the memory of a call is there when it
+is told. `recover` puts torch's own state back (`reset_iter_state`) and drops gradients of whole parameters, which the next backward would
+add to: without that, training goes on with wrong numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from smpc.errors import ConfigUnsupportedError, PeerMemoryError
+from smpc.sharding.shard import own_parameters
+
+
+@dataclass(slots=True)
+class Agreement:
+    """`modules`: the units of a sharded model, outer ones first. Made by `over`."""
+
+    modules: tuple[FSDPModule, ...] = ()
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @classmethod
+    def over(cls, model: nn.Module, device: torch.device) -> Agreement:
+        """For all units of a model, none if it is not sharded. Raises ConfigUnsupportedError, if this torch cannot give up a backward."""
+        modules = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
+        if modules and not callable(getattr(FSDPModule, "reset_iter_state", None)):
+            raise ConfigUnsupportedError(
+                f"device_train_microbatch_size: 'auto' with FSDP needs FSDPModule.reset_iter_state, which torch {torch.__version__} does "
+                "not have; give a number, or use a newer torch"
+            )
+        has_gloo = "gloo" in str(distributed.get_backend_config())
+        found = cls(modules, torch.device("cpu") if has_gloo else device)
+        for module in modules if distributed.get_world_size() > 1 else ():
+            module.set_custom_all_gather(cast("Any", _Gather(found)))
+            module.set_custom_reduce_scatter(cast("Any", _Reduce(found, _num_shards(module) == 1)))
+        return found
+
+    def tell(self, failed: bool) -> bool:
+        """Whether any rank says so. Collective."""
+        flag = torch.tensor([int(failed)], device=self.device)
+        distributed.all_reduce(flag, distributed.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def check(self) -> None:
+        """Before a collective call: raise PeerMemoryError if a rank will not come. Collective."""
+        if self.tell(False):
+            raise PeerMemoryError("another rank has run out of memory")
+
+    def recover(self) -> None:
+        """Put all units back to where a forward begins. Collective; gradients of parts are the caller's."""
+        for module in self.modules:
+            if module._get_fsdp_state()._is_root:
+                module.reset_iter_state()
+        for module in self.modules:
+            module.unshard()
+            for parameter in own_parameters(cast("nn.Module", module)):
+                parameter.grad = None
+            module.reshard()
+
+
+class _Call:
+    """What torch asks of collective calls: see `set_custom_all_gather`."""
+
+    def __init__(self, agreement: Agreement, tells_memory: bool = False) -> None:
+        self._agreement, self._tells_memory = agreement, tells_memory
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a call. Units of one shard reduce without one: they only average over replicas, and tell here."""
+        found = torch.empty(*size, dtype=dtype, device=device)
+        if self._tells_memory:
+            self._agreement.check()
+        return found
+
+
+class _Gather(_Call):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        self._agreement.check()
+        return _GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _Reduce(_Call):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        self._agreement.check()
+        return _REDUCE(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+
+
+def _num_shards(module: FSDPModule) -> int:
+    parts = (p for p in own_parameters(cast("nn.Module", module)) if isinstance(p, DTensor))
+    return next((int(part.device_mesh.mesh.shape[-1]) for part in parts), 0)
+
+
+_GATHER: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+_REDUCE: Any = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor

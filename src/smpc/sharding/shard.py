@@ -1,0 +1,289 @@
+"""Parameters, gradients and optimizer state in parts on the ranks of a mesh, unit by unit (torch's `fully_shard`).
+
+    between steps     parameters are DTensors, of which this rank has 1 / shards; on a mesh of (replica, shard) each replica has them all
+    forward           a unit gathers its parameters before it runs
+    backward          a unit gathers them again if it has let go of them, and averages gradients over all ranks of the mesh
+
+How long gathered parameters stay in a step of several microbatches, and what that costs:
+
+    Keep              gathers of a parameter in a step     whole parameters        gradients until the last backward
+    NEVER             2 for each microbatch                of about two units      averaged in every microbatch: parts
+    MICROBATCH        1 for each microbatch                all, until backward     averaged in every microbatch: parts
+    STEP              1                                    all                     whole ones add up; averaged once
+
+Outside of steps every backward averages, and gathered parameters go with it.
+
+Gradients are averaged in their own dtype: that of the parameters (or `reduce_dtype`), or fp32 if `smpc.sharding.wide_gradients` has widened
+them. They are divided by the number of ranks of the mesh, or by a unit's `divisor`: experts see the tokens of all expert ranks, so that
+their gradients are sums over those and must be divided by more than their own mesh has.
+
+`fully_shard` puts other objects in the place of parameters; `Sharded.exchanged` says which, for whoever holds one (optimizers that were
+made before). The old ones are left empty.
+
+A model that only one rank has values of (`source`) is divided without them, and filled unit by unit, tensor by tensor:
+
+    rank 0    whole      unit 0 in parts    w0 -> all, let go of    w1 -> all, ...      unit 1 in parts ...
+    rank 1    on meta    unit 0 in parts    own part of w0          own part of w1      at most its parts and one tensor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from smpc.errors import ConfigUnsupportedError
+from smpc.sharding.incoming import Incoming
+from smpc.sharding.tensors import local, own_part
+from smpc.sharding.wide_gradients import is_wide, keep_wide, widen
+
+
+class Keep(StrEnum):
+    """How long whole parameters stay: see the module's docstring."""
+
+    NEVER = "never"
+    MICROBATCH = "microbatch"
+    STEP = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingOptions:
+    """How to shard.
+
+    `param_dtype`: what units compute in, where parameters have another one; `reduce_dtype`: what gradients are averaged in;
+    `output_dtype`: what the model's outputs are cast to. `cast_inputs`: whether inputs of units are cast to `param_dtype`. `offload`:
+    parts wait in CPU memory. `stays_outside`: forwards outside of steps leave parameters whole, until `Sharded.release`.
+    """
+
+    keep: Keep = Keep.NEVER
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_inputs: bool = False
+    offload: bool = False
+    stays_outside: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A unit that differs from the others: its mesh, what its gradients are divided by, how long it stays whole, its precision."""
+
+    name: str
+    mesh: DeviceMesh | None = None
+    divisor: float | None = None
+    keep: Keep | None = None
+    policy: MixedPrecisionPolicy | None = None
+
+
+@dataclass(slots=True)
+class _Part:
+    module: FSDPModule
+    keep: Keep
+    is_wide: bool
+
+
+@dataclass(slots=True)
+class Sharded:
+    """A model in parts. `exchanged`: the parameters that have come in the places of others."""
+
+    root: nn.Module
+    options: ShardingOptions
+    exchanged: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    _parts: list[_Part] = field(default_factory=list)
+
+    def begin_step(self) -> None:
+        """A training step begins. Until `end_step` units keep their parameters as long as they should."""
+        for part in self._parts:
+            adds_up = part.keep is Keep.STEP
+            part.module.set_reshard_after_forward(part.keep is Keep.NEVER, recurse=False)
+            part.module.set_reshard_after_backward(not adds_up, recurse=False)
+            part.module.set_requires_gradient_sync(not adds_up, recurse=False)
+        if any(part.keep is Keep.STEP for part in self._parts):
+            self._set_last(False)
+
+    def last_backward(self) -> None:
+        """The backward that follows is the step's last: it averages what has added up, and lets go of whole parameters."""
+        for part in self._parts:
+            part.module.set_reshard_after_backward(True, recurse=False)
+            part.module.set_requires_gradient_sync(True, recurse=False)
+            if part.is_wide:
+                keep_wide(part.module)
+        self._set_last(True)
+
+    def end_step(self) -> None:
+        """The step is over: average what no backward has, let go of what is whole, and go on as without steps."""
+        if any(_has_whole_gradients(part) for part in self._parts):
+            self.last_backward()
+            self._reduce()
+        for part in self._parts:
+            part.module.set_reshard_after_forward(not self.options.stays_outside, recurse=False)
+        self.last_backward()
+        self.release()
+
+    def settle(self) -> None:
+        """Let units keep their parameters as long as they should outside of steps, too, where every backward averages."""
+        for part in self._parts:
+            part.module.set_reshard_after_forward(part.keep is Keep.NEVER, recurse=False)
+
+    def release(self) -> None:
+        """Let go of whole parameters."""
+        for part in self._parts:
+            part.module.reshard()
+
+    def _set_last(self, is_last: bool) -> None:
+        for part in self._parts:
+            part.module.set_is_last_backward(is_last)
+
+    def _reduce(self) -> None:
+        """Average the gradients that are there: what torch does at the end of a backward for units that it has not reached."""
+        root = self._parts[-1].module
+        root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def shard(
+    root: nn.Module,
+    units: Iterable[str | Unit],
+    mesh: DeviceMesh,
+    options: ShardingOptions = ShardingOptions(),
+    ignored: frozenset[nn.Parameter] = frozenset(),
+    source: Incoming | None = None,
+) -> Sharded:
+    """Divide the parameters of a model over a mesh of (shard) or (replica, shard), in place. Collective.
+
+    All ranks must have equal parameters, unless `source` gives them those of one rank; the others' may be on meta then.
+    `units`: names as `find_units` has them, inner before outer; "" is the model, and comes last whether it is named or not. `ignored`
+    parameters stay whole, and nobody averages their gradients. Raises ConfigUnsupportedError for units whose parameters that train have
+    several dtypes, and for parameters that are not contiguous.
+    """
+    known = {unit.name: unit for unit in (u if isinstance(u, Unit) else Unit(u) for u in units)}
+    ordered = [*(unit for unit in known.values() if unit.name), known.get("", Unit(""))]
+    _check_parameters(root, [unit.name for unit in ordered])
+    before = dict(root.named_parameters(remove_duplicate=False))
+    found = Sharded(root, options)
+    for unit in ordered:
+        module = root.get_submodule(unit.name)
+        own = own_parameters(module)
+        wide = any(is_wide(parameter) for parameter in own)
+        if not options.stays_outside:
+            module.register_forward_hook(_without_views)
+        made = fully_shard(
+            module,
+            mesh=unit.mesh if unit.mesh is not None else mesh,
+            reshard_after_forward=not options.stays_outside,
+            mp_policy=unit.policy or _precision(options, wide, is_root=not unit.name),
+            offload_policy=CPUOffloadPolicy() if options.offload else OffloadPolicy(),
+            ignored_params=set(ignored) or None,
+        )
+        if unit.divisor is not None:
+            made.set_gradient_divide_factor(unit.divisor)
+        if source is not None:
+            _fill(module, own, mesh.device_type, source, ignored)
+        if wide:
+            widen(own_parameters(module))
+        found._parts.append(_Part(made, unit.keep or options.keep, wide))
+    for name, new in root.named_parameters(remove_duplicate=False):
+        found.exchanged[before[name]] = new
+    for old in before.values():
+        if old in ignored or isinstance(old, DTensor):  # a slice: torch lets nobody empty it
+            continue
+        old.grad = None
+        old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+    return found
+
+
+@torch.no_grad()
+def _fill(
+    module: nn.Module,
+    old: Sequence[nn.Parameter],
+    device_type: str,
+    source: Incoming,
+    ignored: frozenset[nn.Parameter],
+) -> None:
+    """Give a unit that is in parts the values that one rank has in its `old` parameters, and let go of those. Collective."""
+    if any(parameter.is_meta for parameter in old):
+        for inner in reversed(
+            _own_modules(module)
+        ):  # the unit itself last: it takes note of what its modules have then
+            inner.to_empty(device=torch.device(device_type), recurse=False)
+    for before, after in zip(old, own_parameters(module), strict=True):
+        values = source.take(before)
+        local(after.detach()).copy_(own_part(after, values))
+        if before not in ignored:
+            before.data = torch.empty(0, dtype=before.dtype, device=before.device)
+
+
+def _without_views(module: nn.Module, inputs: object, output: Any) -> Any:
+    """Outputs that are views come as copies: an in-place operation on a view would drop what gathers parameters for the backward."""
+    return tree_map_only(
+        Tensor, lambda value: value.clone() if value._is_view() and value.requires_grad else value, output
+    )
+
+
+def _precision(options: ShardingOptions, wide: bool, *, is_root: bool) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=options.param_dtype,
+        reduce_dtype=torch.float32 if wide else options.reduce_dtype,
+        output_dtype=options.output_dtype if is_root else None,
+        cast_forward_inputs=options.cast_inputs,
+    )
+
+
+def own_parameters(module: nn.Module, others: Collection[nn.Module] = ()) -> list[nn.Parameter]:
+    """The parameters of a module but for those of units inside of it, and of `others`."""
+    held = (p for at in _own_modules(module, others) for p in at._parameters.values() if p is not None)
+    return list({id(parameter): parameter for parameter in held}.values())
+
+
+def _own_modules(module: nn.Module, others: Collection[nn.Module] = ()) -> list[nn.Module]:
+    """A module and those inside of it, but for units inside of it, and `others`."""
+    found, waiting, seen = [], [module], {id(module)}
+    while waiting:
+        at = waiting.pop()
+        found.append(at)
+        for child in at.children():
+            if id(child) not in seen and not isinstance(child, FSDPModule) and all(child is not m for m in others):
+                seen.add(id(child))
+                waiting.append(child)
+    return found
+
+
+def _has_whole_gradients(part: _Part) -> bool:
+    """Of those that are to be averaged in fp32 torch keeps the sum elsewhere: then parameters that are whole may have some."""
+    own = [p for p in own_parameters(cast(nn.Module, part.module)) if not isinstance(p, DTensor)]
+    return any(part.is_wide or parameter.grad is not None for parameter in own)
+
+
+def _check_parameters(root: nn.Module, names: Sequence[str]) -> None:
+    modules = [root.get_submodule(name) for name in names]
+    wrong = []
+    for name, module in zip(names, modules, strict=True):
+        own = own_parameters(module, [other for other in modules if other is not module])
+        dtypes = sorted({str(parameter.dtype) for parameter in own if parameter.requires_grad})
+        if len(dtypes) > 1:
+            wrong.append(
+                f"the parameters of {name or 'the model'} that train have the dtypes {', '.join(dtypes)}, expected one"
+            )
+    wrong = [f"{line}; give them one dtype" for line in wrong]
+    wrong += [
+        f"{name} of the model is not contiguous: its strides are {parameter.stride()}; give it parameter.contiguous()"
+        for name, parameter in root.named_parameters()
+        if not parameter.is_contiguous()
+    ]
+    if wrong:
+        raise ConfigUnsupportedError("\n".join(f"fully_shard: {line}" for line in wrong))
+
+
+def exchange(model: nn.Module, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Put new parameters in the places of old ones."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = exchanged.get(parameter, parameter)

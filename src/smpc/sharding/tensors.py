@@ -1,0 +1,67 @@
+"""Tensors of which every replica has a part (DTensors, as `smpc.sharding.shard` makes them), and ordinary ones, alike.
+
+local(weight)                   what this rank has: rows 4 to 7 of 8; of an ordinary tensor, the tensor
+own_start(weight)               4; of an ordinary tensor, 0
+own_part(weight, values)        rows 4 to 7 of `values`, a whole tensor; a view
+sharded_like(weight, rows)      the DTensor of which this rank has `rows`
+whole(weight)                   all 8 rows, on every rank; collective
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor: the tensor itself, unless it is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_like(parameter: Tensor, own: Tensor) -> Tensor:
+    """The tensor of which this rank has `own`, sharded as the parameter is; `own` itself if that one is not."""
+    if not isinstance(parameter, DTensor):
+        return own
+    return DTensor.from_local(
+        own,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, on every rank; collective over those that it is sharded over."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """This rank's part of a whole tensor of the parameter's shape; a view."""
+    if not isinstance(parameter, DTensor):
+        return tensor
+    sizes, starts = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        tensor = tensor.narrow(dim, min(start, tensor.shape[dim]), size)
+    return tensor
+
+
+def own_start(tensor: Tensor) -> int:
+    """The first row of this rank's part of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return int(offsets[0]) if offsets else 0
+
+
+def as_state_of(parameter: Tensor, value: Any) -> Any:
+    """What an optimizer keeps for a parameter, sharded as that is: `value` may be all of it, or this rank's part. Other values stay."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if value.shape == parameter.shape and value.dim():
+        return sharded_like(parameter, own_part(parameter, value).clone())
+    return sharded_like(parameter, value) if value.dim() and value.shape == local(parameter).shape else value

@@ -1,0 +1,131 @@
+"""Manual partitioning: `smp.partition` and `smp.set_partition`, for configurations with `auto_partition: false`.
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            with smp.partition(1):
+                self.child0 = Child0()            # on partition 1
+                with smp.partition(2):
+                    self.child1 = Child1()        # on partition 2
+                self.child2 = Child2()            # on partition 1
+            self.child3 = Child3()                # on default_partition
+
+    smp.set_partition(model.child3, 2)            # also for models that someone else wrote
+
+A partition is a pipeline rank; it may have any number of modules, next to each other or not. How modules without a mark are placed says
+`smpc.partitioner.manual`. The marks are attributes of the modules themselves, so they are copied and pickled with them.
+
+Source: public SMP v1 API (`smp.partition`); `smp.set_partition` is called by scripts for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from smpc.config import Config
+from smpc.errors import ConfigError, ConfigTypeError, UsageError
+from smpc.partitioner.manual import ManualPartition, check_marks
+from smpc.v1.session.state import state
+
+_SET = "_smpc_partition"  # what set_partition said of the module itself
+_AROUND = "_smpc_partition_around"  # of what it was created in, or listed in; counts less
+
+
+@contextmanager
+def partition(index: int) -> Iterator[None]:
+    """Place the modules that are created in this context on partition `index`; of nested contexts the innermost counts.
+
+    Copies (`copy.deepcopy`) are not created anew: they have the mark of their original. Without effect under `auto_partition: true`.
+    Raises ConfigError for an index that is no pipeline rank, here if `smp.init` has been called, otherwise when the model is wrapped.
+    """
+    _check_index("smp.partition", index)
+    construct = nn.Module.__init__  # the outer context's, if there is one
+
+    @functools.wraps(construct)
+    def construct_marked(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        vars(self)[_AROUND] = index
+
+    nn.Module.__init__ = construct_marked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__init__ = construct  # type: ignore[method-assign]
+
+
+def set_partition(module: nn.Module, index: int) -> None:
+    """Place a module on partition `index`, and with it all modules in it for which `set_partition` does not say otherwise.
+
+    Without effect under `auto_partition: true`. Raises ConfigError as `partition` does, UsageError once the model is partitioned.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigTypeError(f"smp.set_partition: expected a torch.nn.Module, found {type(module).__name__}")
+    _check_index("smp.set_partition", index)
+    model = state.model
+    by_hand = model is not None and not state.cfg.auto_partition and state.cfg.pipeline_parallel_degree > 1
+    if by_hand and model.partitioned:
+        raise UsageError(
+            "smp.set_partition: the model has been partitioned by its first step, and modules do not move any more; call it before"
+        )
+    vars(module)[_SET] = index
+    for inner in module.modules():
+        vars(inner).pop(_AROUND, None)
+    _hand_down(module, index)
+
+
+def read_marks(model: nn.Module) -> dict[str, int]:
+    """Partition of each marked module, by canonical name."""
+    found: dict[str, int] = {}
+    handed_down: dict[str, int] = {}  # marks of modules that are never called themselves, by their names as prefixes
+    for name, module in model.named_modules():
+        own: int | None = vars(module).get(_SET, vars(module).get(_AROUND))
+        if own is None:
+            own = handed_down.get(name.rpartition(".")[0])
+        if own is None:
+            continue
+        found[name] = own
+        if _has_no_call(module):
+            handed_down[name] = own
+    return found
+
+
+def manual_partition(model: nn.Module, config: Config) -> ManualPartition | None:
+    """What the marks and the configuration say; None under `auto_partition: true`.
+
+    Raises ConfigError, naming the modules, for partitions that do not exist.
+    """
+    if config.auto_partition:
+        return None
+    marks = read_marks(model)
+    check_marks(marks, config.default_partition, config.pipeline_parallel_degree)
+    return ManualPartition(tuple(marks.items()), config.default_partition)
+
+
+def _hand_down(module: nn.Module, index: int) -> None:
+    """Mark what a list holds: the list may be a slice, which the model does not know."""
+    if _has_no_call(module):
+        for child in module.children():
+            vars(child)[_AROUND] = index
+            _hand_down(child, index)
+
+
+def _has_no_call(module: nn.Module) -> bool:
+    """Whether it only holds others, as nn.ModuleList does."""
+    return type(module).forward is nn.Module.forward
+
+
+def _check_index(what: str, index: Any) -> None:
+    if not isinstance(index, int) or isinstance(index, bool):
+        raise ConfigTypeError(f"{what}: expected an int, found {type(index).__name__} {index!r}")
+    if index < 0:
+        raise ConfigError(f"{what}: expected a partition from 0 up, found {index}")
+    if state.initialized and not state.cfg.auto_partition and index >= state.cfg.pipeline_parallel_degree:
+        raise ConfigError(
+            f"{what}: expected a partition from 0 to pipeline_parallel_degree - 1 = {state.cfg.pipeline_parallel_degree - 1}, "
+            f"found {index}"
+        )

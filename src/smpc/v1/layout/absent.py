@@ -1,0 +1,259 @@
+"""Parameters that lie on other ranks: empty tensors, and whoever computes with one gets an error that says where it is.
+
+After the partition a rank has nothing of other stages' parameters, yet scripts hold them: `model.parameters()` in a norm of all gradients,
+in a weight penalty, in an average of weights. Empty tensors would silently count as zero. So these become `AbsentParameter`s, in place:
+
+    p.numel(), p.shape                  0, and 0 along the first dimension: what this rank has
+    p.requires_grad, p.dtype, p.dim()   as ever
+    p.data, p.detach()                  absent, too
+    p.mul_(0.5), p.data = other         nothing here: whoever holds it does it, if all ranks run the same line
+    p.grad                              None; a warning, but for torch's own code and optimizers, which skip it
+    p.norm(), p + 1, F.linear(x, p)     an error
+    copy.deepcopy(p)                    absent, too
+    pickle                              an error
+
+`mark` makes a parameter absent, `unmark` gives it its class back. No computation of a rank has an absent parameter in it, so the price is
+paid where scripts and optimizers look at them: about a microsecond for each look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smpc.errors import UsageError
+
+_PLACE = "_smpc_place"
+_warned: set[tuple[str, int]] = set()  # lines
+_readers: ContextVar[bool] = ContextVar("smpc_reads_absent_gradients", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter is: its name, the shape that its holders have, their pipeline ranks, this rank's; and the class that it had."""
+
+    name: str
+    shape: torch.Size
+    holders: tuple[int, ...]
+    rank: int
+    kind: type[nn.Parameter]
+
+    def refuse(self, what: str) -> UsageError:
+        """The error for something that needs its values."""
+        return UsageError(
+            f"{what}: parameter {self.name!r} lies {self.text}, and pipeline rank {self.rank} has no values of it; loop over "
+            "model.local_parameters() or local_named_parameters() for what this rank has. What a loss needs of parameters is computed in "
+            "the model's forward; model.state_dict(), called on every rank, has all values"
+        )
+
+    @property
+    def text(self) -> str:
+        """The holders, for people."""
+        return f"on pipeline rank{'s' * (len(self.holders) > 1)} {', '.join(map(str, self.holders))}"
+
+
+class Absent(Tensor):
+    """What is alike of absent parameters and of aliases of them."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """See the module's docstring."""
+        rule = _RULES.get(func)
+        if rule is not None:
+            return rule(func, args, kwargs or {})
+        name = getattr(func, "__name__", "")
+        is_in_place = name.endswith("_") and not name.endswith("__")
+        if is_in_place or name in _WRITING:
+            return _run_in_place(name, func, args, kwargs)
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+        raise place_of(args, kwargs).refuse(attribute or name or repr(func))
+
+
+class AbsentParameter(Absent, nn.Parameter):
+    """A parameter of other ranks."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentParameter:
+        """Absent, too."""
+        if id(self) not in memo:
+            with torch._C.DisableTorchFunctionSubclass():
+                copied = nn.Parameter(torch.empty_like(self.data), self.requires_grad)
+            memo[id(self)] = _marked(copied, getattr(self, _PLACE), AbsentParameter)
+        found: AbsentParameter = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: there is nothing to be saved."""
+        raise getattr(self, _PLACE).refuse("saving a module or its state dict from this rank")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        place: Place = getattr(self, _PLACE)
+        return f"AbsentParameter({place.name!r}, shape={list(place.shape)}, on pipeline ranks {list(place.holders)})"
+
+
+class AbsentTensor(Absent):
+    """The data of an absent parameter, or what it is detached to."""
+
+    __reduce_ex__ = AbsentParameter.__reduce_ex__
+    __repr__ = AbsentParameter.__repr__  # type: ignore[assignment]
+
+
+def empty(parameter: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
+    """What an absent parameter of this shape has."""
+    return torch.empty((0, *shape[1:]), dtype=parameter.dtype, device=device)
+
+
+def mark(parameter: Tensor, name: str, shape: torch.Size, holders: tuple[int, ...], rank: int) -> None:
+    """Make a parameter absent, whose memory has been given back."""
+    if isinstance(parameter, nn.Parameter) and not isinstance(parameter, Absent):
+        _marked(parameter, Place(name, shape, holders, rank, type(parameter)), AbsentParameter)
+
+
+def unmark(parameter: Tensor) -> None:
+    """Give a parameter its class back, before it gets its values back."""
+    if isinstance(parameter, AbsentParameter):
+        place: Place = vars(parameter).pop(_PLACE)
+        parameter.__class__ = place.kind  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def reading_gradients() -> Iterator[None]:
+    """In this context nobody is warned who asks for the gradient of an absent parameter: optimizers, which skip it."""
+    token = _readers.set(True)
+    try:
+        yield
+    finally:
+        _readers.reset(token)
+
+
+def place_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Place:
+    """That of the first absent tensor among the arguments of a call."""
+    pending = [*args, *(kwargs or {}).values()]
+    while pending:
+        value = pending.pop(0)
+        if isinstance(value, Absent):
+            found: Place = getattr(value, _PLACE)
+            return found
+        if isinstance(value, (list, tuple)):
+            pending = [*value, *pending]
+    raise AssertionError("an absent tensor brought us here")
+
+
+# -- rules: (function, arguments, keyword arguments) -> what it returns -------------------------------------------------
+
+
+def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
+
+
+def _run_in_place(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    """Nothing happens to an absent tensor; others cannot be changed by what is not here, for which torch finds the sizes wrong."""
+    target = next(iter((*args, *(kwargs or {}).values())))
+    if isinstance(target, Absent):
+        return target
+    try:
+        return _run(func, args, kwargs)
+    except (RuntimeError, TypeError, IndexError) as error:
+        raise place_of(args, kwargs).refuse(name) from error
+
+
+def _ignore(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Whoever holds it does it."""
+
+
+def _set_data(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """`p.data = values` is for those that hold it."""
+    place, value = place_of(args), args[1]
+    if isinstance(value, Absent) or not value.numel():
+        _run(func, args, kwargs)
+    elif value.shape != place.shape:
+        raise place.refuse(f"setting .data to a tensor of shape {list(value.shape)}")
+
+
+def _alias(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    place = place_of(args, kwargs)
+    if not isinstance(args[0], Absent):
+        raise place.refuse(func.__name__)
+    found = _run(func, args, kwargs)
+    return _marked(found.as_subclass(AbsentTensor), place, AbsentTensor) if isinstance(found, Tensor) else found
+
+
+def _gradient(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """None, as of any parameter without a gradient; who sums over all of them is warned, once for each line."""
+    reader = sys._getframe(2)
+    if str(reader.f_globals.get("__name__", "")).startswith(("torch.", "smpc.")) or _readers.get():
+        return
+    line = (reader.f_code.co_filename, reader.f_lineno)
+    if line not in _warned:
+        _warned.add(line)
+        place = place_of(args)
+        warnings.warn(
+            f"the gradient of parameter {place.name!r} lies {place.text}, and pipeline rank {place.rank} reads None: what is done to each "
+            "gradient by itself is right, but a sum over all of them (a norm) is that of this rank alone. For the norm of all, "
+            "torch.nn.utils.clip_grad_norm_(model.parameters(), float('inf')); for this rank's gradients, model.local_parameters()",
+            stacklevel=3,
+        )
+
+
+def _hash(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    return id(args[0])
+
+
+def _marked(tensor: Tensor, place: Place, kind: type[Absent]) -> Any:
+    tensor.__class__ = kind
+    setattr(tensor, _PLACE, place)
+    return tensor
+
+
+def _functions(names: str) -> list[Any]:
+    """Getters of attributes, and methods, of Tensor."""
+    found = [getattr(Tensor, name) for name in names.split()]
+    return [each if callable(each) else each.__get__ for each in found]
+
+
+def _setter(name: str) -> Any:
+    return getattr(Tensor, name).__set__
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(
+        _functions(
+            "requires_grad dtype device is_leaf grad_fn layout is_meta is_cuda is_cpu is_sparse is_quantized is_nested _version "
+            "_backward_hooks _base name grad_dtype retains_grad output_nr itemsize is_complex is_floating_point is_contiguous "
+            "element_size data_ptr untyped_storage _is_view get_device register_hook requires_grad_ share_memory_ "
+            "register_post_accumulate_grad_hook "
+            "is_shared is_pinned is_inference is_signed is_conj is_neg shape ndim nbytes size numel nelement dim ndimension __len__ stride"
+        ),
+        _run,
+    ),
+    **dict.fromkeys(
+        (torch.is_floating_point, torch.is_complex, torch.is_inference, torch.is_conj, torch.is_neg, torch.numel), _run
+    ),
+    torch._has_compatible_shallow_copy_type: _run,
+    **dict.fromkeys(
+        _functions("data detach clone view_as contiguous to float half double bfloat16 cpu cuda type pin_memory"),
+        _alias,
+    ),
+    **dict.fromkeys((torch.detach, torch.clone), _alias),
+    **dict.fromkeys(_functions("grad"), _gradient),
+    _setter("data"): _set_data,
+    _setter("grad"): _ignore,
+    _setter("requires_grad"): _run,
+    _setter("grad_dtype"): _run,
+    Tensor.__hash__: _hash,
+}
+_WRITING = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__setitem__")

@@ -1,0 +1,175 @@
+"""Which pipeline rank holds which parameter and buffer, and giving every rank its own.
+
+Terms
+    local       used by a stage of this rank, or by no stage at all: then every rank keeps it
+    foreign     used by stages of other ranks only: its memory is given back here. The Parameter objects stay, with empty
+                tensors in them, so that optimizers made before keep working: they skip what has no gradient. Others who use
+                them are told (`absent` beside this)
+    skeleton    meta tensors of the original sizes, which stand in for the parameters when the model is recorded again
+
+Names are the canonical fully qualified names, those of `named_parameters()` and `named_buffers()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from smpc.errors import PartitionError
+from smpc.nn.init.delayed import draw_delayed
+from smpc.nn.parallel import Shard
+from smpc.partitioner.graph.plan import Plan
+from smpc.tracer.state.aliases import on_meta
+from smpc.tracer.state.fakes import FakeState, installed
+from smpc.tracer.state.state_use import StateUse, moved_buffer
+from smpc.v1.layout import absent
+from smpc.v1.layout.slices import Slices
+
+
+class Placement:
+    """The holders of a model's state, and its original sizes. Grows when later programs use what none has used before.
+
+    `slices`: what tensor-parallel ranks have parts of. `is_spread`: whether every rank has its own, and where it computes.
+    """
+
+    def __init__(self, model: nn.Module, rank: int, device: torch.device, slices: Slices) -> None:
+        self._model = model
+        self._rank = rank
+        self._device = device
+        self._tensor_slices = slices
+        self.is_spread = False
+        self._seed = torch.initial_seed()  # of what is drawn late
+        self._parameters = dict(model.named_parameters())
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._holders: dict[str, tuple[int, ...]] = {}
+        self._asked: dict[str, None] = {}
+        self._written: frozenset[str] = frozenset()  # buffers, by any program
+        self._slices: dict[str, tuple[Shard, torch.Size]] = {}
+        self._skeleton = {name: _meta(tensor) for name, tensor in self._state().items()}
+
+    def add(self, plan: Plan, asked: Collection[str], use: StateUse) -> None:
+        """Take over what a program's plan says. Raises PartitionError if a parameter would have to move, or a buffer that is written.
+
+        Buffers whose values are `asked` for, before steps and by pipeline rank 0, are local to all ranks, whoever uses them.
+        `use`: what the program uses.
+        """
+        self._asked |= dict.fromkeys(asked)
+        named = {name: ranks for name, ranks in holders(plan).items() if name not in self._asked}
+        found = use.counting(self._holders, named)
+        self._written |= use.written
+        for name in asked:
+            self._holders.pop(name, None)
+        for name, ranks in found.items():
+            known = self._holders.get(name, ranks)
+            if name in self._parameters and not set(ranks) <= set(known):
+                raise PartitionError(
+                    f"with these inputs parameter {name!r} is used on pipeline ranks {list(ranks)}, but the first step put it "
+                    f"on {list(known)}; make the first step use the model as later ones do"
+                )
+        moved = moved_buffer(self._written, self._holders, found)
+        if moved:
+            raise PartitionError(moved)
+        for name, ranks in found.items():
+            self._holders.setdefault(name, ranks)
+
+    def is_local(self, name: str) -> bool:
+        """Whether this rank holds a parameter or buffer."""
+        return self._rank in self._holders.get(name, (self._rank,))
+
+    def is_first(self, parameter: Tensor) -> bool:
+        """Whether this rank is the first that holds a parameter; also where it is unknown, or every rank keeps it."""
+        return self._holders.get(self._names.get(id(parameter), ""), (self._rank,))[0] == self._rank
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape on the ranks that hold a parameter or buffer: the original one, unless they have slices of it."""
+        return self._slices[name][1] if name in self._slices else self._skeleton[name].shape
+
+    @property
+    def seed(self) -> int:
+        """Of what is drawn late."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._seed = seed
+
+    def slice(self, name: str, shard: Shard, shape: torch.Size) -> None:
+        """The ranks that hold a parameter have slices of this shape from now on; it is drawn as one, if it is still to be drawn."""
+        self._slices[name] = shard, shape
+
+    def exchange(self, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Other parameters have the places of some, as with `fully_shard`."""
+        self._parameters = {name: exchanged.get(parameter, parameter) for name, parameter in self._parameters.items()}
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+
+    def draw(self) -> None:
+        """Draw all delayed parameters, whose values are asked for before the model is partitioned."""
+        draw_delayed(self._model, torch.device("cpu"), self._seed)
+
+    def apply(self) -> None:
+        """Free what is foreign, and put what is local on the device. Buffers are all kept: they are small, and may be read anywhere."""
+        draw_delayed(self._model, self._device, self._seed, self.is_local, self._slices)
+        for name, parameter in self._parameters.items():
+            if self.is_local(name):
+                parameter.data = parameter.data.to(self._device)
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.to(self._device)
+            else:
+                parameter.grad = None
+                parameter.data = absent.empty(parameter, self.shape(name), self._device)
+                absent.mark(parameter, name, self.shape(name), self._holders[name], self._rank)
+        for name, buffer in self._model.named_buffers():
+            if self.is_local(name):
+                buffer.data = buffer.data.to(self._device)
+        self.is_spread = True
+
+    def spread(self) -> None:
+        """Give every rank its own again, after `restore` or a move to the CPU."""
+        for name, parameter in self._model.named_parameters():
+            own = self.shape(name)
+            if self._tensor_slices.get(name) is not None and self.is_local(name) and parameter.shape != own:
+                parameter.grad = None
+                parameter.data = self._tensor_slices.own_part(name, parameter.data, own).clone()
+        self.apply()
+
+    def restore(self, full: Mapping[str, Tensor]) -> None:
+        """Give every parameter and buffer, foreign ones too, a whole value: the inverse of `apply`."""
+        for name, tensor in self._state().items():
+            if name in full:
+                absent.unmark(tensor)
+                tensor.grad = None
+                tensor.data = full[name]
+
+    @contextmanager
+    def skeleton(self) -> Iterator[None]:
+        """Puts tensors of the original sizes in the model's place, for recording it."""
+        state = FakeState()
+        for name, tensor in self._state().items():
+            if name in self._parameters:
+                stand_in = nn.Parameter(self._skeleton[name], requires_grad=tensor.requires_grad)
+                state.by_original[id(tensor)] = stand_in
+            else:
+                state.by_original[id(tensor)] = _meta(tensor)
+        state.by_original.update(on_meta(self._model))
+        with installed(self._model, state):
+            yield
+
+    def _state(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name; read afresh, since a model may rebind its buffers."""
+        return {**self._parameters, **dict(self._model.named_buffers())}
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def holders(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Name -> pipeline ranks whose stages use the parameter or buffer, ascending."""
+    found: dict[str, set[int]] = {}
+    for stage in plan.stages:
+        for name in (*stage.parameters, *stage.buffers):
+            found.setdefault(name, set()).add(stage.rank)
+    return {name: tuple(sorted(ranks)) for name, ranks in found.items()}

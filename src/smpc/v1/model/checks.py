@@ -1,0 +1,136 @@
+"""What `smp.DistributedModel` refuses, and what it warns of, before it touches the module or joins replicas."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError, UsageError
+from smpc.v1.declare.partition import manual_partition, read_marks
+from smpc.v1.model.wrapping import NotWrapped
+from smpc.v1.session.state import Session, state
+from smpc.v1.steps.context import StepContext
+
+
+def check_marks(module: nn.Module, session: Session) -> None:
+    """Raise ConfigError for partitions that do not exist; warn, once in a job, where partitions have no effect."""
+    if manual_partition(module, session.config) is None and session.rank == 0 and read_marks(module):
+        warnings.warn(
+            "smp.partition and smp.set_partition have no effect: auto_partition is true, so the partitioner chooses; set it to "
+            "false, and default_partition, to partition by hand",
+            stacklevel=3,
+        )
+
+
+def check_cut(context: StepContext, what: str) -> None:
+    """Raise UsageError for what there is only once the model is partitioned."""
+    if not context.is_cut:
+        raise UsageError(
+            f"{what}: the model is partitioned by the first step, and no step has run; run one, or use "
+            "register_post_partition_hook"
+        )
+
+
+def check_fully_shard(options: Mapping[str, Any], session: Session) -> None:
+    """Raise ConfigUnsupportedError for `fully_shard` with several passes per step; warn, once in a job, of what it makes useless."""
+    if options["backward_passes_per_step"] > 1:
+        raise ConfigUnsupportedError(
+            "fully_shard: backward_passes_per_step must be 1, since gradients are averaged in every step, found "
+            f"{options['backward_passes_per_step']}; use more microbatches"
+        )
+    if session.rank:
+        return
+    if session.mesh.rdp_size == 1:
+        warnings.warn("fully_shard has no effect: there is one replica", stacklevel=3)
+    defaults = {"bucket_cap_mb": 25, "gradient_as_bucket_view": False, "overlapping": True}
+    ignored = [name for name, default in defaults.items() if options[name] != default]
+    if ignored:
+        names = ", ".join("overlapping_allreduce" if name == "overlapping" else name for name in ignored)
+        warnings.warn(
+            f"{names}: without effect under fully_shard, which has no buckets and averages in the last backward",
+            stacklevel=3,
+        )
+
+
+def check_join(options: Mapping[str, Any], session: Session) -> None:
+    """Raise ConfigUnsupportedError where replicas need each other in every step, so that `model.join` cannot let one go on alone."""
+    config = session.config
+    if config.shard_optimizer_state:
+        raise ConfigUnsupportedError(
+            "join: with shard_optimizer_state, replicas need each other's updates in every step; give all replicas as many batches, or "
+            "leave shard_optimizer_state out"
+        )
+    if session.is_sharded:
+        raise ConfigUnsupportedError(
+            "join: with fully_shard, replicas need each other's parameters in every step; give all replicas as many batches, or leave "
+            "fully_shard out"
+        )
+    if session.mesh.tp_size > 1 and options["backward_passes_per_step"] > 1:
+        raise ConfigUnsupportedError(
+            "join: with tensor_parallel_degree above 1, backward_passes_per_step must be 1, found "
+            f"{options['backward_passes_per_step']}"
+        )
+
+
+def check_several(module: nn.Module) -> None:
+    """Raise an error for another model beside those of the session, with all that does not go with several."""
+    session, wrong = state.session, []
+    if session.config.fp16 or any(script.scaler is not None for script in state.scripts):
+        wrong.append("a loss scale (fp16, GradScaler): it belongs to one model; use bf16")
+    if session.mesh.tp_size > 1:
+        wrong.append("tensor parallelism")
+    if session.is_sharded or session.config.shard_optimizer_state:
+        wrong.append("sharded parameters or optimizer state")
+    if wrong:
+        raise ConfigUnsupportedError(
+            "\n".join(["there is a DistributedModel already, and with several there can be no:", *wrong])
+        )
+    own = {id(parameter) for parameter in module.parameters()}
+    for script in state.with_models:
+        if any(id(parameter) in own for parameter in script.model.parameters()):
+            raise UsageError(
+                "module: it shares parameters with another DistributedModel; wrap a copy, or one module around both"
+            )
+        entries = () if script.optimizer is None else script.optimizer.param_groups
+        if any(id(entry) in own for group in entries for entry in group["params"]):
+            raise UsageError(
+                "there is a DistributedOptimizer of this module already; where there are several models, construct each "
+                "smp.DistributedModel before its smp.DistributedOptimizer"
+            )
+
+
+def check_arguments(
+    module: Any, trace_device: Any, backward_passes_per_step: Any, bucket_cap_mb: Any, flags: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError or UsageError for arguments, or a second model, that DistributedModel does not take; a flag may be 0 or 1."""
+    if not isinstance(module, nn.Module):
+        raise ConfigTypeError(f"module: expected a torch.nn.Module, found {type(module).__name__}")
+    if isinstance(module, (NotWrapped, nn.parallel.DistributedDataParallel)):
+        raise ConfigError(
+            f"module: expected the plain model, found a {type(module).__name__}; DistributedModel handles data parallelism itself"
+        )
+    if trace_device not in ("cpu", "gpu"):
+        raise ConfigError(f"trace_device: expected 'cpu' or 'gpu', found {trace_device!r}")
+    wrong = [f"{name}: expected True or False, found {value!r}" for name, value in flags.items() if not _is_flag(value)]
+    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
+        wrong.append(f"bucket_cap_mb: expected a number of MiB above 0, found {bucket_cap_mb!r}")
+    if isinstance(backward_passes_per_step, bool) or not isinstance(backward_passes_per_step, int):
+        wrong.append(f"backward_passes_per_step: expected an int, found {backward_passes_per_step!r}")
+    elif backward_passes_per_step < 1:
+        wrong.append(f"backward_passes_per_step: expected at least 1, found {backward_passes_per_step}")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    if flags["trace_execution_times"] and trace_device == "cpu":
+        raise ConfigError(
+            "trace_execution_times: must be False if trace_device is 'cpu': times are measured where the model will run, which is what "
+            "trace_device 'gpu' stands for"
+        )
+    if state.with_models:
+        check_several(module)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, int) and value in (0, 1)

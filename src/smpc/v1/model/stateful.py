@@ -1,0 +1,211 @@
+"""The state of a distributed model, as its class shows it: state dicts, what checkpoints ask for, and the way to the CPU and back.
+
+`StateExchange` knows among which ranks the model lies, and how long they wait for each other; `smpc.v1.state_dicts.local.ModelState` reads
+and writes. `StatefulModel` gives both the names that scripts and checkpoints call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from smpc.checkpoint.stateful import Held, asked_by_torch
+from smpc.errors import ConfigUnsupportedError
+from smpc.partitioner.graph.plan import Plan
+from smpc.v1.model.checks import check_cut
+from smpc.v1.session.control import Control
+from smpc.v1.session.state import state
+from smpc.v1.session.step_errors import describe, raise_everywhere
+from smpc.v1.session.whereabouts import Whereabouts
+from smpc.v1.state_dicts.local import PARTIAL, IncompatibleKeys, ModelState
+from smpc.v1.steps.context import StepContext
+from smpc.v1.steps.pipeline import Pipeline
+
+
+class StateExchange:
+    """How the ranks bring the state of one model together. `control`: among those on which it lies; None where one has all of it."""
+
+    def __init__(self, context: StepContext, control: Control | None) -> None:
+        self._context, self._control = context, control
+        self.local = ModelState(
+            context.module, context.placement, context.distribution.slices, control, context.precision.dtype
+        )
+
+    def close(self) -> None:
+        """End the connections."""
+        if self._control is not None:
+            self._control.close()
+
+    def meet(self, what: str) -> Control | None:
+        """See `DistributedModel.meet`."""
+        context, control = self._context, self._control
+        if control is None or not (context.is_cut or context.session.mesh.tp_size > 1):
+            return None
+        timeout = datetime.timedelta(seconds=context.session.config.checkpoint_timeout)
+        control.meet(what, timeout, context.supervision.whereabouts)
+        return control
+
+    def watch(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Limits how long an exchange of state may take, to `checkpoint_timeout`."""
+        return self._context.supervision.wait(what, self._context.session.config.checkpoint_timeout)
+
+    def gather(self, *, only_on_rank_0: bool) -> dict[str, Any]:
+        """The whole state. Collective."""
+        context = self._context
+        context.placement.draw()
+        if self.meet("state_dict") is None:
+            return self.local.own_whole()
+        with self.watch("state_dict"):
+            return self.local.full(only_on_rank_0=only_on_rank_0)
+
+    def load(
+        self, given: Mapping[str, Any], *, strict: bool, same_partition: bool
+    ) -> Callable[[], IncompatibleKeys] | IncompatibleKeys:
+        """Load a whole state; of a partial one, what loads it once the model is cut."""
+        if isinstance(given, Held):
+            return self.local.load_held(given)
+        if not given.get(PARTIAL, False) or self._control is None:
+            return self.local.load(given, strict=strict)
+
+        def load() -> IncompatibleKeys:
+            if same_partition:
+                return self.local.load_own_part(given, strict=strict)
+            with self.watch("load_state_dict"):
+                return self.local.load_parts(given, strict=strict)
+
+        return load
+
+    def on_first(self, what: str, work: Callable[[], Any]) -> Any:
+        """What `work` returns on the first of these ranks, on all of them; or its error. Collective."""
+        control = self._control
+        assert control is not None, "the model lies on several ranks"
+        result, failure = None, None
+        if control.rank == 0:
+            try:
+                result = work()
+            except Exception as error:
+                failure = error
+        with self.watch(what):
+            control.meet(what, datetime.timedelta(seconds=self._context.session.config.checkpoint_timeout))
+            description, result = control.broadcast_object((describe(failure), result), 0)
+            control.acknowledge(0)
+        if description is not None:
+            raise_everywhere(description, failure)
+        return result
+
+    def to_cpu(self, move: Callable[[], object]) -> None:
+        """Bring the whole model to the CPU of every rank; `move` does so where this rank has all of it."""
+        context = self._context
+        context.placement.draw()
+        control = self.meet("cpu")
+        if context.session.is_sharded:
+            raise ConfigUnsupportedError("cpu: parameters lie in parts on the replicas (fully_shard); use state_dict()")
+        if control is None or not context.is_cut:
+            move()
+        elif context.placement.is_spread:
+            with self.watch("cpu"):
+                context.placement.restore(self.local.all_parts())
+        context.placement.is_spread = False
+
+
+class StatefulModel(nn.Module):
+    """State dicts, what checkpoints ask a model for, and how long the ranks wait for each other when they exchange state."""
+
+    module: nn.Module
+    _context: StepContext
+    _pipeline: Pipeline | None
+    _exchange: StateExchange
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """The state dict of this rank, with the key `_smp_is_partial`. Raises UsageError before the partition."""
+        check_cut(self._context, "local_state_dict")
+        self.spread()
+        return {**self._exchange.local.local(), PARTIAL: True}
+
+    def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        """The state dict of the whole model, equal to the module's in one process.
+
+        Call it on all ranks of a replica (`smp.rdp_rank() == 0`, say): it gathers, tensor by tensor, to the CPU. `gather_to_rank0`: only
+        mp_rank 0 gets it, the others {}. Raises CheckpointError, naming the ranks that did not call it, after `checkpoint_timeout`.
+        torch.distributed.checkpoint gets what this rank holds (`smpc.checkpoint.stateful`).
+        """
+        state.check_current(self._context.session, "smp.DistributedModel")
+        if self._context.is_cut and asked_by_torch() is not None:
+            return self._exchange.local.held()
+        return self._exchange.gather(only_on_rank_0=gather_to_rank0)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, same_partition_load: bool = False
+    ) -> IncompatibleKeys | None:
+        """Load a full state dict, or this rank's partial one; call it on every rank.
+
+        Partial ones are merged over the ranks, so that they may come from another partition; `same_partition_load` skips that where this
+        rank saved its own under the same partition. Partial ones are loaded once the model is partitioned; then None is returned before.
+        Raises CheckpointError, listing every key that is missing, unexpected, or of another shape or dtype; nothing is loaded then.
+        """
+        state.check_current(self._context.session, "smp.DistributedModel")
+        self.spread()
+        found = self._exchange.load(state_dict, strict=strict, same_partition=same_partition_load)
+        if isinstance(found, IncompatibleKeys):
+            return found
+        if self._context.is_cut:
+            return found()
+        self._context.hooks.deferred.append(found)
+        return None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each parameter on the ranks that hold it, by its name in the module."""
+        placement = self._context.placement
+        return {name: tuple(placement.shape(name)) for name, _ in self.module.named_parameters()}
+
+    @property
+    def checkpoint_state(self) -> ModelState:
+        """What of the module a checkpoint holds."""
+        self.spread()
+        return self._exchange.local
+
+    @property
+    def plan_json(self) -> str | None:
+        """The plan that the model was cut by; None without a pipeline, and before the first step."""
+        return self._pipeline.plan.to_json() if self._pipeline is not None and self._context.is_cut else None
+
+    def use_plan(self, text: str) -> None:
+        """Cut the model as an earlier job did, if the first step finds the same operations. Raises an error if `text` is no plan."""
+        if self._pipeline is not None and not self._context.is_cut:
+            self._pipeline.saved_plan = Plan.from_json(text)
+
+    def when_partitioned(self, load: Callable[[], object]) -> None:
+        """Call `load` now, or in the first step as soon as the model is partitioned."""
+        if self._context.is_cut:
+            load()
+        else:
+            self._context.hooks.deferred.append(load)
+
+    def meet(self, what: str) -> Control | None:
+        """Wait for the ranks among which the model lies, before they exchange state; None if it is whole on each.
+
+        Raises CheckpointError, naming the ranks that do not come within `checkpoint_timeout`.
+        """
+        return self._exchange.meet(what)
+
+    def watch_checkpoint(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Limits how long an exchange of state may take, to `checkpoint_timeout`."""
+        return self._exchange.watch(what)
+
+    @property
+    def whereabouts(self) -> Whereabouts | None:
+        """Tells which ranks have gone on without an exchange of state; None where a rank is alone."""
+        return self._context.supervision.whereabouts
+
+    def watch_exchange(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Limits how long the ranks may wait for each other outside a step, to `step_timeout`."""
+        return self._context.supervision.wait(what)
+
+    def spread(self) -> None:
+        """Put this rank's part to where it computes, after cpu()."""
+        if self._context.is_cut and not self._context.placement.is_spread:
+            self._context.placement.spread()

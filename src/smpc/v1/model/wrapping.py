@@ -1,0 +1,89 @@
+"""What other libraries do to a model, of a DistributedModel: an error at once that says what to do, where it would train wrongly.
+
+    DistributedDataParallel(model)              it would average gradients of different stages
+    accelerate.prepare(model), HF Trainer       they wrap, move and call the model, and differentiate its loss, outside of step functions
+    copy.deepcopy(model), torch.save(model)     (averages of weights, `AveragedModel`) what lies on other ranks would be missing
+    model.half(), model.to(dtype)               programs and masters are made for the dtypes that the module has
+    torch.compile(model)                        a step function would be compiled around a call that is none; model.compile() is right
+
+Each of these libraries asks a model for an attribute of its own before it does anything else: there it is told.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+
+from smpc.errors import UsageError
+
+
+class NotWrapped(nn.Module):
+    """Base of what is not to be wrapped, copied, or cast."""
+
+    module: nn.Module
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """DistributedDataParallel asks for it."""
+        raise UsageError(
+            "DistributedDataParallel(DistributedModel): the DistributedModel averages gradients over replicas itself, stage by stage; set "
+            "ddp: true in smp.init, start several replicas, and leave the wrapper out"
+        )
+
+    @property
+    def _is_accelerate_prepared(self) -> NoReturn:
+        """accelerate asks for it."""
+        raise UsageError(
+            "accelerate.prepare(DistributedModel): accelerate would wrap it and run it outside of step functions; use "
+            "smpc.integrations.accelerate.PipelineAccelerator (docs/hugging_face.md), or prepare the data loaders alone, and use "
+            "@smp.step, model.backward, and smp.DistributedOptimizer, as in the loop of README.md"
+        )
+
+    @property
+    def hf_device_map(self) -> NoReturn:
+        """The Trainer of Hugging Face asks for it."""
+        raise UsageError(
+            "Trainer(model=DistributedModel): the Trainer of Hugging Face calls the model and differentiates its loss by itself, which a "
+            "pipeline cannot do; give the module to smpc.integrations.huggingface.PipelineTrainer (docs/hugging_face.md), or write the "
+            "loop with @smp.step and model.backward, as in README.md (examples/train_gpt2.py is a whole one)"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refused."""
+        raise UsageError(
+            "copy.deepcopy(DistributedModel): there can be one, and this rank has a part of it; for an average of weights, keep "
+            "{name: p.detach().clone() for name, p in model.local_named_parameters()} on every rank after the first step"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused."""
+        raise UsageError(
+            "pickle of a DistributedModel: this rank has a part of it; save model.state_dict(), called on every rank, or call "
+            "smp.save_checkpoint"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What `to`, `half`, `cuda` and their kin are made of."""
+        dtypes = dict.fromkeys(p.dtype for p in self.module.parameters())
+        wrong = [dtype for dtype in dtypes if fn(torch.empty(0, dtype=dtype)).dtype != dtype]
+        if wrong:
+            raise UsageError(
+                f"the parameters of the DistributedModel are {wrong[0]}, and cannot be cast any more: cast the module before "
+                "smp.DistributedModel, or set fp16: true or bf16: true in smp.init, which keeps fp32 masters"
+            )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+def refuse_compiled_wrapper() -> None:
+    """Raise UsageError where torch.compile(DistributedModel) is being called."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None and dynamo.__dict__["_is_in_optimized_module"]():
+        raise UsageError(
+            "torch.compile(DistributedModel) would compile nothing: the stages run elsewhere. Call model.compile(), with the same "
+            "arguments, before the first step, or compile the module, or blocks of it, before smp.DistributedModel"
+        )

@@ -1,1 +1,0 @@
-"""`smp.DistributedModel`, and what a script declares of its model: partitions, tensor parallelism, activation checkpointing."""

@@ -1,0 +1,170 @@
+"""Whether all ranks have the same optimizer: class, groups in order, options and parameters.
+
+    agreement.tell(optimizer, ...)       before every step: this rank's optimizer, in the job's store
+    agreement.check()                    before the first update: raises ConfigError that names ranks and differences
+
+Ranks meet in the step before the first update, so all of them have told by then what they update with; nobody waits for those who have not
+(a replica without data). Two ranks that update one model by different rules would go on with wrong numbers, and nothing else would tell.
+
+An optimizer that was made of all parameters is compared whole. One that was made after the partition, of the parameters of its own
+stage, may list others than another stage's does; then what both list must have the same options.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
+from torch.optim import Optimizer
+
+from smpc.errors import ConfigError
+
+_DIGEST, _WHOLE = "smpc/optimizer/digest", "smpc/optimizer/whole"  # store keys, with the rank behind them
+_MANY = 12  # lines
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """`options`: as text, by name. `parameters`: names in the module, or shapes of what is not in it."""
+
+    options: dict[str, str]
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """`stage`: the pipeline rank whose parameters alone may be listed; -1 if all are."""
+
+    name: str
+    groups: tuple[Group, ...]
+    stage: int
+
+    @classmethod
+    def of(
+        cls, optimizer: Optimizer, names: Mapping[int, str], parameter_of: Callable[[Tensor], Tensor], stage: int
+    ) -> Description:
+        """`names`: of the module's parameters by id. `parameter_of`: what a master or a part stands for."""
+        groups = tuple(
+            Group(
+                {key: _text(value) for key, value in sorted(group.items()) if key != "params"},
+                tuple(
+                    names.get(id(parameter_of(entry)), f"a tensor {tuple(entry.shape)} that is not in the model")
+                    for entry in group["params"]
+                ),
+            )
+            for group in optimizer.param_groups
+        )
+        return cls(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", groups, stage)
+
+    def to_json(self) -> str:
+        """As it lies in the store."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def read(cls, payload: bytes) -> Description:
+        """The inverse of `to_json`."""
+        fields = json.loads(payload)
+        groups = tuple(Group(dict(group["options"]), tuple(group["parameters"])) for group in fields["groups"])
+        return cls(str(fields["name"]), groups, int(fields["stage"]))
+
+
+def differences(first: Description, other: Description, owners: tuple[str, str]) -> list[str]:
+    """What sets two optimizers apart, a line each."""
+    mine, theirs = owners
+    if first.name != other.name:
+        return [f"class: {first.name} on {mine}, {other.name} on {theirs}"]
+    if first.stage != other.stage:
+        return _differences_of_stages(first, other, owners)
+    if len(first.groups) != len(other.groups):
+        return [f"number of groups: {len(first.groups)} on {mine}, {len(other.groups)} on {theirs}"]
+    lines = []
+    for index, (a, b) in enumerate(zip(first.groups, other.groups, strict=True)):
+        lines += _options_apart(f"group {index}", a.options, b.options, owners)
+        if a.parameters != b.parameters:
+            place = next(
+                (i for i, (x, y) in enumerate(zip(a.parameters, b.parameters, strict=False)) if x != y),
+                min(len(a.parameters), len(b.parameters)),
+            )
+            found = [group.parameters[place] if place < len(group.parameters) else "nothing" for group in (a, b)]
+            lines.append(
+                f"group {index}, parameter {place}: {found[0]} on {mine}, {found[1]} on {theirs} ({len(a.parameters)} and "
+                f"{len(b.parameters)} parameters)"
+            )
+    return lines
+
+
+def _differences_of_stages(first: Description, other: Description, owners: tuple[str, str]) -> list[str]:
+    options = {name: group.options for group in first.groups for name in group.parameters}
+    lines = []
+    for group in other.groups:
+        for name in group.parameters:
+            if name in options:
+                lines += _options_apart(name, options[name], group.options, owners)
+    return lines
+
+
+def _options_apart(what: str, first: Mapping[str, str], other: Mapping[str, str], owners: tuple[str, str]) -> list[str]:
+    mine, theirs = owners
+    return [
+        f"{what}, {key}: {first.get(key, 'nothing')} on {mine}, {other.get(key, 'nothing')} on {theirs}"
+        for key in sorted({*first, *other})
+        if first.get(key) != other.get(key)
+    ]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return repr(value.tolist()) if value.numel() < _MANY and not value.is_meta else f"a tensor {tuple(value.shape)}"
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_text, value))})"
+    return f"{type(value).__module__}.{type(value).__qualname__}"  # its address says nothing
+
+
+class Agreement:
+    """One rank's part, for one optimizer. `store`: of this session's ranks."""
+
+    def __init__(self, store: Store, rank: int, num_ranks: int, stage: int) -> None:
+        self._store, self._rank, self._num_ranks = store, rank, num_ranks
+        self._stage = stage
+        self._told = ""
+
+    def tell(
+        self, optimizer: Optimizer, module: nn.Module, parameter_of: Callable[[Tensor], Tensor], *, is_cut: bool
+    ) -> None:
+        """Say which optimizer this rank has. `is_cut`: the module has been partitioned before the optimizer was made."""
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        description = Description.of(optimizer, names, parameter_of, self._stage if is_cut else -1)
+        text = description.to_json()
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        if digest != self._told:
+            self._store.set(f"{_WHOLE}/{self._rank}", text)
+            self._store.set(f"{_DIGEST}/{self._rank}", digest)
+            self._told = digest
+
+    def check(self) -> None:
+        """Compare all that have been told with that of the first rank. Raises ConfigError where they differ."""
+        keys = [f"{_DIGEST}/{rank}" for rank in range(self._num_ranks)]
+        has_all = self._store.check(keys)
+        there = [rank for rank, key in enumerate(keys) if has_all or self._store.check([key])]
+        digests = {rank: self._store.get(keys[rank]) for rank in there}
+        if not there:
+            return
+        first = there[0]
+        odd = [rank for rank in there if digests[rank] != digests[first]]
+        lines = []
+        for rank in odd[:2]:
+            described = [Description.read(self._store.get(f"{_WHOLE}/{each}")) for each in (first, rank)]
+            lines += differences(described[0], described[1], (f"rank {first}", f"rank {rank}"))
+        if lines:
+            more = [f"and {len(lines) - _MANY} more"] if len(lines) > _MANY else []
+            raise ConfigError(
+                "\n".join(["expected the same optimizer on all ranks, found different ones:", *lines[:_MANY], *more])
+            )

@@ -1,0 +1,207 @@
+"""torch's own clipping, for a model that lies on several ranks: `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` is right.
+
+While there is a `DistributedModel`, torch's functions look at what they are given:
+
+    clip_grad_norm_           parameters of the model: the norm over all ranks, everything counted once, in full precision and without
+                              loss scale. Collective over the ranks of the model
+    get_total_norm            gradients or parameters that other ranks have more of: refused, since a rank without any could not tell
+    clip_grads_with_norm_     gradients of the model that its masters take unscaled: refused
+    clip_grad_value_          the same; otherwise it works element by element, and is right as it is
+
+Tensors that are not the model's are torch's affair, and so is a model that every rank has whole: the same code runs on the same tensors.
+
+Each of these functions is `_no_grad(function)`, a closure over what it calls. That cell is what is exchanged, and put back by `uninstall`:
+so names that others have imported long before (`from torch.nn.utils import clip_grad_norm_`, accelerate) are these functions, too,
+and nothing of torch gets another object. Why not a subclass of Parameter: see docs/design/decisions.md, 24.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+
+from smpc.errors import StepError, UsageError
+from smpc.optimizers.gradients import clip_by
+from smpc.v1.model.distributed_model import DistributedModel
+from smpc.v1.optimization.fused import SessionNormGroups
+from smpc.v1.session.state import state
+
+Tensors = Tensor | Iterable[Tensor]
+_installed: list[tuple[Any, Callable[..., Any]]] = []  # cells, and what was in them
+
+
+def install() -> Callable[[], None]:
+    """Let torch's functions know the model of this session; returns what undoes it."""
+    if _installed:
+        return uninstall
+    for name, make in _MAKERS.items():
+        cell = _cell_of(getattr(clip_grad, name))
+        _installed.append((cell, cell.cell_contents))
+        cell.cell_contents = make(cell.cell_contents)
+    return uninstall
+
+
+def uninstall() -> None:
+    """Put everything back."""
+    while _installed:
+        cell, original = _installed.pop()
+        cell.cell_contents = original
+
+
+def _cell_of(wrapper: Any) -> Any:
+    """The cell in which a function under `_no_grad` finds what it calls."""
+    cells = [cell for cell in wrapper.__closure__ or () if cell.cell_contents is wrapper.__wrapped__]
+    assert len(cells) == 1, f"torch.nn.utils.{wrapper.__name__} is not what it was up to torch 2.13"
+    return cells[0]
+
+
+# -- the functions -----------------------------------------------------------------------------------------------------
+
+
+def _clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    def clip_grad_norm_(
+        parameters: Tensors,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Any:
+        if torch.compiler.is_compiling():
+            return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        parameters, given = _listed(parameters)
+        with _acting(given, "clip_grad_norm_"):
+            if _is_ours("clip_grad_norm_", given):
+                return clip_model(given, float(max_norm), float(norm_type), error_if_nonfinite)
+        return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+    return clip_grad_norm_
+
+
+def _get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_total_norm(tensors: Tensors, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(tensors, *args, **kwargs)
+        tensors, given = _listed(tensors)
+        for model in _spread_models():
+            parts = {id(tensor) for p in model.parameters() for tensor in (p, p.grad) if tensor is not None}
+            if any(id(tensor) in parts for tensor in given):
+                raise UsageError(
+                    "get_total_norm: expected tensors that this rank has whole, found gradients or parameters of the DistributedModel, of "
+                    "which other ranks have the others; torch.nn.utils.clip_grad_norm_(model.parameters(), float('inf')), on every rank, "
+                    "returns the norm of all gradients and changes none"
+                )
+        return original(tensors, *args, **kwargs)
+
+    return get_total_norm
+
+
+def _elementwise(original: Callable[..., Any]) -> Callable[..., Any]:
+    name = original.__name__.removeprefix("_")
+
+    def clip(parameters: Tensors, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(parameters, *args, **kwargs)
+        parameters, given = _listed(parameters)
+        with _acting(given, name):
+            optimizer = state.optimizer
+            refused = optimizer is not None and optimizer.has_taken_or_scales and _is_ours(name, given)
+        if refused:
+            raise UsageError(
+                f"{name}: the optimizer's fp32 masters take the model's gradients without the loss scale, so clipping these by a number is "
+                "not clipping those; clip by the norm: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), or "
+                "optimizer.clip_master_grads(max_norm)"
+            )
+        return original(parameters, *args, **kwargs)
+
+    return clip
+
+
+_MAKERS = {
+    "clip_grad_norm_": _clip_grad_norm,
+    "_get_total_norm": _get_total_norm,
+    "_clip_grads_with_norm_": _elementwise,
+    "clip_grad_value_": _elementwise,
+}
+
+
+def clip_model(given: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """`clip_grad_norm_` of parameters of the model, or of what stands for them in the optimizer. Collective over the model's ranks.
+
+    Raises UsageError for what cannot be clipped, and StepError in a step function.
+    """
+    model, optimizer = state.model, state.optimizer
+    assert isinstance(model, DistributedModel), "the parameters are its own"
+    if model.is_in_step:
+        raise StepError(
+            "clip_grad_norm_ was called in a step function, where gradients are not complete; call it after the step function, on every "
+            "rank"
+        )
+    if not model.partitioned:
+        return torch.zeros(())  # no step has run, so there is no gradient
+    if optimizer is not None and optimizer.has_masters:
+        total: Tensor = optimizer.clip_gradients(given, max_norm, norm_type, error_if_nonfinite)
+        return total
+    parameters = [_parameter_of(tensor) for tensor in given]
+    with model.watch_exchange("clip_grad_norm_"):
+        return clip_by(parameters, max_norm, norm_type, error_if_nonfinite, SessionNormGroups(), None)
+
+
+# -- whose tensors -----------------------------------------------------------------------------------------------------
+
+
+def _listed(given: Tensors) -> tuple[Tensors, list[Tensor]]:
+    """What was given, to be passed on as it was, and as a list."""
+    if isinstance(given, Tensor):
+        return given, [given]
+    tensors = list(given)
+    if isinstance(given, types.GeneratorType):
+        return (tensor for tensor in tensors), tensors  # torch warns of empty ones
+    return tensors, tensors
+
+
+def _is_ours(name: str, given: list[Tensor]) -> bool:
+    """Whether the tensors are the model's, and torch would not do with them what it does with a whole model's."""
+    model = _model()
+    if model is None or not (_is_spread(model) or (state.optimizer is not None and state.optimizer.has_masters)):
+        return False
+    own = {id(parameter) for parameter in model.parameters()}
+    found = sum(id(_parameter_of(tensor)) in own for tensor in given)
+    if found and found < len(given):
+        raise UsageError(
+            f"{name}: expected parameters of the DistributedModel, or none of it, found {found} of them among {len(given)}; it lies on "
+            "several ranks, the others do not: clip them in two calls"
+        )
+    return bool(found)
+
+
+def _parameter_of(tensor: Tensor) -> Tensor:
+    """The model's parameter, for a master or a part."""
+    return tensor if state.optimizer is None else state.optimizer.parameter_of(tensor)
+
+
+def _acting(given: list[Tensor], what: str) -> contextlib.AbstractContextManager[None]:
+    """In this context the model is that of the tensors."""
+    return state.acting(state.script_with(given, what))
+
+
+def _spread_models() -> list[DistributedModel]:
+    """Models of which ranks have different parameters, or parts of them."""
+    models = [script.model for script in state.scripts] if state.initialized else []
+    return [model for model in models if isinstance(model, DistributedModel) and _is_spread(model)]
+
+
+def _is_spread(model: DistributedModel) -> bool:
+    """Whether ranks have different parameters, or parts of them."""
+    mesh = state.session.mesh
+    return mesh.pp_size > 1 or mesh.tp_size > 1 or state.session.is_sharded
+
+
+def _model() -> DistributedModel | None:
+    model = state.model if state.initialized else None
+    return model if isinstance(model, DistributedModel) else None

@@ -1,0 +1,483 @@
+"""`smp.DistributedOptimizer`: the optimizer of a model that lies on several ranks, in any precision.
+
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    scheduler = StepLR(optimizer.optimizer, ...)                   # or of the wrapper; its groups are the same
+
+    loss = train_step(model, ids)
+    optimizer.clip_master_grads(1.0)
+    optimizer.step()
+    if not optimizer.overflow:
+        scheduler.step()
+
+The wrapped optimizer does the work: after the partition it finds gradients at this rank's parameters only, and leaves the others alone.
+
+    fp32                    it updates the parameters
+    fp16, bf16              it updates fp32 masters, which take the parameters' places in its groups (`masters` beside this)
+    fp16                    gradients are those of the loss times `loss_scale`. If one of them is not finite, on any rank, that is an
+                            overflow: `step` updates nothing, on no rank, but the scale (`loss_scaling` beside this)
+    shard_optimizer_state   it updates what this rank owns, and ranks exchange parameters afterwards (`sharded_optimizer` beside this)
+
+Source: public SMP v1 API ("smdistributed.modelparallel.torch.DistributedOptimizer").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from smpc.checkpoint.stateful import Held, Purpose, asked_by_torch
+from smpc.errors import ConfigError, ConfigTypeError, UsageError
+from smpc.optimizers.gradients import check_finite, clip_by, norm_of
+from smpc.sharding.tensors import as_state_of
+from smpc.v1.layout.absent import reading_gradients
+from smpc.v1.model.distributed_model import DistributedModel
+from smpc.v1.optimization.agreement import Agreement
+from smpc.v1.optimization.fused import SessionNormGroups
+from smpc.v1.optimization.loss_scale import LossScaler, make_scaler, refuse_torchs_scaler
+from smpc.v1.optimization.sharded import Shards
+from smpc.v1.optimization.sharded_names import ShardedNames, max_norm
+from smpc.v1.optimization.state import OptimizerState
+from smpc.v1.optimization.update_targets import Updates
+from smpc.v1.session.connections import make_world_control
+from smpc.v1.session.control import Control
+from smpc.v1.session.precision import found_anywhere, session_half_dtype
+from smpc.v1.session.state import state
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _acts(
+    method: Callable[Concatenate[DistributedOptimizer, P], R],
+) -> Callable[Concatenate[DistributedOptimizer, P], R]:
+    """A method in which what the session is asked for is the optimizer's own model."""
+
+    @functools.wraps(method)
+    def acting(self: DistributedOptimizer, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with state.acting(self._script):
+            return method(self, *args, **kwargs)
+
+    return acting
+
+
+class DistributedOptimizer(ShardedNames):
+    """Wraps an optimizer of the DistributedModel's parameters; `optimizer` is the wrapped one.
+
+    `static_loss_scale`, `dynamic_loss_scale` and its arguments concern fp16 training: see `loss_scaling` beside this. The latter
+    may be given by name or in a dict called `dynamic_loss_args`. Construct it on every rank.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        static_loss_scale: float | None = 1.0,
+        dynamic_loss_scale: bool = False,
+        **dynamic_loss_args: Any,
+    ) -> None:
+        # Not Optimizer's: everything that it would set up is the wrapped optimizer's own.
+        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, DistributedOptimizer):
+            raise ConfigTypeError(f"optimizer: expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
+        _check_unwrapped(optimizer)
+        scaler = make_scaler(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
+        half = session_half_dtype(state.current)
+        if half is not torch.float16 and (static_loss_scale not in (1.0, None) or dynamic_loss_scale):
+            dtype = half or torch.float32
+            warnings.warn(
+                f"loss scaling has no effect: it is for float16, and this model trains in {str(dtype).removeprefix('torch.')}",
+                stacklevel=2,
+            )
+        self.optimizer = optimizer
+        entries = [entry for group in optimizer.param_groups for entry in group["params"]]
+        self._script = state.script_with(entries, "smp.DistributedOptimizer")
+        with state.acting(self._script):
+            self._begin(scaler, half)
+
+    def _begin(self, scaler: LossScaler, half: torch.dtype | None) -> None:
+        optimizer = self.optimizer
+        if isinstance(state.model, DistributedModel):
+            self.exchange(state.model.exchanged)
+        self._session = state.current
+        self._scaler = scaler if half is torch.float16 else None
+        shards, self._world = _make_shards()
+        tp_size = state.session.mesh.tp_size if state.initialized else 1
+        self._updates = Updates(optimizer, half, shards, tp_size)
+        self._state = OptimizerState(optimizer, self._updates, self._scaler, self._world)
+        self._taken = False  # whether masters have the gradients of the last backward
+        self._used_scale: float | None = None  # of the last backward
+        self._overflow = False
+        self._clipped: Tensor | None = None  # what clipping has multiplied masters' gradients by
+        self._deferred: Mapping[str, Any] | None = None
+        self._is_late = (
+            state.model is not None and state.model.has_cut
+        )  # made of what the first step has left on this rank
+        self._agreement = _make_agreement()
+        state.optimizer = self
+        self._prepare()
+
+    # -- the wrapped optimizer's -----------------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's groups."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
+        """The wrapped optimizer's state."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's defaults."""
+        return self.optimizer.defaults
+
+    @_acts
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to the wrapped optimizer."""
+        own = {id(parameter) for parameter in self._updates.parameters()}
+        given = param_group["params"]
+        twice = [p for p in ([given] if isinstance(given, Tensor) else list(given)) if id(p) in own]
+        if twice:
+            raise ConfigError(f"add_param_group: {len(twice)} of the parameters are in another group already")
+        self.optimizer.add_param_group(param_group)
+        self._prepare()
+
+    def exchange(self, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Take other parameters for some, as `fully_shard` makes them; the model calls it before the first step runs."""
+        for group in self.optimizer.param_groups:
+            group["params"] = [exchanged.get(parameter, parameter) for parameter in group["params"]]
+        for old in [parameter for parameter in self.optimizer.state if parameter in exchanged]:
+            items, new = self.optimizer.state.pop(old), exchanged[old]  # type: ignore[index]
+            self.optimizer.state[new] = {key: as_state_of(new, value) for key, value in items.items()}
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """See torch.optim.Optimizer; the hook gets the wrapped optimizer."""
+        return self.optimizer.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """See torch.optim.Optimizer; the hook gets the wrapped optimizer."""
+        return self.optimizer.register_step_post_hook(hook)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.optimizer!r})"
+
+    # -- steps -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last gradients were not all finite, on any rank, so that `step` skips or has skipped them; fp16 only."""
+        return self._overflow
+
+    @property
+    def loss_scale(self) -> float:
+        """What gradients are multiplied by in the next backward pass; 1 but for fp16."""
+        return 1.0 if self._scaler is None else self._scaler.scale
+
+    @property
+    def _scale_of_gradients(self) -> float:
+        """The loss scale of the gradients that are there: another one may have been loaded since, in a hook after the first step."""
+        return self.loss_scale if self._used_scale is None else self._used_scale
+
+    @property
+    def scale_can_shrink(self) -> bool:
+        """Whether overflows lower the loss scale."""
+        return self._scaler is not None and self._scaler.can_shrink
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """A GradScaler asks for it, which unscales the gradients itself."""
+        refuse_torchs_scaler()
+        return False
+
+    @_acts
+    def update_master_grads(self) -> None:
+        """Give the masters the gradients of the last backward pass, unscaled, and find out whether they overflow.
+
+        `clip_master_grads` and `step` do it, if it has not been done. Collective over all ranks under fp16.
+        """
+        if not self.has_masters or self._taken:
+            return
+        self._prepare()
+        scaler = self._scaler
+        with _watched("the optimizer's step: agreeing on overflows"):
+            found = self._updates.masters.take_gradients(None if scaler is None else 1.0 / self._scale_of_gradients)
+            joins = state.model is not None and state.model.is_joining
+            self._overflow = scaler is not None and found_anywhere(found, state.session, joins=joins)
+        self._taken, self._clipped = True, None
+
+    @_acts
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients so that the norm of all of them, of the whole model, is at most `max_norm`; returns the norm they had.
+
+        The gradients of the masters, unscaled; without masters those of the parameters. Equal to torch.nn.utils.clip_grad_norm_ in one
+        process, whatever the degrees. After an overflow nothing is scaled, and -1 is returned. Collective over all ranks.
+        """
+        parameters = self._updates.parameters()
+        if not self.has_masters:
+            with _watched("clip_master_grads"):
+                return clip_by(parameters, max_norm, norm_type, False, SessionNormGroups(), None)
+        if not isinstance(max_norm, int | float) or not max_norm >= 0.0:
+            raise UsageError(f"clip_master_grads: expected max_norm >= 0, found {max_norm!r}")
+        if not isinstance(norm_type, int | float) or not norm_type > 0:
+            raise UsageError(
+                f"clip_master_grads: expected norm_type to be a positive number or infinity, found {norm_type!r}"
+            )
+        self.update_master_grads()
+        return torch.tensor(-1.0) if self._overflow else self._clip_masters(parameters, max_norm, norm_type, False)
+
+    @_acts
+    def clip_gradients(
+        self, given: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> Tensor:
+        """`clip_grad_norm_` of torch where there are masters: `clip_master_grads`, but that the norm is infinite after an overflow.
+
+        Raises UsageError unless `given`, parameters or masters, are all that train.
+        """
+        parameters = self._updates.parameters()
+        own, found = {id(parameter) for parameter in parameters}, [self.parameter_of(tensor) for tensor in given]
+        known = {id(parameter) for parameter in found}
+        missing = sum(p.requires_grad and id(p) not in known for p in parameters)
+        more = sum(p.requires_grad and id(p) not in own for p in found)
+        if missing or more:
+            raise UsageError(
+                "clip_grad_norm_: with fp16 and bf16, whose fp32 masters are clipped, expected all parameters of the DistributedOptimizer "
+                f"that train, found {missing} too few and {more} others; pass model.parameters()"
+            )
+        self.update_master_grads()
+        if not self._overflow:
+            return self._clip_masters(parameters, max_norm, norm_type, error_if_nonfinite)
+        norm = torch.tensor(math.inf, device=state.session.device)
+        if error_if_nonfinite:
+            check_finite(norm)
+        return norm
+
+    def _clip_masters(
+        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> Tensor:
+        # Replicas have the same gradients of all parameters, whoever has the masters.
+        kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        grads = [grad for _, grad in kept]
+        with _watched("clipping the masters' gradients"), torch.no_grad():
+            norm = norm_of(grads, [p for p, _ in kept], float(norm_type), SessionNormGroups(), None, parameters)
+        norm = norm / self._scale_of_gradients
+        if self._clipped is not None:
+            norm = norm * self._clipped
+        if error_if_nonfinite:
+            check_finite(norm)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        self._updates.masters.scale_gradients(factor)
+        self._clipped = factor if self._clipped is None else self._clipped * factor
+        return norm
+
+    @_acts
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update this rank's parameters. Under fp16, and with sharded state, collective over all ranks."""
+        state.check_current(self._session, "smp.DistributedOptimizer")
+        if self._agreement is not None:
+            self.tell_others()
+            agreement, self._agreement = self._agreement, None
+            agreement.check()
+        watched = state.model.optimizer_step() if state.model is not None else contextlib.nullcontext()
+        if max_norm() > 0:
+            self._norm = self.clip_master_grads(max_norm())
+        with watched, reading_gradients():
+            if self._updates.is_plain:
+                return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            if closure is not None:
+                raise UsageError(
+                    "optimizer.step: closures are for fp32 training without shard_optimizer_state; run the step function first, "
+                    "then optimizer.step()"
+                )
+            return self._step()
+
+    def _step(self) -> Any:
+        self._prepare()
+        self.update_master_grads()
+        self._taken = False
+        if self._overflow and not self.scale_can_shrink and state.session.rank == 0:
+            warnings.warn(
+                f"optimizer.step: gradients are not finite at the loss scale {self.loss_scale:g}, which is not lowered further; the step "
+                "is skipped. If this goes on, look for its cause (learning rate, data), use a smaller or dynamic loss scale, or bf16",
+                stacklevel=4,
+            )
+        if self._scaler is not None and self._scale_of_gradients == self._scaler.scale:
+            self._scaler.update(overflow=self._overflow)
+        self._used_scale = None
+        if self._overflow:
+            self._updates.drop_gradients()
+            return None
+        with _watched("the optimizer's step: exchanging updated parameters"):
+            return self._updates.step()
+
+    @_acts
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        self._taken, self._used_scale = False, None
+        is_plain = self._updates.is_plain
+        if not is_plain:
+            self._updates.drop_gradients()
+        with reading_gradients():
+            self.optimizer.zero_grad(set_to_none)
+        for parameter in () if is_plain else self._updates.parameters():
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad = parameter.grad.detach().zero_()  # not in place: it may be a view of a bucket
+
+    def gradients_changed(self) -> None:
+        """There are other gradients than masters have taken; the model says so after every step function."""
+        self._taken, self._used_scale = False, self.loss_scale
+
+    def parameter_of(self, entry: Tensor) -> Tensor:
+        """The model's parameter at whose place `entry` is in the groups; itself, but for masters and parts."""
+        return self._updates.parameter_of(entry)
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether masters take the gradients, without the loss scale: under fp16 and bf16."""
+        return self._updates.half is not None
+
+    @property
+    def has_taken_or_scales(self) -> bool:
+        """Whether what is done to the parameters' gradients now is not done to those that update."""
+        return self.has_masters and (self._taken or self.loss_scale != 1.0)
+
+    @property
+    def masters(self) -> list[nn.Parameter]:
+        """This rank's fp32 masters."""
+        return self._updates.masters.all()
+
+    @property
+    def stepping_shards(self) -> Shards | None:
+        """Who owns what, while the wrapped optimizer updates what this rank owns, and norms must be taken over the owners."""
+        return self._updates.shards if self._updates.is_stepping else None
+
+    @_acts
+    def replicate(self, group: dist.ProcessGroup, source: int) -> None:
+        """Take over the masters and the loss scale of the group's rank `source`. Collective over the group."""
+        self._state.replicate(group, source)
+
+    def _prepare(self) -> None:
+        if isinstance(state.model, DistributedModel):
+            if not self._updates.is_plain:
+                state.model.spread()
+            self._updates.prepare(state.model)
+
+    @_acts
+    def tell_others(self) -> None:
+        """Tell the other ranks what this optimizer is, until it has been compared with theirs; the model calls it before a step."""
+        if self._agreement is not None and state.model is not None:
+            module = state.model.get_module()
+            self._agreement.tell(self.optimizer, module, self.parameter_of, is_cut=self._is_late)
+
+    # -- state -----------------------------------------------------------------------------------------------------------
+
+    @property
+    @_acts
+    def checkpoint_state(self) -> OptimizerState:
+        """What of the optimizer a checkpoint holds."""
+        self._prepare()
+        return self._state
+
+    @_acts
+    def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
+        """The optimizer state of this rank's parameters, with the key `_smp_is_partial`.
+
+        `gather_if_shard`: with sharded state, also what other ranks own of them: collective over all ranks. Otherwise what this rank owns.
+        """
+        self._prepare()
+        return self._state.local(gather=gather_if_shard)
+
+    def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:
+        """The optimizer state of the whole model, tensors on the CPU.
+
+        Collective over the replica like `DistributedModel.state_dict`, with sharded state over all ranks. `gather_to_rank0`: only mp_rank 0
+        gets it, the others {}. torch.distributed.checkpoint gets what this rank holds (`smpc.checkpoint.stateful`).
+        """
+        purpose = asked_by_torch()  # looks at who calls this method
+        with state.acting(self._script):
+            self._prepare()
+            if purpose is not None and self._state.is_ready:
+                return self._state.held(to_fill=purpose == Purpose.LOAD)
+            return self._state.full(only_on_rank_0=gather_to_rank0)
+
+    @_acts
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a full or a partial state, or that of a torch optimizer in one process over the same parameters; on every rank.
+
+        Loaded at once where the model is partitioned, else in its first step. Partial states are merged over the ranks. Where a state has
+        no masters, as of a job in fp32, they are made of the parameters.
+        Raises CheckpointError if the state does not fit the optimizer.
+        """
+        if not self._state.is_ready:
+            self._deferred = state_dict
+            return
+        self._prepare()
+        if isinstance(state_dict, Held):
+            self._state.load_held(state_dict)
+        else:
+            self._state.load(state_dict)
+
+    def save_optimizer_backcompat(self, gather_if_shard: bool = True) -> dict[str, Any]:
+        """`local_state_dict`, under a name that scripts have for it."""
+        return self.local_state_dict(gather_if_shard)
+
+    def load_optimizer_backcompat(self, state_dict: Mapping[str, Any], gather_if_shard: bool = True) -> None:
+        """`load_state_dict`, under a name that scripts have for it; whether the state was gathered is read from it."""
+        self.load_state_dict(state_dict)
+
+    @_acts
+    def load_deferred(self) -> None:
+        """Load what was given before the partition; the model calls it."""
+        self._prepare()
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            self._state.load(deferred)
+
+
+def _check_unwrapped(optimizer: Optimizer) -> None:
+    """Raise ConfigError for an optimizer in which another wrapper keeps its masters."""
+    known = state.optimizer
+    entries = [entry for group in optimizer.param_groups for entry in group["params"]]
+    if known is not None and any(known.parameter_of(entry) is not entry for entry in entries):
+        raise ConfigError(
+            "optimizer: another DistributedOptimizer wraps it already, and keeps fp32 masters in it; construct a new one from "
+            "model.parameters()"
+        )
+
+
+def _make_shards() -> tuple[Shards | None, Control | None]:
+    """Owners of the optimizer state, and messages among all ranks; None where it is not sharded. Collective."""
+    if not state.initialized or not state.cfg.shard_optimizer_state or state.session.mesh.dp_size == 1:
+        return None, None
+    control = make_world_control(state.session)
+    state.closers.append(control.close)
+    return Shards(state.session), control
+
+
+def _make_agreement() -> Agreement | None:
+    """What compares the optimizers of all ranks; None where there is one rank."""
+    session = state.current
+    state.num_optimizers += 1
+    if session is None or session.monitor is None:
+        return None
+    mesh, store = session.mesh, PrefixStore(f"optimizer{state.num_optimizers}", session.monitor.store)
+    return Agreement(store, session.rank, mesh.world_size, mesh.pp_rank(session.rank))
+
+
+def _watched(what: str) -> contextlib.AbstractContextManager[None]:
+    """Limits how long the ranks may wait for each other."""
+    model = state.model
+    return model.watch_exchange(what) if isinstance(model, DistributedModel) else contextlib.nullcontext()

@@ -1,0 +1,237 @@
+"""`shard_optimizer_state`: of the ranks that hold a parameter one updates it, or some of its rows, and the others get them from there.
+
+    shards.assign(entries)           who updates what
+    shards.owns(parameter)           whether this rank updates it, or rows of it
+    shards.range_of(parameter)       the rows, if others update the rest
+    shards.gather()                  after the optimizer's step: every rank gets what the others have updated
+
+Terms
+    holders   the ranks that hold the same values of a parameter, and average its gradient: the reduced-data-parallel group for a parameter
+              of a distributed (tensor-parallel) module, the data-parallel group for any other
+    owner     a holder that has the optimizer state of a parameter or of a range of its rows, and their fp32 master
+    rows      along dimension 0; of a tensor-parallel rank's slice, along the dimension in which it is sliced
+
+What is owned is balanced by bytes, and `dealing` says how. A parameter is cut only where the optimizer updates every element by itself
+(`elementwise`); for others, such as those that take norms of parameters, it has one owner for all of it. Parameters that require no
+gradient are dealt out last, so that the state there is and the state that there may be are both balanced.
+
+    replica 0   embedding rows 0 to 399, norm          replica 1   embedding rows 400 to 600, head, bias
+
+The gradients are those that replicas have averaged anyway, and a rank computes what all would have computed, so results are the same, bit
+by bit, as without sharding. Cuts lie at multiples of vectors of elements, as some CPU kernels round the last few elements of a tensor
+in another way than the others.
+
+After the step owners send in buckets, two at a time: memory for them is bounded, whatever the parameters' sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smpc.mesh import Axis
+from smpc.v1.optimization.assign_owners import Cut, Lot, deal
+from smpc.v1.optimization.parameter_rows import Range
+from smpc.v1.session.state import Session
+
+_BUCKET = 1 << 23  # elements that are sent at once
+_IN_FLIGHT = 2  # buckets
+_VECTORS = (64, 16, 8)  # elements
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A parameter to be dealt out.
+
+    `size`: bytes of it that an owner has, and `rows`: along `dim`; both alike on all tensor-parallel ranks, whose slices may differ.
+    Without rows it has one owner. `is_scaled`: only RDP holds it.
+    """
+
+    parameter: Tensor
+    size: int
+    is_scaled: bool
+    rows: int = 0
+    dim: int = 0
+
+    def lot(self) -> Lot:
+        """What is dealt out."""
+        if self.rows < 2 or not self.size:
+            return Lot(self.size)
+        width = math.prod(size for dim, size in enumerate(self.parameter.shape) if dim != self.dim)
+        for vector in _VECTORS if self.dim == 0 else ():
+            granule = vector // math.gcd(vector, width)
+            if granule * 256 <= self.rows or granule == 1:
+                return Lot(self.size, self.rows, granule)
+        return Lot(self.size, self.rows)
+
+    def range_of(self, cut: Cut) -> Range:
+        """The rows of this rank's tensor that a cut is."""
+        own = self.parameter.shape[self.dim]
+        start, stop = (bound * own // self.rows for bound in (cut.start, cut.stop))
+        return Range(self.dim, start, stop - start)
+
+
+class Shards:
+    """Who updates what, among the ranks of this rank's data-parallel group."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        members = session.mesh.group(Axis.DP, session.rank)
+        self._replica_of = [session.mesh.rdp_rank(member) for member in members]
+        self._position = members.index(session.rank)
+        self._loads = [0] * len(members)
+        self._entries: dict[int, Entry] = {}
+        self._cuts: dict[
+            int, tuple[Cut, ...]
+        ] = {}  # by id; owners are positions in the data-parallel group, or replicas
+
+    def assign(self, entries: Sequence[Entry]) -> None:
+        """Give owners to the entries that have none. The same on every rank of the group, for the same entries."""
+        new = [entry for entry in entries if id(entry.parameter) not in self._entries]
+        self._entries |= {id(entry.parameter): entry for entry in new}
+        for trains in (True, False):
+            kind = [entry for entry in new if entry.parameter.requires_grad == trains]
+            # Those with fewer holders first, as the others can even out what they leave.
+            self._deal_scaled([entry for entry in kind if entry.is_scaled])
+            self._deal([entry for entry in kind if not entry.is_scaled], self._loads)
+
+    def _deal(self, entries: Sequence[Entry], loads: list[int]) -> None:
+        for entry, cuts in zip(entries, deal([entry.lot() for entry in entries], loads), strict=True):
+            self._cuts[id(entry.parameter)] = cuts
+
+    def _deal_scaled(self, entries: Sequence[Entry]) -> None:
+        """To replicas, of which every rank has the same share of its own slices."""
+        before = [self._load_of(replica) for replica in sorted(set(self._replica_of))]
+        loads = list(before)
+        self._deal(entries, loads)
+        for position, replica in enumerate(self._replica_of):
+            self._loads[position] += loads[replica] - before[replica]
+
+    def _load_of(self, replica: int) -> int:
+        return max(load for load, other in zip(self._loads, self._replica_of, strict=True) if other == replica)
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether this rank updates a parameter or rows of it. What has no owner every rank updates."""
+        entry = self._entries.get(id(parameter))
+        if entry is None:
+            return True
+        cut = self._own_cut(entry)
+        return cut is not None and (len(self._cuts[id(parameter)]) == 1 or entry.range_of(cut).length > 0)
+
+    def range_of(self, parameter: Tensor) -> Range | None:
+        """The rows of a parameter that this rank updates, if it does not update all or none of them."""
+        entry = self._entries.get(id(parameter))
+        if entry is None or len(self._cuts[id(parameter)]) == 1 or not self.owns(parameter):
+            return None
+        cut = self._own_cut(entry)
+        return None if cut is None else entry.range_of(cut)
+
+    def _own_cut(self, entry: Entry) -> Cut | None:
+        own = self._replica_of[self._position] if entry.is_scaled else self._position
+        return next((cut for cut in self._cuts[id(entry.parameter)] if cut.owner == own), None)
+
+    def is_counted(self, parameter: Tensor) -> bool:
+        """Whether, of all ranks that hold a parameter or slices of it, this is the one that counts it in a norm over the owners."""
+        entry = self._entries.get(id(parameter))
+        if entry is None or not self.owns(parameter):
+            return entry is None and self._position == 0
+        return not entry.is_scaled or self._session.mesh.tp_rank(self._session.rank) == 0
+
+    def gather(self) -> None:
+        """Every rank gets from the owners what it does not own. Collective."""
+        scaled = [entry for entry in self._entries.values() if entry.is_scaled]
+        others = [entry for entry in self._entries.values() if not entry.is_scaled]
+        replicas = sorted(set(self._replica_of))
+        self._gather(scaled, replicas, self._session.groups[Axis.RDP], self._rdp_position)
+        self._gather(others, range(len(self._loads)), self._session.groups[Axis.DP], lambda position: position)
+
+    @torch.no_grad()
+    def _gather(
+        self,
+        entries: Sequence[Entry],
+        owners: Sequence[int],
+        group: dist.ProcessGroup,
+        position_of: Callable[[int], int],
+    ) -> None:
+        pending: deque[_Exchange] = deque()
+        for owner in owners:
+            for bucket in _buckets(self._owned_by(owner, entries)):
+                if len(pending) == _IN_FLIGHT:
+                    pending.popleft().finish()
+                pending.append(_Exchange(bucket, group, position_of(owner)))
+        for exchange in pending:
+            exchange.finish()
+
+    def _owned_by(self, owner: int, entries: Sequence[Entry]) -> Iterator[Tensor]:
+        """What an owner has updated, in pieces that fit into a bucket."""
+        for entry in entries:
+            if not entry.parameter.requires_grad:
+                continue
+            cuts = self._cuts[id(entry.parameter)]
+            for cut in cuts:
+                if cut.owner == owner:
+                    whole = entry.parameter.detach()
+                    yield from _pieces(whole if len(cuts) == 1 else entry.range_of(cut).of(whole))
+
+    def _rdp_position(self, replica: int) -> int:
+        mesh = self._session.mesh
+        members = mesh.group(Axis.RDP, self._session.rank)
+        return next(i for i, member in enumerate(members) if mesh.rdp_rank(member) == replica)
+
+
+class _Exchange:
+    """Tensors of one dtype and device on their way from the group's rank `source`."""
+
+    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int) -> None:
+        self._tensors, self._receives = tensors, group.rank() != source
+        # One that lies in one piece is sent as it is, and received where it belongs.
+        self._is_direct = len(tensors) == 1 and tensors[0].is_contiguous()
+        self._flat = tensors[0] if self._is_direct else self._packed()
+        self._work = dist.broadcast(self._flat, group=group, group_src=source, async_op=True)
+
+    def _packed(self) -> Tensor:
+        if not self._receives:
+            return torch.cat([tensor.reshape(-1) for tensor in self._tensors])
+        return self._tensors[0].new_empty(sum(tensor.numel() for tensor in self._tensors))
+
+    def finish(self) -> None:
+        """Wait, and put what has come where it belongs."""
+        if self._work is not None:
+            self._work.wait()
+        if self._receives and self._is_direct:
+            torch.autograd.graph.increment_version(self._tensors[0])
+        elif self._receives:
+            sizes = [tensor.numel() for tensor in self._tensors]
+            for tensor, part in zip(self._tensors, torch.split(self._flat, sizes), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor, along dimension 0, in pieces of at most a bucket; of rows that are larger than that, one at a time."""
+    if tensor.numel() <= _BUCKET or tensor.shape[0] == 1:
+        if tensor.numel():
+            yield tensor
+        return
+    rows = max(_BUCKET * tensor.shape[0] // tensor.numel(), 1)
+    yield from torch.split(tensor, rows)
+
+
+def _buckets(tensors: Iterator[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype and device, some at a time."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        kind = (tensor.dtype, tensor.device)
+        if bucket and (size + tensor.numel() > _BUCKET or kind != (bucket[0].dtype, bucket[0].device)):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.numel()
+    if bucket:
+        yield bucket

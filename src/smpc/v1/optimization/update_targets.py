@@ -1,0 +1,135 @@
+"""What the optimizer of a rank updates, and with what: the parameters themselves, or fp32 masters of them; all, or those that it
+owns, or parts of them.
+
+    updates.prepare(model)          once the model is partitioned, and again when parameters have come
+    updates.take(1 / scale)         masters' gradients
+    updates.step()                  the optimizer's step; parameters are rounded masters again, and alike on all replicas
+
+The groups of the wrapped optimizer hold, at the place of each parameter, what it updates there. What this rank does not update has no
+gradient while the optimizer steps, so that any optimizer skips it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from smpc.v1.model.distributed_model import DistributedModel
+from smpc.v1.optimization.elementwise import is_elementwise
+from smpc.v1.optimization.masters import Masters
+from smpc.v1.optimization.parameter_rows import Parts
+from smpc.v1.optimization.sharded import Entry, Shards
+
+
+class Updates:
+    """This rank's part in the updates of `optimizer`. `half`: the dtype of parameters that have masters; `shards`: if state is sharded."""
+
+    def __init__(self, optimizer: Optimizer, half: torch.dtype | None, shards: Shards | None, tp_size: int = 1) -> None:
+        self._optimizer, self._tp_size = optimizer, tp_size
+        self.half, self.shards = half, shards
+        self.is_plain = (
+            half is None and shards is None
+        )  # the wrapped optimizer updates parameters as it would without us
+        self.parts, self.masters = Parts(), Masters()
+        self.is_stepping = False  # gradients of what this rank does not own are hidden
+        self._known: tuple[bool, ...] = ()
+
+    def parameters(self) -> list[Tensor]:
+        """The model's parameters, in the optimizer's order."""
+        return [self.parameter_of(entry) for group in self._optimizer.param_groups for entry in group["params"]]
+
+    def parameter_of(self, entry: Tensor) -> Tensor:
+        """The model's parameter at whose place `entry` is in the groups: itself, a part or a master of it, or a master of a part."""
+        return self.parts.parameter_of(self.masters.parameter_of(entry))
+
+    def master_of(self, parameter: Tensor) -> Tensor | None:
+        """The master of a parameter, or of the part of it that this rank updates."""
+        return self.masters.master_of(self.parts.entry_of(parameter))
+
+    def write_master(self, parameter: Tensor) -> None:
+        """Round the master of a parameter, or of a part of it, into it."""
+        self.masters.write(self.parts.entry_of(parameter))
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether this rank updates a parameter that it holds."""
+        return self.shards is None or self.shards.owns(parameter)
+
+    def prepare(self, model: DistributedModel) -> None:
+        """Make what is missing of owners and masters, and take over what has been written into parameters."""
+        if self.is_plain or not model.partitioned:
+            return
+        parameters = self.parameters()
+        known = tuple(parameter.requires_grad for parameter in parameters)
+        if known != self._known:
+            self._known = known
+            names = {id(parameter): name for name, parameter in model.named_parameters()}
+            local = {id(parameter) for parameter in model.local_parameters()}
+            if self.shards is not None:
+                held = [p for p in parameters if id(p) in local]
+                self.shards.assign([self._entry(model, names[id(p)], p) for p in held])
+                for parameter in held:
+                    if not self.owns(parameter):  # some optimizers make state before the first step
+                        self._optimizer.state.pop(parameter, None)
+                self.parts.adopt(self._optimizer, self.shards.range_of)
+            if self.half is not None:
+                foreign = names.keys() - local
+                self.masters.adopt(self._optimizer, lambda p: id(p) not in foreign and p.requires_grad and self.owns(p))
+        self.parts.refresh()
+        self.masters.refresh()
+
+    def _entry(self, model: DistributedModel, name: str, parameter: Tensor) -> Entry:
+        slice_, is_scaled = model.slices.get(name), model.is_scaled_batch_parameter(parameter)  # type: ignore[arg-type]
+        dtype = parameter.dtype if self.half is None else torch.promote_types(parameter.dtype, torch.float32)
+        shape, ranks, dim = tuple(parameter.shape), 1, 0 if slice_ is None else slice_.dim
+        if model.is_distributed_parameter(parameter):  # type: ignore[arg-type]
+            # Slices may be of different sizes, and the ranks that hold them must agree.
+            shape, ranks = model.slices.whole_shape(name, shape), self._tp_size
+        rows = shape[dim] // ranks if self._may_be_cut(parameter, dim) else 0
+        return Entry(parameter, math.prod(shape) * dtype.itemsize // ranks, is_scaled, rows, dim)
+
+    def _may_be_cut(self, parameter: Tensor, dim: int) -> bool:
+        """Whether ranks may update ranges of a parameter. Parts without masters must lie in one piece: fused optimizers need it."""
+        if parameter.dim() == 0 or isinstance(parameter, DTensor) or not is_elementwise(self._optimizer):
+            return False
+        return parameter.is_contiguous() and (dim == 0 or self.half is not None)
+
+    def step(self) -> Any:
+        """Update. Collective over the ranks that hold the same parameters, if state is sharded."""
+        self.is_stepping = True
+        try:
+            with self._hidden():
+                result = self._optimizer.step()
+        finally:
+            self.is_stepping = False
+        self.masters.write_back()
+        self.drop_gradients()
+        if self.shards is not None:
+            self.shards.gather()
+        return result
+
+    def drop_gradients(self) -> None:
+        """Give the memory of masters' gradients back; parts let go of the parameters'."""
+        self.masters.drop_gradients()
+        self.parts.drop_gradients()
+
+    @contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """Takes the gradients away from what this rank does not update."""
+        hidden: list[tuple[Tensor, Tensor]] = []
+        for group in self._optimizer.param_groups:
+            for entry in group["params"]:
+                if entry.grad is not None and not self.owns(entry):
+                    hidden.append((entry, entry.grad))
+                    entry.grad = None
+        try:
+            yield
+        finally:
+            for entry, grad in hidden:
+                entry.grad = grad

@@ -1,0 +1,90 @@
+"""Errors that one rank finds and all ranks of its pipeline raise.
+
+An error travels as a description: its class and text if it is one of smpc's, so that it is raised as the same class
+everywhere, with the script's line as a note; of any other exception the whole traceback, in a PeerError.
+
+A StepError is about the script, so its traceback has the lines of the script alone, without those of smpc and torch between them.
+"""
+
+from __future__ import annotations
+
+import traceback
+from types import TracebackType
+from typing import NoReturn
+
+from smpc import errors
+from smpc.errors import (
+    CodegenError,
+    ConfigError,
+    PartitionError,
+    PeerError,
+    SmpcError,
+    StepError,
+    TraceError,
+    VerificationError,
+)
+from smpc.executor.failure.record import Report
+from smpc.launch.worker import write_report
+
+Description = tuple[str, str, str | None]  # class name, text, the line of the script that it comes from
+# All ranks of a pipeline raise these together, with nothing under way: the next step may go on.
+AGREED = (StepError, TraceError, PartitionError, CodegenError, ConfigError, VerificationError)
+_LIBRARIES = ("smpc", "torch")
+
+
+def tell_launcher(report: Report) -> None:
+    """Leave the report of a failure that ends this process from outside for `smpc run`, if that has started it."""
+    write_report(report.headline, report.text, report.rank)
+
+
+def describe(error: BaseException | None) -> Description | None:
+    """What is sent of an error."""
+    if error is None:
+        return None
+    if isinstance(error, SmpcError):
+        return type(error).__name__, str(error), user_line(error)
+    report = "".join(traceback.format_exception(error))
+    return PeerError.__name__, f"another rank failed first; its report:\n{report}", None
+
+
+def raise_everywhere(description: Description, own: BaseException | None) -> NoReturn:
+    """Raise this rank's own error if it has one, else the described one."""
+    if own is not None:
+        raise own
+    name, text, line = description
+    cls = vars(errors)[name]
+    assert issubclass(cls, SmpcError), name
+    error = cls(text)
+    if line is not None:
+        error.add_note(line)
+    raise error
+
+
+def raise_first(descriptions: list[Description | None], own: BaseException | None) -> None:
+    """Raise if any rank has an error: its own, else that of the lowest rank."""
+    for description in descriptions:
+        if description is not None:
+            raise_everywhere(description, own)
+
+
+def user_part(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of smpc and torch."""
+    if trace is None:
+        return None
+    rest = user_part(trace.tb_next)
+    if _is_ours(trace):
+        return rest
+    return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+
+
+def user_line(error: BaseException) -> str | None:
+    """The innermost line of the script that an error comes from, as text; None where there is none below the one that caught it."""
+    frames = traceback.extract_tb(user_part(error.__traceback__))
+    if not frames:
+        return None
+    found = frames[-1]
+    return f"at {found.filename}:{found.lineno}, in {found.name}: {found.line}"
+
+
+def _is_ours(trace: TracebackType) -> bool:
+    return str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0] in _LIBRARIES

@@ -1,0 +1,1 @@
+"""State dicts of a model that is on several ranks."""

@@ -1,0 +1,210 @@
+"""Flat mappings that the ranks of a replica hold in parts, brought together tensor by tensor.
+
+A rank's part maps keys to tensors and plain values; a tensor may be a slice of a whole (`smpc.nn.parallel.Shard`). First the ranks
+exchange what they have (specs, and the plain values themselves), then each tensor or slice is broadcast by the lowest rank that has it. No
+rank holds more than what it keeps and one of them.
+
+    rank 0 has {"a": tensor}, rank 1 has {"b": tensor}; both keep all: both end with {"a": ..., "b": ...} on the CPU
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from smpc.errors import CheckpointError
+from smpc.nn.parallel import Shard
+from smpc.tracer.ir import TensorSpec
+from smpc.v1.layout.slices import whole_shape
+from smpc.v1.session.control import Control
+from smpc.v1.steps.results import pack, unpack
+
+K = TypeVar("K", bound=Hashable)
+Described = tuple[int, TensorSpec, Shard | None]  # owner, what it has, and which part of the whole that is
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor that `owner` has: all of an item, or from `start` on along `dim`. It begins at `own` in what the owner has."""
+
+    owner: int
+    spec: TensorSpec
+    dim: int = 0
+    start: int = 0
+    own: int = 0
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The piece, of what its owner has."""
+        size = self.spec.shape[self.dim] if self.spec.shape else 0
+        if not self.spec.shape or tensor.shape[self.dim] == size:
+            return tensor.detach()
+        return tensor.detach().narrow(self.dim, self.own, size).contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What is known of a key before its tensors are sent. Without pieces it is the plain `value`."""
+
+    pieces: tuple[Piece, ...] = ()
+    shape: tuple[int, ...] = ()  # of the whole
+    dtype: str = ""
+    value: Any = None
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor."""
+        return bool(self.pieces)
+
+    @staticmethod
+    def of(value: Any) -> Item:
+        """What this rank has itself, all of it."""
+        if not isinstance(value, Tensor):
+            return Item(value=value)
+        spec = TensorSpec.of(value.detach())
+        return Item((Piece(0, spec),), tuple(spec.shape), spec.dtype)
+
+
+def survey(
+    part: Mapping[K, Any],
+    control: Control,
+    what: str,
+    slice_of: Callable[[K, Tensor], Shard | None] = lambda key, value: None,
+) -> dict[K, Item]:
+    """Every key that any rank has, in order of ranks. `slice_of` says which slice of a whole a tensor of this rank is.
+
+    Raises CheckpointError on all ranks if what they have under one key does not fit together, or one of them cannot say.
+    """
+    described: dict[K, Any] = {}
+    failure = ""
+    try:
+        for key, value in part.items():
+            is_tensor = isinstance(value, Tensor)
+            described[key] = (
+                (TensorSpec.of(value.detach()), slice_of(key, value), True) if is_tensor else (value, None, False)
+            )
+    except CheckpointError as error:
+        failure = str(error)
+    answers = control.gather((failure, described))
+    wrong = list(dict.fromkeys(text for text, _ in answers if text))
+    tensors: dict[K, list[Described]] = {}
+    found: dict[K, Item] = {}
+    for rank, (_, items) in enumerate(answers):
+        for key, (value, shard, is_tensor) in items.items():
+            if is_tensor != (key in tensors) and key in found:
+                wrong.append(f"{key}: a tensor on one rank of the replica, {value} on rank {rank}")
+            elif is_tensor:
+                tensors.setdefault(key, []).append((rank, value, shard))
+            found.setdefault(key, Item(value=None if is_tensor else value))
+    for key, pieces in tensors.items():
+        found[key] = _whole(key, pieces, wrong)
+    if wrong:
+        raise CheckpointError("\n".join([f"the ranks' parts of {what} do not fit together", *wrong]))
+    return found
+
+
+def stream(part: Mapping[K, Any], items: Mapping[K, Item], control: Control) -> Iterator[tuple[K, Piece | None, Any]]:
+    """Every key with its value, or with one after the other of its pieces on the CPU. Collective; take all of them, and let go of one
+    before asking for the next.
+
+    `items` come from `survey`.
+    """
+    for key, item in items.items():
+        if not item.is_tensor:
+            yield key, None, item.value
+        for piece in item.pieces:
+            # Nothing here holds it while the next one comes.
+            yield key, piece, _exchanged(part.get(key), piece, control)
+    for owner in sorted({piece.owner for item in items.values() for piece in item.pieces}):
+        control.acknowledge(owner)
+
+
+def _exchanged(own: Any, piece: Piece, control: Control) -> Tensor:
+    """A piece, on the CPU of all ranks."""
+    if piece.owner == control.rank:
+        sent = piece.of(own)
+        control.broadcast_bytes(pack([sent], control.device), control.rank)
+        control.settle()  # at once: what waits to be sent stays in memory
+        return sent.cpu()
+    payload = torch.empty(piece.spec.num_bytes, dtype=torch.uint8, device=control.device)
+    control.broadcast_bytes(payload, piece.owner)
+    (value,) = unpack(payload, [piece.spec])
+    return value.cpu()
+
+
+def merge(part: Mapping[K, Any], items: Mapping[K, Item], control: Control, keep: Callable[[K], bool]) -> dict[K, Any]:
+    """The whole values of all keys that `keep` wants on this rank, tensors on the CPU. Collective."""
+    merged: dict[K, Any] = {}
+    for key, piece, value in stream(part, items, control):
+        if keep(key):
+            _keep(merged, key, items[key], piece, value)
+        del value  # before the next one comes
+    return merged
+
+
+def _keep(merged: dict[K, Any], key: K, item: Item, piece: Piece | None, value: Any) -> None:
+    """Put a value, or a piece of it, where it belongs."""
+    if piece is None or tuple(value.shape) == item.shape:
+        merged[key] = value
+        return
+    if key not in merged:
+        merged[key] = torch.empty(item.shape, dtype=value.dtype)
+    merged[key].narrow(piece.dim, piece.start, value.shape[piece.dim]).copy_(value)
+
+
+def fill(target: Tensor, shard: Shard | None, piece: Piece, value: Tensor) -> None:
+    """Copy what a piece of a whole has for `target`, which is the slice `shard` of it."""
+    if shard is None:
+        if tuple(value.shape) != tuple(target.shape):
+            target = target.narrow(piece.dim, piece.start, value.shape[piece.dim])
+        target.copy_(value)
+        return
+    for own, start, length in shard.runs_of(target.shape[shard.dim]):
+        low, high = max(start, piece.start), min(start + length, piece.start + value.shape[shard.dim])
+        if low < high:
+            part = value.narrow(shard.dim, low - piece.start, high - low)
+            target.narrow(shard.dim, own + low - start, high - low).copy_(part)
+
+
+def _whole(key: Any, found: Sequence[Described], wrong: list[str]) -> Item:
+    """The item that pieces make up; says what is wrong with them."""
+    first, spec, shard = found[0]
+    pieces: dict[int, Piece] = {}
+    for rank, other, place in found:
+        same = other.dtype == spec.dtype and _kind(place, other) == _kind(shard, spec)
+        mine = [Piece(rank, other)] if place is None else _runs(rank, other, place)
+        known = [pieces.setdefault(piece.start, piece) for piece in mine]
+        alike = all(a.spec.shape == b.spec.shape for a, b in zip(known, mine, strict=True))
+        if not same or not alike:
+            wrong.append(f"{key}: {spec} on rank {first} of the replica, {other} on rank {rank}")
+    ordered = tuple(pieces[start] for start in sorted(pieces))
+    if shard is None:
+        return Item(ordered, tuple(spec.shape), spec.dtype)
+    end = 0
+    for piece in ordered:
+        if piece.start != end:
+            break
+        end += piece.spec.shape[shard.dim]
+    if end != shard.size:
+        wrong.append(f"{key}: the slices of the ranks cover {end} of {shard.size} along dimension {shard.dim}")
+    return Item(ordered, whole_shape(shard, spec.shape), spec.dtype)
+
+
+def _runs(rank: int, spec: TensorSpec, shard: Shard) -> list[Piece]:
+    """The pieces that a slice is."""
+    if not shard.runs:
+        return [Piece(rank, spec, shard.dim, shard.start)]
+    dtype, found = getattr(torch, spec.dtype.removeprefix("torch.")), []
+    for own, start, length in shard.runs_of(spec.shape[shard.dim]):
+        shape = (*spec.shape[: shard.dim], length, *spec.shape[shard.dim + 1 :])
+        part = TensorSpec.of(torch.empty(shape, dtype=dtype, device="meta"))
+        found.append(Piece(rank, part, shard.dim, start, own))
+    return found
+
+
+def _kind(shard: Shard | None, spec: TensorSpec) -> tuple[object, ...]:
+    """What must be the same for all pieces of a whole."""
+    return tuple(spec.shape) if shard is None else (shard.dim, *whole_shape(shard, spec.shape))

@@ -1,0 +1,59 @@
+"""What everything that runs in a model's steps shares; made with the model, and passed to whoever works in its steps.
+
+Terms
+    calls     what `model(...)` and `model.backward(...)` do now; None outside of step functions
+    divisor   what gradients are divided by, beside the loss scale
+    cut       by the first step, a model with a pipeline; from the start, one without
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from smpc.observe.observer import Observer
+from smpc.v1.layout.compiled_tensors import CompiledTensors
+from smpc.v1.layout.placement import Placement
+from smpc.v1.layout.tensor_parallel import Distribution
+from smpc.v1.session.precision import Precision
+from smpc.v1.session.state import Script, Session
+from smpc.v1.session.supervision import Supervision
+from smpc.v1.steps.calls import ModelCalls
+from smpc.v1.steps.hooks import ModelHooks
+
+if TYPE_CHECKING:
+    from smpc.v1.steps.join import Join
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """What one rank measures before the model is cut, see `smp.DistributedModel`."""
+
+    times: bool = False
+    memory: bool = False
+
+    def __bool__(self) -> bool:
+        return self.times or self.memory
+
+
+@dataclass(slots=True)
+class StepContext:
+    """Of one model. `tensors`: None unless the compiler splits tensors over ranks. `join`: the one that is around the steps, if any."""
+
+    module: nn.Module
+    session: Session
+    script: Script
+    precision: Precision
+    supervision: Supervision
+    observer: Observer
+    distribution: Distribution
+    placement: Placement
+    hooks: ModelHooks
+    measures: Measures
+    tensors: CompiledTensors | None
+    divisor: int
+    is_cut: bool = False
+    calls: ModelCalls | None = None
+    join: Join | None = None

@@ -1,0 +1,68 @@
+"""What waits for the cut of a model, and for the end of its steps: states that were loaded before it, and hooks of the script.
+
+    register_post_partition_hook, load_state_dict before the first step ... first step: cut, `run`, then the program
+    register_post_step_hook                                             ... after the first step
+
+A hook gets the model and the script's DistributedOptimizer, None if there is none.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+from smpc.executor.failure.start import Phase
+from smpc.v1.session.state import Script
+from smpc.v1.session.watched import enter
+
+Hook = Callable[[Any, Any], Any]
+
+
+class ModelHooks:
+    """Of `model`, the DistributedModel."""
+
+    def __init__(self, model: Any, script: Script) -> None:
+        self._model, self._script = model, script
+        self._post_partition: OrderedDict[int, Hook] = OrderedDict()  # RemovableHandle wants this class
+        self._post_step: OrderedDict[int, Hook] = OrderedDict()
+        self.deferred: list[Callable[[], object]] = []  # loads of states that came before the cut
+        self.have_run = self.have_stepped = False
+
+    def register_post_partition(self, hook: Hook) -> RemovableHandle:
+        """Run `hook` with the others, or now if they have run."""
+        handle = RemovableHandle(self._post_partition)
+        self._post_partition[handle.id] = hook
+        if self.have_run:
+            hook(self._model, self._script.optimizer)
+        return handle
+
+    def register_post_step(self, hook: Hook) -> RemovableHandle:
+        """Run `hook` after the first step, or now if that is done."""
+        handle = RemovableHandle(self._post_step)
+        self._post_step[handle.id] = hook
+        if self.have_stepped:
+            hook(self._model, self._script.optimizer)
+        return handle
+
+    def run(self) -> None:
+        """In the first step, once the model is cut and before anything runs."""
+        enter(Phase.STEP, "running it")
+        self.have_run = True
+        deferred, self.deferred = self.deferred, []
+        for load in deferred:
+            load()
+        optimizer = self._script.optimizer
+        if optimizer is not None:
+            optimizer.load_deferred()
+            optimizer.tell_others()  # what was told before this step may be other than what has been loaded
+        for hook in list(self._post_partition.values()):
+            hook(self._model, optimizer)
+
+    def after_step(self) -> None:
+        """Run the hooks that wait for the end of the first step: called after it."""
+        self.have_stepped = True
+        for hook in list(self._post_step.values()):
+            hook(self._model, self._script.optimizer)

@@ -1,0 +1,97 @@
+"""Calls of the model outside of steps, where there is no pipeline: tensor and data parallelism alone.
+
+    loss = model(ids, labels=ids).loss
+    loss.backward()                          # or model.backward(loss)
+    optimizer.step()
+
+The first gradient that comes back to an output of the model has gradients reduced at the end of that backward pass. The whole batch is
+one microbatch. All replicas call the model equally often, and differentiate the same of its outputs.
+
+Source: public SMP v1 API ("using @smp.step decorators is not required when tensor parallelism is used by itself").
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+
+from smpc.executor.replicas.step_hooks import StepHooks
+from smpc.v1.steps.calls import Gradients, Tensors, make_roots
+from smpc.v1.steps.context import StepContext
+
+
+class Direct:
+    """Runs the whole module. `hooks`: what reduces gradients over replicas and tensor-parallel ranks, where there are any."""
+
+    def __init__(self, context: StepContext, hooks: StepHooks | None) -> None:
+        self._context, self._module, self._hooks = context, context.module, hooks
+        self._is_open = False  # the module was called, and no gradient has come back
+        self._is_reducing = False
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The module's output."""
+        with self._supervised():
+            return self._forward(args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        hooks = self._hooks
+        if hooks is None or not torch.is_grad_enabled():
+            return self._module(*args, **kwargs)
+        if self._is_open:
+            hooks.did_not_train()
+        self._is_reducing = False  # of a backward pass that has failed
+        self._start()
+        output = self._module(*args, **kwargs)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+                leaf.register_hook(self._note)  # type: ignore[no-untyped-call]
+        return output
+
+    def backward(self, tensors: Tensors, gradients: Gradients) -> None:
+        """The backward pass, with the loss scaled as in a step."""
+        roots = make_roots(tensors, gradients, 1 / self._context.precision.loss_scale, "(none: outside of steps)")
+        with self._supervised():
+            torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
+
+    @contextlib.contextmanager
+    def _supervised(self) -> Iterator[None]:
+        """Ranks that wait for one that has failed are told."""
+        supervision = self._context.supervision
+        with supervision.step(), supervision.guard():
+            yield
+        supervision.end_start()
+
+    def _note(self, grad: Tensor) -> None:
+        """Called whenever a gradient comes back: reduce at the end of this backward pass, after what else waits for its end."""
+        if not self._is_reducing:
+            if not self._is_open:  # differentiated once more
+                self._start()
+            self._is_reducing = True
+            _at_end_of_backward(lambda: _at_end_of_backward(self._finish))
+
+    def _start(self) -> None:
+        assert self._hooks is not None, "there is something to reduce"
+        self._hooks.start_of_step()
+        self._is_open = True
+
+    def _finish(self) -> None:
+        self._is_reducing = self._is_open = False
+        hooks = self._hooks
+        assert hooks is not None, "there is something to reduce"
+        more = hooks.before_last_backward(0, [])
+        if more is not None:  # everything has its gradient, so all is reduced at once
+            torch.autograd.backward([more[0]], [more[1]])
+        hooks.end_of_step()
+        optimizer = self._context.script.optimizer
+        if optimizer is not None:
+            optimizer.gradients_changed()
+
+
+def _at_end_of_backward(act: Callable[[], None]) -> None:
+    Variable._execution_engine.queue_callback(act)

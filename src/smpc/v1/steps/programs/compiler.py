@@ -1,0 +1,274 @@
+"""How the ranks of a pipeline come to the programs of a signature: every rank records the model, rank 0 plans, all compile.
+
+    rank 0                                  others
+    ---------------------------------------------------------------------------------------------
+    records on the real inputs              record with meta tensors and rank 0's answers
+    fingerprint             <->             fingerprint: one model, or an error
+    plans
+    plan                     ->             plan
+    writes all programs                     write all programs
+
+Before the first plan of all, the ranks of all replicas agree on the signature, and what is to be measured is measured, by one rank for
+all: so all replicas are cut alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from smpc.compile.options import PipelineOptions
+from smpc.compile.passes import measure_trace, plan_trace, rewrite_trace, schedule_plan, write_programs
+from smpc.compile.result import Compilation, Planned, Traced, plan_warnings
+from smpc.errors import SmpcError, StepError, TraceError
+from smpc.executor.failure.start import Phase
+from smpc.executor.measure.link_measurement import measure_wire
+from smpc.executor.transport import Transport
+from smpc.mesh import Axis
+from smpc.partitioner.costs.cost import NodeTimes, Workspace
+from smpc.partitioner.costs.device import DEVICES, find_device
+from smpc.partitioner.graph.plan import Plan
+from smpc.sample_inputs import Inputs
+from smpc.tracer.attempt import Request
+from smpc.tracer.environment.memory_words import DictVersions
+from smpc.tracer.guards import Answers
+from smpc.tracer.ir import Trace
+from smpc.tracer.record import Recording, record_guarded
+from smpc.v1.declare.partition import manual_partition
+from smpc.v1.session.comm import gather_objects
+from smpc.v1.session.control import Control
+from smpc.v1.session.precision import planned_optimizer
+from smpc.v1.session.state import Session
+from smpc.v1.session.step_errors import describe, raise_everywhere, raise_first
+from smpc.v1.session.watched import enter, exchange
+from smpc.v1.steps.context import Measures, StepContext
+from smpc.v1.steps.programs.one_trace import one_trace
+from smpc.v1.steps.programs.signature import ModeReader, Signature
+from smpc.v1.steps.programs.table import broken
+
+
+class Compiler:
+    """One rank's part of it."""
+
+    def __init__(
+        self, context: StepContext, transport: Transport, control: Control, modes: ModeReader, versions: DictVersions
+    ) -> None:
+        self._context, self._module, self._session = context, context.module, context.session
+        self._transport, self._control, self._modes, self._versions = transport, control, modes, versions
+        self._options = _options(context.session, context.measures)
+        self._times: NodeTimes | None = None  # measured before the first plan
+        self._traced: Traced | None = None  # what the last recording became
+        self._recorded: tuple[Signature, Recording] | None = None  # rank 0's last recording on real inputs
+        self._num_recorded = 0  # on real inputs
+        self._latest: Recording | None = None  # of the last program that was compiled
+
+    def answered(self, signature: Signature, inputs: Sequence[Inputs]) -> Signature:
+        """Rank 0: the whole signature of inputs that no program is for: the model is recorded on the first microbatch."""
+        self._context.supervision.allow_compilation()
+        recording = self._record(signature, inputs[0], None)
+        trace = recording.trace
+        for index, microbatch in enumerate(inputs):
+            wrong = broken(trace, self._module, microbatch)
+            if wrong is not None:
+                raise StepError(
+                    f"the model's Python depends on {wrong[0]}: {wrong[0].expected} in microbatch 0, {wrong[1]} in microbatch "
+                    f"{index}; the microbatches of one step run one program, so give them inputs that agree in this"
+                )
+        signature = dataclasses.replace(signature.with_answers(trace), environment=self._num_recorded)
+        self._recorded, self._num_recorded = (signature, recording), self._num_recorded + 1
+        return signature
+
+    def first_signature(self, own: tuple[Signature, Inputs] | None, failure: Exception | None) -> Signature:
+        """What the first program of all is for, on all ranks of all replicas: that of replica 0, or of the first one that has data.
+
+        `own`: rank 0's, with its first microbatch; None on others, and without data. What is to be measured is measured here. Raises
+        on all ranks what one of them finds wrong.
+        """
+        session, measures = self._session, self._context.measures
+        mesh = session.mesh
+        leaders = [r for r in range(mesh.world_size) if mesh.pp_rank(r) == mesh.tp_rank(r) == 0]
+        leaders.sort(key=mesh.rdp_rank)
+        leader = leaders[0]
+        times: list[list[float]] | None = None
+        if measures and own is not None and session.rank == leader:
+            try:
+                self._context.placement.draw()  # what is measured runs for real
+                times = self._measure(own[1])
+            except Exception as error:
+                failure = error
+        mine = (describe(failure), None if own is None else own[0], times)
+        with exchange("the first step: agreeing on what to compile"):
+            found = gather_objects(mine, session.groups[Axis.WORLD], session.message_device, session.device)
+        raise_first([error for error, _, _ in found], failure)
+        leader = next(r for r in leaders if found[r][1] is not None)
+        times = found[leader][2]
+        if times is not None:  # one rank's for all, so that all replicas are cut alike
+            arrays = [np.asarray(numbers) for numbers in times]
+            workspace = Workspace(arrays[2], arrays[3]) if measures.memory else None
+            self._times = NodeTimes(arrays[0], arrays[1], workspace)
+            if measures.times:
+                self._measure_wire(leader)
+        signature: Signature = found[leader][1]
+        return signature
+
+    def compile(
+        self, signature: Signature, like: Compilation | None, saved: Plan | None
+    ) -> tuple[Compilation, Recording]:
+        """The programs of a signature; collective over the pipeline. Raises the same on all its ranks.
+
+        `like`: what fixed which rank holds which parameter; None for the first of all, which may follow the plan `saved` by an earlier job.
+        """
+        self._context.supervision.allow_compilation()
+        recording = self._agreed_recording(signature)
+        planned = self._agreed_plan(recording.trace, like, saved)
+        enter(Phase.STEP, "compiling")
+        compilation = write_programs(planned)
+        return compilation, recording
+
+    def _agreed_recording(self, signature: Signature) -> Recording:
+        """This rank's recording, whose trace is that of all."""
+        recording: Recording | None = None
+        failure: Exception | None = None
+        change = None if self._latest is None else self._latest.environment.difference()
+        try:
+            self._modes.check(signature.modes)
+            recorded = self._recorded
+            recording = (
+                recorded[1]
+                if recorded and recorded[0] == signature
+                else self._record(signature, signature.sample(), signature.decoded_answers())
+            )
+        except Exception as error:
+            failure = error
+        fingerprint = None if recording is None else recording.trace.fingerprint
+        found = self._control.gather((describe(failure), fingerprint, str(change or "nothing has changed")))
+        errors = [error for error, _, _ in found]
+        if None in errors:  # it is not the model: say whose recording has failed
+            errors = [
+                error and (error[0], f"{error[1]}\n(on pipeline rank {rank})", error[2])
+                for rank, error in enumerate(errors)
+            ]
+        raise_first(errors, failure)
+        assert recording is not None, "whoever has no recording has raised"
+        if len({fingerprint for _, fingerprint, _ in found}) > 1:
+            common = one_trace(recording.trace, self._control)
+            if common is None:
+                raise _unlike([fingerprint for _, fingerprint, _ in found], [change for _, _, change in found])
+            recording = dataclasses.replace(recording, trace=common)
+        self._latest = recording
+        return recording
+
+    def _agreed_plan(self, trace: Trace, like: Compilation | None, saved: Plan | None) -> Planned:
+        """Rank 0's plan."""
+        planned: Planned | None = None
+        failure: Exception | None = None
+        enter(Phase.STEP, "planning")
+        if self._control.rank == 0:
+            try:
+                options = dataclasses.replace(
+                    self._options, manual=manual_partition(self._module, self._session.config)
+                )
+                assert self._traced is not None, "the model has been recorded"
+                times = None if like else self._times
+                is_measured = self._context.measures.times and times is not None
+                traced = dataclasses.replace(self._traced, trace=trace, times=times, is_measured=is_measured)
+                planned = plan_trace(traced, options, like=like, saved=saved)
+                for text in plan_warnings(planned.plan) if like is None else ():
+                    warnings.warn(text, stacklevel=2)
+            except Exception as error:
+                failure = error
+        description, text = self._control.broadcast_object(
+            (describe(failure), None if planned is None else planned.plan.to_json()), 0
+        )
+        if description is not None:
+            raise_everywhere(description, failure)
+        return planned or schedule_plan(trace, Plan.from_json(text))
+
+    def _measure(self, inputs: Inputs) -> list[list[float]]:
+        """Seconds of the forwards and backwards of the nodes, on this rank and the first microbatch; if wanted, their workspace."""
+        assert self._recorded is not None, "the first request is recorded"
+        trace, device = self._recorded[1].trace, self._session.device
+        self._context.script.job.tracing = True
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                times = measure_trace(Traced(trace), self._options, self._module, inputs, device=device).times
+        finally:
+            self._context.script.job.tracing = False
+        assert times is not None, "something is to be measured"
+        parts = (times,) if times.workspace is None else (times, times.workspace)
+        return [numbers.tolist() for part in parts for numbers in (part.forward, part.backward)]
+
+    def _measure_wire(self, leader: int) -> None:
+        """Plan with messages as they are here: those of the leader's pipeline, for all. Collective over all ranks."""
+        session, control = self._session, self._control
+        mine = measure_wire(self._transport, control.rank, control.size, session.device)
+        wire = gather_objects(mine, session.groups[Axis.WORLD], session.message_device, session.device)[leader]
+        device = dataclasses.replace(find_device(_device_name(session.device)), inside_host=wire, between_hosts=wire)
+        self._options = dataclasses.replace(self._options, device=device)
+
+    def _record(self, signature: Signature, inputs: Inputs, answers: Answers | None) -> Recording:
+        """The recording of a signature, on real inputs or with the answers to what it asks of them."""
+        enter(Phase.STEP, "recording the model")
+        context = self._context
+        context.script.job.tracing = True
+        buffers = dict(self._module.named_buffers())
+        try:
+            with (
+                torch.inference_mode(False),
+                torch.set_grad_enabled(signature.grad_enabled),
+                context.placement.skeleton(),
+            ):
+                device, autocast = self._session.device, signature.autocast
+                request = Request(*inputs, device, answers, autocast, signature.ones, buffers)
+                recording = record_guarded(self._module, request, versions=self._versions)
+        finally:
+            context.script.job.tracing = False
+        tensors, on_gpu = context.tensors, self._session.device.type == "cuda"
+        sharing = None if tensors is None else tensors.sharing
+        self._traced = rewrite_trace(recording.trace, self._options, sharing, on_gpu=on_gpu)
+        if tensors is not None:
+            tensors.latest = self._traced.sharded
+        return dataclasses.replace(recording, trace=self._traced.trace)
+
+
+def _unlike(fingerprints: Sequence[str], changes: Sequence[str]) -> SmpcError:
+    """Why the ranks have recorded different models."""
+    if len(set(changes)) > 1:
+        text = "; ".join(f"on pipeline rank {rank} {change}" for rank, change in enumerate(changes))
+        return StepError(
+            f"what the model's Python reads has changed since its last program was compiled, and not alike on all ranks: {text}; "
+            "change it on every rank, between the same two steps"
+        )
+    return TraceError(
+        f"the pipeline ranks recorded different models, fingerprints by rank: {[text[:12] for text in fingerprints]}; build the same "
+        "model on every rank (same configuration, same library versions, no code that depends on the rank); if the model's Python goes "
+        "through a set, PYTHONHASHSEED=0 gives sets the same order on all ranks"
+    )
+
+
+def _options(session: Session, measures: Measures) -> PipelineOptions:
+    """How to cut and schedule a model in this session."""
+    config = session.config
+    has_parts = config.shard_optimizer_state or config.fully_shard
+    return PipelineOptions.of(
+        config,
+        device=_device_name(session.device),
+        optimizer=planned_optimizer(config),
+        data_parallel_degree=session.mesh.dp_size if has_parts else 1,
+        tensor_parallel_degree=1,  # the script's modules share operations, or `CompiledTensors` says how
+        trace_execution_times=measures.times,
+        trace_memory_usage=measures.memory,
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    """What times and memory are predicted for: see `smpc.partitioner.costs.device`."""
+    if device.type != "cuda":
+        return "cpu"
+    words = re.split(r"[^a-z0-9]+", torch.cuda.get_device_name(device).lower())
+    return next((name for name in DEVICES if name in words), "h100")

@@ -1,0 +1,249 @@
+"""What a compiled program depends on: the model's inputs for one microbatch, and the modes that the model is in.
+
+Terms
+    modes       `training` of every module and `requires_grad` of every parameter, as bytes; and whether autograd is on
+    environment number of the recording: what else the model's Python read when it was recorded (see `smpc.tracer.environment.guarded`)
+    answers     what the model's Python asked of the inputs' values when it was recorded (see `smpc.tracer.guards`), as JSON
+    ones        the masks among the inputs that hold nothing but ones, in all microbatches: Hugging Face leaves them out of its kernels
+    signature   structure, tensor specs and constants of the inputs, the modes, the ones, the answers and the environment. Equal
+                signatures run the same program
+
+Pipeline rank 0 captures signatures; the others get them, with everything that is needed to record the model: tensors become meta tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smpc.errors import StepError
+from smpc.sample_inputs import Inputs
+from smpc.tracer.constants import decode, encode, is_constant, normalise
+from smpc.tracer.environment.memory_words import DictVersions, trained_reader
+from smpc.tracer.guards import Answers
+from smpc.tracer.ir import Autocast, TensorSpec, Trace
+from smpc.tracer.structure import Structure, flatten
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """An input that is not a tensor: compared by `key`."""
+
+    key: str | bytes
+    value: Any = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a program is compiled for."""
+
+    structure: Structure
+    leaves: tuple[TensorSpec | Constant, ...]
+    modes: bytes
+    grad_enabled: bool
+    answers: str = ""
+    autocast: Autocast | None = None  # that of the step function, around the model
+    ones: tuple[str, ...] = ()  # paths of inputs
+    environment: int = 0
+
+    def with_ones(self, microbatches: Sequence[Inputs]) -> Signature:
+        """This signature, for the masks of these microbatches."""
+        masks = [pair for pair in _masks(self.structure) if isinstance(self.leaves[pair[0]], TensorSpec)]
+        if not masks:
+            return self
+        leaves = [flatten(inputs)[0] for inputs in microbatches]
+        ones = (
+            path
+            for position, path in masks
+            if bool(torch.stack([(tensors[position] == 1).all() for tensors in leaves]).all())
+        )
+        return dataclasses.replace(self, ones=tuple(ones))
+
+    def with_answers(self, trace: Trace) -> Signature:
+        """This signature, for the values that the trace was recorded on."""
+        return dataclasses.replace(self, answers=json.dumps(encode(Answers.of(trace))))
+
+    def decoded_answers(self) -> Answers:
+        """The answers as `smpc.tracer.record` takes them."""
+        answers: Answers = decode(json.loads(self.answers))
+        return answers
+
+    def sample(self) -> Inputs:
+        """Inputs of this signature, their tensors on the meta device."""
+        leaves = [
+            torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.torch_dtype, device="meta")
+            if isinstance(leaf, TensorSpec)
+            else leaf.value
+            for leaf in self.leaves
+        ]
+        args, kwargs = self.structure.unflatten(leaves)
+        return args, kwargs
+
+
+class ModeReader:
+    """Reads the modes of a model. Modules may come and go between steps; parameters may not, for ranks hold them by name.
+
+    `versions` tells which modules have been written to, and is polled by whoever begins a step.
+    """
+
+    def __init__(self, model: nn.Module, versions: DictVersions | None = None) -> None:
+        self._model = model
+        self._versions, self._polls = versions or DictVersions(), versions is None
+        self._modules: list[tuple[str, nn.Module]] = []
+        self._parameters: list[tuple[str, nn.Parameter]] = []
+        self._training = b""
+        self._read_trained: Callable[[], bytes] = bytes
+        self.rebase()
+
+    def rebase(self) -> None:
+        """From now on the parameters that the model has are those that it must keep."""
+        self._parameters = list(self._model.named_parameters())
+        self._read_trained = trained_reader([parameter for _, parameter in self._parameters])
+        self._read_modules()
+
+    def _read_modules(self) -> None:
+        self._modules = list(self._model.named_modules())
+        self._training = bytes([module.training for _, module in self._modules])
+        watched = [
+            table
+            for _, module in self._modules
+            for table in (vars(module), module._modules, module._parameters)
+            if table
+        ]
+        self._positions = [self._versions.watch(table) for table in watched]
+        self._seen = self._versions.generation
+
+    def read(self) -> bytes:
+        """The modes now. Raises StepError if the model has not the parameters that it had."""
+        if self._polls:
+            self._versions.poll()
+        changed, seen = self._versions.changed_in, self._seen
+        if self._versions.generation != seen and any(changed[position] > seen for position in self._positions):
+            self._check_parameters()
+            self._read_modules()
+        return self._training + self._read_trained()
+
+    def _check_parameters(self) -> None:
+        before, now = dict(self._parameters), dict(self._model.named_parameters())
+        for name in dict.fromkeys((*before, *now)):
+            if before.get(name) is now.get(name):
+                continue
+            what = (
+                "was added"
+                if name not in before
+                else "was removed"
+                if name not in now
+                else "was replaced by another one"
+            )
+            raise StepError(
+                f"parameter {name!r} {what} after the first step, which has placed the parameters on the ranks and given them to the "
+                "optimizer; build the model whole before smp.DistributedModel, and write new values into parameters in place: "
+                "`with torch.no_grad(): parameter.copy_(value)`"
+            )
+
+    def check_none_unfrozen(self, before: bytes, now: bytes) -> None:
+        """Raise StepError if a parameter requires grad that did not before: replicas would not average its gradient."""
+        offset = len(self._modules)
+        thawed = [name for i, (name, _) in enumerate(self._parameters, offset) if now[i] and not before[i]]
+        if thawed:
+            raise StepError(
+                f"parameter {thawed[0]!r} requires grad now, but did not in the first step; with data-parallel replicas, set "
+                "requires_grad before the first step"
+            )
+
+    def check(self, expected: bytes) -> None:
+        """Raise StepError, naming the first difference, if the modes are not those of pipeline rank 0."""
+        found = self.read()
+        if found == expected:
+            return
+        names = [f"module {name!r}: training" for name, _ in self._modules]
+        names += [f"parameter {name!r}: requires_grad" for name, _ in self._parameters]
+        if len(expected) != len(found):
+            raise StepError(
+                f"the model has {len(expected) - len(self._parameters)} modules on pipeline rank 0, {len(self._modules)} here; make the "
+                "same model on every rank, and all of its modules before smp.DistributedModel: a forward that makes some in its first call "
+                "has to run once before"
+            )
+        name, there, here = next(row for row in zip(names, expected, found, strict=True) if row[1] != row[2])
+        raise StepError(
+            f"the model is not in the same mode on all ranks: {name} = {bool(there)} on pipeline rank 0, {bool(here)} here; call "
+            "train(), eval() and requires_grad_() on every rank"
+        )
+
+
+def read_signature(inputs: Inputs, modes: bytes, grad_enabled: bool, autocast: Autocast | None = None) -> Signature:
+    """The signature of one microbatch's model inputs.
+
+    Raises StepError for tensors that want gradients, and for objects that other ranks cannot be sent.
+    """
+    leaves, structure = flatten(inputs)
+    described = []
+    for position, leaf in enumerate(leaves):
+        if grad_enabled and isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise StepError(
+                f"model input {_argument(structure, position)} requires grad, but gradients do not flow out of the pipeline; detach it, "
+                "or compute it inside the model"
+            )
+        described.append(_describe(leaf, structure, position))
+    return Signature(structure, tuple(described), modes, grad_enabled, autocast=autocast)
+
+
+@functools.lru_cache(maxsize=64)
+def _masks(structure: Structure) -> tuple[tuple[int, str], ...]:
+    """Position and path of what the caller of the model calls a mask."""
+    return tuple((position, path) for position, path in enumerate(structure.paths()) if "mask" in path)
+
+
+def check_equal(signatures: Sequence[Signature], step_name: str) -> None:
+    """Raise StepError unless all microbatches have one signature."""
+    first = signatures[0]
+    for index, other in enumerate(signatures):
+        if other == first:
+            continue
+        if other.structure != first.structure:
+            what = f"the form {first.structure.paths()}, then {other.structure.paths()}"
+        elif other.grad_enabled != first.grad_enabled:
+            what = "autograd on in one and off in the other"
+        elif other.autocast != first.autocast:
+            what = f"under autocast {first.autocast}, then {other.autocast}"
+        else:
+            pairs = enumerate(zip(first.leaves, other.leaves, strict=True))
+            position, (a, b) = next((position, pair) for position, pair in pairs if pair[0] != pair[1])
+            what = f"{_argument(first.structure, position)} = {_text(a)}, then {_text(b)}"
+        raise StepError(
+            f"step function {step_name} calls the model differently in microbatches 0 and {index}: {what}; all microbatches "
+            "of a step run the same program, so give the model inputs of one shape"
+        )
+
+
+def _describe(leaf: Any, structure: Structure, position: int) -> TensorSpec | Constant:
+    if isinstance(leaf, Tensor):
+        return TensorSpec.of(leaf.detach())
+    leaf = normalise(leaf)
+    if is_constant(leaf):
+        return Constant(f"{type(leaf).__qualname__}:{leaf!r}", leaf)
+    try:
+        return Constant(pickle.dumps(leaf), leaf)
+    except Exception as error:
+        raise StepError(
+            f"model input {_argument(structure, position)} is a {type(leaf).__qualname__}, which cannot be sent to the other pipeline "
+            f"ranks ({type(error).__name__}: {error}); pass tensors and plain values to the model"
+        ) from error
+
+
+def _argument(structure: Structure, position: int) -> str:
+    """How a leaf is reached: "[0][1]" of (args, kwargs) as "args[1]", "[1]['x']" as "kwargs['x']"."""
+    path = structure.paths()[position]
+    return f"{'args' if path.startswith('[0]') else 'kwargs'}{path[3:]}"
+
+
+def _text(leaf: TensorSpec | Constant) -> str:
+    return str(leaf) if isinstance(leaf, TensorSpec) else repr(leaf.value)

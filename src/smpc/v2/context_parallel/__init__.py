@@ -1,0 +1,1 @@
+"""Sequences that several ranks share."""

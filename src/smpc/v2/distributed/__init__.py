@@ -1,0 +1,1 @@
+"""Checkpoints, and what scripts call of FSDP."""

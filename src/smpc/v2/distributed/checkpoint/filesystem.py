@@ -1,0 +1,21 @@
+"""Storage writers and readers that scripts make themselves; they work with torch.distributed.checkpoint, too.
+
+Source: public training scripts for SMP v2.
+"""
+
+from __future__ import annotations
+
+import os
+
+from torch.distributed.checkpoint.filesystem import FileSystemBase
+
+from smpc.checkpoint.torch_format.places import place_of
+from smpc.checkpoint.torch_format.reader import Reader as DistributedFileSystemReader
+from smpc.checkpoint.torch_format.writer import Writer as DistributedFileSystemWriter
+
+__all__ = ["DistributedFileSystemReader", "DistributedFileSystemWriter", "path_to_file_system"]
+
+
+def path_to_file_system(path: str | os.PathLike[str]) -> FileSystemBase:
+    """The file system that a folder or a URL lies in."""
+    return place_of(path)[0]

@@ -1,0 +1,1 @@
+"""What scripts for SMP v2 import for FSDP."""

@@ -1,0 +1,107 @@
+"""Clipping by the norm of all gradients, each counted once, whatever holds parts of it.
+
+    holds a part                                        its squares are counted
+    FSDP1, FSDP2                                        by the ranks of the shard group
+    slices of tensor-parallel ranks, experts            by those ranks
+    everybody                                           divided by the number of ranks that have the same
+
+Source: public training scripts for SMP v2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from smpc.optimizers.gradients import clip_grad_norm_ as clip
+from smpc.v2.transforming.slices import plain_name, slices_of
+
+__all__ = ["clip_grad_norm_"]
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scales the gradients of a model in place so that the norm of all of them is at most `max_norm`; returns the norm they had.
+
+    The model may be wrapped by FSDP1, divided by FSDP2, or neither. All ranks call this.
+    """
+    if slices_of(model) is not None:
+        return _clip_shared(model, max_norm)
+    if isinstance(model, FullyShardedDataParallel):
+        found: Tensor = model.clip_grad_norm_(max_norm)
+    else:
+        found = clip(model.parameters(), max_norm)
+    return found.full_tensor() if isinstance(found, DTensor) else found
+
+
+@torch.no_grad()
+def _clip_shared(model: nn.Module, max_norm: float) -> Tensor:
+    """Clips gradients of which the ranks of several groups hold parts."""
+    world = dist.get_world_size()
+    device = next(model.parameters()).device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient, holders in _pieces(model):
+        total += gradient.double().square().sum() * (holders / world)
+    dist.all_reduce(total)
+    norm = total.sqrt().float()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            local.mul_(scale.to(local.dtype))
+    return norm
+
+
+def _pieces(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
+    """This rank's parts of gradients, and the number of ranks that together have each part of the tensor once."""
+    slices = slices_of(model)
+    assert slices is not None
+    sharing = {name: part.group.size for name, part in slices.items()}
+    flat: set[int] = set()
+    for prefix, unit in _units(model):
+        flat.update(id(parameter) for parameter in unit.parameters())
+        shards = unit.process_group.size() if unit._handle is not None and unit._handle.uses_sharded_strategy else 1
+        for name, part in _of_unit(unit):
+            yield part, shards * sharing.get(plain_name(prefix + name), 1)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None or id(parameter) in flat:
+            continue
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            shards = math.prod(
+                size
+                for size, at in zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+                if not at.is_replicate()
+            )
+            found = slices.get(plain_name(name))
+            is_slice = found is not None and tuple(gradient.shape) != found.shape
+            yield gradient.to_local(), shards * (found.group.size if found is not None and is_slice else 1)
+        else:
+            yield gradient, sharing.get(plain_name(name), 1)
+
+
+def _units(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            yield f"{name}." if name else "", module
+
+
+def _of_unit(unit: Any) -> Iterator[tuple[str, Tensor]]:
+    """The gradients of a unit's own parameters, as far as this rank has them."""
+    handle = unit._handle
+    if handle is None:
+        return
+    flat = handle.flat_param
+    originals = flat._params or [None] * len(flat._fqns)
+    for name, info, original in zip(flat._fqns, flat._shard_param_infos, originals, strict=True):
+        if original is not None:
+            if original.grad is not None:
+                yield name, original.grad
+        elif info.in_shard and flat.grad is not None:
+            yield name, flat.grad[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]

@@ -1,0 +1,1 @@
+"""Attention of Hugging Face's models."""

@@ -1,0 +1,1 @@
+"""What `tsm.init` decides: configuration, degrees, groups."""

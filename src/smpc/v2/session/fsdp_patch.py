@@ -1,0 +1,299 @@
+"""What `tsm.init` changes in torch, in place, so that scripts may import FSDP before it; `tsm.state.reset()` takes it back.
+
+    FullyShardedDataParallel(...)      takes `post_param_init_fn`; without a process group of its own it shards over the shard degree
+    fully_shard(module)                without a mesh it shards over the shard degree
+    offload_wrapper(module)            with sm_activation_offloading: activations come back before they are needed
+
+In native mode (see `tsm.state`) only `post_param_init_fn` and offloading are there.
+
+    degree                   FSDP1's sharding_strategy                              process groups
+    2 or more                none, FULL_SHARD: HYBRID_SHARD                         (shards, replicas) of this tensor-parallel rank
+                             SHARD_GRAD_OP, _HYBRID_SHARD_ZERO2: the latter         the same
+    1, tensor parallel       NO_SHARD                                               all ranks of this tensor-parallel rank
+    experts                  FULL_SHARD; NO_SHARD if nobody else has them           all ranks that have the same experts
+
+`post_param_init_fn` is called whenever `param_init_fn` has filled a module, before FSDP makes flat parameters of them, so that weights can
+be tied again.
+
+Everything that depends on the release of torch is in this file. Made for torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    _state_dict_utils,
+    fully_shard,
+    fully_sharded_data_parallel,
+)
+from torch.distributed.fsdp._fully_shard import _fully_shard
+
+from smpc.errors import UsageError
+from smpc.executor.layer_offload import LayerOffload
+from smpc.experts.stacked import PartOfExperts
+from smpc.mesh import Axis
+from smpc.mesh.device_mesh import device_mesh
+from smpc.v2.state_handler import Session, state
+from smpc.v2.transforming.slices import give_whole_state, is_sliced, make_distributed
+
+_OF_OTHERS = ("auto_wrap_policy", "ignored_modules", "ignored_states")
+_HYBRID = {
+    None: ShardingStrategy.HYBRID_SHARD,
+    ShardingStrategy.FULL_SHARD: ShardingStrategy.HYBRID_SHARD,
+    ShardingStrategy.HYBRID_SHARD: ShardingStrategy.HYBRID_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy._HYBRID_SHARD_ZERO2,
+    ShardingStrategy._HYBRID_SHARD_ZERO2: ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+
+
+def patch(session: Session) -> Callable[[], None]:
+    """Patch torch for a session; the function that takes it back."""
+    undo: list[Callable[[], None]] = [_patch_fsdp1(session), _patch_offloading(session), *_patch_full_state()]
+    if not session.config.is_native:
+        undo += _patch_fsdp2(session)
+
+    def take_back() -> None:
+        for each in reversed(undo):
+            each()
+
+    return take_back
+
+
+def default_mesh(session: Session) -> DeviceMesh:
+    """The mesh of (replica, shard), or (shard) if there is one replica, that a session's parameters are sharded over."""
+    axes = _sharding_axes(session)
+    return _whole_mesh(session)[tuple(map(str, axes))] if session.mesh.tp_size > 1 else _whole_mesh(session)
+
+
+def _sharding_axes(session: Session) -> tuple[Axis, ...]:
+    return (Axis.REPLICA, Axis.FSDP) if session.mesh.size(Axis.REPLICA) > 1 else (Axis.FSDP,)
+
+
+def _whole_mesh(session: Session) -> DeviceMesh:
+    """The mesh that all parameters of a session lie on, made once: with tensor parallelism its ranks are the last dimension."""
+    if session.meshes:
+        return session.meshes[0]
+    axes = _sharding_axes(session) + ((Axis.TP,) if session.mesh.tp_size > 1 else ())
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    session.meshes.append(device_mesh(session.mesh, session.rank, kind, axes, fsdp_groups(session)))
+    return session.meshes[0]
+
+
+def _patch_fsdp2(session: Session) -> list[Callable[[], None]]:
+    """Without a mesh of the script's own, `fully_shard` takes that of the session; slices of weights become DTensors first."""
+    find, taken = (vars(_fully_shard)[name] for name in ("_get_mesh_info", "_get_modules_and_states"))
+    meshes: list[Any] = []
+
+    def mesh_info(mesh: Any, *args: Any, **kwargs: Any) -> Any:
+        meshes[:] = [mesh]
+        return find(mesh, *args, **kwargs)
+
+    def modules_and_states(module: Any, *args: Any, **kwargs: Any) -> Any:
+        first = module if isinstance(module, nn.Module) else module[0]
+        if session.mesh.tp_size > 1 and is_sliced(first):
+            if meshes[0] != default_mesh(session):
+                raise UsageError(
+                    "fully_shard: expected no mesh for a model of which tensor-parallel ranks have slices, found one; leave it out: it is "
+                    f"{default_mesh(session)}"
+                )
+            make_distributed(first, _whole_mesh(session)[str(Axis.TP)])
+        return taken(module, *args, **kwargs)
+
+    experts = _patch_fsdp2_experts(session) if session.mesh.size(Axis.EP) > 1 else []
+    return [
+        *experts,
+        _replace(_fully_shard, "_init_default_mesh", lambda *args, **kwargs: default_mesh(session)),
+        _replace(_fully_shard, "_get_mesh_info", mesh_info),
+        _replace(_fully_shard, "_get_modules_and_states", modules_and_states),
+    ]
+
+
+def _patch_fsdp2_experts(session: Session) -> list[Callable[[], None]]:
+    """Experts become units of their own, over the ranks that have the same ones."""
+    original, find = (vars(_fully_shard)[name] for name in ("_init_param_group", "_get_mesh_info"))
+    axes = (Axis.REPLICA, Axis.EXPERT_FSDP) if session.mesh.size(Axis.REPLICA) > 1 else (Axis.EXPERT_FSDP,)
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = device_mesh(session.mesh, session.rank, kind, axes, session.groups)
+
+    def init_param_group(
+        fsdp_state: Any,
+        params: Any,
+        modules: Any,
+        mesh_info: Any,
+        after_forward: Any,
+        device: Any,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        if any(isinstance(module, PartOfExperts) for module in modules):
+            mesh_info = find(mesh, None)
+            after_forward = None if after_forward is None else mesh_info
+        inside = [each for module in modules for _, _, each in experts_inside(module)]
+        held = {id(parameter) for each in inside for parameter in each.parameters()}
+        own = [parameter for parameter in params if id(parameter) not in held]
+        for each in inside:
+            _, precision, offload = rest[:3]
+            fully_shard(each, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        return original(fsdp_state, own, modules, mesh_info, after_forward, device, *rest, **more)
+
+    return [_replace(_fully_shard, "_init_param_group", init_param_group)]
+
+
+def fsdp_groups(session: Session) -> dict[Axis, dist.ProcessGroup]:
+    """The groups of replicas and shards; a session without sharding has none but of all that hold the same slices."""
+    groups = dict(session.groups)
+    if Axis.FSDP not in groups:  # every rank is a replica
+        groups[Axis.REPLICA] = groups[Axis.RDP]
+        groups[Axis.FSDP] = _alone(session)
+    return groups
+
+
+def _alone(session: Session) -> dist.ProcessGroup:
+    made: dist.ProcessGroup = dist.new_group([session.rank], use_local_synchronization=True)
+    return made
+
+
+def _patch_fsdp1(session: Session) -> Callable[[], None]:
+    original = FullyShardedDataParallel.__init__
+
+    @functools.wraps(original)
+    def init(
+        self: Any, module: nn.Module, *args: Any, post_param_init_fn: Callable[..., object] | None = None, **kwargs: Any
+    ) -> None:
+        names = ("process_group", "sharding_strategy", "cpu_offload", "auto_wrap_policy", "backward_prefetch")
+        given = {**dict(zip(names, args[:5], strict=False)), **kwargs}
+        rest = args[5:]
+        if not session.config.is_native and given.get("process_group") is None and given.get("device_mesh") is None:
+            given |= _arranged(session, given.get("sharding_strategy"))
+        if post_param_init_fn is not None and given.get("param_init_fn") is not None:
+            given["param_init_fn"] = _then(given["param_init_fn"], post_param_init_fn)
+        if rest:
+            raise TypeError("FullyShardedDataParallel: pass mixed_precision and what follows it by name")
+        if isinstance(module, PartOfExperts):
+            given |= _experts_arranged(session)
+        experts = experts_inside(module)
+        if experts:
+            _ignore(given, [each for _, _, each in experts])
+        original(self, module, **given)
+        for owner, name, each in experts:
+            if owner._modules[name] is each:  # otherwise a unit inside has done it
+                more = {key: value for key, value in given.items() if key not in _OF_OTHERS}
+                setattr(owner, name, FullyShardedDataParallel(each, **more))
+        give_whole_state(self)
+
+    return _replace(FullyShardedDataParallel, "__init__", init)
+
+
+def _patch_full_state() -> list[Callable[[], None]]:
+    """Full state dicts of parameters on the CPU are copied, with `offload_to_cpu`, too: torch takes tensors whose memory it then frees."""
+
+    def copying(original: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(module: nn.Module, fsdp_state: Any, *args: Any, **kwargs: Any) -> Any:
+            config = fsdp_state._state_dict_config
+            if fsdp_state.compute_device.type != "cpu" or not config.offload_to_cpu:
+                return original(module, fsdp_state, *args, **kwargs)
+            fsdp_state._state_dict_config = dataclasses.replace(config, offload_to_cpu=False)
+            try:
+                return original(module, fsdp_state, *args, **kwargs)
+            finally:
+                fsdp_state._state_dict_config = config
+
+        return hook
+
+    def state_of_optimizer(*args: Any, **kwargs: Any) -> Any:
+        model = kwargs["model"] if "model" in kwargs else args[0]
+        if all(parameter.is_cpu for parameter in model.parameters()):
+            kwargs["cpu_offload"] = False
+        return whole_state(*args, **kwargs)
+
+    whole_state = vars(fully_sharded_data_parallel)["_optim_state_dict"]
+    names = ("_full_pre_state_dict_hook", "_full_post_state_dict_hook")
+    return [
+        *(_replace(_state_dict_utils, name, copying(vars(_state_dict_utils)[name])) for name in names),
+        _replace(fully_sharded_data_parallel, "_optim_state_dict", state_of_optimizer),
+    ]
+
+
+def _arranged(session: Session, strategy: ShardingStrategy | None) -> dict[str, Any]:
+    """Process groups and strategy of FSDP1 for the degrees of a session."""
+    if session.mesh.fsdp_size == 1:
+        return {"process_group": session.groups[Axis.RDP], "sharding_strategy": ShardingStrategy.NO_SHARD}
+    if strategy is ShardingStrategy.NO_SHARD:
+        degree = session.mesh.fsdp_size
+        warnings.warn(
+            f"sharding_strategy: NO_SHARD has no effect, as the shard degree is {degree}; set hybrid_shard_degree: 1",
+            stacklevel=4,
+        )
+    chosen = _HYBRID.get(strategy, ShardingStrategy.HYBRID_SHARD)
+    return {"process_group": (session.groups[Axis.FSDP], session.groups[Axis.REPLICA]), "sharding_strategy": chosen}
+
+
+def _experts_arranged(session: Session) -> dict[str, Any]:
+    """The same for experts, which all ranks divide that have the same ones."""
+    one = session.mesh.size(Axis.EXPERT_DATA) == 1
+    strategy = ShardingStrategy.NO_SHARD if one else ShardingStrategy.FULL_SHARD
+    return {"process_group": session.groups[Axis.EXPERT_DATA], "device_mesh": None, "sharding_strategy": strategy}
+
+
+def _ignore(given: dict[str, Any], modules: list[nn.Module]) -> None:
+    """Have FSDP1 leave modules alone, in the form that the script has said of others."""
+    states = list(given.get("ignored_states") or ())
+    if given.get("ignored_modules"):
+        given["ignored_modules"] = [*given["ignored_modules"], *modules]
+    elif states and isinstance(states[0], nn.Module):
+        given["ignored_states"] = [*states, *modules]
+    else:
+        known = {id(state) for state in states}
+        more = [parameter for module in modules for parameter in module.parameters() if id(parameter) not in known]
+        given["ignored_states"] = [*states, *more]
+
+
+def experts_inside(module: nn.Module) -> list[tuple[nn.Module, str, PartOfExperts]]:
+    """(owner, name there, module) of this rank's experts in a module, which no FSDP is around yet."""
+    return [
+        (owner, name, child)
+        for owner in module.modules()
+        if not isinstance(owner, FullyShardedDataParallel)
+        for name, child in owner.named_children()
+        if isinstance(child, PartOfExperts) and not isinstance(child, FSDPModule)
+    ]
+
+
+def _then(fill: Callable[[nn.Module], object], post: Callable[..., object]) -> Callable[[nn.Module], None]:
+    def both(module: nn.Module) -> None:
+        fill(module)
+        post(module)
+
+    return both
+
+
+def _patch_offloading(session: Session) -> Callable[[], None]:
+    """Wrapped modules keep their activations as `LayerOffload` does."""
+    original = checkpoint_wrapper.OffloadWrapper.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not state.sm_activation_offloading:  # which scripts may assign
+            return original(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+        with LayerOffload(session.config.activation_loading_horizon):
+            return self._checkpoint_wrapped_module(*args, **kwargs)
+
+    return _replace(checkpoint_wrapper.OffloadWrapper, "forward", forward)
+
+
+def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, original)

@@ -1,0 +1,111 @@
+"""`tsm.transform`: a model as it is to be wrapped with FSDP.
+
+The model stays what it is: its module, the names of its parameters, and so its state dict. Without tensor, context and expert parallelism
+nothing is left to change in it but its device and dtype.
+
+Source: "torch.sagemaker.transform" in the public reference of SMP v2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError, UsageError
+from smpc.executor.collectives import TensorGroup
+from smpc.mesh import Axis
+from smpc.v2.moe.moe_config import MoEConfig
+from smpc.v2.state_handler import Session, state
+from smpc.v2.tensor_parallel.transformer import mark_layers
+from smpc.v2.transforming.experts import divide_experts
+from smpc.v2.transforming.samples import SAMPLE, samples_of
+from smpc.v2.transforming.sharing import share
+
+_WAYS = ("p2p", "all_gather", "a2a", "auto")
+
+
+def transform(
+    model: nn.Module,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    config: dict[str, Any] | MoEConfig | None = None,
+    load_state_dict_from_rank0: bool = False,
+    cp_comm_type: str = "p2p",
+) -> nn.Module:
+    """The model, to be wrapped with FSDP; it is changed in place.
+
+    `device`, `dtype`: where its parameters are to be, and of what kind; a model with parameters on the meta device stays there.
+    `load_state_dict_from_rank0`: rank 0 keeps its weights, for FSDP's `sync_module_states` to spread; the others may be on the meta device.
+    `cp_comm_type`: p2p, all_gather, a2a or auto; ignored without context parallelism.
+
+    Raises UsageError (a ValueError) for arguments that are wrong, and if `tsm.init` has not been called; TraceError for a model that
+    cannot be recorded, ConfigError for one without experts to divide.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"transform: expected an nn.Module, found {type(model).__name__}")
+    if cp_comm_type not in _WAYS:
+        raise UsageError(f"cp_comm_type: expected one of {', '.join(_WAYS)}, found {cp_comm_type!r}")
+    if config is not None and not isinstance(config, (dict, MoEConfig)):
+        raise ConfigTypeError(f"config: expected None, a dict or a MoEConfig, found {type(config).__name__}")
+    session = state.session
+    _check_config(config, session)
+    has_meta = any(parameter.is_meta for parameter in model.parameters())
+    if load_state_dict_from_rank0 and session.rank == 0 and has_meta:
+        left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        raise UsageError(
+            f"load_state_dict_from_rank0: expected rank 0 to have all weights, found {', '.join(left[:5])} on the meta device; make the "
+            "model outside of torch.device('meta') on rank 0"
+        )
+    if dtype is not None:
+        _cast(model, dtype)
+    _share(model, session, config, cp_comm_type, load_state_dict_from_rank0)
+    mark_layers(model)
+    return model if has_meta or device is None else model.to(device)
+
+
+def _share(
+    model: nn.Module, session: Session, config: dict[str, Any] | MoEConfig | None, attention: str, from_rank0: bool
+) -> None:
+    """Has tensor-, context- and expert-parallel ranks share the model."""
+    moe = config if isinstance(config, MoEConfig) and config.smp_moe else None
+    if session.config.expert_parallel_degree > 1 or moe is not None:
+        divided = TensorGroup.of(session.groups[Axis.EP]) if session.config.expert_parallel_degree > 1 else None
+        divide_experts(model, divided, moe, session.mesh.size(Axis.EXPERT_DATA), from_rank0=from_rank0)
+    groups = [
+        TensorGroup.of(session.groups[axis]) if session.mesh.size(axis) > 1 else None for axis in (Axis.TP, Axis.CP)
+    ]
+    if any(group is not None for group in groups):
+        samples = samples_of(model, config) if groups[0] is not None else []
+        share(model, samples, *groups, attention=attention, from_rank0=from_rank0)
+
+
+def _check_config(config: dict[str, Any] | MoEConfig | None, session: Session) -> None:
+    """Raise ConfigError for settings that contradict the degrees, or would have to change what the model is."""
+    degree = session.config.expert_parallel_degree
+    if isinstance(config, MoEConfig) and not config.smp_moe and degree > 1:
+        raise ConfigError(
+            f"config: expected MoEConfig(smp_moe=True) with expert_parallel_degree {degree}, found smp_moe=False, which leaves experts as "
+            "they are; set expert_parallel_degree: 1, or leave smp_moe out"
+        )
+    others = (session.config.tensor_parallel_degree, session.config.context_parallel_degree)
+    if isinstance(config, MoEConfig) and config.smp_moe and max(others) > 1:
+        raise ConfigUnsupportedError(
+            "config: MoEConfig(smp_moe=True) is not implemented with tensor or context parallelism; pass MoEConfig(smp_moe=False), which "
+            "keeps the model's own experts and router"
+        )
+    if isinstance(config, dict) and set(config) - {SAMPLE}:
+        raise ConfigUnsupportedError(
+            f"config: expected None, an empty dict or a MoEConfig, found settings of {', '.join(map(str, config))}; models stay what "
+            "they are here, so change their own configuration"
+        )
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters become of a dtype; buffers keep theirs."""
+    if not dtype.is_floating_point:
+        raise UsageError(f"dtype: expected a floating-point dtype, found {dtype}")
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)

@@ -1,0 +1,230 @@
+"""Experts of a transformed model: each rank keeps some of them (`smpc.expert_parallel`), and routers do what `MoEConfig` says.
+
+    moe_load_balancing    experts of a token                                       joins the loss, in training
+    aux_loss              the model's own                                          aux loss, z-loss
+    sinkhorn              of a plan that gives all experts the same, in training   z-loss
+    balanced              round robin, with the model's own weights                z-loss
+    none                  the model's own                                          z-loss
+
+A router is a module beside the experts that returns, for tokens [N, H], logits [N, E], weights [N, k] and experts [N, k], in any order.
+With sinkhorn the weights are softmax(logits) (k = 1: sigmoid) of the chosen: a model that was trained with others computes another
+function, of which a warning tells. Losses act through gradients alone; they are means over this rank's tokens.
+
+Rules of Megatron-core, which SMP v2 integrates: "MoE" in its public documentation.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smpc.codegen.rewrite.tensor_parallel.layouts import Layout
+from smpc.errors import ConfigError, ConfigUnsupportedError
+from smpc.executor.collectives import TensorGroup
+from smpc.expert_parallel import shard
+from smpc.experts import aux_loss, join_loss, shuffle, sinkhorn, unshuffle, z_loss
+from smpc.experts.roles import take_role
+from smpc.experts.routers import round_robin
+from smpc.experts.structure import Found, Listed, Stacked, find_experts
+from smpc.in_place import whole_parameters
+from smpc.v2.moe.moe_config import MoEConfig
+from smpc.v2.moe.moe_layer import mark_block
+from smpc.v2.transforming.slices import Part, Slices, note_slices
+from smpc.v2.transforming.weights import agree_on_weights
+
+_ROUTER, _SHUFFLE = "_smpc_router", "_smpc_shuffle"  # what a module's role knows
+_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where in a router's output logits, weights and experts are, and how many experts there are."""
+
+    logits: int
+    weights: int
+    index: int
+
+
+@dataclass(slots=True)
+class _Routing:
+    config: MoEConfig
+    places: _Places
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Routing:
+        return self
+
+
+@dataclass(slots=True)
+class _Shuffling:
+    group: TensorGroup
+    seed: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Shuffling:
+        return self
+
+
+class Router(nn.Module):
+    """The forward of a router that balances as it is told."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model's own router returns, with other experts and weights where they are to be others."""
+        found = list(super().forward(*args, **kwargs))
+        routing: _Routing = vars(self)[_ROUTER]
+        config, places = routing.config, routing.places
+        logits, weights, index = found[places.logits], found[places.weights], found[places.index]
+        if config.moe_load_balancing == "sinkhorn":
+            index, weights = sinkhorn(logits, index.shape[-1], training=self.training)
+        elif config.moe_load_balancing == "balanced":
+            index = round_robin(index.shape[0], index.shape[1], logits.shape[-1], index.device)
+        if self.training:
+            if config.moe_z_loss_coeff:
+                weights = join_loss(weights, z_loss(logits, config.moe_z_loss_coeff))
+            if config.moe_load_balancing == "aux_loss" and config.moe_aux_loss_coeff:
+                weights = join_loss(weights, aux_loss(logits, index, config.moe_aux_loss_coeff))
+        found[places.weights], found[places.index] = weights, index
+        return tuple(found)
+
+
+class Shuffled(nn.Module):
+    """The forward of a block whose tokens are shuffled over the ranks first, and come back after."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What the block returns. All ranks of the group call it."""
+        shuffling: _Shuffling = vars(self)[_SHUFFLE]
+        shuffling.seed += 1
+        mixed, ticket = shuffle(hidden.reshape(-1, hidden.shape[-1]), shuffling.seed, shuffling.group)
+        found = super().forward(mixed.view(hidden.shape), *args, **kwargs)
+        first = found[0] if isinstance(found, tuple) else found
+        own = unshuffle(first.reshape(-1, first.shape[-1]), ticket, shuffling.group).view(first.shape)
+        return (own, *found[1:]) if isinstance(found, tuple) else own
+
+
+def divide_experts(
+    model: nn.Module, group: TensorGroup | None, config: MoEConfig | None, num_holders: int, *, from_rank0: bool
+) -> None:
+    """Has the ranks of a group divide the experts of a model, in place; None: one rank has all. Collective over the group.
+
+    `num_holders`: how many ranks hold the same experts, or parts of them. Raises ConfigError if there are no experts to divide,
+    ConfigUnsupportedError for what cannot be done with them, before anything is changed.
+    """
+    experts = find_experts(model)
+    if not experts:
+        raise ConfigError(
+            "expected a model with experts, as MoEConfig or expert_parallel_degree says; no module looks like experts"
+        )
+    _check(experts, config, num_holders if group is not None else 1)
+    routers = [] if config is None else _routers(model, experts, config)
+    for one in experts:
+        mark_block(_block(model, one))
+    if group is not None:
+        _cut(model, experts, group, config, from_rank0)
+    if config is None:
+        return
+    for router, places in routers:
+        vars(router)[_ROUTER] = _Routing(config, places)
+        take_role(router, Router)
+    if config.global_token_shuffle and group is not None:
+        for one in experts:
+            block = _block(model, one)
+            vars(block)[_SHUFFLE] = _Shuffling(group, config.random_seed)
+            take_role(block, Shuffled)
+
+
+def _cut(
+    model: nn.Module, experts: list[Found], group: TensorGroup, config: MoEConfig | None, from_rank0: bool
+) -> None:
+    agree_on_weights(model, group, from_rank0)
+    shapes = {name: whole.shape for whole in whole_parameters(model) for name in whole.names}
+    shard(
+        model,
+        group,
+        dispatch="all_to_all" if config is None or config.moe_all_to_all_dispatcher else "all_gather",
+    )
+    cut = [f"{one.name}.{name}" for one in experts if isinstance(one, Stacked) for name in one.parameters]
+    parts = {name: Part(Layout.sharded(0), shapes[name], group, is_expert=True) for name in cut}
+    note_slices(model, Slices(parts))
+
+
+def _check(experts: list[Found], config: MoEConfig | None, num_holders: int) -> None:
+    listed = [one.name for one in experts if isinstance(one, Listed)]
+    lines = []
+    if listed and num_holders > 1:
+        lines.append(
+            f"expert_parallel_degree: the experts of {', '.join(listed[:3])} are modules of their own, which FSDP cannot divide or "
+            "replicate, as some ranks call one and others do not; use as many expert-parallel ranks as there are ranks"
+        )
+    if listed and config is not None and config.moe_load_balancing != "none":
+        lines.append(
+            f"moe_load_balancing: {config.moe_load_balancing!r} needs experts in one module, found modules of their own in "
+            f"{', '.join(listed[:3])}; use 'none'"
+        )
+    if lines:
+        raise ConfigUnsupportedError("\n".join(lines))
+
+
+def _block(model: nn.Module, one: Found) -> nn.Module:
+    return one.block if isinstance(one, Listed) else model.get_submodule(one.name.rpartition(".")[0])
+
+
+def _routers(model: nn.Module, experts: list[Found], config: MoEConfig) -> list[tuple[nn.Module, _Places]]:
+    """The routers that are to do something else than before; ConfigUnsupportedError if one is not found."""
+    mode = config.moe_load_balancing
+    if mode == "none" and not config.moe_z_loss_coeff:
+        return []
+    found, missing = [], []
+    for one in experts:
+        block = _block(model, one)
+        inside = [child for name, child in block.named_children() if not one.name.endswith(f".{name}")]
+        router = next(((child, places) for child in inside if (places := _places(child, one.num_experts))), None)
+        if router is None:
+            missing.append(one.name)
+        else:
+            found.append(router)
+    if missing:
+        raise ConfigUnsupportedError(
+            f"moe_load_balancing: {mode!r} with moe_z_loss_coeff {config.moe_z_loss_coeff} needs a module that returns logits, weights and "
+            f"experts of tokens, found none beside {', '.join(missing[:3])}; use 'none' with moe_z_loss_coeff=0.0"
+        )
+    if mode == "sinkhorn":
+        warnings.warn(
+            "moe_load_balancing 'sinkhorn': weights of experts are softmax(logits) at the chosen ones, not normalized over them; a model "
+            "that was trained otherwise computes another function (use 'aux_loss' or 'none' to keep its own)",
+            stacklevel=5,
+        )
+    return found
+
+
+def _places(module: nn.Module, num_experts: int) -> _Places | None:
+    """Where a router's output has what, found by running it on invented tokens on the meta device; None for another module."""
+    for parameter in module.parameters():
+        if parameter.dim() != 2 or num_experts not in parameter.shape:
+            continue
+        hidden = parameter.shape[1] if parameter.shape[0] == num_experts else parameter.shape[0]
+        try:
+            with torch.no_grad(), torch.random.fork_rng():
+                found = module(torch.zeros(_TOKENS, hidden, dtype=parameter.dtype, device=parameter.device))
+        except Exception:  # it is not called with tokens alone
+            continue
+        places = _among(found, num_experts)
+        if places is not None:
+            return places
+    return None
+
+
+def _among(found: Any, num_experts: int) -> _Places | None:
+    if not isinstance(found, tuple) or not all(isinstance(value, Tensor) and value.dim() == 2 for value in found):
+        return None
+    logits = [i for i, value in enumerate(found) if value.shape == (_TOKENS, num_experts) and value.is_floating_point()]
+    index = [i for i, value in enumerate(found) if not value.is_floating_point()]
+    weights = [
+        i
+        for i, value in enumerate(found)
+        if value.is_floating_point() and i not in logits[:1] and index and value.shape == found[index[0]].shape
+    ]
+    if not logits or len(index) != 1 or len(weights) != 1:
+        return None
+    return _Places(logits[0], weights[0], index[0])

@@ -1,0 +1,248 @@
+"""What a tensor-parallel rank holds of a transformed model, and how wrappers around it give and take whole tensors.
+
+FSDP1    full state dicts have whole tensors: they are put together after FSDP has, and cut before it takes them
+FSDP2    parameters are DTensors of (replica, shard, tensor), as torch makes them for tensor parallelism: state dicts of every kind, and
+         checkpoints, are those of whole tensors. A slice that cannot be one is sharded as if it were the whole: checkpoints are of
+         whole tensors there, too, but state dicts of slices
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from smpc.checkpoint.format.content import Shard as HeldShard
+from smpc.checkpoint.stateful import HeldTensor
+from smpc.codegen.rewrite.tensor_parallel.layouts import Layout
+from smpc.executor.collectives import TensorGroup, gathered
+from smpc.executor.pieces import Pieces, pieces_of
+from smpc.executor.sharded_state import whole_of
+from smpc.in_place.wrappers import unwrapped
+
+Box = tuple[tuple[int, ...], Tensor]  # where it begins in the whole tensor, and what the rank has of it
+
+_SLICES = "_smpc_slices"  # of a transformed model
+_WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank has of a parameter of this shape: its slice in the layout, of those of a group.
+
+    `is_inside`: it is used by a module that is called whole, whose own Python computes with plain tensors.
+    """
+
+    layout: Layout
+    shape: tuple[int, ...]
+    group: TensorGroup
+    is_expert: bool = False
+    is_inside: bool = False
+
+    @property
+    def pieces(self) -> Pieces:
+        """The pieces of the dimension that is cut, as they stand on this rank."""
+        layout, size = self.layout, self.shape[self.layout.dim]
+        if self.is_expert:  # which need not divide evenly
+            return ((self.group.start(size), self.group.share(size)),)
+        return pieces_of(self.group.rank, size, self.group.size, layout.blocks, layout.mirrored)
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether it can be a DTensor."""
+        return not (self.is_expert or self.is_inside or self.layout.blocks or self.layout.mirrored)
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of the slice."""
+        dim = self.layout.dim
+        return (*self.shape[:dim], sum(length for _, length in self.pieces), *self.shape[dim + 1 :])
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This rank's slice of a whole tensor, outside autograd."""
+        return torch.cat([whole.detach().narrow(self.layout.dim, *piece) for piece in self.pieces], self.layout.dim)
+
+    def whole(self, own: Tensor) -> Tensor:
+        """The whole tensor of the slices of all ranks of the group. Collective."""
+        size, dim = self.shape[self.layout.dim], self.layout.dim
+        if not self.is_expert:
+            return whole_of(own, self.layout, self.group)
+        shares = self.group.shares(size)
+        padded = torch.cat((own, own.new_zeros(max(shares) - len(own), *own.shape[1:])))
+        parts = gathered(padded, dim, self.group).chunk(self.group.size)
+        return torch.cat([part[:share] for part, share in zip(parts, shares, strict=True)])
+
+
+class Slices(dict[str, Part]):
+    """By the names of parameters that this rank has a part of, the part."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slices:
+        return self
+
+
+_transformed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def note_slices(model: nn.Module, slices: Slices) -> None:
+    """Says what this rank has of a model."""
+    vars(model)[_SLICES] = slices
+    _transformed.add(model)
+
+
+def slices_of(model: nn.Module) -> Slices | None:
+    """What this rank has of a model, whatever is around it; None if all of it."""
+    found: Slices | None = vars(unwrapped(model)).get(_SLICES)
+    return found
+
+
+def plain_name(name: str) -> str:
+    """A name as the model has it without wrappers."""
+    for part in _WRAPPED:
+        name = name.replace(part, "")
+    return name
+
+
+def is_sliced(module: nn.Module) -> bool:
+    """Whether a module belongs to a transformed model of which this rank has slices."""
+    return _model_of(module) is not None
+
+
+def give_whole_state(model: FullyShardedDataParallel) -> None:
+    """Has full state dicts of a model that FSDP1 wraps be those of whole tensors."""
+    if slices_of(model) is not None:
+        model._register_state_dict_hook(_put_together)  # type: ignore[no-untyped-call]
+        model._register_load_state_dict_pre_hook(_cut, with_module=True)  # type: ignore[no-untyped-call]
+
+
+def _put_together(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    slices = slices_of(model)
+    if slices is None or not _is_full(model):
+        return
+    for name, value in state.items():
+        part = slices.get(plain_name(name.removeprefix(prefix)))
+        if part is not None and isinstance(value, Tensor):
+            state[name] = part.whole(value.to(_device_of(part.group, value))).to(value.device)
+
+
+def _cut(model: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    slices = slices_of(model)
+    if slices is None or not _is_full(model):
+        return
+    for name, value in state.items():
+        part = slices.get(plain_name(name.removeprefix(prefix)))
+        if part is not None and isinstance(value, Tensor) and tuple(value.shape) == part.shape:
+            state[name] = part.of(value)
+
+
+def _is_full(model: nn.Module) -> bool:
+    kind = FullyShardedDataParallel.get_state_dict_type(model).state_dict_type
+    return bool(kind is StateDictType.FULL_STATE_DICT)
+
+
+def _device_of(group: TensorGroup, value: Tensor) -> torch.device:
+    assert group.process_group is not None
+    if value.is_cpu and dist.get_backend(group.process_group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return value.device
+
+
+def make_distributed(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Makes DTensors of the slices of the model that a module belongs to. `mesh`: of the tensor-parallel ranks.
+
+    Those that cannot be stay what they are: of weights that are several in one, each cut by itself, and of modules that are called whole.
+    """
+    model = _model_of(module)
+    slices = None if model is None else slices_of(model)
+    if model is None or slices is None:
+        return
+    made: dict[int, nn.Parameter] = {}
+    for name, found in slices.items():
+        owner, _, own = name.rpartition(".")
+        held = model.get_submodule(owner)._parameters
+        part = held[own]
+        if part is None or isinstance(part, DTensor) or not found.is_regular:
+            continue
+        if id(part) not in made:
+            whole = DTensor.from_local(part.detach(), mesh, [Shard(found.layout.dim)], run_check=False)
+            made[id(part)] = nn.Parameter(whole, part.requires_grad)
+        held[own] = made[id(part)]
+
+
+def _model_of(module: nn.Module) -> nn.Module | None:
+    return next((model for model in _transformed if any(module is each for each in model.modules())), None)
+
+
+def as_boxes(value: Any, path: str = "") -> Any:
+    """A state dict for planners: this rank's slices become boxes of the whole tensors. Dicts and lists are new ones; memory is shared."""
+    return _as_boxes(
+        value, path, {name: part for model in _transformed for name, part in (slices_of(model) or {}).items()}
+    )
+
+
+def _as_boxes(value: Any, path: str, parts: Mapping[str, Part]) -> Any:
+    if not parts:
+        return value
+    if isinstance(value, Stateful):
+        value = value.state_dict()
+    if isinstance(value, dict):
+        return {key: _as_boxes(each, f"{path}.{key}", parts) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_as_boxes(each, f"{path}.{number}", parts) for number, each in enumerate(value)]
+    if isinstance(value, (Tensor, ShardedTensor)):
+        part = _part_at(plain_name(path), parts)
+        if part is not None and tuple(value.shape) == part.own_shape:
+            boxes = {at: box.detach() for at, box in _boxes(value, part) if box.numel()}
+            shards = [HeldShard.of("tensor", path, box, part.shape, at) for at, box in boxes.items()]
+            return HeldTensor.like(_local(value), part.shape, shards)
+    return value
+
+
+def _part_at(path: str, parts: Mapping[str, Part]) -> Part | None:
+    """The part of the longest name that a path goes through: `optimizer.state.lm_head.weight.exp_avg`."""
+    steps = path.split(".")
+    for length in range(len(steps), 0, -1):
+        for first in range(len(steps) - length + 1):
+            found = parts.get(".".join(steps[first : first + length]))
+            if found is not None:
+                return found
+    return None
+
+
+def _boxes(value: Tensor | ShardedTensor, part: Part) -> Iterator[Box]:
+    """The boxes of a slice, or of this rank's shards of it, in the whole tensor."""
+    dim = part.layout.dim
+    for start, shard in _shards(value):
+        begin = 0  # of a piece in the slice
+        for place, length in part.pieces:
+            first = max(begin, start[dim])
+            last = min(begin + length, start[dim] + shard.shape[dim])
+            if first < last:
+                at = (*start[:dim], place + first - begin, *start[dim + 1 :])
+                yield at, shard.narrow(dim, first - start[dim], last - first)
+            begin += length
+
+
+def _shards(value: Tensor | ShardedTensor) -> Iterator[Box]:
+    if isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            yield tuple(shard.metadata.shard_offsets), shard.tensor
+    elif isinstance(value, DTensor):
+        _, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+        yield tuple(start), value.to_local()
+    else:
+        yield (0,) * value.dim(), value
+
+
+def _local(value: Tensor | ShardedTensor) -> Tensor:
+    return next((shard for _, shard in _shards(value)), torch.empty(0))

@@ -1,0 +1,74 @@
+"""Parts of weights: the ranks of a tensor- or expert-parallel group agree on the weights, and each keeps its slices.
+
+load_state_dict_from_rank0    who has weights afterwards
+False                         everybody who had some: those of the first rank of each group, in slices
+True                          the ranks of rank 0's group; the others' stay where they are, for FSDP's `sync_module_states`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from smpc.codegen.rewrite.tensor_parallel.layouts import Layout
+from smpc.executor.collectives import TensorGroup
+from smpc.executor.sharded_state import slice_parameters
+
+
+def keep_slices(model: nn.Module, layouts: Mapping[str, Layout], group: TensorGroup, from_rank0: bool) -> None:
+    """Replaces parameters by this rank's slices. Collective over the group."""
+    agree_on_weights(model, group, from_rank0)
+    slice_parameters(model, dict(layouts), group)
+
+
+def agree_on_weights(model: nn.Module, group: TensorGroup, from_rank0: bool) -> None:
+    """Everybody in the group has the weights of its first rank; or, from rank 0, its group alone has any. Collective over the group."""
+    assert group.process_group is not None
+    has_first = 0 in dist.get_process_group_ranks(group.process_group)
+    if from_rank0 and not has_first:
+        _to_meta(model)
+    elif from_rank0 and group.rank:
+        _make_room(model)
+    if not from_rank0 or has_first:
+        _agree(model, group)
+
+
+@torch.no_grad()
+def _agree(model: nn.Module, group: TensorGroup) -> None:
+    """Everything is what the group's first rank has; what is on the meta device there has no values to agree on."""
+    assert group.process_group is not None
+    first = dist.get_global_rank(group.process_group, 0)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            _broadcast(tensor, first, group.process_group)
+
+
+def _broadcast(tensor: Tensor, first: int, group: dist.ProcessGroup) -> None:
+    if tensor.is_contiguous():
+        dist.broadcast(tensor, first, group)
+    else:
+        packed = tensor.contiguous()
+        dist.broadcast(packed, first, group)
+        tensor.copy_(packed)
+
+
+def _to_meta(model: nn.Module) -> None:
+    for module in model.modules():
+        for _name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                parameter.data = parameter.data.to("meta")
+
+
+def _make_room(model: nn.Module) -> None:
+    """Empty tensors in the places of those on the meta device; names of one tensor stay names of one."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and tensor.is_meta:
+                    empty = torch.empty_like(tensor, device="cpu")
+                    room = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                    held[name] = made.setdefault(id(tensor), room)  # type: ignore[assignment]

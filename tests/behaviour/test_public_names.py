@@ -1,0 +1,29 @@
+"""Public names, signatures and command-line options are held: nothing that a user imports or types changes unnoticed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import public_names
+import pytest
+
+REMEDY = "if the change is meant: python tests/support/public_names.py --record"
+
+
+def test_names_and_signatures_are_those_recorded():
+    recorded, found = public_names.GOLDEN.read_text(encoding="utf-8"), public_names.describe()
+    assert public_names.parts(found)[1] == public_names.parts(recorded)[1], REMEDY
+
+
+def test_commands_and_options_are_those_recorded():
+    recorded = public_names.GOLDEN.read_text(encoding="utf-8")
+    version = importlib.metadata.version("typer")
+    if f"typer {version} " not in public_names.parts(recorded)[0]:
+        pytest.skip(f"recorded with another typer than {version}, which describes its options in its own way")
+    assert public_names.parts(public_names.describe())[2] == public_names.parts(recorded)[2], REMEDY
+
+
+def test_modules_with_the_same_text_of_an_annotation_give_the_same_line():
+    assert public_names.short("dict[smpc.a.b.Key, nn.Module] | None") == "dict[Key, Module] | None"
+    assert public_names.short(dict[str, Path]) == "dict[str, Path]"

@@ -1,0 +1,115 @@
+"""PipelineStrategy beside Lightning in one process: losses, clipping, rates, evaluation, files, resumption bit by bit."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+
+import lightning
+from documented import all_blocks
+from executor_harness import run_workers
+from hugging_face_jobs import Data, as_rank
+from lightning_jobs import Module, train
+from torch.utils.data import DataLoader
+
+import smpc.v1 as smp
+from smpc.errors import ConfigUnsupportedError
+from smpc.integrations.lightning import PipelineStrategy
+
+# Lightning warns of few workers, and torch of what Lightning uses: both in the plain run, too.
+pytestmark = pytest.mark.filterwarnings("ignore")
+PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 4}
+
+
+def train_all(rank, folder, names, world_size, config):
+    as_rank(rank, world_size)
+    found = {}
+    for name in names:
+        found[name] = train(name, folder / name, config)
+        smp.shutdown()
+    return found
+
+
+def check(found, expected):
+    assert [line.keys() for line in found["lines"]] == [line.keys() for line in expected["lines"]]
+    for own, other in zip(found["lines"], expected["lines"], strict=True):
+        assert own == pytest.approx(other, rel=1e-5)
+    torch.testing.assert_close(found["predicted"], expected["predicted"], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("names", [["vit"], pytest.param(["gpt2", "llama", "bert"], marks=pytest.mark.slow)])
+def test_it_trains_evaluates_and_predicts_as_lightning_does(tmp_path, names):
+    """The last batch of an epoch has 2 samples, which four microbatches do not divide; two batches are one update."""
+    expected = {name: train(name, tmp_path / f"plain_{name}") for name in names}
+    for found in run_workers(train_all, 2, tmp_path, names, 2, PIPELINE):
+        for name in names:
+            assert len(found[name]["lines"]) == len(expected[name]["lines"]) == 12
+            check(found[name], expected[name])
+    saved = Module.load_from_checkpoint(tmp_path / names[0] / "epoch=2.ckpt", name=names[0])  # Lightning's own file
+    for key, value in saved.state_dict().items():
+        torch.testing.assert_close(value, expected[names[0]]["weights"][key], rtol=1e-3, atol=1e-3)
+    again = train(names[0], tmp_path / "again", resume=str(tmp_path / names[0] / "epoch=2.ckpt"), max_epochs=4)
+    assert again["epoch"] == 4, "in one process, Lightning goes on where the pipeline was"
+
+
+def resume(rank, folder):
+    as_rank(rank, 2)
+    whole = train("vit", folder / "whole", PIPELINE, dropout=0.1)
+    smp.shutdown()
+    parts = train("vit", folder / "parts", PIPELINE, dropout=0.1, resume=str(folder / "whole" / "epoch=0.ckpt"))
+    smp.shutdown()
+    return whole, parts
+
+
+def test_it_resumes_bit_by_bit_with_dropout(tmp_path):
+    for whole, parts in run_workers(resume, 2, tmp_path):
+        assert len(parts["lines"]) == 8
+        assert [line["output"] for line in parts["lines"]] == [line["output"] for line in whole["lines"][4:]]
+        assert parts["weights"].keys() == whole["weights"].keys()
+        assert all(torch.equal(value, parts["weights"][name]) for name, value in whole["weights"].items())
+
+
+def follow(rank, folder):
+    as_rank(rank, 2)
+    os.chdir(folder)
+    names = {"__name__": "__main__"}
+    for block in all_blocks("docs/lightning.md"):
+        if block.language == "python":
+            block.run(names)
+    smp.shutdown()
+    return names["loss"]
+
+
+def test_the_page_of_the_docs_runs(tmp_path):
+    losses = run_workers(follow, 2, tmp_path)
+    assert losses[0] == losses[1] < 1.6
+
+
+class Metered(Module):
+    """Trains parameters of its own, too, and by hand."""
+
+    def __init__(self):
+        super().__init__("vit")
+        self.head = torch.nn.Linear(2, 2)
+        self.automatic_optimization = False
+
+
+def refused(rank, folder):
+    as_rank(rank, 2)
+    strategy = PipelineStrategy(PIPELINE, network="model")
+    trainer = lightning.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False, precision="bf16-true")
+    try:
+        trainer.fit(Metered(), DataLoader(Data("vit"), batch_size=8))
+    except ConfigUnsupportedError as error:
+        return str(error)
+    finally:
+        smp.shutdown()
+
+
+def test_what_a_pipeline_cannot_follow_is_one_error(tmp_path):
+    for text in run_workers(refused, 2, tmp_path):
+        assert [line.split(":")[0] for line in text.splitlines()] == [
+            "PipelineStrategy", "head", "automatic_optimization", "precision",
+        ]  # fmt: skip

@@ -1,0 +1,204 @@
+"""Checkpoints of several ranks: what FSDP divides, in all kinds, saved by some ranks and loaded by others; failures and kills."""
+
+import random
+import shutil
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoint_harness import KillAt, run_ranks, values_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from smpc.v2.distributed.checkpoint.async_utils import AsyncCallsQueue
+from smpc.v2.distributed.checkpoint.filesystem import DistributedFileSystemWriter
+from smpc.v2.distributed.checkpoint.state_dict_loader import load
+from smpc.v2.distributed.checkpoint.state_dict_saver import async_save, save
+from smpc.v2.distributed.checkpoint.state_dict_utils import SMStateDictType, sm_state_dict_type
+
+
+def sharded(seed, size):
+    """A model with an optimizer after a step; its first dimension, 5, does not divide by the ranks."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    if size > 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 3)).square().mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def state_of(model, optimizer, step):
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+
+
+def whole(value):
+    """Whole tensors, as lists of the same numbers."""
+    if isinstance(value, DTensor):
+        return value.full_tensor().tolist()
+    if isinstance(value, dict):
+        return {key: whole(each) for key, each in value.items()}
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def saves(rank, channel, path, is_async):
+    model, optimizer = sharded(1, channel.size)
+    state = state_of(model, optimizer, 7)
+    if not is_async:
+        save(state, checkpoint_id=path)
+        return whole(state)
+    queue = AsyncCallsQueue()
+    async_save(state, checkpoint_id=path, queue=queue)
+    wanted = whole(state)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    done = []
+    while not done:
+        done = queue.maybe_finalize_async_calls(blocking=False)
+    assert done == [0]
+    return wanted
+
+
+def loads(rank, channel, path, by_torch):
+    model, optimizer = sharded(2, channel.size)
+    state = state_of(model, optimizer, 0)
+    if by_torch:
+        dcp.load(state, checkpoint_id=path)
+    else:
+        load(state, checkpoint_id=path)
+    return whole(state)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_other_numbers_of_ranks_load_what_two_saved(is_async, tmp_path):
+    path = str(tmp_path / "c")
+    wanted, also = values_of(run_ranks(2, saves, tmp_path, path, is_async))
+    assert wanted == also
+    for size, by_torch in ((3, False), (1, False), (2, True)):
+        for found in values_of(run_ranks(size, loads, tmp_path, path, by_torch)):
+            assert found == wanted
+
+
+def saves_locally(rank, channel, path):
+    model, optimizer = sharded(1, channel.size)
+    with sm_state_dict_type(model, SMStateDictType.SM_LOCAL_STATE_DICT):
+        save(state_of(model, optimizer, 7 + rank), checkpoint_id=f"{path}/tp0_ep0_fsdp{rank}")
+    return whole(state_of(model, optimizer, 0))
+
+
+def loads_locally(rank, channel, path):
+    model, optimizer = sharded(2, channel.size)
+    with sm_state_dict_type(model, SMStateDictType.SM_LOCAL_STATE_DICT):
+        state = state_of(model, optimizer, 0)
+        load(state, checkpoint_id=f"{path}/tp0_ep0_fsdp{rank}")
+        model.load_state_dict(state["model"])
+    assert state["step"] == 7 + rank
+    return whole(state_of(model, optimizer, 0))
+
+
+def test_each_rank_saves_its_own_part(tmp_path):
+    path = str(tmp_path / "c")
+    wanted = values_of(run_ranks(2, saves_locally, tmp_path, path))
+    found = values_of(run_ranks(2, loads_locally, tmp_path, path))
+    assert wanted[0] == found[0]
+    assert wanted[1] == found[1]
+    outcomes = run_ranks(3, loads_locally, tmp_path, path)
+    assert all("CheckpointError" in outcome.classes for outcome in outcomes)
+    assert "rank 2: no checkpoint in" in outcomes[0].error
+
+
+def fails_on_one(rank, channel, path, is_async):
+    save({"x": torch.full((4,), 1.0)}, checkpoint_id=path)
+
+    def hook():
+        if rank == 1:
+            raise OSError(28, "No space left on device", path)
+
+    writer = DistributedFileSystemWriter(path, post_write_hooks=[hook])
+    state = {"x": torch.full((4,), 2.0)}
+    if not is_async:
+        save(state, storage_writer=writer)
+    queue = AsyncCallsQueue()
+    async_save(state, storage_writer=writer, queue=queue)
+    queue.maybe_finalize_async_calls(blocking=True)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_failure_of_one_rank_is_one_of_all(is_async, tmp_path):
+    path = str(tmp_path / "c")
+    for outcome in run_ranks(2, fails_on_one, tmp_path, path, is_async):
+        assert "CheckpointError" in outcome.classes
+        assert "rank 1: No space left on device" in outcome.error
+    state = {"x": torch.zeros(4)}
+    load(state, checkpoint_id=path)
+    assert state["x"].tolist() == [1.0] * 4
+
+
+def disagrees(rank, channel, path):
+    save({"x": torch.ones(2), "y": torch.ones(2)}, checkpoint_id=path)
+    load({"x": torch.ones(2)} if rank else {"x": torch.ones(2), "y": torch.ones(2)}, checkpoint_id=path)
+
+
+def test_ranks_with_other_keys_are_told(tmp_path):
+    for outcome in run_ranks(2, disagrees, tmp_path, str(tmp_path / "c")):
+        assert "rank 1 has no y, which rank 0 has" in outcome.error
+
+
+def dies(rank, channel, path, is_async, victim, point):
+    """Saves step 1, then step 2 over it, in which the victim dies at a call of the checkpoint code into C; how many calls there were."""
+    model, optimizer = sharded(1, channel.size)
+    save(state_of(model, optimizer, 1), checkpoint_id=path)
+    for parameter in model.parameters():
+        parameter.data.add_(1.0)
+    kill = KillAt(point if rank == victim else None)
+    dist.barrier()
+    if rank == victim:
+        kill.arm()
+    if is_async:
+        queue = AsyncCallsQueue()
+        async_save(state_of(model, optimizer, 2), checkpoint_id=path, queue=queue)
+        queue.close()
+    else:
+        save(state_of(model, optimizer, 2), checkpoint_id=path)
+    kill.disarm()
+    return kill.count
+
+
+def check_alive(folder, seed, calls):
+    """One kill: afterwards the folder has step 1 or step 2, whole."""
+    pick = random.Random(seed)
+    is_async, victim = pick.random() < 0.5, pick.randrange(2)
+    path = str(folder / f"c{seed}")
+    point = pick.randrange(calls[is_async, victim])
+    outcomes = run_ranks(2, dies, folder, path, is_async, victim, point)
+    assert outcomes[victim].exitcode in (-signal.SIGKILL, 0), outcomes[victim].error
+    torch.manual_seed(1)
+    (found,) = values_of(run_ranks(1, loads, folder, path, False))
+    (again,) = values_of(run_ranks(1, loads, folder, path, True))
+    assert found == again
+    assert found["step"] in (1, 2)
+    model, _ = sharded(1, 1)
+    assert found["model"]["1.bias"] == (model[1].bias.detach() + (found["step"] - 1.0)).tolist()
+    shutil.rmtree(path)
+
+
+def rehearse(folder):
+    return {
+        (is_async, victim): values_of(
+            run_ranks(2, dies, folder, str(folder / f"r{is_async}{victim}"), is_async, victim, None)
+        )[victim]
+        for is_async in (False, True)
+        for victim in (0, 1)
+    }
+
+
+@pytest.mark.parametrize("number", [4, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+def test_kills_while_saving_over_a_checkpoint_lose_nothing(number, tmp_path):
+    calls = rehearse(tmp_path)
+    for seed in range(number):
+        check_alive(tmp_path, seed, calls)

@@ -1,0 +1,142 @@
+"""Tensor parallelism found by the compiler, architecture by architecture: right, refused or wrong, the share of parameters, the search.
+
+Ranks are threads. A model is right if the loss and every gradient are those of one process: within 1e-4 of the tensor's largest entry in
+fp32, or else within 1e-9 in fp64. Only there can rounding be told from a fault: gradients that cancel out, such as those of a bias before
+a norm, are nothing but rounding in fp32.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+import warnings
+from dataclasses import dataclass
+
+import survey
+import torch
+from tensor_ranks import run_ranks, tensor_groups
+
+from smpc.codegen.rewrite.tensor_parallel.search import choose
+from smpc.errors import SmpcError
+from smpc.tensor_parallel import shard
+from smpc.tracer.record import record
+
+MICROBATCHES = 2
+TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}
+
+
+@dataclass
+class Outcome:
+    """What became of one architecture."""
+
+    name: str
+    verdict: str  # "left out", "right", "right in fp64", "refused: why" or "wrong: how"
+    share: float = 0.0  # of the parameters that have gradients, on one rank
+    share_of_all: float = 0.0  # ... of all parameters
+    search_s: float = 0.0  # of one CPU core
+    proven: bool = True
+
+
+@dataclass
+class Comparison:
+    """A sharded model beside the whole one."""
+
+    name: str  # of what differs most
+    error: float
+    share: float
+    share_of_all: float
+    search_s: float
+    proven: bool
+
+
+def _as(value, dtype):
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _results(model, batch):
+    torch.manual_seed(3)
+    loss = survey.loss_of(model(**batch))
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def largest_error(found, wanted):
+    """(name, difference as a part of the largest entry) of the loss or the gradient that is furthest off."""
+    errors = {"the loss": _error(found[0], wanted[0])}
+    for name in {**found[1], **wanted[1]}:
+        a, b = found[1].get(name), wanted[1].get(name)
+        if a is None or b is None:
+            only = a if b is None else b
+            errors[name] = math.inf if only.any() else 0.0
+        else:
+            errors[name] = _error(a, b)
+    return max(errors.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])
+
+
+def _error(a, b):
+    if not b.numel():
+        return 0.0
+    scale, difference = b.abs().max().item(), (a - b).abs().max().item()
+    return difference / scale if scale > 1e-9 else difference
+
+
+def _shares(sharded, model, with_gradient):
+    own, whole = dict(sharded.model.named_parameters()), dict(model.named_parameters())
+
+    def share(names):
+        return sum(own[name].numel() for name in names) / max(1, sum(whole[name].numel() for name in names))
+
+    return share(with_gradient), share(whole)
+
+
+def _search(model, batch, degree):
+    trace = record(model, (), batch)
+    begun = time.process_time()
+    choice = choose(trace, degree)
+    return time.process_time() - begun, choice.proven
+
+
+def compare(model, batch, degree):
+    """A Comparison; None for a model that draws random numbers or adds up in another order every time."""
+    wanted, again = (_results(copy.deepcopy(model), batch) for _ in range(2))
+    if largest_error(again, wanted)[1] > 0:
+        return None
+    search_s, proven = _search(model, batch, degree)
+    modules = [shard(copy.deepcopy(model), batch, group) for group in tensor_groups(degree)]
+
+    def work(rank):
+        loss = survey.loss_of(modules[rank](**batch))
+        loss.backward()
+        return loss.detach(), modules[rank].whole_gradients()
+
+    torch.manual_seed(3)
+    errors = [largest_error(found, wanted) for found in run_ranks(degree, work)]
+    name, error = max(errors, key=lambda item: item[1])
+    return Comparison(name, error, *_shares(modules[0], model, wanted[1]), search_s, proven)
+
+
+def outcome(name, degree):
+    """What becomes of one architecture on `degree` ranks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        chosen = survey.choose(name, MICROBATCHES)
+        if chosen is None:
+            return Outcome(name, "left out")
+        found = None
+        for dtype in TOLERANCES:
+            model = survey.build(name, chosen[0]).to(dtype)
+            parts = survey.split(survey.inputs(model, chosen[1]), MICROBATCHES)
+            try:
+                result = compare(model, {key: _as(value, dtype) for key, value in parts[0].items()}, degree)
+            except SmpcError as error:
+                return Outcome(name, f"refused: {type(error).__name__}: {str(error)[:300]}")
+            except Exception as error:  # whatever it is, it is no refusal
+                return found or Outcome(name, f"wrong: {type(error).__name__}: {str(error)[:300]}")
+            if result is None:
+                return Outcome(name, "left out")
+            numbers = (result.share, result.share_of_all, result.search_s, result.proven)
+            if result.error <= TOLERANCES[dtype]:
+                return Outcome(name, "right" if found is None else "right in fp64", *numbers)
+            found = Outcome(name, f"wrong: {result.name} by {result.error:.1e} in {dtype}", *numbers)
+        return found

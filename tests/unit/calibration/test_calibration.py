@@ -1,0 +1,175 @@
+"""`smpc calibrate`: what is made of measured times, the file, and wrong usage.
+
+How good predictions are depends on the machine's load, and is for benchmarks/predicted_time.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import tomllib
+
+import pytest
+import torch
+
+from smpc.calibration import Ranks, calibrate, to_toml
+from smpc.calibration.operations import Sample, rates, steady
+from smpc.calibration.probes import Image, Text, probes
+from smpc.cli import main
+from smpc.errors import ConfigError
+from smpc.partitioner.costs.collectives import IN_OPERATIONS, Kind, collective_time, sent_time
+from smpc.partitioner.costs.cost import CostModel, node_times, work_of
+from smpc.partitioner.costs.description import Device, Group, Kernels, Wire
+from smpc.partitioner.costs.device import find_device
+from smpc.tracer import record
+
+ALONE = Ranks(0, 1, 1, torch.device("cpu"))
+WIRE = Wire(1e9, 1e-4)
+
+
+def traces():
+    yield record(Text(64), (torch.zeros(2, 64, dtype=torch.int64),))
+    yield record(Image(8), (torch.zeros(2, 8, 32, 32),))
+
+
+def test_steady_times_are_those_that_nothing_interrupted():
+    assert steady([1.0, 1.1, 1.04, 9.0, 5.0]) == 1.04
+    assert steady([3.0]) == 3.0
+
+
+def test_probes_have_what_training_spends_its_time_in():
+    names = {work.name for trace in traces() for work in work_of(trace)}
+    wanted = "linear bmm conv attention attention_causal attention_dropout softmax layer_norm batch_norm group_norm gelu silu relu tanh"
+    assert set(wanted.split()) | {"dropout", "embedding", "cross_entropy", "add", "mul", "pow", "rsqrt", "cat"} <= names
+    sizes = [probe.size for probe in probes(torch.float32, torch.device("cpu")) if probe.family == "text"]
+    assert sizes == sorted(sizes)
+
+
+def test_times_are_predicted_as_they_were_measured():
+    """Each kind of operation at a rate of its own, forward and backward: the device says so of every node."""
+    random.seed(0)
+    speed: dict[str, float] = {}
+    for trace in traces():
+        samples = [
+            Sample(
+                work,
+                *(w / speed.setdefault(work.name, random.uniform(1e9, 1e10)) for w in (work.forward, work.backward)),
+            )
+            for work in work_of(trace)
+        ]
+        found = rates(samples)
+        peak, bandwidth = 2e10, 3e10
+        shares = {
+            name: tuple(
+                tuple((s, r / (peak if item.is_product else bandwidth)) for s, r in c)
+                for c in (item.forward, item.backward)
+            )
+            for name, item in found.items()
+        }
+        device = Device("x", {"float32": peak}, bandwidth, 10**9, 1, WIRE, WIRE, kernels=Kernels(operations=shares))
+        times = node_times(trace, CostModel.of(device, 1))
+        assert samples
+        for sample in samples:
+            place, name = sample.work.position, sample.work.name
+            if sample.work.size < shares[name][0][1][0]:
+                continue  # smaller than the smallest on average, for which that one's time counts
+            assert times.forward[place] == pytest.approx(sample.forward, rel=1e-6)
+            assert times.backward[place] == pytest.approx(sample.backward, rel=1e-6)
+
+
+def test_collectives_that_were_measured_count_inside_a_host():
+    curve = ((1.0, 1e4), (1e4, 1e8), (1e8, 1e9))
+    device = Device(
+        "x", {"float32": 1e9}, 1e9, 1, 2, WIRE, WIRE, collectives={Kind.ALL_REDUCE: curve, IN_OPERATIONS: curve}
+    )
+    assert collective_time(Kind.ALL_REDUCE, 1e8, Group(2, 2), device) == pytest.approx(0.1)
+    assert sent_time(1e4, Group(2, 2), device) == pytest.approx(1e-4)
+    assert collective_time(Kind.ALL_REDUCE, 1e8, Group(4, 2), device) == pytest.approx(0.15 + 1e-4)
+    assert collective_time(Kind.ALL_GATHER, 1e8, Group(2, 2), device) == pytest.approx(0.05 + 1e-4)
+
+
+def test_a_machine_is_measured_written_and_read_again(tmp_path):
+    device = calibrate(ALONE, 0.2)
+    assert {"float32", "bfloat16", "float64"} <= set(device.peak_flops)
+    assert device.transport == "gloo"
+    assert device.kernels.view > 0
+    path = tmp_path / "here.toml"
+    path.write_text(to_toml(device, 'made by "a test"'), encoding="utf-8")
+    again = find_device(str(path))
+    assert again.source == 'made by "a test"'
+    assert dict(again.peak_flops) == pytest.approx(dict(device.peak_flops), rel=1e-3)
+    assert set(again.kernels.operations) == set(device.kernels.operations)
+    for trace in traces():
+        one, other = (node_times(trace, CostModel.of(d, 1)) for d in (device, again))
+        assert one.forward.sum() == pytest.approx(other.forward.sum(), rel=1e-2)
+        assert one.backward.sum() > 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damaged_files_are_refused_or_read_as_devices(tmp_path, seed):
+    """Values of other types and sizes, in any place of a file that `smpc calibrate` writes."""
+    operations = {"gelu": (((1.0, 1e-3), (9.0, 0.5)), ((1.0, 0.1),))}
+    device = Device(
+        "x", {"float32": 1e12}, 1e11, 10**9, 2, WIRE, WIRE, "", "gloo", Kernels(1e-6, operations=operations),
+        collectives={"all-reduce": ((1.0, 1e4),)},
+    )  # fmt: skip
+    data = tomllib.loads(to_toml(device, ""))
+    generator = random.Random(seed)
+    damage(data, generator)
+    path = tmp_path / "device.toml"
+    path.write_text("\n".join(as_toml(data)), encoding="utf-8")
+    found = outcome(path)
+    assert isinstance(found, float) or str(found).startswith("device "), found
+
+
+def outcome(path):
+    """Seconds of a collective on the device of a file, or why there is none."""
+    try:
+        return collective_time(Kind.ALL_REDUCE, 1e6, Group(2, 2), find_device(str(path)))
+    except ConfigError as error:
+        return error
+
+
+def damage(table, generator):
+    """Puts something else in some place of nested tables."""
+    key = generator.choice(list(table))
+    if isinstance(table[key], dict) and table[key] and generator.random() < 0.8:
+        damage(table[key], generator)
+        return
+    table[key] = copy.copy(
+        generator.choice([-1, 0, 1e300, "x", True, [], [[1, 2], [1, 3]], [[0, 1]], {"a": 1}, 10**30, [[1, "x"]]])
+    )
+
+
+def as_toml(data, prefix=""):
+    """Lines of nested tables."""
+    inner = {key: value for key, value in data.items() if isinstance(value, dict)}
+    yield from (f"{json.dumps(key)} = {json.dumps(value)}" for key, value in data.items() if key not in inner)
+    for key, value in inner.items():
+        name = f"{prefix}{json.dumps(key)}"
+        yield f"[{name}]"
+        yield from as_toml(value, f"{name}.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "Missing option '--out'"),
+        (["--out", "device.json"], "--out 'device.json': expected a file name that ends in .toml"),
+        (["--out", "no-such-folder/device.toml"], "--out 'no-such-folder/device.toml': "),
+        (["--out", "x.toml", "--ranks", "0"], "--ranks: expected 1 to 1024, found 0"),
+        (["--out", "x.toml", "--seconds", "1"], "--seconds: expected 5 to 3600, found 1.0"),
+    ],
+)
+def test_bad_usage_measures_nothing(capsys, monkeypatch, tmp_path, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    assert main(["calibrate", *arguments]) == 2
+    assert says in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_of_a_job_start_no_others(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["calibrate", "--out", str(tmp_path / "x.toml"), "--ranks", "2"]) == 2
+    assert "a rank of a job already" in capsys.readouterr().err

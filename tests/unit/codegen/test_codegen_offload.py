@@ -1,0 +1,97 @@
+"""OFFLOAD and RELOAD in programs: where they are put, and that the verifier wants them so."""
+
+import pytest
+import torch
+from torch import nn
+
+from smpc.codegen.actions import Action, peaks
+from smpc.codegen.offload import insert_offloads, resident
+from smpc.codegen.program import Instruction, Op
+from smpc.codegen.schedule import interleaved, simple
+from smpc.codegen.schedules.zero_bubble import zb_v
+from smpc.codegen.verify import verify_programs
+from smpc.compile import compile_model
+from smpc.errors import ScheduleError
+
+
+def program(text):
+    return tuple(Instruction.parse(part.strip()) for part in text.split(","))
+
+
+def inserted(text, horizon, stages=(0,)):
+    return ", ".join(map(str, insert_offloads([program(text)], stages, horizon)[0]))
+
+
+SIMPLE = "F s0 m0, SEND e1 m0 r1, F s0 m1, SEND e1 m1 r1, F s0 m2, SEND e1 m2 r1, B s0 m0, B s0 m1, B s0 m2"
+
+
+def test_where_they_are_put():
+    assert inserted(SIMPLE, 1) == (
+        "F s0 m0, SEND e1 m0 r1, OFFLOAD s0 m0, F s0 m1, SEND e1 m1 r1, OFFLOAD s0 m1, RELOAD s0 m0, F s0 m2, "
+        "SEND e1 m2 r1, OFFLOAD s0 m2, RELOAD s0 m1, B s0 m0, RELOAD s0 m2, B s0 m1, B s0 m2"
+    )
+    # Every B is the third task after its F: nothing would be away for any time.
+    assert inserted(SIMPLE, 2) == SIMPLE
+    assert inserted(SIMPLE, 1, stages=()) == SIMPLE
+
+
+def test_w_is_a_task_and_the_last_instruction_may_be_one():
+    text = "F s0 m0, F s0 m1, B s0 m0, W s0 m0, B s0 m1, W s0 m1"
+    assert inserted(text, 1) == (
+        "F s0 m0, OFFLOAD s0 m0, F s0 m1, OFFLOAD s0 m1, B s0 m0, RELOAD s0 m1, W s0 m0, B s0 m1, W s0 m1"
+    ).replace("OFFLOAD s0 m0, ", "")
+
+
+LOOP = ("F s0 m0", "F s1 m0", "F s0 m1", "F s1 m1", "B s1 m0", "B s1 m1", "B s0 m0", "B s0 m1")
+SCHEDULES = {
+    "simple": simple(3, (0, 1, 2), 8, 5),
+    "interleaved": interleaved(3, (0, 1, 2), 8, 5),
+    "two stages": (tuple(map(Action.parse, LOOP)),),
+    "zero bubble": zb_v(2, 6),
+}
+
+
+@pytest.mark.parametrize("horizon", [1, 2, 4, 100])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_resident_is_what_a_walk_through_the_program_counts(name, horizon):
+    schedule = SCHEDULES[name]
+    num_stages = 1 + max(action.stage for actions in schedule for action in actions)
+    expected = [0] * num_stages
+    for actions in schedule:
+        (instructions,) = insert_offloads([[action.instruction for action in actions]], range(num_stages), horizon)
+        now = [0] * num_stages
+        for i in instructions:
+            now[i.stage] += (i.op in (Op.FORWARD, Op.RELOAD)) - (i.op in (Op.BACKWARD, Op.OFFLOAD))
+            expected[i.stage] = max(expected[i.stage], now[i.stage])
+        assert not any(now)
+    assert resident(schedule, num_stages, horizon) == tuple(expected)
+    if horizon == 100:
+        assert resident(schedule, num_stages, horizon) >= peaks(schedule, num_stages) or name == "zero bubble"
+
+
+def test_the_verifier_wants_both_in_order():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(6)))
+    options = {"recompute": ("*",), "offload_activations": True, "activation_loading_horizon": 1}
+    compilation = compile_model(model, torch.zeros(8, 4), pipeline_parallel_degree=2, microbatches=4, **options)
+    first = compilation.programs[0]
+    assert {i.op for i in first.instructions} >= {Op.OFFLOAD, Op.RELOAD}
+    texts = [str(i) for i in first.instructions]
+
+    def changed(order):
+        instructions = tuple(map(Instruction.parse, order))
+        fields = {name: getattr(first, name) for name in first.__dataclass_fields__}
+        return [type(first)(**{**fields, "instructions": instructions}), *compilation.programs[1:]]
+
+    verify_programs(changed(texts))
+    microbatch = next(i.microbatch for i in first.instructions if i.op is Op.OFFLOAD)
+    assert f"OFFLOAD s0 m{microbatch}" in compilation.rank_source(0)
+    assert f"OFFLOAD s0 m{microbatch}" in compilation.schedule_text()
+    leave, load, back = (f"{op} s0 m{microbatch}" for op in ("OFFLOAD", "RELOAD", "B"))
+    for wrong, message in (
+        ([t for t in texts if t != load], f"{load} is missing"),
+        ([t for t in texts if t != leave], f"{leave} is missing"),
+        ([t for t in texts if t != load] + [load], f"{back} comes before {load}, which it needs"),
+        ([leave] + [t for t in texts if t != leave], f"{leave} comes before F s0 m{microbatch}, which it needs"),
+    ):
+        with pytest.raises(ScheduleError, match=message):
+            verify_programs(changed(wrong))

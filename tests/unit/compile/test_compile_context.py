@@ -1,0 +1,87 @@
+"""Context parallelism as an option of a compilation: with a pipeline it trains as one process does; what cannot be is refused."""
+
+import copy
+
+import pytest
+import torch
+from context_models import MODELS, assert_alike, made, trained
+from tensor_ranks import run_ranks, tensor_groups
+
+from smpc.compile import PipelineOptions, compile_model
+from smpc.config import Config
+from smpc.context_parallel import place
+from smpc.errors import ConfigError, UsageError
+from smpc.runtime import LoopbackRuntime
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Two stages, two ranks of each, two microbatches."""
+    model, inputs = made(MODELS["llama"])
+    asked = {"context_parallel_degree": 2, "context_parallel_attention": "p2p"}
+    return model, inputs, compile_model(model, inputs, pipeline_parallel_degree=2, microbatches=2, **asked)
+
+
+def test_a_pipeline_of_context_parallel_ranks_trains_as_one_process(compiled):
+    model, inputs, compilation = compiled
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    parts = [inputs | {name: value.chunk(2)[m] for name, value in tensors.items()} for m in range(2)]
+    whole, expected = copy.deepcopy(model), []
+    for part in parts:
+        expected.append(trained(whole, part)[0])
+    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    groups, models = tensor_groups(2), [copy.deepcopy(model) for _ in range(2)]
+
+    def work(rank):
+        place(models[rank], compilation.context, groups[rank])
+        runtime, losses = LoopbackRuntime(models[rank]), {}
+
+        def on_output(m, output):
+            losses[m] = output.loss.detach()
+            return [(output.loss, None)]
+
+        runtime.run(runtime.install(compilation), [((), part) for part in parts], on_output, training=True)
+        return losses, {name: parameter.grad for name, parameter in models[rank].named_parameters()}
+
+    for losses, found in run_ranks(2, work):
+        for m, loss in enumerate(expected):
+            assert_alike((losses[m], found), (loss, gradients))
+
+
+def test_a_rank_computes_half_and_its_program_has_the_ring(compiled):
+    model, inputs, compilation = compiled
+    alone = compile_model(model, inputs, pipeline_parallel_degree=2, microbatches=2)
+    flops = [sum(node.flops for node in found.trace.nodes) for found in (compilation, alone)]
+    assert 0.45 < flops[0] / flops[1] < 0.6
+    assert "ring_attention" in {c.function for c in compilation.context.sharded.collectives}
+    assert any("ring_attention" in compilation.rank_source(rank) for rank in range(2))
+
+
+def test_a_model_must_know_its_group(compiled):
+    model, _, compilation = compiled
+    with pytest.raises(UsageError, match=r"smpc\.context_parallel\.place"):
+        LoopbackRuntime(copy.deepcopy(model)).install(compilation)
+    with pytest.raises(ConfigError, match="a group of 2 context-parallel ranks, found one of 1"):
+        place(copy.deepcopy(model), compilation.context, tensor_groups(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"context_parallel_attention": "p2p"}, "context_parallel_attention: p2p has no effect with .*degree 1"),
+        ({"context_parallel_degree": 2, "context_parallel_layout": "z"}, "expected one of auto, contiguous, zigzag"),
+        ({"context_parallel_degree": 2, "trace_memory_usage": True}, "not with context_parallel_degree above 1"),
+        (
+            {"context_parallel_degree": 2, "tensor_parallel_degree": 2, "tensor_parallel_plan": "off"},
+            "expected 'auto' with context_parallel_degree 2, found 'off'",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together(asked, message):
+    with pytest.raises(ConfigError, match=message):
+        PipelineOptions(pipeline_parallel_degree=1, microbatches=1, **asked)
+
+
+def test_scripts_are_told_what_cuts_sequences():
+    with pytest.raises(ConfigError, match=r"context_parallel_degree.*smpc\.context_parallel\.shard"):
+        Config.parse({"context_parallel_degree": 2})

@@ -1,0 +1,155 @@
+"""Plans of models whose experts are divided over ranks: what a rank holds, what it sends, and when it is refused."""
+
+import pytest
+import torch
+from expert_models import LENGTH, make, one_process, tokens
+from tensor_ranks import run_ranks, tensor_groups
+from torch import nn
+
+import smpc
+from smpc.codegen.rewrite.expert_parallel import describe_experts
+from smpc.compile.options import PipelineOptions
+from smpc.compile.result import Traced
+from smpc.compile.step import Around, step_parts
+from smpc.errors import ConfigError, TraceError, UsageError
+from smpc.expert_parallel import shard
+from smpc.runtime import LoopbackRuntime
+
+ROWS, HIDDEN, CHOSEN = 2 * LENGTH, 32, 2
+
+
+def compiled(name, **options):
+    return smpc.compile_model(make(name, torch.float32), tokens(0), **{"pipeline_parallel_degree": 2, **options})
+
+
+def expert_elements(name, count):
+    """Of `count` experts of every layer, counted in the model itself."""
+    model, total = make(name, torch.float32), 0
+    for key, parameter in model.named_parameters():
+        if ".experts." in key and parameter.dim() == 3:
+            total += parameter[:count].numel()
+        elif (".experts." in key and int(key.split(".experts.")[1].split(".")[0]) < count) or ".experts." not in key:
+            total += parameter.numel()
+    return total
+
+
+@pytest.mark.parametrize(
+    ("name", "degree", "most"), [("MixtralForCausalLM", 2, 2), ("Qwen3MoeForCausalLM", 2, 3), ("loop", 4, 1)]
+)
+def test_a_rank_holds_its_share_of_the_experts(name, degree, most):
+    found = compiled(name, data_parallel_degree=degree, expert_parallel_degree=degree)
+    assert sum(stage.num_parameters for stage in found.plan.stages) == expert_elements(name, most)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_rows_travel_there_and_back(degree):
+    found = compiled("MixtralForCausalLM", data_parallel_degree=4, expert_parallel_degree=degree)
+    sent = 2 * ROWS * CHOSEN * HIDDEN * 4 * (degree - 1) // degree
+    assert [(item.forward_bytes, item.backward_bytes) for item in found.divided.collectives] == [(sent, sent)] * 2
+    text = describe_experts(found.divided)
+    assert f"{degree} ranks, {4 * sent:,} bytes sent" in text
+    assert (
+        f"model.layers.0.mlp.experts and 1 like it, to model.layers.1.mlp.experts: 4 experts, {sent:,} bytes forward"
+        in text
+    )
+
+
+def test_rows_of_experts_in_a_list_are_told_by_their_work():
+    found = compiled("loop", data_parallel_degree=2, expert_parallel_degree=2)
+    sent = [item.forward_bytes for item in found.divided.collectives]
+    whole = ROWS * CHOSEN * 16 * 4
+    assert len(sent) == 2
+    assert all(0.9 * whole < num_bytes < 1.1 * whole for num_bytes in sent)
+
+
+def test_traffic_is_in_the_predicted_times():
+    alone = compiled("MixtralForCausalLM", data_parallel_degree=2)
+    divided = compiled("MixtralForCausalLM", data_parallel_degree=2, expert_parallel_degree=2)
+    assert divided.plan.schedule.step_time > alone.plan.schedule.step_time
+    options = PipelineOptions(pipeline_parallel_degree=2, data_parallel_degree=2, expert_parallel_degree=2)
+    traced = Traced(divided.trace, divided=divided.divided)
+    around = Around.of(options)
+    parts = step_parts(traced, divided.plan, divided.timeline(), around)
+    assert parts.expert > 0
+    waited = 1 + around.devices[0].slowdown(parts.devices)  # for the slowest of them
+    assert parts.pipeline == pytest.approx(divided.timeline().makespan * waited)
+
+
+def test_a_plan_that_divides_experts_does_not_run():
+    model = make("MixtralForCausalLM", torch.float32)
+    found = smpc.compile_model(
+        model, tokens(0), pipeline_parallel_degree=1, data_parallel_degree=2, expert_parallel_degree=2
+    )
+    with pytest.raises(UsageError, match=r"it is a plan; to run one, call smpc.expert_parallel.shard\(model, group\)"):
+        LoopbackRuntime(model).install(found)
+
+
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "GptOssForCausalLM", "stack"])
+def test_a_pipeline_of_parts(name):
+    """Two pipeline ranks of each of two expert ranks: every microbatch's tokens travel inside of the stages."""
+    groups, batches = tensor_groups(2), [tokens(0, 4), tokens(1, 4)]
+    modules = [shard(make(name), group) for group in groups]
+    options = {"pipeline_parallel_degree": 2, "microbatches": 2, "warn": False}
+    found = [smpc.compile_model(own.model, batch, **options) for own, batch in zip(modules, batches, strict=True)]
+    flops = [sum(stage.forward_flops for stage in compilation.plan.stages) for compilation in found]
+    whole = smpc.compile_model(make(name), batches[0], **options)
+    assert flops[0] == flops[1]
+    if name != "stack":  # which has every expert compute every token
+        assert flops[0] == pytest.approx(sum(stage.forward_flops for stage in whole.plan.stages), rel=0.2)
+
+    def split(batch):
+        return [{key: value[2 * i : 2 * i + 2] for key, value in batch.items()} for i in range(2)]
+
+    def work(rank):
+        runtime, losses = LoopbackRuntime(modules[rank].model), []
+        program = runtime.install(found[rank])
+
+        def take(_, output):
+            losses.append(output["loss"].detach())
+            return [(output["loss"] / 2, None)]
+
+        runtime.run(program, [((), part) for part in split(batches[rank])], take, training=True)
+        modules[rank].average_gradients()
+        return sum(losses) / 2, modules[rank].whole_gradients()
+
+    results = run_ranks(2, work)
+    loss, gradients = one_process(make(name), [part for batch in batches for part in split(batch)])
+    torch.testing.assert_close((results[0][0] + results[1][0]) / 2, loss, rtol=1e-11, atol=0)
+    for _, own in results:
+        assert own.keys() == gradients.keys()
+        for key, expected in gradients.items():
+            torch.testing.assert_close(own[key], expected, rtol=1e-9, atol=1e-9 * float(expected.abs().max()))
+
+
+def test_a_block_some_of_whose_experts_are_elsewhere_is_not_recorded():
+    module = shard(make("loop"), tensor_groups(2)[0])
+    with pytest.raises(TraceError, match="compile the whole model for a plan"):
+        smpc.compile_model(module.model, tokens(0), pipeline_parallel_degree=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"data_parallel_degree": 3}, "expected a divisor of data_parallel_degree 3, .* found 2"),
+        ({"data_parallel_degree": 2, "fully_shard": True}, "fully_shard: not with expert_parallel_degree"),
+        ({"data_parallel_degree": 2, "tensor_parallel_degree": 2}, "tensor_parallel_degree above 1: not with"),
+    ],
+)
+def test_what_does_not_go_together(options, match):
+    with pytest.raises(ConfigError, match=match):
+        compiled("loop", expert_parallel_degree=2, **options)
+
+
+def test_a_model_without_experts():
+    with pytest.raises(
+        ConfigError, match=r"expert_parallel_degree: expected a model with experts .* no module looks like experts"
+    ):
+        smpc.compile_model(
+            nn.Sequential(nn.Linear(4, 4)),
+            torch.randn(2, 4),
+            pipeline_parallel_degree=1,
+            data_parallel_degree=2,
+            expert_parallel_degree=2,
+        )
+    with pytest.raises(ConfigError, match="4 experts are fewer than 8 ranks"):
+        compiled("MixtralForCausalLM", data_parallel_degree=8, expert_parallel_degree=8)

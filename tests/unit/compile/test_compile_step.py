@@ -1,0 +1,124 @@
+"""Parts of a step, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from smpc.codegen.actions import backward, forward
+from smpc.codegen.simulate import Event, Timeline
+from smpc.compile import PipelineOptions, Traced, plan_trace
+from smpc.compile.passes import Sharing, rewrite_trace
+from smpc.compile.step import BUCKET_BYTES, Around, Sharding, step_parts
+from smpc.partitioner.costs.cost import collective_times
+from smpc.partitioner.costs.description import Device, Group, Wire
+from smpc.tracer import record
+
+INFINITE = float("inf")
+
+
+def around(wire_bandwidth: float, replicas: int, memory_bandwidth: float = INFINITE, sharding=Sharding.NONE) -> Around:
+    wire = Wire(wire_bandwidth, 0.0)
+    device = Device("d", {"float32": 1.0}, memory_bandwidth, 1, 2, wire, wire)
+    return Around((device, device), Group(1, 1), Group(replicas, min(2, replicas)), sharding)
+
+
+def parts_of(plan, place):
+    return step_parts(TRACED, plan, TIMELINE, place)
+
+
+TRACED = Traced(record(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.zeros(2, 4),)))
+
+
+@pytest.fixture
+def plan():
+    return plan_trace(TRACED, PipelineOptions(2, 1)).plan
+
+
+def with_gradients(plan, *sizes):
+    stages = (replace(stage, gradient_bytes=size) for stage, size in zip(plan.stages, sizes, strict=True))
+    return replace(plan, stages=tuple(stages))
+
+
+TIMELINE = Timeline(
+    2,
+    (
+        Event(0, forward(0, 0), 0.0, 1.0),
+        Event(1, forward(1, 0), 1.0, 2.0),
+        Event(1, backward(1, 0), 2.0, 4.0),
+        Event(0, backward(0, 0), 4.0, 6.0),
+    ),
+)
+
+
+def test_what_ends_before_the_pipeline_costs_nothing(plan):
+    parts = parts_of(with_gradients(plan, 0, 4), around(1.0, 2))
+    assert (parts.pipeline, parts.data) == (6.0, 2.0)  # stage 1: its only bucket comes at 4 and takes 4, until 8
+    assert parts_of(with_gradients(plan, 0, 2), around(1.0, 2)).data == 0.0
+
+
+def test_many_buckets_overlap_with_the_last_backward(plan):
+    # Ten buckets of a tenth of a second each start with the backward of stage 0, at 4; the last one ends after it, at 6.1.
+    place = around(10 * BUCKET_BYTES, 2)
+    assert parts_of(with_gradients(plan, 10 * BUCKET_BYTES, 0), place).data == pytest.approx(0.1)
+    # Thirty of them take three seconds: until 7.
+    assert parts_of(with_gradients(plan, 30 * BUCKET_BYTES, 0), place).data == pytest.approx(1.0)
+
+
+def test_the_optimizer_reads_gradients_and_reads_and_writes_the_rest(plan):
+    parts = parts_of(plan, around(INFINITE, 1, 80.0))
+    # Adam in float32: 20 elements of 4 bytes on each rank, two moments
+    assert parts.optimizer == pytest.approx((2 * 80 + 80 + 2 * 160) / 80.0)
+    assert parts.total == pytest.approx(6.0 + 7.0)
+
+
+def test_the_parts_of_a_rank_add_up(plan):
+    parts = parts_of(plan, around(INFINITE, 1))
+    assert (parts.compute, parts.bubble) == (3.0, 3.0)  # of 6 seconds, each rank works for 3
+    assert parts.total == parts.compute + parts.bubble + parts.tensor + parts.data + parts.optimizer == 6.0
+    assert (parts.amount, parts.unit, parts.devices) == (2, "samples", 2)
+
+
+def test_useful_flops_are_those_of_forward_and_backward_at_the_peak():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    traced = Traced(record(model, (torch.zeros(2, 4),)))
+    planned = plan_trace(traced, PipelineOptions(2, 1))
+    parts = step_parts(traced, planned.plan, TIMELINE, around(INFINITE, 1))
+    flops = 2 * 2 * 4 * 4  # of one layer; the first one needs no gradient of its input
+    assert parts.useful == pytest.approx((2 * flops + 3 * flops) / 2)
+    assert parts.mfu == pytest.approx(parts.useful / 6.0)
+
+
+def test_replicas_that_share_state_gather_the_parameters(plan):
+    place = around(10.0, 2, 80.0, Sharding.STATE)
+    stages = tuple(replace(stage, gradient_bytes=80, optimizer_bytes=80 + 80) for stage in plan.stages)  # bucket, half
+    parts = parts_of(replace(plan, stages=stages), place)
+    whole = parts_of(replace(plan, stages=stages), replace(place, sharding=Sharding.NONE))
+    assert parts.data == pytest.approx(whole.data + 80 / 2 / 10.0)
+    assert parts.optimizer == pytest.approx((2 * 80 + 80) / 2 / 80.0 + 2 * 80 / 80.0)
+
+
+def test_tokens_are_what_whole_numbers_of_two_dimensions_are():
+    ids = torch.zeros(3, 5, dtype=torch.long)
+    traced = Traced(record(nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4)), (ids,)))
+    planned = plan_trace(traced, PipelineOptions(2, 1, data_parallel_degree=2))
+    place = Around.of(PipelineOptions(2, 1, data_parallel_degree=2))
+    parts = step_parts(traced, planned.plan, planned.timeline, place)
+    assert (parts.amount, parts.unit, parts.devices) == (2 * 15, "tokens", 4)
+    assert parts.rate == pytest.approx(30 / 4 / parts.total)
+
+
+def test_collectives_of_tensor_parallel_ranks_are_a_part(plan):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)))
+    options = PipelineOptions(2, 3, tensor_parallel_degree=2)
+    traced = rewrite_trace(record(model, (torch.zeros(8, 64),)), options, Sharing.of(model, options))
+    planned = plan_trace(traced, options)
+    parts = step_parts(planned.traced, planned.plan, planned.timeline, Around.of(options))
+    forward, backward = collective_times(traced.trace, traced.sharded.collectives, Group(2, 2), options.devices[0])
+    assert parts.tensor == pytest.approx(3 * (forward.sum() + backward.sum()) / 2)
+    assert parts.tensor > 0
+    slowdown = options.devices[0].slowdown(4)  # the slowest of four devices
+    assert parts.pipeline == pytest.approx(planned.timeline.makespan * (1 + slowdown))

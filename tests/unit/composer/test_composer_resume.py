@@ -1,0 +1,124 @@
+"""A run that goes on is the run that never stopped: data loaders, dropout, schedules, loss scales; and the best checkpoint."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.trainer_cases import classifier, dataset, everything
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader
+
+from smpc.composer import Trainer
+from smpc.composer.plain import decoded, encoded
+from smpc.errors import CheckpointError, ConfigError
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers() | st.binary(), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(VALUES)
+def test_plain_values_come_back(value):
+    found = decoded(encoded(value))
+    assert found == value
+    assert repr(found) == repr(value), "with their types"
+
+
+def test_tensors_and_strangers():
+    tensor = torch.get_rng_state()
+    assert torch.equal(decoded(encoded({"a": [tensor]}))["a"][0], tensor)
+    with pytest.raises(CheckpointError, match=r"state\['a'\]\[1\]: expected plain values and tensors, found set"):
+        encoded({"a": (1, {2})})
+    with pytest.raises(TypeError):
+        decoded('{"tensor": [1], "dtype": "load"}')
+
+
+class Stateful:
+    """A loader that shuffles, counts what it reads, and knows its place."""
+
+    def __init__(self, fails_at=None):
+        self.data, self.read, self.place = dataset().tensors, 0, 0
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        if self.place == 0:
+            self.order = torch.randperm(16)
+        while self.place < 4:
+            rows = self.order[4 * self.place : 4 * self.place + 4]
+            self.read += 1
+            self.place += 1
+            yield tuple(tensor[rows] for tensor in self.data)
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place, "order": self.order}
+
+    def load_state_dict(self, state):
+        self.place, self.order = state["place"], state["order"]
+
+
+def _trainer(loader, folder, **options):
+    model = classifier()
+    dropped = nn.Dropout(0.5)
+    model.model.blocks[0].register_forward_hook(lambda module, inputs, output: dropped(output))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return Trainer(
+        model=model, optimizers=optimizer, schedulers=CosineAnnealingLR(optimizer, 8), step_schedulers_every_batch=True,
+        train_dataloader=loader, save_folder=str(folder), save_interval="3ba", device="cpu", max_duration="6ba", seed=1, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"fsdp_config": {"state_dict_type": "sharded"}}, {"precision": "amp_fp16"}],
+    ids=["whole", "sharded", "fp16"],
+)
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # a first update that fp16 leaves out
+@pytest.mark.parametrize("kind", ["stateful", "plain"])
+def test_a_run_that_goes_on(tmp_path, options, kind):
+    def loader():
+        return Stateful() if kind == "stateful" else DataLoader(dataset(), batch_size=4, shuffle=True)
+
+    straight = _trainer(loader(), tmp_path / "a", **options)
+    straight.fit()
+    data = loader()
+    name = "ep0-ba3" if "fsdp_config" in options else "ep0-ba3-rank0.pt"
+    resumed = _trainer(data, tmp_path / "b", load_path=str(tmp_path / "a" / name), **options)
+    assert resumed.state.timestamp.batch == 3
+    resumed.fit()
+    assert torch.equal(everything(resumed), everything(straight))
+    assert resumed.state.loss == straight.state.loss
+    assert resumed.state.schedulers[0].get_last_lr() == straight.state.schedulers[0].get_last_lr()
+    if straight.state.scale is not None:
+        assert resumed.state.scale == straight.state.scale
+    if kind == "stateful":
+        assert data.read <= 4, "of the first epoch, the last batch alone is read"
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_best_checkpoint(tmp_path, monkeypatch, sharded):
+    loader = [tuple(tensor[:4] for tensor in dataset().tensors)] * 8
+    options = {"fsdp_config": {"state_dict_type": "sharded"}} if sharded else {}
+    options |= {"save_best_filename": "best", "save_num_checkpoints_to_keep": 1, "eval_dataloader": loader}
+    made = _trainer(loader, tmp_path, eval_interval="1ba", **options)
+    losses = iter([3.0, 1.0, 2.0, float("nan"), 1.0, 4.0, 0.5])
+    seen = []
+    monkeypatch.setattr(made, "eval", lambda: seen.append(everything(made)) or next(losses))
+    made.fit()
+    best = _trainer(loader, tmp_path / "x", load_path=str(tmp_path / "best"), **options)
+    assert (best.state.timestamp.batch, best.state.best) == (2, 1.0)
+    assert torch.equal(everything(best), seen[1])
+    assert sorted(os.listdir(tmp_path))[:1] == [".smpc"]
+    assert len([name for name in os.listdir(tmp_path) if name.startswith("ep")]) == 1
+    with pytest.raises(ConfigError, match="save_best_filename: expected save_folder and eval_dataloader beside it"):
+        Trainer(model=classifier(), save_best_filename="best", device="cpu")

@@ -1,0 +1,173 @@
+"""The Trainer in one process: the loop, intervals, files of a run, and damage to them."""
+
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+from support.trainer_cases import classifier, dataset, eager, everything, trainer
+from torch.utils.data import DataLoader
+
+from smpc.errors import CheckpointError, UsageError
+
+SHARDED = {"state_dict_type": "sharded", "sharded_ckpt_prefix_dir": "ba{batch}-shards"}
+
+
+def test_the_bits_of_plain_pytorch():
+    made = trainer(4)
+    made.fit()
+    assert torch.equal(everything(made), eager(1, 4))
+    assert made.state.timestamp.fields() == {"epoch": 1, "batch": 4, "sample": 16, "token": 0, "batch_in_epoch": 0}
+
+
+def test_microbatches_of_any_size():
+    for size, options in ((1, {}), (3, {}), (3, {"fsdp_config": {}}), (8, {})):
+        made = trainer(4, device_train_microbatch_size=size, **options)
+        made.fit()
+        torch.testing.assert_close(everything(made), eager(1, 4), rtol=1e-5, atol=2e-6)
+
+
+def test_the_loop():
+    """Schedulers, callbacks, evaluation, and a fit that goes on."""
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    seen = []
+    from smpc.composer import Trainer
+
+    data = dataset(8)
+    made = Trainer(
+        model=model,
+        optimizers=optimizer,
+        schedulers=schedule,
+        train_dataloader=DataLoader(data, batch_size=4),
+        eval_dataloader=DataLoader(data, batch_size=3),
+        max_duration="3ep",
+        device="cpu",
+        callbacks=lambda state: seen.append((state.timestamp.epoch, state.timestamp.batch, state.loss)),
+    )
+    made.fit()
+    assert [(epoch, batch) for epoch, batch, _ in seen] == [(0, 1), (1, 2), (1, 3), (2, 4), (2, 5), (3, 6)]
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    whole = data.tensors
+    assert made.eval() == pytest.approx(model.loss(model(whole), whole).item(), rel=1e-6)
+    assert model.training
+    made.fit("1ba")
+    assert made.state.timestamp.batch == 7
+    with pytest.raises(UsageError, match="fit: expected a train_dataloader"):
+        Trainer(model=model, optimizers=optimizer, device="cpu").fit()
+
+
+def test_no_optimizer_is_told():
+    from smpc.composer import Trainer
+
+    with pytest.warns(UserWarning, match="SGD with a learning rate of 0.1"):
+        made = Trainer(model=classifier(), device="cpu")
+    assert made.state.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_names_links_and_how_many_are_kept(tmp_path):
+    made = trainer(4, save_folder=str(tmp_path), save_interval="1ba", save_num_checkpoints_to_keep=2, run_name="r")
+    made.fit()
+    assert sorted(os.listdir(tmp_path)) == [".smpc", "ep0-ba3-rank0.pt", "ep1-ba4-rank0.pt", "latest-rank0.pt"]
+    assert os.readlink(tmp_path / "latest-rank0.pt") == "ep1-ba4-rank0.pt"
+    with pytest.raises(CheckpointError, match="is there already; give save_overwrite=True"):
+        made.save_checkpoint(str(tmp_path / "ep1-ba4-rank0.pt"))
+    other = trainer(4, save_folder=str(tmp_path), save_interval="3ba")
+    with pytest.raises(CheckpointError, match=r"ep0-ba3-rank0\.pt is there already"):
+        other.fit()
+    assert other.state.timestamp.batch == 0, "told before the training"
+    again = trainer(4, save_folder=str(tmp_path), run_name="r", autoresume=True)
+    assert torch.equal(everything(again), everything(made))
+    assert again.state.timestamp == made.state.timestamp
+
+
+@pytest.fixture
+def saved(tmp_path):
+    made = trainer(4, fsdp_config=SHARDED, save_folder=str(tmp_path), save_interval="2ba", max_duration="2ba")
+    made.fit()
+    return made, tmp_path / "ba2-shards"
+
+
+def _load(path, **options):
+    return trainer(4, **{"fsdp_config": SHARDED, "load_path": str(path), **options})
+
+
+def test_weights_alone_and_names_to_leave_out(saved):
+    made, path = saved
+    fresh = classifier()
+    loaded = _load(path, load_weights_only=True, load_ignore_keys=["state/model/model.head.*"])
+    assert loaded.state.timestamp.batch == 0
+    assert not loaded.state.optimizer.state
+    own = {name: value.full_tensor() for name, value in loaded.state.model.state_dict().items()}
+    for name, value in made.state.model.state_dict().items():
+        expected = fresh.state_dict()[name] if "head" in name else value.full_tensor()
+        assert torch.equal(own[name], expected), name
+
+
+def test_models_that_do_not_fit(saved):
+    _, path = saved
+    model = classifier()
+    model.model.extra = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"missing model\.extra\.bias, model\.extra\.weight, unexpected nothing"):
+        _load(path, model=model)
+    model = classifier()
+    model.model.extra = torch.nn.Linear(2, 2)
+    assert _load(path, model=model, load_strict_model_weights=False, load_weights_only=True)
+
+
+def test_files_and_folders_are_told_apart(saved, tmp_path):
+    _, path = saved
+    with pytest.raises(CheckpointError, match="expected a file, as state_dict_type full has it, found a folder"):
+        _load(path, fsdp_config={})
+    with pytest.raises(CheckpointError, match=r"checkpoints with a file for each rank, as torch 1.13 has them"):
+        _load(tmp_path / "ba2_rank{rank}.pt")
+    with pytest.raises(CheckpointError, match="no checkpoint at"):
+        _load(tmp_path / "absent")
+
+
+class Planted:
+    def __reduce__(self):
+        return (os.mkdir, ("planted",))
+
+
+@pytest.mark.parametrize("has_checks", [True, False])
+def test_a_hostile_pickle_runs_nothing(saved, tmp_path, monkeypatch, has_checks):
+    """torch's own reader unpickles `.metadata` with whatever it calls."""
+    _, path = saved
+    monkeypatch.chdir(tmp_path)
+    (path / ".metadata").write_bytes(pickle.dumps(Planted()))
+    if not has_checks:
+        shutil.rmtree(tmp_path / ".smpc")
+    monkeypatch.setattr("warnings.warn", lambda *args, **options: None)
+    with pytest.raises(CheckpointError):
+        _load(path)
+    assert not (tmp_path / "planted").exists()
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_flipped_bit_is_noticed(saved, name):
+    _, path = saved
+    data = bytearray((path / name).read_bytes())
+    data[len(data) // 2] ^= 4
+    (path / name).write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"damaged, missing or replaced: {name}"):
+        _load(path)
+
+
+def test_missing_checksums_are_told(saved, tmp_path):
+    made, path = saved
+    shutil.rmtree(tmp_path / ".smpc")
+    with pytest.warns(UserWarning, match="has no checksums"):
+        loaded = _load(path)
+    assert torch.equal(everything(loaded), everything(made))
+
+
+def test_a_hostile_file(tmp_path, monkeypatch):
+    torch.save({"state": {"model": {}, "x": Planted()}}, tmp_path / "a.pt")
+    monkeypatch.setattr("warnings.warn", lambda *args, **options: None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError):
+        trainer(4, load_path=str(tmp_path / "a.pt"))
+    assert not (tmp_path / "planted").exists()

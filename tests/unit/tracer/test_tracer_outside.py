@@ -1,0 +1,247 @@
+"""What forward reads from outside the process, and from what the standard library holds: it was frozen at the first step."""
+
+import array
+import contextvars
+import ctypes
+import datetime
+import logging
+import os
+import secrets
+import time
+import uuid
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from smpc.errors import TraceError
+from smpc.tracer.attempt import Request
+from smpc.tracer.ir import NodeKind
+from smpc.tracer.record import record_guarded
+
+SCALE = "SMPC_TEST_SCALE"
+
+
+class Asks(nn.Module):
+    """Multiplies by what a function says."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x):
+        return self.linear(x) * self.function()
+
+
+def recorded(module):
+    return record_guarded(module, Request((torch.ones(2, 4),), {}))
+
+
+def whole_modules(trace):
+    return [node.target for node in trace.nodes if node.kind is NodeKind.CALL_MODULE]
+
+
+def entropy():
+    return int.from_bytes(os.urandom(2), "little") / 1e4
+
+
+OTHER_EVERY_TIME = {
+    "the clock": time.perf_counter,
+    "the clock in nanoseconds": lambda: float(time.time_ns() % 1000),
+    "the date": lambda: datetime.datetime.now().microsecond / 1e6,
+    "entropy": entropy,
+    "entropy, through uuid": lambda: (uuid.uuid4().int % 10**6) / 10,
+    "entropy, through secrets": lambda: secrets.randbelow(10**6) / 10,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_EVERY_TIME)
+def test_what_is_other_every_time_has_its_module_called_whole(name):
+    read = OTHER_EVERY_TIME[name]
+    assert whole_modules(recorded(nn.Sequential(nn.Linear(4, 4), Asks(lambda: read()))).trace) == ["1"]
+    with pytest.raises(
+        TraceError,
+        match=r"the model itself, test_tracer_outside.py:\d+: forward (reads the clock|draws from .*entropy)",
+    ):
+        recorded(Asks(lambda: read()))
+
+
+def measured():
+    begin = time.perf_counter()
+    return 2.0 if time.perf_counter() - begin < 1e6 else 3.0
+
+
+def test_a_clock_that_only_measures_does_not_matter():
+    assert whole_modules(recorded(Asks(measured)).trace) == []
+
+
+def test_files_are_read_by_a_module_that_is_called_whole(tmp_path):
+    path = tmp_path / "scale"
+    path.write_text("2.0")
+
+    def opened():
+        with open(path) as file:
+            return float(file.read())
+
+    for read in (lambda: float(Path(path).read_text()), opened, lambda: 2.0 if os.path.exists(path) else 3.0):
+        assert whole_modules(recorded(nn.Sequential(nn.Linear(4, 4), Asks(read))).trace) == ["1"]
+        with pytest.raises(TraceError, match="forward opens a file"):
+            recorded(Asks(read))
+
+
+class LoadsOnce(nn.Module):
+    def __init__(self, path):
+        super().__init__()
+        self.path, self.scale = path, None
+
+    def forward(self, x):
+        if self.scale is None:
+            self.scale = float(Path(self.path).read_text())
+        return x * self.scale
+
+
+def test_a_file_that_is_read_once_is_state(tmp_path):
+    (tmp_path / "scale").write_text("2.0")
+    recording = recorded(LoadsOnce(tmp_path / "scale"))
+    assert whole_modules(recording.trace) == []
+    assert recording.environment.difference() is None
+
+
+context = contextvars.ContextVar("context", default=2.0)
+numbers = array.array("d", [2.0])
+octets = bytearray(b"\2")
+view = memoryview(octets)
+number = ctypes.c_double(2.0)
+structure = type("Structure", (ctypes.Structure,), {"_fields_": [("scale", ctypes.c_double)]})(2.0)
+
+
+class Key:
+    scale = 2.0
+
+
+key = Key()
+values, keys, members = (
+    weakref.WeakValueDictionary(key=key),
+    weakref.WeakKeyDictionary({key: 2.0}),
+    weakref.WeakSet([key]),
+)
+
+
+class Descriptor:
+    scale = 2.0
+
+    def __get__(self, instance, owner):
+        return self.scale
+
+
+class Owner:
+    described = Descriptor()
+
+
+owner = Owner()
+
+
+def function():
+    return function.scale
+
+
+function.scale = 2.0
+
+
+stored = {"scale": 2.0}
+
+
+class Store:
+    def __getattr__(self, name):
+        return stored[name]  # a KeyError for what Python itself looks for
+
+
+store = Store()
+CHANGES = {
+    "an environment variable": (lambda: float(os.environ.get(SCALE, "2")), lambda: os.environ.update({SCALE: "3"})),
+    "one in bytes": (lambda: float(os.environb.get(SCALE.encode(), b"2")), lambda: os.environ.update({SCALE: "3"})),
+    "all of them": (lambda: float(len([n for n in os.environ if n == SCALE])), lambda: os.environ.update({SCALE: "3"})),
+    "a context variable": (context.get, lambda: context.set(3.0)),
+    "an array": (lambda: numbers[0], lambda: numbers.append(1.0)),
+    "bytes": (lambda: float(octets[0]), lambda: octets.__setitem__(0, 3)),
+    "a view of bytes": (lambda: float(view[0]), lambda: octets.__setitem__(0, 4)),
+    "a number of C": (lambda: number.value, lambda: setattr(number, "value", 3.0)),
+    "a structure of C": (lambda: structure.scale, lambda: setattr(structure, "scale", 3.0)),
+    "what a weak dict holds": (lambda: values["key"].scale, lambda: setattr(key, "scale", 3.0)),
+    "what it has under a key": (lambda: keys[key], lambda: keys.update({key: 3.0})),
+    "how much a weak set holds": (lambda: float(len(members)), members.clear),
+    "a descriptor": (lambda: owner.described, lambda: setattr(Descriptor, "scale", 3.0)),
+    "an attribute of a function": (function, lambda: setattr(function, "scale", 3.0)),
+    "behind a __getattr__": (lambda: store.scale, lambda: stored.update(scale=3.0)),
+    "the default dtype": (
+        lambda: 2.0 if torch.get_default_dtype() is torch.float32 else 3.0,
+        lambda: torch.set_default_dtype(torch.float64),
+    ),
+    "a setting of kernels": (
+        lambda: 2.0 if torch.backends.cuda.matmul.allow_tf32 else 3.0,
+        lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+    ),
+}
+
+
+@pytest.fixture
+def as_before(monkeypatch):
+    monkeypatch.delenv(SCALE, raising=False)
+    dtype, allowed = torch.get_default_dtype(), torch.backends.cuda.matmul.allow_tf32
+    yield
+    os.environ.pop(SCALE, None)
+    torch.set_default_dtype(dtype)
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_told(name, as_before):
+    read, change = CHANGES[name]
+    recording = recorded(nn.Sequential(nn.Linear(4, 4), Asks(lambda: read())))
+    assert whole_modules(recording.trace) == []
+    assert recording.environment.difference() is None
+    change()
+    assert recording.environment.difference() is not None
+
+
+def counted():
+    counted.calls += 1
+    return float(counted.calls)
+
+
+counted.calls = 0
+
+
+def test_state_of_a_function_is_refused():
+    with pytest.raises(TraceError, match="forward reads attribute 'calls' of counted and changes it"):
+        recorded(Asks(counted))
+    assert counted.calls == 0
+
+
+def test_what_torch_python_and_loggers_read_for_themselves_does_not_matter(tmp_path, caplog):
+    """They look at the clock, the environment and files all the time."""
+
+    def logged():
+        logging.getLogger("smpc.test").warning("at %s", "any time")
+        import json.tool  # noqa: F401  an import reads files
+
+        with torch.profiler.record_function("block"):
+            return 2.0
+
+    recording = recorded(Asks(logged))
+    assert whole_modules(recording.trace) == []
+    assert not [guard for guard in recording.environment.guards if "environment variable" in guard.place.text]
+
+
+def test_messages_hold_no_value_of_the_environment(monkeypatch):
+    """A variable may be a password."""
+    monkeypatch.setenv(SCALE, "31415")
+    recording = recorded(Asks(lambda: float(os.environ[SCALE])))
+    for change in (lambda: monkeypatch.setenv(SCALE, "27182"), lambda: monkeypatch.delenv(SCALE)):
+        change()
+        text = str(recording.environment.difference())
+        assert text.startswith(f"environment variable '{SCALE}': ")
+        assert "31415" not in text
+        assert "27182" not in text

@@ -1,0 +1,61 @@
+"""Modules that are called whole and run for real: once for all that are alike, and again for one that is not."""
+
+import pytest
+import torch
+from torch import nn
+
+from smpc.tracer.operations import probes
+from smpc.tracer.record import record
+
+
+class Routed(nn.Module):
+    """Python that depends on parameters: nothing of it can be recorded."""
+
+    def __init__(self, width=8, scale=1, act=None):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(width, 8)), scale
+        self.act = act or nn.Tanh()
+
+    def forward(self, x):
+        for _ in range(self.scale):
+            x = self.act(x @ self.weight.T) @ self.weight
+        return x if self.weight.sum() > 0 else x * 2
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    found = []
+    monkeypatch.setattr(probes, "probe", lambda module, *rest: found.append(module) or real(module, *rest))
+    return found
+
+
+real = probes.probe
+
+
+def recorded(*layers):
+    trace = record(nn.Sequential(nn.Linear(8, 8), *layers), (torch.randn(4, 8),), {})
+    return [node.flops for node in trace.nodes if node.kind == "call_module"]
+
+
+def test_equal_layers_are_run_once(runs):
+    flops = recorded(*(Routed() for _ in range(5)))
+    assert len(runs) == 1
+    assert len(flops) == 5
+    assert set(flops) == {2 * 2 * 4 * 8 * 8}
+
+
+@pytest.mark.parametrize("other", [{"width": 16}, {"scale": 2}, {"act": nn.ReLU()}, {"act": nn.Linear(8, 8)}])
+def test_a_layer_that_differs_is_run_by_itself(runs, other):
+    flops = recorded(Routed(), Routed(**other), Routed())
+    assert len(runs) == 2
+    assert flops[0] == flops[2]
+    alone = recorded(Routed(**other))
+    assert flops[1] == alone[0]
+
+
+def test_hooks_and_buffers_make_a_layer_its_own(runs):
+    hooked, held = Routed(), Routed()
+    hooked.act.register_forward_hook(lambda *args: None)
+    held.register_buffer("count", torch.ones(3))
+    recorded(Routed(), hooked, held, held, Routed())
+    assert len(runs) == 4

@@ -1,0 +1,369 @@
+"""One attempt at a recording: the model's Python runs once over fake tensors, with torch's entry points led through the recorder.
+
+`record_once` restores whatever it replaces. `smpc.tracer.record` decides how many attempts there are.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import graph
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint
+
+from smpc.errors import SmpcError
+from smpc.tracer.effects.randomness import kept
+from smpc.tracer.effects.torch_calls import tensors_in
+from smpc.tracer.effects.uncompiled import uncompiled
+from smpc.tracer.environment.frozen import AnyTensor, Frozen, freeze
+from smpc.tracer.environment.guarded import Guard, Names
+from smpc.tracer.environment.outside import OutsideRead
+from smpc.tracer.environment.reads import noting_reads
+from smpc.tracer.environment.state_changes import Leftovers, Survivors, UnsettledError, refusal
+from smpc.tracer.guards import Answers
+from smpc.tracer.ir import Autocast, Trace
+from smpc.tracer.operations.data_sized import DataSized, SizeAskedError
+from smpc.tracer.operations.higher_order import without_compiling
+from smpc.tracer.patches import Functions, Transforms, call_script, looking
+from smpc.tracer.recording.recorder import Recorder, current_recorder
+from smpc.tracer.recording.untraceable import UntraceableError, call_model, innermost_line
+from smpc.tracer.state.fakes import installed, make_fakes
+from smpc.tracer.state.generators import Generators
+from smpc.tracer.state.histories import check_histories
+from smpc.tracer.state.python_state import PythonState
+
+_CUSTOM_OPS = "torch._library.autograd"  # where torch defines the autograd functions of custom ops
+_CPU = torch.device("cpu")
+_MAX_CACHED_FAKES = 4096  # FakeTensorMode remembers operations on shapes, for the whole process and without a bound
+_CHECK_INPUTS = (
+    "what to do: run the model by itself on inputs of these shapes and dtypes; if it fails there, too, the error is its own, "
+    "otherwise smpc cannot record what this line does: have the module called whole (leaf_modules=[...], smpc.mark_leaf), "
+    "or do it outside the model"
+)
+
+
+class LookCloselyError(Exception):
+    """Some code has used other generators than torch's: who it was is seen by looking closely."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to record: see `smpc.tracer.record.record`."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    device: torch.device = _CPU
+    answers: Answers | None = None
+    autocast: Autocast | None = None
+    shown: tuple[str, ...] = ()
+    buffers: Mapping[str, torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is run, and how. `names`: FQNs by id; `leaves`: modules to be called whole."""
+
+    model: nn.Module
+    names: dict[int, str]
+    request: Request
+    leaves: frozenset[str]
+    sizes: DataSized
+    survivors: Survivors
+    closely: bool = False  # see `smpc.tracer.effects.watch`
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trace, the guards of what was read, and those among them that do not hold after the run, with what it has left there."""
+
+    trace: Trace
+    guards: tuple[Guard, ...]
+    changed: tuple[Guard, ...]
+    after: tuple[Frozen, ...]  # what each of them held after the run
+    contexts: tuple[set[str], ...]  # of each change: see `Reads.contexts`
+    refusal: str  # of the first change
+    leftovers: Leftovers | None  # None: they depend on more than sizes
+    listed: frozenset[int]
+    names: tuple[Names, ...]  # of the attributes of the objects that were reached
+    outside: tuple[OutsideRead, ...]
+
+
+def record_once(subject: Subject) -> Run:
+    """Runs the model. Raises UntraceableError, SizeAskedError for a size that is to be asked for, and LookCloselyError."""
+    model, request = subject.model, subject.request
+    if len(FakeTensorMode.cache) > _MAX_CACHED_FAKES:
+        FakeTensorMode.cache_clear()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    state, submodules = make_fakes(model, mode, request.device), _submodules(model, subject.leaves)
+    with ExitStack() as stack:
+        stack.callback(PythonState(model).restore)
+        stack.enter_context(kept(model))
+        # Ours, not the caller's, decides what is recorded: autograd on or off is part of the signature.
+        stack.enter_context(installed(model, state))
+        stack.enter_context(mode)
+        stack.enter_context(uncompiled())
+        generators = Generators(model)
+        stack.callback(generators.restore)
+        recorder = Recorder(
+            model,
+            state,
+            subject.names,
+            subject.leaves,
+            request.device,
+            generators,
+            request.answers,
+            request.shown,
+            subject.sizes,
+            request.buffers,
+            subject.closely,
+        )
+        args, kwargs = recorder.bind_inputs(request.args, request.kwargs)
+        stack.enter_context(recorder.meter)
+        stack.enter_context(_saved_tensors(recorder))
+        stack.enter_context(_python_calls(recorder))
+        stack.enter_context(looking(recorder.is_shown))
+        stack.enter_context(_quiet())
+        stack.enter_context(noting_reads(recorder.reads, model))
+        stack.enter_context(recorder)
+        autocast = request.autocast
+        if autocast is not None:
+            dtype = getattr(torch, autocast.dtype)
+            stack.enter_context(torch.autocast(autocast.device_type, dtype, autocast.enabled))
+        stack.enter_context(recorder.watch.active())
+        output = _called(recorder, subject, args, kwargs)
+        if recorder.watch.must_look_closely:
+            raise LookCloselyError
+        with torch._C.DisableTorchFunction():
+            run = _finished(model, recorder, output, submodules)
+    for guard in run.guards:
+        guard.value = None
+    subject.sizes.forget()
+    for item in (recorder.watch.ownership, recorder.watch):
+        vars(item).clear()
+    vars(recorder).clear()  # it is in cycles with what it has patched: the tensors would wait for the garbage collector
+    return run
+
+
+def _called(recorder: Recorder, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model's output."""
+    try:
+        with recorder.reads.calls:
+            return call_model(subject.model, args, kwargs)
+    except (SmpcError, SizeAskedError):
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise recorder.error(what, line=innermost_line(error), way_out=_CHECK_INPUTS) from error
+    finally:
+        subject.survivors.watch(recorder.fakes())
+
+
+_Submodules = list[tuple[str, nn.Module, dict[str, nn.Module | None]]]
+
+
+def _submodules(model: nn.Module, leaves: frozenset[str]) -> _Submodules:
+    """Those of the modules that are not called whole."""
+    whole = tuple(f"{name}." for name in leaves)
+    plain = [(fqn, each) for fqn, each in model.named_modules() if not isinstance(each, torch.jit.ScriptModule)]
+    return [(fqn, each, dict(each._modules)) for fqn, each in plain if not f"{fqn}.".startswith(whole)]
+
+
+def _check_submodules(model: nn.Module, before: _Submodules) -> None:
+    """Raises UntraceableError if the run has left other submodules than it found: the next call would use those."""
+    for fqn, module, expected in before:
+        found = module._modules
+        if list(found) != list(expected) or any(found[name] is not expected[name] for name in found):
+            raise UntraceableError.inside(
+                module if module is not model else None,
+                fqn,
+                "",
+                "forward exchanges submodules, so that every call finds others",
+            )
+
+
+def _finished(model: nn.Module, recorder: Recorder, output: Any, before: _Submodules) -> Run:
+    """What a run has given."""
+    _check_submodules(model, before)
+    trace, reads = recorder.finish(model, output), recorder.reads
+    check_histories(model, trace, recorder.state.hanging)
+    guards = tuple(reads.finish())
+    changed = tuple(guard for guard in guards if not guard.holds())
+    leftovers = Leftovers(changed, trace.nodes, recorder.known) if changed else None
+    try:
+        if leftovers is not None:
+            leftovers.evaluate()
+    except UnsettledError:
+        leftovers = None
+    contexts = tuple(reads.contexts(guard) for guard in changed)
+    text = refusal(changed[0]) if changed else ""
+    after = tuple(freeze(guard.place.read(), lambda tensor: AnyTensor()) for guard in changed)
+    return Run(
+        trace,
+        guards,
+        changed,
+        after,
+        contexts,
+        text,
+        leftovers,
+        frozenset(reads.listed),
+        tuple(reads.names),
+        tuple(reads.outside),
+    )
+
+
+@contextmanager
+def _saved_tensors(recorder: Recorder) -> Iterator[None]:
+    """Tells the recorder what autograd saves.
+
+    The autograd graph keeps the hooks and what they return, out of the garbage collector's sight. Were the tensors among these, or the
+    recorder, which has them all, then each would hold its own node of the graph, and the whole recording would stay for ever.
+    """
+    kept: list[torch.Tensor] = []
+    note = weakref.WeakMethod(recorder.note_saved)
+
+    def pack(tensor: torch.Tensor) -> int:
+        noted = note()
+        assert noted is not None, "the recording is under way"
+        kept.append(noted(tensor))
+        return len(kept) - 1
+
+    unpack, without = kept.__getitem__, graph.disable_saved_tensors_hooks
+
+    @contextmanager
+    def stepping_aside(error_message: str) -> Iterator[None]:
+        # torch.func refuses to run under such hooks: what it saves is not counted.
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            with without(error_message):
+                yield
+        finally:
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+    with saved_tensors_hooks(pack, unpack):
+        graph.disable_saved_tensors_hooks = stepping_aside
+        try:
+            yield
+        finally:
+            graph.disable_saved_tensors_hooks = without
+            kept.clear()
+
+
+@contextmanager
+def _python_calls(recorder: Recorder) -> Iterator[None]:
+    """Routes every call of a module, a custom autograd function and a script, and every attribute that is set, through the recorder."""
+    transforms = Transforms(recorder)
+    with (
+        _module_calls(recorder),
+        _function_calls(recorder, transforms),
+        _script_calls(recorder),
+        transforms.recorded(),
+        without_compiling(),
+    ):
+        yield
+
+
+@contextmanager
+def _module_calls(recorder: Recorder) -> Iterator[None]:
+    original, set_attribute = nn.Module.__call__, nn.Module.__setattr__
+    calls = recorder.reads.calls
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def run() -> Any:
+            calls.resume()
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                calls.pause()
+
+        calls.pause()
+        try:
+            return recorder.module_call(module, run, args, kwargs)
+        finally:
+            calls.resume()
+
+    def noting(module: nn.Module, name: str, value: Any) -> None:
+        recorder.note_write(module, name, value)
+        set_attribute(module, name, value)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    nn.Module.__setattr__ = noting  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+        nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign]
+
+
+@contextmanager
+def _function_calls(recorder: Recorder, transforms: Transforms) -> Iterator[None]:
+    """Activation checkpointing, a custom autograd function, has the backward of what it runs: it becomes a region.
+
+    An op of `torch.library.custom_op` has its backward with it wherever it is called: the call of the op is recorded.
+    """
+    apply = torch.autograd.Function.__dict__["apply"]
+    without_reentrant = checkpoint._checkpoint_without_reentrant_generator
+    functions = Functions(recorder)
+
+    def guarded(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is checkpoint.CheckpointFunction and not recorder.muted:
+            run, preserve_rng_state, *rest = args
+            grad_enabled = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(rest))
+            with torch.set_grad_enabled(grad_enabled), recorder.region(preserve_rng_state, own=True):
+                return run(*rest)
+        transforms.check_function(cls, (args, kwargs))
+        is_inside = recorder.muted or current_recorder() is None  # the latter in a torch call
+        if is_inside or cls.__module__ in (checkpoint.__name__, _CUSTOM_OPS):
+            return apply.__func__(cls, *args, **kwargs)
+        return functions.call(cls, lambda: apply.__func__(cls, *args, **kwargs), args, kwargs)
+
+    def around(run: Any, preserve_rng_state: bool = True, *args: Any, **kwargs: Any) -> Iterator[None]:
+        if recorder.muted:
+            yield from without_reentrant(run, preserve_rng_state, *args, **kwargs)
+            return
+        with recorder.region(preserve_rng_state, own=True):
+            yield
+
+    checkpoint._checkpoint_without_reentrant_generator = around  # type: ignore[assignment]
+    torch.autograd.Function.apply = classmethod(guarded)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        checkpoint._checkpoint_without_reentrant_generator = without_reentrant
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        functions.restore()
+
+
+@contextmanager
+def _script_calls(recorder: Recorder) -> Iterator[None]:
+    script = torch.jit.ScriptFunction.__call__
+
+    def scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder.muted or current_recorder() is None:
+            return script(function, *args, **kwargs)
+        return call_script(recorder, function, lambda: script(function, *args, **kwargs), args, kwargs)
+
+    torch.jit.ScriptFunction.__call__ = scripted  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.jit.ScriptFunction.__call__ = script  # type: ignore[method-assign]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """FakeTensor logs the errors that it raises; ours say the same, with the module and the line."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

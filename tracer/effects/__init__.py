@@ -1,0 +1,1 @@
+"""What forward does besides computing, and which of it a trace can hold."""

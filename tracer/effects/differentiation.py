@@ -1,0 +1,135 @@
+"""What the model's Python does to autograd itself, while it runs: what a trace can hold of it, and what it cannot.
+
+A trace holds operations on values. It does not hold a graph that somebody walks, differentiates or hangs hooks on by other means.
+
+    done to             a value made during the run                    a parameter or buffer
+    ------------------------------------------------------------------------------------------------------------------
+    requires_grad_,     recorded, as an effect on the value            refused, unless undone within a module that is
+    detach_                                                            called whole
+    register_hook       recorded, as an effect on the value            refused: it would be there twice in the next call
+    x.data = y          recorded, as an effect on the value            refused: other microbatches are under way
+    x.grad              None, as in plain PyTorch; writing: whole      refused: other microbatches are under way
+    retain_grad,        its module is called whole                     nothing to be done
+    x.grad_fn, is_leaf
+    torch.autograd.grad, backward, torch.func and what is built on them: the module whose code calls them is called whole
+
+Called whole, a module does all of this by itself, on one stage. That is plain PyTorch's result only if all of it happens inside:
+`smpc.tracer.operations.opaque` checks that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import graph
+
+_MARKS = ("requires_grad_", "detach_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "set_")
+_SEVERED = "_smpc_severed"
+_READ = ("grad", "grad_fn", "is_leaf")
+_MARKED_ATTRIBUTES = ("requires_grad", "data", "grad")
+
+OF_GRAPH = ("retain_grad", "grad_fn", "is_leaf", "grad =")  # marks that a trace cannot hold
+OF_FLAG = ("requires_grad_", "requires_grad =", "detach_")  # marks that may change `requires_grad`
+OWN_MODULE = (
+    "what to do: put what differentiates, with all that is differentiated, into a module of its own; it is then called whole, on one "
+    "stage"
+)
+WHOLE = "what to do: do it in a module of its own, which is then called whole, or outside the model"
+OUTSIDE = "what to do: do it outside the model, before or after the step"
+
+_HOOK = (
+    "hangs a hook on {fqn}, which would hang there again after every call",
+    "what to do: register it once, outside forward",
+)
+_GRADIENT = "uses the gradient of {fqn}, which other microbatches add to", OUTSIDE
+_MEMORY = (
+    "gives {fqn} other memory, while other microbatches need the old",
+    "what to do: write into it (copy_) under torch.no_grad(), or do it outside the model",
+)
+FORBIDDEN = {  # marks that no parameter or buffer may get in forward, wherever: why, and the way out
+    "register_hook": _HOOK,
+    "register_post_accumulate_grad_hook": _HOOK,
+    "grad": _GRADIENT,
+    "grad =": _GRADIENT,
+    "data =": _MEMORY,
+    "set_": _MEMORY,
+}
+
+
+def mark_of(func: Callable[..., Any]) -> str:
+    """What a torch call does to its first argument beside computing: "detach_", "requires_grad =", "grad_fn", ...; "" for others."""
+    name = getattr(func, "__name__", "")
+    if name in _MARKS:
+        return name
+    if name not in ("__get__", "__set__", "__delete__"):
+        return ""
+    descriptor: Any = func.__self__  # type: ignore[attr-defined]
+    getter = descriptor.fget if isinstance(descriptor, property) else descriptor
+    attribute = str(getattr(getter, "__name__", ""))
+    if name == "__get__":
+        return attribute if attribute in _READ else ""
+    return f"{attribute} =" if attribute in _MARKED_ATTRIBUTES else ""
+
+
+def changes_flag(mark: str, args: Sequence[Any]) -> bool:
+    """Whether a call with this mark gives its first argument another `requires_grad`."""
+    if mark not in OF_FLAG:
+        return False
+    wanted = mark != "detach_" and bool(args[1] if len(args) > 1 else True)
+    return bool(args[0].requires_grad != wanted)
+
+
+@contextmanager
+def watching_backward(differentiates: Callable[[Sequence[Any], Sequence[Any], bool], None]) -> Iterator[None]:
+    """In this context `differentiates(outputs, inputs, accumulates)` is called before every run of autograd's engine."""
+    original = graph._engine_run_backward
+
+    def run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        inputs = kwargs.get("inputs", args[3] if len(args) > 3 else ())
+        differentiates(outputs, inputs or (), bool(kwargs.get("accumulate_grad")))
+        return original(outputs, *args, **kwargs)
+
+    homes: tuple[Any, ...] = (graph, torch.autograd)  # both look it up by name
+    for home in homes:
+        home._engine_run_backward = run
+    try:
+        yield
+    finally:
+        for home in homes:
+            home._engine_run_backward = original
+
+
+def severed(fake: Tensor) -> Tensor:
+    """A tensor that requires grad and stands for one with a graph that was not recorded; no leaf, so that it may be written into."""
+    fake.requires_grad_()
+    vars(fake)[_SEVERED] = True
+    return fake.clone()
+
+
+def leads_to(origins: Iterable[Tensor], targets: Sequence[Any]) -> bool:
+    """Whether autograd's graph leads from one of the origins to one of the targets, which are tensors or edges.
+
+    Also if it ends where no graph was recorded (`severed`).
+    """
+    wanted = {id(node) for node in map(_node_of, targets) if node is not None}
+    variables = {id(target) for target in targets if isinstance(target, Tensor)}
+    pending = [tensor.grad_fn for tensor in origins if tensor.grad_fn is not None]
+    seen: dict[int, Any] = {}
+    while pending:
+        node = pending.pop()
+        if id(node) in seen:
+            continue
+        seen[id(node)] = node
+        variable = getattr(node, "variable", None)
+        if id(node) in wanted or (variable is not None and (id(variable) in variables or _SEVERED in vars(variable))):
+            return True
+        pending.extend(following for following, _ in node.next_functions if following is not None)
+    return False
+
+
+def _node_of(target: Any) -> Any:
+    return target.grad_fn if isinstance(target, Tensor) else getattr(target, "node", None)

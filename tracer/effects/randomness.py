@@ -1,0 +1,186 @@
+"""Random numbers whose source a trace does not hold: generators that forward seeds, sets or draws from by itself.
+
+A trace holds that an operation draws from torch's generator. It does not hold the state of generators:
+
+    torch.manual_seed, set_rng_state, fork_rng in forward        the draws that follow would be others
+    random.random(), numpy.random.rand() in forward              a number, which would be the same in every step
+
+The module that does so is called whole. One that leaves torch's generator, or the seed of Python's or numpy's, otherwise than it found them
+is refused: what other ranks draw later depends on it.
+
+Functions are watched by name (`watching`), which gives the line; and the states themselves (`Generators`), as generators have methods, and
+functions other names. Fakes draw nothing: so a recorded draw moves torch's generator by itself, and whoever puts it back is noticed.
+
+While a model is recorded nothing of this reaches the user's generators: `kept` puts them back.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+_NUMPY = numpy.random.mtrand._rand
+_TORCH_FUNCTIONS = ("manual_seed", "seed", "set_rng_state", "fork_rng")
+_CUDA_FUNCTIONS = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")
+_SEEDING = ("seed", "setstate", "set_state", *_TORCH_FUNCTIONS[:3], *_CUDA_FUNCTIONS)
+
+_KINDS = (
+    random.Random,
+    numpy.random.RandomState,
+    numpy.random.Generator,
+)  # torch's: see `smpc.tracer.state.generators`
+
+EVERYONES = ("Python's", "numpy's")  # generators that belong to no model
+
+Use = Callable[[str, bool], None]  # name of a function that is called, whether it seeds
+
+
+class Generators:
+    """The generators that a model may use: torch's, Python's, numpy's, and those that its modules, or their files, hold."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._torch = torch_state()
+        self._held = _held(model)
+        self._states = self.states()
+
+    def states(self) -> tuple[Any, ...]:
+        """The states of all but torch's, comparable."""
+        return tuple(_comparable(_raw(generator)) for generator in self._held.values())
+
+    def used(self, before: tuple[Any, ...]) -> tuple[str, ...]:
+        """What the generators are called that have other states now."""
+        return tuple(name for name, old, new in zip(self._held, before, self.states(), strict=True) if old != new)
+
+    def is_torch_moved(self) -> bool:
+        """Whether somebody has moved torch's generator, beside the draws that were recorded."""
+        return torch_state() != self._torch
+
+    def draw(self) -> None:
+        """Moves torch's generator as a draw does."""
+        with torch._C.DisableTorchFunction(), unset_fake_temporarily():
+            torch.empty(1).uniform_()
+        self._torch = torch_state()
+
+    def stir(self) -> None:
+        """Moves all generators: who seeds one with the seed that it has already is noticed, too."""
+        self.draw()
+        random._inst.random()
+        _NUMPY.random_sample()
+
+
+def torch_state() -> bytes:
+    """The state of torch's generators."""
+    with torch._C.DisableTorchFunction(), unset_fake_temporarily():
+        states = [torch.default_generator.get_state()]
+        states += [generator.get_state() for generator in _cuda_generators()]
+        return b"".join(state.numpy().tobytes() for state in states)
+
+
+def _cuda_generators() -> tuple[torch.Generator, ...]:
+    is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.default_generators if is_initialized else ()
+
+
+def _held(model: nn.Module) -> dict[str, Any]:
+    """Generators by what people call them."""
+    found: dict[str, Any] = dict(zip(EVERYONES, (random._inst, _NUMPY), strict=True))
+    files = {type(module).__module__: None for module in model.modules()}
+    homes = [(f"module {name!r}", module) for name, module in model.named_modules()]
+    homes += [(f"the file {name}", sys.modules[name]) for name in files if name in sys.modules]
+    for home, holder in homes:
+        for key, value in (*vars(holder).items(), *vars(type(holder)).items()):
+            items = (
+                value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else (value,)
+            )
+            for item in items:
+                if isinstance(item, _KINDS) and all(item is not known for known in found.values()):
+                    found[f"{key} of {home}"] = item
+    return found
+
+
+@contextmanager
+def kept(model: nn.Module) -> Iterator[None]:
+    """Generators are afterwards what they were."""
+    own = [torch.default_generator, *_cuda_generators()]
+    states = [generator.get_state() for generator in own]
+    others = [(generator, copy.deepcopy(_raw(generator))) for generator in _held(model).values()]
+    try:
+        yield
+    finally:
+        for generator, state in zip(own, states, strict=True):
+            generator.set_state(state)
+        for generator, state in others:
+            _set_raw(generator, state)
+
+
+def _raw(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    is_new = isinstance(generator, numpy.random.Generator)
+    return generator.bit_generator.state if is_new else generator.get_state(legacy=False)
+
+
+def _comparable(state: Any) -> Any:
+    """A state with plain values in place of arrays."""
+    if isinstance(state, dict):
+        return {key: _comparable(value) for key, value in state.items()}
+    return state.tobytes() if isinstance(state, numpy.ndarray) else state
+
+
+def _set_raw(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+@contextmanager
+def watching(note: Use) -> Iterator[None]:
+    """In this context `note` is called before every function of the modules `random`, `numpy.random` and `torch` that uses a generator."""
+    replaced = [(home, name, function) for home, name, function in _functions()]
+    for home, name, function in replaced:
+        setattr(home, name, _noted(function, f"{home.__name__}.{name}", name in _SEEDING, note))
+    try:
+        yield
+    finally:
+        for home, name, function in replaced:
+            setattr(home, name, function)
+
+
+def _functions() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    for home, generator in ((random, random._inst), (numpy.random, _NUMPY)):
+        for name in dir(home):
+            function = getattr(home, name)
+            if callable(function) and getattr(function, "__self__", None) is generator and not name.startswith("get"):
+                yield home, name, function
+    yield random, "getrandbits", random.getrandbits
+    yield from ((numpy.random, name, getattr(numpy.random, name)) for name in ("seed", "default_rng"))
+    for home in (torch, torch.random):
+        yield from ((home, name, vars(home)[name]) for name in _TORCH_FUNCTIONS if name in vars(home))
+    for home in (torch.cuda, torch.cuda.random):
+        yield from ((home, name, vars(home)[name]) for name in _CUDA_FUNCTIONS if name in vars(home))
+
+
+def _noted(function: Callable[..., Any], name: str, seeds: bool, note: Use) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not _is_internal(sys._getframe(1)):
+            note(name, seeds)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _is_internal(frame: Any) -> bool:
+    """Whether the caller is one of these modules itself, or torch: what they do with their generators they have to put back."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("random", "numpy", "torch", "smpc")

@@ -1,0 +1,203 @@
+"""What a torch call is, what it does to its arguments, and what surrounds it.
+
+Torch calls that the model's Python does not simply make itself, told apart before anything is recorded.
+
+    inside a kernel      C++ code calls kernels by itself (TorchScript, say). What they call lies below autograd: a record of it
+                         would compute the same values and have no backward. It is not recorded.
+    data from elsewhere  a real tensor that no recorded call made: from a numpy array, from a global. A small one becomes a constant, the
+                         node `torch.tensor([...], dtype=...)`; a large one belongs in a buffer.
+    transforms           Inside `torch.vmap` and the like, tensors stand for others in a way that only the transform knows: an error.
+    others' overrides    an argument's class with a `__torch_function__` of its own decides itself what to call; what it calls is recorded.
+    Python on elements   `Tensor.apply_` and the like read memory, which a fake tensor does not have.
+
+Example: `torch.from_numpy(np.arange(3.0))` reaches the recorder as the kernel `lift_fresh` on a real tensor, and is recorded as
+
+    torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64, device=self._device)
+
+What a call writes shows in autograd's version counters; batch normalisation, which updates its running statistics without telling
+autograd, has to be known by name.
+
+`CallModes` is what surrounds a call and no argument shows: whether gradients are recorded, and autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from smpc.tracer import targets
+from smpc.tracer.constants import TraceDevice
+from smpc.tracer.ir import Autocast
+
+CONSTANT = "torch.tensor"
+MAX_CONSTANT = 4096  # elements: a trace is text
+
+_LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift.default)
+_ON_ELEMENTS = ("apply_", "map2_", "map_", "__dlpack__")
+_GIVING_VALUES = ("tolist", "numpy", "__dlpack__")  # to Python or others
+
+
+def in_kernel() -> bool:
+    """Whether the call comes from a kernel that runs over fakes: the fake mode is off there."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+
+
+def in_transform(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the call takes tensors of a transform, such as `torch.vmap`: they mean nothing outside of it."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    return any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors_in((args, kwargs)))
+
+
+def lifted(func: Callable[..., Any], args: tuple[Any, ...]) -> torch.Tensor | None:
+    """The real tensor that the call takes into the run, if it does that."""
+    found = args[0] if func in _LIFTS else None
+    return None if isinstance(found, FakeTensor) else found
+
+
+def from_array(args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> torch.Tensor | None:
+    """The real tensor behind `out`, which a torch function has made of numpy arrays."""
+    if not isinstance(out, torch.Tensor) or any(True for _ in tensors_in((args, kwargs))):
+        return None
+    data = next((value for value in (*args, *kwargs.values()) if _has_array(value)), None)
+    if data is None:
+        return None
+    with unset_fake_temporarily():
+        real = torch.as_tensor(numpy.asarray(data)).to(out.dtype)
+    return real if real.shape == out.shape else None
+
+
+def override(types: tuple[type, ...]) -> Any:
+    """The first class among `types` that is no tensor's and overrides torch functions by itself."""
+    return next((cls for cls in types if not issubclass(cls, torch.Tensor)), None)
+
+
+def works_on_elements(func: Callable[..., Any]) -> bool:
+    """Whether the function calls Python with the elements of a tensor, or gives its memory away."""
+    return getattr(func, "__name__", "") in _ON_ELEMENTS
+
+
+def is_of_real(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether the function gives the values of a tensor that is real, such as an attribute of a module."""
+    is_real = bool(args) and isinstance(args[0], torch.Tensor) and not isinstance(args[0], FakeTensor)
+    return is_real and getattr(func, "__name__", "") in _GIVING_VALUES
+
+
+def values_of_real(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], note: Callable[[torch.Tensor], None]
+) -> Any:
+    """These values, which are part of the trace from now on: `note` is told."""
+    note(args[0])
+    with torch._C.DisableTorchFunction(), unset_fake_temporarily():
+        return func(*args, **kwargs)
+
+
+def constant(tensor: torch.Tensor) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]] | None:
+    """Arguments for `torch.tensor` that make the real tensor again; None if that is not for a trace."""
+    plain = tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.requires_grad
+    if isinstance(tensor, FakeTensor) or not plain or tensor.numel() > MAX_CONSTANT:
+        return None
+    with torch._C.DisableTorchFunction(), unset_fake_temporarily():
+        values = tensor.tolist()
+    return (values,), (("dtype", tensor.dtype), ("device", TraceDevice()))
+
+
+def why_unknown(tensor: torch.Tensor) -> str:
+    """What is wrong with a tensor that a trace can neither name nor hold."""
+    if isinstance(tensor, FakeTensor):
+        return "no recorded call returned and no module holds (from TorchScript, or other C++ code?)"
+    return "comes from outside the model and is too large for a trace, or requires grad: register it as a buffer"
+
+
+def _has_array(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_has_array(item) for item in value)
+    return isinstance(value, numpy.ndarray)
+
+
+# Positions of the running mean and variance, which these write in place when `training` (position, default) says so.
+_RUNNING_STATISTICS = {
+    "torch.nn.functional.batch_norm": ((1, "running_mean"), (2, "running_var"), (5, "training"), False),
+    "torch.nn.functional.instance_norm": (
+        (1, "running_mean"),
+        (2, "running_var"),
+        (5, "use_input_stats"),
+        True,
+    ),
+    "torch.batch_norm": ((3, "running_mean"), (4, "running_var"), (5, "training"), False),
+}
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in the arguments or the result of a torch call."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from tensors_in(item)
+    elif isinstance(tree, slice):
+        yield from tensors_in((tree.start, tree.stop, tree.step))
+
+
+def dense(value: Any) -> torch.Tensor | None:
+    """The value if it is one tensor with strides: others, such as sparse ones, stay where they are made."""
+    return value if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Autograd's count of writes into a tensor; inference tensors have none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether one is a view of the other, or both of a third."""
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return False
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
+def running_statistics(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    """Running mean and variance that this call writes."""
+    if "norm" not in getattr(func, "__name__", ""):
+        return []
+    entry = _RUNNING_STATISTICS.get(targets.name_of(func))
+    if entry is None:
+        return []
+    *statistics, training, default = entry
+
+    def argument(position: int, name: str, otherwise: Any) -> Any:
+        return args[position] if len(args) > position else kwargs.get(name, otherwise)
+
+    if not argument(*training, default):
+        return []
+    values = [argument(*statistic, None) for statistic in statistics]
+    return [value for value in values if value is not None]
+
+
+class CallModes:
+    """Autocast as it was when the recording began, for the CPU and the model's own type of device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._begun = {kind: _autocast(kind) for kind in dict.fromkeys(("cpu", device.type))}
+
+    def now(self) -> tuple[bool, Autocast | None]:
+        """Whether gradients are recorded, and the autocast that the model has set; None if it is the one of the beginning."""
+        for kind, begun in self._begun.items():
+            autocast = _autocast(kind)
+            if autocast != begun:
+                return torch.is_grad_enabled(), autocast
+        return torch.is_grad_enabled(), None
+
+
+def _autocast(kind: str) -> Autocast:
+    dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+    return Autocast(kind, dtype, torch.is_autocast_enabled(kind))

@@ -1,0 +1,286 @@
+"""What forward does beside torch calls, noticed while it is recorded: see the modules that this one brings together.
+
+    smpc.tracer.effects.differentiation     autograd's graph, hooks, gradients
+    smpc.tracer.effects.randomness          generators
+    smpc.tracer.effects.surroundings        settings of the process
+    smpc.tracer.effects.ownership           whose tensors a module reads
+    smpc.tracer.operations.opaque           modules that are called whole
+
+What a trace cannot hold is an error of the module whose code does it (`Recorder.error`): it is called whole, where that is right, and the
+recording refused where it is not. An error that the model's own code catches is raised again when its module ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from smpc.errors import TraceError
+from smpc.tracer.constants import references
+from smpc.tracer.effects import differentiation, randomness, surroundings, torch_calls
+from smpc.tracer.effects.ownership import OpenCall, Ownership, tables_in
+from smpc.tracer.ir import Node, StateSpec
+from smpc.tracer.operations.opaque import Run, WholeCall
+from smpc.tracer.recording.untraceable import current_line
+
+if TYPE_CHECKING:
+    from smpc.tracer.recording.recorder import Recorder
+
+_OWN_RANDOM = (
+    "what to do: draw with torch's functions, from torch's generator; or have a module of its own do it, which is then called whole, and "
+    "leave generators as they were (torch.random.fork_rng)"
+)
+_RESTORE = "what to do: put it back before forward returns, or set it outside the model"
+_REGISTER = "what to do: register parameters in __init__, and write new values into them outside forward"
+_COMPUTE = "what to do: make it an nn.Parameter, or compute it in forward"
+
+
+class Watch:
+    """Watches one recording. `closely`: which module uses Python's or numpy's generators is found out, at a price."""
+
+    def __init__(self, recorder: Recorder, model: nn.Module, closely: bool) -> None:
+        self._recorder, self._closely = recorder, closely
+        self.ownership = Ownership(model, recorder.state)
+        self._generators = randomness.Generators(model)
+        self._states = self._generators.states()
+        self._has_used_others = False
+        self._settings: surroundings.Settings = ()
+        self._whole: list[WholeCall] = []
+        self._users: dict[str, str] = {}  # generator -> the module called whole that uses it
+        self._failure: TraceError | None = None
+        self._thread = threading.get_ident()
+        self._keeping: list[int] = []  # storages of state that autograd keeps for the call that is being recorded
+        self._kept: dict[int, dict[str, str]] = {}  # storage -> nodes, each with where it is
+        self._overwritten: dict[int, str] = {}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """While the model runs."""
+        with ExitStack() as stack:
+            stack.enter_context(differentiation.watching_backward(self._note_backward))
+            stack.enter_context(surroundings.kept())
+            stack.enter_context(randomness.watching(self._note_random))
+            self._generators.stir()
+            self._states = self._generators.states()
+            self._settings = surroundings.settings()
+            yield
+
+    @property
+    def must_look_closely(self) -> bool:
+        """Whether a generator beside torch's has been used, by nobody knows whom."""
+        return not self._closely and (self._has_used_others or bool(self._generators.used(self._states)))
+
+    def refuse(self, what: str, way_out: str) -> NoReturn:
+        """Raises the error of the module that is running."""
+        self._failure = self._recorder.error(what, way_out=way_out)
+        raise self._failure
+
+    # -- what the recorder tells ---------------------------------------------------------------------------------------
+
+    def has_effect(self, mark: str, args: Sequence[Any]) -> bool:
+        """Whether a call with that mark (see `smpc.tracer.effects.differentiation`) has an effect on its first argument."""
+        tensor: Tensor = args[0]
+        fqn = self._recorder.state.names.get(id(tensor), "")
+        if not fqn:
+            if mark in differentiation.OF_GRAPH:
+                self.refuse(f"forward uses the autograd graph of a value ({mark})", differentiation.WHOLE)
+            return differentiation.changes_flag(mark, args) if mark in differentiation.OF_FLAG else mark != "grad"
+        self.check_state(mark, fqn)
+        if differentiation.changes_flag(mark, args):
+            self.refuse(f"forward changes whether {fqn} requires grad ({mark})", differentiation.OUTSIDE)
+        return False
+
+    def check_state(self, mark: str, fqn: str) -> None:
+        """Raises TraceError for what must not be done to a parameter or buffer, even by a module that is called whole."""
+        found = differentiation.FORBIDDEN.get(mark)
+        if found is not None:
+            why, way_out = found
+            text = str(self._recorder.error(f"forward {why.format(fqn=fqn)} ({mark})", way_out=way_out))
+            self._failure = TraceError(text)
+            raise self._failure
+
+    def node_added(self, name: str, is_random: bool) -> None:
+        """A call has been recorded, as the node of that name."""
+        for storage in self._keeping:
+            self._kept.setdefault(storage, {}).setdefault(name, self._here())
+        self._keeping.clear()
+        is_inside = torch_calls.in_kernel() or self._recorder.muted  # transforms have settings of their own
+        changed = "" if is_inside else surroundings.changed(self._settings, surroundings.settings())
+        if changed:
+            self.refuse(f"forward changes {changed}", _RESTORE)
+        if is_random:
+            self._check_torch_generator()
+            self._generators.draw()
+        self._check_other_generators()
+
+    def note_kept(self, storage: int) -> None:
+        """Autograd keeps a parameter or buffer for the backward."""
+        self._keeping.append(storage)
+
+    def note_overwritten(self, storages: Iterable[int]) -> None:
+        """A call writes in place, autograd knowing of it or not."""
+        for storage in storages:
+            self._overwritten.setdefault(storage, self._here())
+
+    def overwritten(
+        self, specs: Sequence[StateSpec], nodes: Sequence[Node], outputs: Sequence[Any]
+    ) -> tuple[tuple[str, str, str], ...]:
+        """Parameters and buffers that the backward needs and that forward overwrites: name, where it is read, where it is written."""
+        both = [spec for spec in specs if spec.storage in self._kept and spec.storage in self._overwritten]
+        reached = differentiated(nodes, references(outputs)) if both else frozenset()
+        found = []
+        for spec in both:
+            needed = [where for name, where in self._kept[spec.storage].items() if name in reached]
+            found += [(spec.name, where, self._overwritten[spec.storage]) for where in needed[:1]]
+        return tuple(found)
+
+    def enter(self, opened: OpenCall) -> None:
+        """A module's code starts."""
+        opened.modes, opened.buffers = surroundings.modes(), dict(opened.module._buffers)
+        opened.is_swapped = bool(self.ownership.swapped(opened.module))
+        opened.whole = not opened.is_swapped
+        self._check_other_generators()
+
+    def leave(self, opened: OpenCall) -> None:
+        """It ends."""
+        self._check_other_generators()
+        self._check_left(opened.modes, self._settings)
+        self._check_torch_generator()
+        if not opened.is_swapped:
+            replaced = self.ownership.replaced_parameter(opened.module)
+            if replaced:
+                self.refuse(f"forward puts another tensor in the place of parameter {replaced}", _REGISTER)
+        if self._failure is not None:
+            raise self._failure
+
+    def read(self, tensor: Tensor, open_calls: Sequence[OpenCall]) -> None:
+        """A parameter, buffer or attribute is used: a module that it does not belong to is not called again by a stage."""
+        self.check_untrained(tensor)
+        for opened in open_calls:
+            if id(tensor) not in self.ownership.owned(opened.module) and id(tensor) not in opened.given:
+                opened.whole = False
+
+    def check_untrained(self, tensor: Tensor) -> None:
+        """Raises TraceError for a tensor attribute that changes with parameters."""
+        state = self._recorder.state
+        name, parameter = state.names.get(id(tensor), ""), state.trained.get(id(tensor))
+        is_trained = bool(name) and tensor.requires_grad and id(tensor) not in state.originals
+        if parameter is not None or is_trained:
+            why = "requires grad" if parameter is None else f"shares the memory of {parameter}"
+            self._failure = TraceError(
+                str(self._recorder.error(f"forward uses {name}, no parameter, which {why}", way_out=_COMPUTE))
+            )
+            raise self._failure
+
+    @contextmanager
+    def whole(self, fqn: str, module: nn.Module, arguments: Any, run: Run) -> Iterator[WholeCall]:
+        """Around the run of a module that is called whole."""
+        with torch._C.DisableTorchFunction():
+            call = WholeCall(self, self._recorder, fqn, module, arguments, run)
+            self._check_swapped(call, module)
+            self._check_torch_generator()
+            self._check_other_generators()
+            self._has_used_others |= bool(self._generators.used(self._states))
+            self._generators.stir()
+            states, of_torch = self._generators.states(), randomness.torch_state()
+            tables = [(inner, dict(inner._buffers)) for inner in tables_in(module)]
+        modes, settings = surroundings.modes(), surroundings.settings()
+        self._whole.append(call)
+        try:
+            yield call
+        finally:
+            self._whole.pop()
+            for inner, buffers in tables:
+                inner._buffers.update(buffers)  # what it rebinds, it rebinds again
+        self._check_left(modes, settings)
+        with torch._C.DisableTorchFunction():
+            self._check_swapped(call, module)
+            self._check_generators_after(call, states, of_torch)
+            call.finish()
+        if self._failure is not None:
+            raise self._failure
+
+    # -- what is noticed -----------------------------------------------------------------------------------------------
+
+    def _here(self) -> str:
+        name = next((call.fqn for call in reversed(self._recorder.open) if call.fqn), "")
+        line = current_line()
+        return f"{line}{' in ' if line else ''}{f'module {name}' if name else 'the model'}"
+
+    def _note_backward(self, outputs: Sequence[Any], inputs: Sequence[Any], accumulates: bool) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if torch._C._are_functorch_transforms_active() and not self._whole:
+            return  # an error, or recorded, as the operations that it comes down to
+        if self._whole:
+            self._whole[-1].note_backward(inputs, accumulates)
+        elif not self._recorder.in_transforms:  # of torch.func, the operations are recorded
+            self.refuse("forward differentiates (torch.autograd)", differentiation.OWN_MODULE)
+
+    def _note_random(self, name: str, seeds: bool) -> None:
+        if threading.get_ident() != self._thread:
+            self._states = self._generators.states()  # approximately: another thread draws
+        elif self._whole:
+            self._whole[-1].note_random(name, seeds)
+        else:
+            self.refuse(f"forward calls {name}", _OWN_RANDOM)
+
+    def _check_torch_generator(self) -> None:
+        if self._generators.is_torch_moved():
+            self.refuse("forward seeds or sets torch's generator, here or before", _OWN_RANDOM)
+
+    def _check_other_generators(self) -> None:
+        used = self._generators.used(self._states) if self._closely and not self._whole else ()
+        if used:
+            self.refuse(f"forward uses {used[0]} generator, here or before", _OWN_RANDOM)
+
+    def _check_left(self, modes: tuple[bool, bool], settings: surroundings.Settings) -> None:
+        now = surroundings.modes()
+        changed = surroundings.changed(settings, surroundings.settings())
+        if now != modes:
+            changed = "grad mode" if now[0] != modes[0] else "inference mode"
+        if changed:
+            self.refuse(f"forward leaves {changed} changed", _RESTORE)
+
+    def _check_swapped(self, call: WholeCall, module: nn.Module) -> None:
+        swapped = self.ownership.swapped(module)
+        if swapped:
+            call.refuse(f"another tensor stands in the place of {swapped}", _REGISTER)
+
+    def _check_generators_after(self, call: WholeCall, states: tuple[Any, ...], of_torch: bytes) -> None:
+        used = self._generators.used(states)
+        self._states = self._generators.states()
+        leaks = bool(used) or (
+            call.is_real and not call.is_forked
+        )  # in a real run, torch's generator is put back anyway
+        leaks |= call.seeds.startswith("torch.cuda") and not call.is_forked  # put off until CUDA is initialized
+        if randomness.torch_state() != of_torch or (call.seeds and leaks):
+            call.refuse(f"it leaves a generator in another state ({call.seeds or 'torch'})", _OWN_RANDOM)
+        for name in (*used, *call.generators):
+            other = self._users.setdefault(name, call.fqn)
+            if other != call.fqn and name not in randomness.EVERYONES:
+                call.refuse(f"module {other!r} draws from the same generator ({name})", _OWN_RANDOM)
+
+
+def differentiated(nodes: Sequence[Node], outputs: Sequence[str]) -> frozenset[str]:
+    """The nodes whose backward runs if these outputs are differentiated: an index or a comparison has none, nor what leads only to it."""
+    by_name = {node.name: node for node in nodes}
+    writers: dict[str, list[str]] = {}
+    for node in nodes:
+        for name in node.mutates:
+            writers.setdefault(name, []).append(node.name)
+    found: set[str] = set()
+    pending = list(outputs)
+    while pending:
+        node = by_name[pending.pop()]
+        has_none = node.spec is not None and not node.spec.requires_grad and node.name not in writers
+        if node.name in found or has_none:
+            continue
+        found.add(node.name)
+        pending += [*node.inputs, *writers.get(node.name, ())]
+    return frozenset(found)

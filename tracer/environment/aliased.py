@@ -1,0 +1,111 @@
+"""Buffers and tensor attributes that are one and the same tensor: a trace reads it under one of its names.
+
+    self.register_buffer("frequencies", table)
+    self.original = self.frequencies                # the trace reads "frequencies" for both
+
+After `self.original = other` it would go on reading the first. So which of these are the same is guarded. Two that become the same are
+told as well: a write into one of them would be seen in the other. Parameters are looked after elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from smpc.tracer.environment.frozen import MISSING
+from smpc.tracer.environment.guarded import Difference, Guard
+from smpc.tracer.paths import item_path
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+class _Place:
+    """A key of a module's dict, or an item of a container that is there. `path`: as traces name it; `owner`: id of the module's dict."""
+
+    def __init__(self, module: nn.Module, table: dict[str, Any], name: str, item: Any, fqn: str, path: str) -> None:
+        self.table, self.name, self.item, self.fqn, self.path = table, name, item, fqn, path
+        self.owner = id(vars(module))
+
+    def read(self) -> Any:
+        """What is there now."""
+        value = self.table.get(self.name, MISSING)
+        if self.item is MISSING:
+            return value
+        try:
+            return value[self.item]
+        except (LookupError, TypeError):
+            return MISSING
+
+
+class Aliases:
+    """Which buffers and tensor attributes of a model are the same tensor, of those that a recording has read.
+
+    `paths`: what its trace reads; `guards`: of what its Python has read.
+    """
+
+    def __init__(self, model: nn.Module, paths: frozenset[str], guards: Sequence[Guard]) -> None:
+        found = list(_places(model))
+        read = {(id(guard.place.holder), guard.place.key) for guard in guards}
+        tensors = {id(tensor) for place, tensor in found if place.path in paths or (place.owner, place.name) in read}
+        self._places = [place for place, tensor in found if id(tensor) in tensors]
+        self._expected = self._content()
+        first = self._expected
+        shared = {number for number in first if first.count(number) > 1}
+        containers = [place.table[place.name] for place in self._places if place.item is not MISSING]
+        self.holders = [place.table for place in self._places] + [item for item in containers if type(item) is dict]
+        self.is_deep = any(
+            number in shared and place.item is not MISSING and type(place.table[place.name]) is not dict
+            for place, number in zip(self._places, first, strict=True)
+        )
+
+    def holds(self) -> bool:
+        """Whether the same ones are the same."""
+        return self._content() == self._expected
+
+    def difference(self) -> Difference | None:
+        """The first that is the same as another one than before."""
+        now = self._content()
+        for place, found, expected in zip(self._places, now, self._expected, strict=True):
+            if found != expected:
+                return Difference(
+                    f"tensor {place.path!r}", self._text(place, expected), self._text(place, found), place.fqn
+                )
+        return None
+
+    def _content(self) -> list[int]:
+        """Of every place the first that holds the same."""
+        firsts: dict[int, int] = {}
+        values = [place.read() for place in self._places]
+        return [
+            firsts.setdefault(id(value), number) if isinstance(value, torch.Tensor) else number
+            for number, value in enumerate(values)
+        ]
+
+    def _text(self, place: _Place, number: int) -> str:
+        first = self._places[number]
+        return "a tensor of its own" if first is place else f"the same tensor as {first.path!r}"
+
+
+def _places(model: nn.Module) -> Iterator[tuple[_Place, torch.Tensor]]:
+    """The places of a model's buffers and tensor attributes, those in lists, tuples and dicts among them."""
+    for fqn, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its tables are C++
+        for table in (module._buffers, vars(module)):
+            for name, value in table.items():
+                path = f"{fqn}.{name}" if fqn else str(name)
+                for item, tensor in _tensors(name, value):
+                    inner = path if item is MISSING else item_path(path, item)
+                    if inner is not None and not isinstance(tensor, nn.Parameter):
+                        yield _Place(module, table, name, item, fqn, inner), tensor
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield MISSING, value
+    elif name not in _TABLES and isinstance(value, (list, tuple, dict)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        yield from ((key, item) for key, item in items if isinstance(item, torch.Tensor))

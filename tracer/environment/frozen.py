@@ -1,0 +1,570 @@
+"""Copies of Python values, to tell later whether a value is still the same.
+
+    >>> frozen = freeze([1, {"scale": 0.5}])
+    >>> frozen.holds([1, {"scale": 0.5}]), frozen.holds([1, {"scale": 0.7}])
+    (True, False)
+
+Plain values compare by type and value, containers by what they hold, numpy arrays and random generators by their content, tensors by
+shape, dtype and layout (their values are read when a program runs), and everything else by identity. A container of a class of its own
+(a list or dict with attributes) is compared by identity and by what it holds. Iterators, which change when they are
+read, never hold.
+
+While a model is recorded, fake tensors stand for parameters and buffers. A fake that stands for nothing was made by the recorded run;
+`DerivedError` says so.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import functools
+import random
+import weakref
+from abc import ABC, abstractmethod
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from operator import is_
+from types import BuiltinMethodType, MappingProxyType, ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from smpc.tracer.ir import TensorSpec
+
+_PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, range, slice, type(...),
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+)  # fmt: skip
+_SEQUENCES = (list, tuple, deque)
+_MAPPINGS = (dict, OrderedDict, defaultdict)
+_SETS = (set, frozenset)
+_CONTAINERS = (OrderedDict, dict, list, tuple, deque, set, frozenset)
+_MAX_DEPTH = 20
+
+
+class Missing:
+    """Stands for the value of a place where nothing is."""
+
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = Missing()
+
+
+class DerivedError(Exception):
+    """The value holds a tensor that the recorded run has made."""
+
+
+@dataclass(slots=True)
+class Frozen(ABC):
+    """A value as it was. `deep`: it may change without being replaced."""
+
+    @abstractmethod
+    def holds(self, value: Any) -> bool:
+        """Whether the value is the same."""
+
+    @property
+    def deep(self) -> bool:
+        """Whether the value may change without being replaced by another."""
+        return False
+
+    def __str__(self) -> str:
+        return "?"
+
+
+@dataclass(slots=True)
+class Plain(Frozen):
+    """A value of a plain type."""
+
+    value: Any
+
+    def holds(self, value: Any) -> bool:
+        """The same type and value; NaN equals NaN, and 0.0 is not -0.0."""
+        mine = self.value
+        if value is mine:
+            return True
+        if type(value) is not type(mine):
+            return False
+        return repr(value) == repr(mine) if type(mine) in (float, complex) else bool(value == mine)
+
+    def __str__(self) -> str:
+        return f"{self.value!r:.80}"
+
+
+@dataclass(slots=True)
+class Identical(Frozen):
+    """A very object."""
+
+    value: Any
+
+    def holds(self, value: Any) -> bool:
+        """The same object; a bound method is made anew whenever it is read."""
+        mine = self.value
+        if value is mine:
+            return True
+        function = getattr(mine, "__func__", None)
+        return function is not None and getattr(value, "__func__", None) is function and value.__self__ is mine.__self__
+
+    def __str__(self) -> str:
+        name = getattr(self.value, "__qualname__", None) or (repr(self.value) if self.value is MISSING else None)
+        return str(name) if isinstance(name, str) else f"a {type(self.value).__qualname__}"
+
+
+@dataclass(slots=True)
+class Spec(Frozen):
+    """A tensor of these shape, dtype, layout and device. `baked`: the very tensor, where its values are part of the trace."""
+
+    spec: TensorSpec
+    device: str
+    baked: torch.Tensor | None = None
+
+    def holds(self, value: Any) -> bool:
+        """A tensor alike, whatever its values."""
+        if self.baked is not None:
+            return value is self.baked
+        return (
+            isinstance(value, torch.Tensor) and TensorSpec.of(value) == self.spec and value.device.type == self.device
+        )
+
+    def __str__(self) -> str:
+        return f"a tensor {self.spec}"
+
+
+@dataclass(slots=True)
+class Written(Frozen):
+    """A tensor whose values are part of the trace: the same one, which nobody has written into."""
+
+    value: torch.Tensor
+    version: int
+
+    def holds(self, value: Any) -> bool:
+        """The same tensor, not written into."""
+        return value is self.value and value._version == self.version
+
+    @property
+    def deep(self) -> bool:
+        """It may be written into."""
+        return True
+
+    def __str__(self) -> str:
+        return f"a tensor of shape {list(self.value.shape)}"
+
+
+@dataclass(slots=True)
+class AnyTensor(Frozen):
+    """A parameter or buffer, which is looked after elsewhere."""
+
+    def holds(self, value: Any) -> bool:
+        """Any tensor."""
+        return isinstance(value, torch.Tensor)
+
+    def __str__(self) -> str:
+        return "a parameter"
+
+
+@dataclass(slots=True)
+class Never(Frozen):
+    """A value that reading changes, such as an iterator."""
+
+    value: Any
+
+    def holds(self, value: Any) -> bool:
+        """Never: nobody can tell."""
+        return False
+
+    @property
+    def deep(self) -> bool:
+        """It changes without being replaced."""
+        return True
+
+    def __str__(self) -> str:
+        return f"an iterator ({type(self.value).__qualname__})"
+
+
+@dataclass(slots=True)
+class Content(Frozen):
+    """What `read(value)` gives, compared by ==: of arrays and random generators."""
+
+    kind: type
+    content: Any
+    read: Callable[[Any], Any]
+
+    def holds(self, value: Any) -> bool:
+        """The same content."""
+        return type(value) is self.kind and bool(self.read(value) == self.content)
+
+    @property
+    def deep(self) -> bool:
+        """It may be written into."""
+        return True
+
+    def __str__(self) -> str:
+        return f"a {self.kind.__qualname__}"
+
+
+@dataclass(slots=True)
+class Items(Frozen):
+    """A list, tuple, deque or set."""
+
+    kind: type
+    items: tuple[Frozen, ...]
+    plain: tuple[Any, ...] | None = field(
+        init=False
+    )  # the very items, where all are plain: found to be there faster than compared
+
+    def __post_init__(self) -> None:
+        self.plain = _all_plain(self.items)
+
+    def holds(self, value: Any) -> bool:
+        """The same items in the same order."""
+        if type(value) is not self.kind:
+            return False
+        items: Any = value
+        if len(items) != len(self.items):
+            return False
+        if self.plain is not None and all(map(is_, self.plain, items)):
+            return True
+        return all(map(_holds, self.items, items))
+
+    @property
+    def deep(self) -> bool:
+        """A tuple of plain values cannot change."""
+        return self.kind is not tuple or any(item.deep for item in self.items)
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.items[:4])) + (", ..." if len(self.items) > 4 else "")
+        return f"{self.kind.__name__} of {len(self.items)}: {shown}" if shown else f"an empty {self.kind.__name__}"
+
+
+@dataclass(slots=True)
+class Members(Frozen):
+    """A set of hashable values."""
+
+    kind: type
+    members: frozenset[Any]
+
+    def holds(self, value: Any) -> bool:
+        """The same members."""
+        return type(value) is self.kind and value == self.members
+
+    @property
+    def deep(self) -> bool:
+        """A frozenset cannot change."""
+        return self.kind is not frozenset
+
+    def __str__(self) -> str:
+        return f"{self.kind.__name__} of {len(self.members)}"
+
+
+@dataclass(slots=True)
+class Entries(Frozen):
+    """A dict."""
+
+    kind: type
+    entries: tuple[tuple[Any, Frozen], ...]
+    keys: list[Any] = field(init=False)
+    plain: tuple[Any, ...] | None = field(init=False)  # the very values, see `Items`
+
+    def __post_init__(self) -> None:
+        self.keys = [key for key, _ in self.entries]
+        self.plain = _all_plain([item for _, item in self.entries])
+
+    @property
+    def is_shallow(self) -> bool:
+        """Whether it is a plain dict of values that cannot change by themselves."""
+        return self.kind is dict and not any(item.deep for _, item in self.entries)
+
+    def holds(self, value: Any) -> bool:
+        """The same keys in the same order, with the same values."""
+        if type(value) is not self.kind:
+            return False
+        found: Any = value
+        if len(found) != len(self.entries):
+            return False
+        if self.plain is not None and all(map(is_, self.plain, found.values())):
+            return self.keys == [*found]
+        for (mine, frozen), (key, item) in zip(self.entries, found.items(), strict=True):
+            if not ((key is mine or key == mine) and frozen.holds(item)):
+                return False
+        return True
+
+    @property
+    def deep(self) -> bool:
+        """It may be written into."""
+        return True
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{key!r}: {item}" for key, item in self.entries[:4]) + (
+            ", ..." if len(self.entries) > 4 else ""
+        )
+        return f"{{{shown}}}"
+
+
+@dataclass(slots=True)
+class Own(Frozen):
+    """A list, tuple, set or dict of a class derived from these: a very object, with what it holds."""
+
+    value: Any
+    content: Frozen
+
+    def holds(self, value: Any) -> bool:
+        """The same object, which holds what it held."""
+        return value is self.value and self.content.holds(_plain(value))
+
+    @property
+    def deep(self) -> bool:
+        """It may be written into."""
+        return True
+
+    def __str__(self) -> str:
+        return f"{type(self.value).__qualname__}: {self.content}"
+
+
+@dataclass(slots=True)
+class Seen(Frozen):
+    """A very object of the standard library, with what it gives: the value of a context variable, the items of a weak container."""
+
+    value: Any
+    content: Frozen
+
+    def holds(self, value: Any) -> bool:
+        """The same object, which gives what it gave."""
+        return value is self.value and self.content.holds(_seen(value))
+
+    @property
+    def deep(self) -> bool:
+        """It may be written into."""
+        return True
+
+    def __str__(self) -> str:
+        return f"a {type(self.value).__qualname__} with {self.content}"
+
+
+@dataclass(slots=True)
+class Contents:
+    """What was found while values were frozen: `objects` with attributes of their own, and copies of mutable `containers`."""
+
+    objects: dict[int, Any] = field(default_factory=dict)
+    containers: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # id -> (container, shallow copy)
+    generators: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # of random numbers: id -> (generator, state)
+    max_values: int = 200_000
+    num_values: int = 0
+
+    def restore(self) -> None:
+        """Puts back what containers held, where that has changed, and the states of generators."""
+        for generator, state in self.generators.values():
+            set_generator_state(generator, state)
+        for container, copied in self.containers.values():
+            plain = _plain(container)
+            if len(plain) == len(copied) and all(map(is_, _flat(plain), _flat(copied))):
+                continue
+            kind: Any = _base(container)  # its methods, not those of a class derived from it
+            kind.clear(container)
+            if issubclass(kind, (list, deque)):
+                kind.extend(container, copied)
+            else:
+                kind.update(container, copied)
+
+
+def freeze_tensor(value: torch.Tensor) -> Spec:
+    """A tensor whose values are read when a program runs. Raises DerivedError for a fake."""
+    if isinstance(value, FakeTensor):
+        raise DerivedError
+    return Spec(TensorSpec.of(value), value.device.type)
+
+
+def freeze(
+    value: Any,
+    tensor: Callable[[torch.Tensor], Frozen] = freeze_tensor,
+    contents: Contents | None = None,
+    depth: int = 0,
+) -> Frozen:
+    """The value as it is now. `tensor` freezes tensors; `contents` collects what the value is made of."""
+    contents = Contents() if contents is None else contents
+    contents.num_values += 1
+    if type(value) in _PLAIN:
+        return Plain(value)
+    if isinstance(value, torch.Tensor):
+        return tensor(value)
+    if depth > _MAX_DEPTH or contents.num_values > contents.max_values:
+        return Identical(value)
+
+    def inner(item: Any) -> Frozen:
+        return freeze(item, tensor, contents, depth + 1)
+
+    if type(value) in _SEQUENCES or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        if not isinstance(value, tuple):
+            contents.containers.setdefault(id(value), (value, list(value)))
+        return Items(type(value), tuple(inner(item) for item in value))
+    if type(value) in _MAPPINGS:
+        contents.containers.setdefault(id(value), (value, dict(value)))
+        return Entries(type(value), tuple((key, inner(item)) for key, item in list(value.items())))
+    if type(value) in _SETS:
+        if isinstance(value, set):
+            contents.containers.setdefault(id(value), (value, set(value)))
+        return Members(type(value), frozenset(value))
+    if isinstance(value, GENERATORS):
+        contents.generators.setdefault(id(value), (value, generator_state(value)))
+        return Content(type(value), repr(generator_state(value)), lambda generator: repr(generator_state(generator)))
+    if isinstance(value, (numpy.ndarray, numpy.generic)):
+        return Content(type(value), _array(value), _array)
+    if isinstance(value, _MEMORY):
+        return Content(type(value), bytes(value), bytes)
+    if isinstance(value, _SEEN):
+        return Seen(value, inner(_seen(value)))
+    if isinstance(value, functools.partial):
+        return _Partial(value, inner((value.func, value.args, value.keywords)))
+    if type(value) is weakref.ref:
+        return Reference(inner(value()))
+    if isinstance(value, BuiltinMethodType) and not isinstance(value.__self__, (ModuleType, type(None), type)):
+        return Bound(value, inner(value.__self__))
+    if isinstance(value, Iterator):
+        return Never(value)
+    if value is not MISSING:
+        contents.objects.setdefault(id(value), value)
+    if _base(value) is not None:
+        plain = _plain(value)
+        if not isinstance(plain, (tuple, frozenset)):
+            contents.containers.setdefault(id(value), (value, plain))
+        if isinstance(plain, dict):
+            return Own(value, Entries(type(plain), tuple((key, inner(item)) for key, item in plain.items())))
+        if isinstance(plain, (set, frozenset)):
+            return Own(value, Members(type(plain), frozenset(plain)))
+        return Own(value, Items(type(plain), tuple(map(inner, plain))))
+    return Identical(value)
+
+
+@dataclass(slots=True)
+class Bound(Frozen):
+    """A method of a builtin type, such as `[].append`."""
+
+    value: Any
+    owner: Frozen
+
+    def holds(self, value: Any) -> bool:
+        """The same method of the same object, which holds what it held."""
+        mine = self.value
+        if type(value) is not type(mine) or value.__name__ != mine.__name__:
+            return False
+        return value.__self__ is mine.__self__ and self.owner.holds(value.__self__)
+
+    @property
+    def deep(self) -> bool:
+        """What it belongs to may change."""
+        return self.owner.deep
+
+    def __str__(self) -> str:
+        return f"{self.value.__name__} of {self.owner}"
+
+
+@dataclass(slots=True)
+class Reference(Frozen):
+    """A weak reference."""
+
+    target: Frozen
+
+    def holds(self, value: Any) -> bool:
+        """A reference to the same thing."""
+        return type(value) is weakref.ref and self.target.holds(value())
+
+    @property
+    def deep(self) -> bool:
+        """What it refers to may go."""
+        return True
+
+    def __str__(self) -> str:
+        return f"a weak reference to {self.target}"
+
+
+@dataclass(slots=True)
+class _Partial(Frozen):
+    """A functools.partial."""
+
+    value: Any
+    parts: Frozen
+
+    def holds(self, value: Any) -> bool:
+        """The same function with the same arguments."""
+        return type(value) is functools.partial and self.parts.holds((value.func, value.args, value.keywords))
+
+    @property
+    def deep(self) -> bool:
+        """Its keywords may be written into."""
+        return True
+
+    def __str__(self) -> str:
+        return "a functools.partial"
+
+
+GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
+
+
+def generator_state(generator: Any) -> Any:
+    """The state of a generator of random numbers: Python's or numpy's."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, numpy.random.RandomState):
+        name, keys, *rest = generator.get_state(legacy=True)
+        return (name, numpy.asarray(keys).tolist(), *rest)
+    return generator.bit_generator.state
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Puts a generator back into a state."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, numpy.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def _array(value: Any) -> tuple[str, tuple[int, ...], Any]:
+    # An array of objects is compared by identity of its elements.
+    content = tuple(map(id, value.flat)) if value.dtype.hasobject else value.tobytes()
+    return str(value.dtype), value.shape, content
+
+
+_MEMORY = (bytearray, memoryview, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
+_WEAK = (weakref.WeakValueDictionary, weakref.WeakKeyDictionary)
+_SEEN = (ContextVar, MappingProxyType, weakref.WeakSet, *_WEAK)
+
+
+def _seen(value: Any) -> Any:
+    """What an object of these classes gives to those who ask."""
+    if isinstance(value, ContextVar):
+        return value.get(MISSING)
+    if isinstance(value, MappingProxyType):
+        return dict(value)
+    return tuple(value.items()) if isinstance(value, _WEAK) else tuple(value)
+
+
+def _all_plain(items: Sequence[Frozen]) -> tuple[Any, ...] | None:
+    values = tuple(item.value for item in items if isinstance(item, Plain))
+    return values if len(values) == len(items) else None
+
+
+def _holds(frozen: Frozen, value: Any) -> bool:
+    return frozen.holds(value)
+
+
+def _base(value: Any) -> type | None:
+    """The builtin container that a value is one of; None if it is none."""
+    return next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
+
+
+def _plain(container: Any) -> Any:
+    """A builtin container with what this one holds, whatever its class makes of looking into it."""
+    kind: Any = _base(container)
+    return kind(kind.items(container) if issubclass(kind, dict) else kind.__iter__(container))
+
+
+def _flat(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return [part for entry in container.items() for part in entry]
+    return sorted(container, key=id) if isinstance(container, set) else list(container)

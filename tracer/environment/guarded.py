@@ -1,0 +1,426 @@
+"""What a recording's Python read besides its inputs: attributes, globals, closures, and what these hold.
+
+A trace belongs to the values that were read. `Environment` remembers them; `difference` says which of them is another one now:
+
+    trace, environment = ...                             # of a model whose forward reads `self.beta`
+    environment.difference()                             # None
+    model.beta = 0.7
+    str(environment.difference())                        # "attribute 'beta' of the model: 0.7, which was 0.5"
+
+Terms
+    place       where a value was read (`GuardSource`): a key of a dict (attributes, globals), a name in a class, a cell of a closure
+    guard       a place with the value that was read there (see `smpc.tracer.environment.frozen`)
+    readers     FQNs of the modules whose code read the place; "" is the model itself
+
+Parameters, buffers and submodules are guarded as tables: which names a module has, and which submodules.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter, is_
+from types import CellType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from smpc.tracer.environment.frozen import MISSING, DerivedError, Entries, Frozen, freeze
+from smpc.tracer.environment.memory_words import DictVersions, type_reader
+
+_HIDDEN = "another value than before (its values are not shown)"
+CLASS, CODE, BASES = (
+    "__class__",
+    "__code__",
+    "__mro__",
+)  # of an object, a function, a class: nothing counts the writes to these
+
+
+@dataclass(frozen=True, slots=True)
+class GuardSource:
+    """Where a value is read: `holder[key]` of a dict, `holder.key` of a class or an object with slots, or the content of a cell."""
+
+    holder: Any
+    key: Any
+    text: str  # for people
+    is_shown: bool = True  # False: messages do not hold its values, which may be passwords
+
+    def read(self) -> Any:
+        """The value now; MISSING if there is none."""
+        holder = self.holder
+        if type(holder) is dict:
+            return holder.get(self.key, MISSING)
+        if isinstance(holder, CellType):
+            try:
+                return holder.cell_contents
+            except ValueError:
+                return MISSING
+        if self.key == CLASS:
+            return type(holder)
+        if self.key == BASES:
+            return holder.__mro__
+        if isinstance(holder, type):
+            return vars(holder).get(self.key, MISSING)
+        if isinstance(holder, dict):
+            return holder.get(self.key, MISSING)
+        return getattr(holder, self.key, MISSING)
+
+    @property
+    def table(self) -> dict[Any, Any] | None:
+        """The dict that is written to when another value comes there; None if there is none."""
+        if isinstance(self.holder, dict):
+            return self.holder
+        if self.key in (CLASS, BASES):
+            return None
+        found = gc.get_referents(vars(self.holder)) if isinstance(self.holder, type) else ()
+        return found[0] if len(found) == 1 and type(found[0]) is dict else None  # behind the read-only view of a class
+
+    def write(self, value: Any) -> None:
+        """Puts a value there, or takes it away. The base classes of a class stay what they are: their guard does not hold then."""
+        holder = self.holder
+        if self.key == BASES:
+            return
+        if isinstance(holder, CellType):
+            holder.cell_contents = value
+        elif isinstance(holder, dict):
+            if value is MISSING:
+                holder.pop(self.key, None)
+            else:
+                holder[self.key] = value
+        elif value is MISSING:
+            delattr(holder, self.key)
+        else:
+            setattr(holder, self.key, value)
+
+
+@dataclass(slots=True, eq=False)
+class Guard:
+    """A place, and the values of it that the trace holds for. `value`: the very value that was read, to put it back."""
+
+    place: GuardSource
+    expected: list[Frozen]
+    value: Any
+    readers: dict[str, None] = field(default_factory=dict)
+    owner: str | None = None  # FQN of the module whose attribute it is or was reached from
+
+    def holds(self) -> bool:
+        """Whether the place has one of its values."""
+        value = self.place.read()
+        return any(frozen.holds(value) for frozen in self.expected)
+
+    @property
+    def deep(self) -> bool:
+        """Whether the value may change without being replaced."""
+        return any(frozen.deep for frozen in self.expected)
+
+    @property
+    def is_of_dict(self) -> bool:
+        """Whether its values are dicts of what cannot change by itself."""
+        return all(isinstance(frozen, Entries) and frozen.is_shallow for frozen in self.expected)
+
+    def difference(self) -> Difference | None:
+        """What the place has in place of its values; None if it has one of them."""
+        if self.holds():
+            return None
+        found = self.place.read()
+        if not self.place.is_shown:
+            return Difference(self.place.text, "", "gone" if found is MISSING else _HIDDEN, self.owner)
+        return Difference(self.place.text, str(self.expected[0]), shown(found), self.owner)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A place whose value is not the one that was read."""
+
+    text: str
+    expected: str  # empty: not to be shown
+    found: str
+    owner: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.text}: {self.found}{f', which was {self.expected}' if self.expected else ''}"
+
+
+class TableLike(Protocol):
+    """What is looked at when one of some dicts was written to; always, if it `is_deep`."""
+
+    is_deep: bool
+
+    @property
+    def holders(self) -> Sequence[dict[Any, Any]]:
+        """The dicts."""
+
+    def holds(self) -> bool:
+        """Whether nothing has changed."""
+
+    def difference(self) -> Difference | None:
+        """What has changed."""
+
+
+class _OfOneDict(ABC):
+    """Something that one dict tells."""
+
+    is_deep = False
+    holder: dict[str, Any]
+
+    @property
+    def holders(self) -> Sequence[dict[str, Any]]:
+        """The dict."""
+        return (self.holder,)
+
+    def holds(self) -> bool:
+        """Whether nothing has changed."""
+        return self.difference() is None
+
+    @abstractmethod
+    def difference(self) -> Difference | None:
+        """What has changed."""
+
+
+class Table(_OfOneDict):
+    """The names of a module's parameters, buffers or submodules; of submodules, these themselves."""
+
+    def __init__(self, fqn: str, what: str, holder: dict[str, Any]) -> None:
+        self.fqn, self.what, self.holder = fqn, what, holder
+        self._expected = self._content()
+
+    def _content(self) -> tuple[tuple[str, Any], ...]:
+        keeps = self.what == "submodule"
+        return tuple((name, value if keeps else value is None) for name, value in self.holder.items())
+
+    def difference(self) -> Difference | None:
+        """The first name that has changed."""
+        found = self._content()
+        if len(found) == len(self._expected) and all(
+            a[0] == b[0] and a[1] is b[1] for a, b in zip(found, self._expected, strict=True)
+        ):
+            return None
+        before, now = dict(self._expected), dict(found)
+        names = [
+            name for name in dict.fromkeys((*before, *now)) if before.get(name, MISSING) is not now.get(name, MISSING)
+        ]
+        name = names[0] if names else next(iter(now), "")
+        where = f"of module {self.fqn!r}" if self.fqn else "of the model"
+        text = f"{self.what} {name!r} {where}"
+        return Difference(text, self._text(before, name), self._text(now, name), self.fqn)
+
+    def modes(self) -> Iterator[tuple[Table, str, bool]]:
+        """Which parameters are trained."""
+        if self.what == "parameter":
+            for name, parameter in self.holder.items():
+                if parameter is not None:
+                    yield self, name, parameter.requires_grad
+
+    def _text(self, table: dict[str, Any], name: str) -> str:
+        if name not in table:
+            return "missing"
+        value = table[name]
+        return type(value).__name__ if isinstance(value, nn.Module) else "None" if value is True else "there"
+
+
+class Names(_OfOneDict):
+    """The names of an object's attributes, in its dict. `used`: those that count, None if any may; `known`: those that are there.
+
+    `are_all_read`: the object was asked for all of them.
+    """
+
+    def __init__(self, holder: dict[str, Any], text: str, owner: str | None, *, are_all_read: bool = False) -> None:
+        self.holder, self.text, self.owner, self.are_all_read = holder, text, owner, are_all_read
+        self.known = set(holder)
+        self.used: set[str] | None = None
+
+    def new(self) -> list[str]:
+        """The names that have come."""
+        if len(self.known) == len(self.holder) and self.known.issuperset(self.holder):
+            return []
+        found = (name for name in self.holder if name not in self.known and (self.used is None or name in self.used))
+        return [name for name in found if not str(name).startswith("__")]
+
+    def difference(self) -> Difference | None:
+        """The first name that has come, and whose attribute is there."""
+        for name in self.new():
+            text = f"attribute {name!r} {self.text}"
+            return Difference(text, str(MISSING), shown(self.holder[name]), self.owner)
+        return None
+
+
+class Environment:
+    """The guards of one recording. What was found to hold is looked at again only where dicts have been written to.
+
+    `versions`: shared by those who poll it themselves; by default one of its own. `leave`: leaves in the model what a run of it leaves
+    there.
+    """
+
+    def __init__(
+        self,
+        guards: Sequence[Guard],
+        tables: Sequence[TableLike],
+        versions: DictVersions | None = None,
+        leave: Callable[[], None] | None = None,
+    ) -> None:
+        self.guards, self.tables = tuple(guards), tuple(tables)
+        self._versions, self._polls = versions or DictVersions(), versions is None
+        self._fixed: list[_Fixed | _Classes] = []  # what no dict tells: in objects, functions and cells
+        self._leave, self._lock = leave, threading.Lock()
+        self._always: list[Guard | TableLike] = []
+        self._checks: dict[int, list[Guard | TableLike]] = {}  # by position of their dict
+        fixed: dict[str, list[Guard]] = {}
+        for guard in self.guards:
+            table = guard.place.table
+            if guard.deep and not (table is not None and guard.is_of_dict):
+                self._always.append(guard)
+            elif table is None:
+                is_cell = isinstance(guard.place.holder, CellType)
+                fixed.setdefault("cell_contents" if is_cell else guard.place.key, []).append(guard)
+            else:
+                self._checks.setdefault(self._versions.watch(table), []).append(guard)
+                self._watch_content(guard)
+        self._fixed = [(_Classes if key == CLASS else _Fixed)(guards) for key, guards in fixed.items()]
+        for each in self.tables:
+            for holder in each.holders:
+                checks = self._checks.setdefault(self._versions.watch(holder), [])
+                checks += [] if each in checks else [each]
+            if each.is_deep:
+                self._always.append(each)
+        # Where others poll the versions, they look at this, too.
+        self._trained = [
+            mode for table in self.tables if isinstance(table, Table) for mode in table.modes() if self._polls
+        ]
+        self._seen = -1  # the generation in which all held
+        self._broken: int | None = None  # position of a dict that did not hold when it was last looked at
+
+    def leave(self) -> None:
+        """Before the first run of a program: caches that the run would fill are filled, as later calls of plain PyTorch find them."""
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
+
+    def difference(self) -> Difference | None:
+        """The first place whose value is another one now; None if the trace holds. Threads wait for each other."""
+        with self._lock:
+            return self._difference()
+
+    def _difference(self) -> Difference | None:
+        if self._polls:
+            self._versions.poll()
+        for fixed in self._fixed:
+            found = fixed.difference()
+            if found is not None:
+                return found
+        for always in self._always:
+            if not always.holds():
+                return always.difference()
+        return self._difference_of_tables() or self._difference_of_modes()
+
+    def _watch_content(self, guard: Guard) -> None:
+        """A dict of plain values is looked at when it has been written to, wherever it has come from."""
+        value = guard.place.read() if guard.is_of_dict else None
+        if type(value) is dict:
+            checks = self._checks.setdefault(self._versions.watch(value), [])
+            if guard not in checks:
+                checks.append(guard)
+
+    def _difference_of_modes(self) -> Difference | None:
+        for table, name, expected in self._trained:
+            found = table.holder[name].requires_grad
+            if found != expected:
+                fqn = f"{table.fqn}.{name}" if table.fqn else name
+                return Difference(f"requires_grad of parameter {fqn!r}", str(expected), str(found), table.fqn)
+        return None
+
+    def _difference_of_tables(self) -> Difference | None:
+        generation = self._versions.generation
+        if self._seen == generation:
+            return None
+        changed = self._versions.changed_in
+        candidates = (position for position in self._checks if changed[position] > self._seen)
+        first = () if self._broken is None else (self._broken,)
+        for position in (*first, *candidates):
+            for check in self._checks[position]:
+                found = check.difference()
+                if found is not None:
+                    self._broken = position
+                    return found
+                if isinstance(check, Guard):
+                    self._watch_content(check)
+        self._seen, self._broken = generation, None
+        return None
+
+
+class _Classes:
+    """Guards of the classes of many objects, looked at in one go."""
+
+    def __init__(self, guards: Sequence[Guard]) -> None:
+        self._guards = guards
+        self._read = type_reader([guard.place.holder for guard in guards])
+        self._values = self._read().copy()
+
+    def difference(self) -> Difference | None:
+        """The first that has another one."""
+        now = self._read()
+        if np.array_equal(now, self._values):
+            return None
+        found = next(filter(None, (guard.difference() for guard in self._guards)), None)
+        self._values = now.copy() if found is None else self._values
+        return found
+
+
+class _Fixed:
+    """Guards of one attribute of many objects, which is hardly ever another one: all are looked at in one go."""
+
+    def __init__(self, guards: Sequence[Guard]) -> None:
+        self._guards, self._places = guards, [guard.place for guard in guards]
+        key = guards[0].place.key
+        is_cell = isinstance(guards[0].place.holder, CellType)
+        self._read = attrgetter("cell_contents" if is_cell else key)
+        self._holders = [place.holder for place in self._places]
+        self._values = self._now()
+        self._are_comparable = key == CODE  # a list compares code faster than `is`, and alike
+
+    def _now(self) -> list[Any]:
+        try:
+            return list(map(self._read, self._holders))
+        except (AttributeError, ValueError):  # one of them has none
+            return [place.read() for place in self._places]
+
+    def difference(self) -> Difference | None:
+        """The first that has another one."""
+        now = self._now()
+        if now == self._values if self._are_comparable else all(map(is_, now, self._values)):
+            return None
+        found = next(filter(None, (guard.difference() for guard in self._guards)), None)
+        self._values = now if found is None else self._values
+        return found
+
+
+def shown(value: Any) -> str:
+    """A value in a message."""
+    try:
+        return str(freeze(value))
+    except DerivedError:
+        return "a tensor"
+
+
+def tables_of(model: nn.Module, listed: Collection[int] = ()) -> Iterator[Table]:
+    """The tables of a model's modules that are not empty, or belong to a module that was asked for its members (`listed`, by id)."""
+    for fqn, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its tables are C++
+        tables = {"submodule": module._modules, "parameter": module._parameters, "buffer": module._buffers}
+        for what, table in tables.items():
+            if table or id(module) in listed:
+                yield Table(fqn, what, table)
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def hook_tables(module: nn.Module) -> Iterator[dict[int, Any]]:
+    """The hooks of a module, by kind."""
+    for name in _HOOKS:
+        yield vars(module)[name]

@@ -1,0 +1,490 @@
+"""Notes what a recording's Python reads besides its inputs, while it runs; `smpc.tracer.environment.guarded` keeps it.
+
+    attributes of modules   `nn.Module.__getattribute__` is ours for the time of the recording
+    globals                 of every function that is called, as its code names them
+    closures, defaults      of the functions that were reached and called
+    what these hold         attributes of objects, by the names that the code that ran uses
+
+Values are taken down when they are first read, so that what the run itself writes afterwards shows: `finish` gives the guards, and
+those that do not hold then are state that the run changed. An attribute that the run writes before it reads it depends on the run alone.
+
+Python's standard library, numpy and torch are trusted to change nothing by themselves; what they do with generators of random numbers is
+watched by `smpc.tracer.effects.randomness`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from smpc.tracer.environment.frozen import (
+    MISSING,
+    AnyTensor,
+    Contents,
+    DerivedError,
+    Frozen,
+    Identical,
+    Spec,
+    Written,
+    freeze,
+    freeze_tensor,
+)
+from smpc.tracer.environment.guarded import BASES, CLASS, Guard, GuardSource, Names, hook_tables
+from smpc.tracer.environment.outside import (
+    OutsideRead,
+    is_environment,
+    is_outside,
+    is_setting,
+    read_of,
+    setting_of,
+    variable_of,
+)
+from smpc.tracer.environment.reached import (
+    CACHE,
+    MUTABLE,
+    Called,
+    Reached,
+    global_values,
+    has_unseen_code,
+    imported_modules,
+    is_trusted,
+    is_trusted_class,
+    places_in,
+    stored_variables,
+    tables_in,
+)
+from smpc.tracer.state.fakes import FakeState
+
+_MODULE_FILE = nn.Module.__call__.__code__.co_filename
+_LOOKS = frozenset(
+    {"getattr", "hasattr", "vars", "__dict__", "attrgetter", "__getattribute__", "eval", "exec", "globals"}
+)
+_INTERNAL = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"} | {
+    "_call_impl", "_slow_forward", "_compiled_call_impl", "__class__",
+}  # fmt: skip
+_TABLES = frozenset({"_parameters", "_buffers", "_modules"})  # tables, which have guards of their own
+
+
+class Run(Protocol):
+    """What Reads asks of a recording."""
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether what happens is part of one call that runs again as it is."""
+
+    def context(self) -> str:
+        """The FQN of the module whose code runs."""
+
+
+class Reads:
+    """The reads of one recording. `names`: FQNs of the model's modules by id."""
+
+    def __init__(self, names: Mapping[int, str], state: FakeState, run: Run) -> None:
+        self._names, self._run = names, run
+        self._state = {id(tensor) for tensor in (*state.fakes, *state.originals.values())}
+        self.calls = CallHook(self._called)
+        self._hooks: list[Any] = []  # of the model's modules
+        self.contents = Contents()
+        self._guards: dict[tuple[int, Any], Guard] = {}
+        self._written: dict[tuple[int, str], None] = {}  # attributes that the run has written before any read
+        self._writers: dict[tuple[int, str], dict[str, None]] = {}
+        self._codes: dict[CodeType, Called] = {}
+        self._trusted: set[CodeType] = set()
+        self._own: set[CodeType] = set()  # of smpc
+        self._of_objects: dict[int, list[Guard]] = {}  # guards of an object's attributes
+        self._object_of: dict[int, int] = {}  # guard -> the object whose attribute it is
+        self._reaching: dict[int, list[Guard]] = {}  # object or container -> guards of the values that it was found in
+        self._alive: list[Any] = []
+        self._constants: dict[int, Guard] = {}
+        self._variables: dict[int, Guard] = {}  # of the environment
+        self.outside: list[OutsideRead] = []
+        self._specs: dict[int, list[Spec]] = {}  # of tensors that were found in attributes, by id
+        self._names_of: list[Names] = []  # of the objects and classes that were reached
+        self._unseen: set[int | None] = {None}  # objects any of whose attributes may count; what is none of an object's
+        self.listed: dict[
+            int, nn.Module
+        ] = {}  # modules that were asked for all their members, or for one that they have not
+
+    def of_model(self, model: nn.Module) -> None:
+        """Called before the run: takes down what the classes of the model's modules hold."""
+        modules = list(model.modules())
+        for module in modules:
+            if not isinstance(module, torch.jit.ScriptModule):
+                fqn = self._names[id(module)]
+                place = GuardSource(module, CLASS, f"the class of {f'module {fqn!r}' if fqn else 'the model'}")
+                self._read(place, type(module), fqn)
+        self._hooks = [hook for module in modules for table in hook_tables(module) for hook in table.values()]
+
+    # -- while the model runs ------------------------------------------------------------------------------------------
+
+    def attribute(self, module: nn.Module, name: str, value: Any, before: Any) -> None:
+        """Called for the attributes that are read from modules; `value` is MISSING where there is none.
+
+        `before`: what the module's own `__dict__` had there before the read.
+        """
+        if (
+            isinstance(module, torch.jit.ScriptModule)
+            or self._run.is_unseen
+            or (name.startswith("__") and name != "__dict__")
+        ):
+            return
+        frame = sys._getframe(2)
+        if frame.f_code.co_filename == _MODULE_FILE:
+            if name != "forward":
+                return
+        elif frame.f_code in self._own or str(frame.f_globals.get("__name__", "")).startswith("smpc."):
+            self._own.add(frame.f_code)
+            return
+        if name in _TABLES or value is MISSING:
+            self.listed[id(module)] = module
+        if name == "__dict__":
+            if all(item.holder is not value for item in self._names_of):
+                text, fqn = _of(module, self._names), self._names.get(id(module))
+                self._names_of.append(Names(value, text, fqn, are_all_read=True))
+            for key in [key for key in value if key not in _TABLES]:
+                self._attribute(module, key, value[key])
+        elif name not in _TABLES:
+            self._attribute(module, name, before)
+
+    def _attribute(self, module: nn.Module, name: str, before: Any) -> None:
+        attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
+        context = self._run.context()
+        key = (id(attributes), name)
+        if name in attributes and key in self._written:
+            self._writers[key][context] = None
+            return
+        known = self._guards.get(key)
+        if known is None:
+            fqn = self._names.get(id(module))
+            place = GuardSource(attributes, name, f"attribute {name!r} {_of(module, self._names)}")
+            known = self._read(place, before, fqn, is_attribute=True)
+        if known is not None:
+            known.readers[context] = None
+        if name not in attributes:
+            self._class_place(type(module), name, context)
+
+    def _class_place(self, cls: type, name: str, context: str) -> None:
+        """Notes a name that a class, or one of its bases, gives, and that those before it do not."""
+        for base in cls.__mro__:
+            if not is_trusted_class(base):
+                value = vars(base).get(name, MISSING)
+                guard = self._read(GuardSource(base, name, f"{base.__qualname__}.{name}"), value, None)
+                if guard is not None:
+                    guard.readers[context] = None
+            if name in vars(base):
+                return
+
+    def write(self, module: nn.Module, name: str) -> None:
+        """Called for every attribute that is about to be set on a module."""
+        if self._run.is_unseen:
+            return
+        key = (id(vars(module)), name)
+        if (
+            key not in self._guards
+            and name not in module._parameters
+            and name not in module._buffers
+            and name not in module._modules
+        ):
+            self._written[key] = None
+            self._alive.append(vars(module))
+        self._writers.setdefault(key, {})[self._run.context()] = None
+        guard = self._guards.get(key)
+        if guard is not None:
+            guard.readers[self._run.context()] = None
+
+    def constant(self, tensor: torch.Tensor) -> None:
+        """Called for every tensor whose values become part of the trace."""
+        if id(tensor) not in self._constants and not isinstance(tensor, FakeTensor):
+            place = GuardSource({"": tensor}, "", "a tensor that no module holds")
+            self._constants[id(tensor)] = Guard(place, [Written(tensor, tensor._version)], tensor)
+            for spec in self._specs.pop(id(tensor), ()):
+                spec.baked = tensor
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> None:
+        """A profile function: notes the globals that a function names before it runs, and what is read from outside the process."""
+        if event == "c_call":
+            if is_outside(argument) and not self._run.is_unseen and not _is_importing(frame):
+                self.outside += filter(None, (read_of(argument, frame, self._run.context()),))
+            elif is_setting(argument):
+                self._variable(setting_of(argument, frame))
+            return
+        code = frame.f_code
+        if event == "call" and is_environment(code) and not _is_importing(frame):
+            self._variable(variable_of(frame))
+        if event != "call" or code in self._trusted:
+            return
+        if code not in self._codes and is_trusted(str(frame.f_globals.get("__name__", ""))):
+            self._trusted.add(code)
+            return
+        if self._run.is_unseen or (code not in self._codes and _is_importing(frame)):
+            return
+        if code in self._codes and not code.co_freevars and self._codes[code].namespace is frame.f_globals:
+            self._codes[code].contexts[self._run.context()] = None
+            return
+        called = self._codes.setdefault(code, Called(frame.f_globals))
+        called.contexts[self._run.context()] = None
+        local = frame.f_locals
+        for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+            value = local.get(name)
+            if type(value) in MUTABLE and id(value) not in called.arguments:  # it may be a default
+                called.arguments[id(value)] = value, self._freeze(value, self.contents, False)
+        if code.co_freevars:
+            values = [local.get(name, MISSING) for name in code.co_freevars]
+            called.free.append([(value, self._freeze(value, self.contents, False)) for value in values])
+        self._globals_of(code, frame.f_globals, self._run.context())
+
+    def _variable(self, place: GuardSource | None) -> None:
+        """Notes an environment variable, or a setting of torch, that is about to be read."""
+        guard = None if place is None or self._run.is_unseen else self._read(place, place.read(), None)
+        if guard is not None:
+            guard.readers[self._run.context()] = None
+            self._variables[id(guard)] = guard
+
+    def _globals_of(self, code: CodeType, namespace: dict[str, Any], context: str) -> None:
+        """Notes the globals that a function names, all of them if it asks for their dict, and the modules that it imports."""
+        module = str(namespace.get("__name__", ""))
+        names = [name for name in code.co_names if name in namespace or name in stored_variables(code)]
+        names += global_values(namespace) if "globals" in code.co_names else []
+        places = [GuardSource(namespace, name, f"global {name!r} of {module}") for name in dict.fromkeys(names)]
+        imported = [name for name in imported_modules(code, namespace) if name in sys.modules]
+        for place in (*places, *(GuardSource(sys.modules, name, f"module {name!r}") for name in imported)):
+            guard = self._read(place, place.read(), None)
+            if guard is not None:
+                guard.readers[context] = None
+                if place.holder is sys.modules:
+                    self._variables[id(guard)] = guard
+
+    def _behind_caches(self) -> None:
+        """Notes the globals of what functools' caches have answered for: an attempt before this one, or somebody else, has called it."""
+        queue = [guard.value for guard in self._guards.values() if isinstance(guard.value, CACHE)]
+        while queue:
+            function = queue.pop()
+            function = function.__wrapped__ if isinstance(function, CACHE) else function
+            if not isinstance(function, FunctionType) or is_trusted(str(function.__module__)):
+                continue
+            code = function.__code__
+            if code in self._codes:
+                continue
+            values = [GuardSource(cell, "", "").read() for cell in function.__closure__ or ()]
+            free = [(value, self._freeze(value, self.contents, False)) for value in values]
+            self._codes[code] = Called(function.__globals__, free=[free])
+            self._globals_of(code, function.__globals__, "")
+            queue += (function.__globals__[name] for name in code.co_names if name in function.__globals__)
+
+    def _freeze(self, value: Any, contents: Contents, is_attribute: bool) -> Frozen | None:
+        """The value as it is now; None if the run has made it."""
+
+        def tensor(found: torch.Tensor) -> Frozen:
+            if id(found) in self._state:
+                return AnyTensor()
+            if not isinstance(found, FakeTensor) and vars(found):
+                contents.objects.setdefault(id(found), found)
+            # The stages read the tensors that modules hold; of others the values are part of the trace.
+            if isinstance(found, FakeTensor) or not (is_attribute and id(found) not in self._constants):
+                return freeze_tensor(found) if isinstance(found, FakeTensor) else Identical(found)
+            spec = freeze_tensor(found)
+            self._specs.setdefault(id(found), []).append(spec)
+            return spec
+
+        try:
+            return freeze(value, tensor, contents)
+        except DerivedError:
+            return None
+
+    def _read(self, place: GuardSource, value: Any, owner: str | None, *, is_attribute: bool = False) -> Guard | None:
+        """Takes down a value that is read for the first time; None for one that the run has made."""
+        known = self._guards.get((id(place.holder), place.key))
+        if known is not None:
+            return known
+        if isinstance(value, FunctionType) and str(value.__module__).startswith("smpc.tracer."):
+            return None  # ours, for the time of the recording
+        contents = Contents()
+        frozen = self._freeze(value, contents, is_attribute)
+        if frozen is None:
+            return None
+        guard = Guard(place, [frozen], value, owner=owner)
+        self._guards[id(place.holder), place.key] = guard
+        self._alive.append(place.holder)
+        for key, entry in contents.containers.items():
+            self.contents.containers.setdefault(key, entry)
+        for key in (*contents.objects, *contents.containers):
+            self._reaching.setdefault(key, []).append(guard)
+        for item in contents.objects.values():
+            self._object(item, owner)
+        return guard
+
+    def _object(self, value: Any, owner: str | None) -> None:
+        """Takes down the attributes of what is no nn.Module; which of them count is known in the end."""
+        if id(value) in self._of_objects:
+            return
+        guards = self._of_objects[id(value)] = []
+        self._alive.append(value)
+        if not isinstance(value, (type, ModuleType)) and has_unseen_code(value):
+            self._unseen.add(id(value))
+        self._names_of += (Names(table, text, owner) for table, text in tables_in(value))
+        for place in places_in(value):
+            is_new = (id(place.holder), place.key) not in self._guards
+            guard = self._read(place, place.read(), owner)
+            if guard is not None:
+                guards.append(guard)
+                if is_new:
+                    self._object_of[id(guard)] = id(value)
+
+    # -- afterwards ----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> list[Guard]:
+        """The guards, with the closures and class attributes that were reached, and without what no code names."""
+        for code, called in list(self._codes.items()):  # what was imported for the first time while it ran
+            self._globals_of(code, called.namespace, "")
+        self._behind_caches()
+        names = self._names_used()
+        for item in self._names_of:
+            item.used = None if item.are_all_read else names
+            self._appeared(item)
+        kept = [
+            guard
+            for guard in self._guards.values()
+            if names is None
+            or guard.place.key in names
+            or guard.place.key in (CLASS, BASES)
+            or id(guard) in self._variables
+            or self._object_of.get(id(guard)) in self._unseen
+        ]
+        kept += self._constants.values()
+        objects = [item for item in self._alive if id(item) in self._of_objects]
+        values = [*(guard.value for guard in kept), *objects, *self._hooks]
+        return [*kept, *Reached(self._codes, self._guards, self._read).guards(names, values)]
+
+    def _appeared(self, names: Names) -> None:
+        """Notes the names that the run itself has given to an object."""
+        for name in names.new():
+            place = GuardSource(names.holder, name, f"attribute {name!r} {names.text}")
+            guard = Guard(place, [Identical(MISSING)], MISSING, owner=names.owner)
+            self._guards[id(names.holder), name] = guard
+            names.known.add(name)
+
+    @property
+    def names(self) -> list[Names]:
+        """The names of the attributes of what was reached, for later steps; known after `finish`."""
+        return self._names_of
+
+    def restore(self) -> None:
+        """Puts everything back that the run has changed in the places that it read."""
+        self.contents.restore()
+        for guard in self._guards.values():
+            if guard.place.read() is not guard.value:
+                guard.place.write(guard.value)
+
+    def contexts(self, guard: Guard) -> set[str]:
+        """FQNs of the modules that a place belongs to and whose code reads or writes it; "" is among them if nobody knows."""
+        found: set[str] = set()
+        queue, seen = [guard], {id(guard)}
+        while queue:
+            item = queue.pop()
+            of_object = self._object_of.get(id(item))
+            if of_object is None or isinstance(item.place.holder, type):
+                found.update(("",) if item.owner is None else (*item.readers, item.owner))
+            shared = [key for key, guards in self._reaching.items() if any(other is item for other in guards)]
+            for key in shared if of_object is None else (*shared, of_object):
+                for other in self._reaching.get(key, ()):
+                    if id(other) not in seen:
+                        seen.add(id(other))
+                        queue.append(other)
+        return found or {""}
+
+    def _names_used(self) -> set[str] | None:
+        """Names in the code that ran; None if it looks attributes up by names that it computes."""
+        found: set[str] = set()
+        for code in self._codes:
+            found.update(code.co_names)
+            found.update(_strings(code.co_consts))
+        return None if found & _LOOKS else found
+
+
+def _of(module: nn.Module, names: Mapping[int, str]) -> str:
+    """Whose an attribute is, for people."""
+    fqn = names.get(id(module))
+    return f"of module {fqn!r}" if fqn else "of the model" if fqn == "" else f"of a {type(module).__qualname__}"
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether a frame belongs to an import statement: the finders of modules, and the bodies of modules, are not the model's code."""
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module in ("importlib._bootstrap", "_frozen_importlib"):
+            return True
+        if module.startswith("smpc."):
+            return False  # the recording itself may run while a script is imported
+        frame = frame.f_back
+    return False
+
+
+def _strings(constants: tuple[Any, ...]) -> Iterator[str]:
+    for constant in constants:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, (tuple, frozenset)):
+            yield from _strings(tuple(constant))
+
+
+@contextmanager
+def noting_reads(reads: Reads, model: nn.Module) -> Iterator[None]:
+    """For the time of a recording: reads of the modules' attributes are noted, and what the run changes is put back in the end."""
+    plain = nn.Module.__getattribute__
+
+    def reading(module: nn.Module, name: str) -> Any:
+        if name in _INTERNAL:
+            return plain(module, name)
+        before = plain(module, "__dict__").get(name, MISSING)  # a cached_property writes what it gives
+        try:
+            value = plain(module, name)
+        except AttributeError:
+            reads.attribute(module, name, MISSING, before)
+            raise
+        reads.attribute(module, name, value, before)
+        return value
+
+    reads.of_model(model)
+    nn.Module.__getattribute__ = reading  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del nn.Module.__getattribute__
+        reads.restore()
+
+
+class CallHook:
+    """Has a function called for every call of a Python function, between `resume` and `pause`; pauses nest."""
+
+    def __init__(self, function: Callable[[FrameType, str, Any], None]) -> None:
+        self._function = function
+        is_free = sys.getprofile() is None
+        self._set: Callable[[Any], None] = sys.setprofile if is_free else sys.settrace
+        self._before: Any = None if is_free else sys.gettrace()
+        self._pauses = 1
+
+    def __enter__(self) -> None:
+        self.resume()
+
+    def __exit__(self, *exception: object) -> None:
+        self._pauses = 1
+        self._set(self._before)
+
+    def resume(self) -> None:
+        """The end of a pause."""
+        self._pauses -= 1
+        if not self._pauses:
+            self._set(self._function)
+
+    def pause(self) -> None:
+        """Calls are not told until `resume`."""
+        self._pauses += 1
+        if self._pauses == 1:
+            self._set(self._before)

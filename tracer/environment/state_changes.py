@@ -1,0 +1,283 @@
+"""What a recording changes or leaves behind, so that the next call of the model would find it.
+
+State that a recording's Python reads and then changes: a counter, a cache, a recurrent state.
+
+The next call of the model would find another value, so a trace of one call does not hold for it. Three ways out, tried in this order:
+
+    settled     a second recording from what the first has left changes nothing more and is the same trace, but for cached tensors that
+                depend on sizes alone: a cache of a mask. The trace holds for both values
+    whole       the state belongs to one module and is used by its own code alone: the module is called whole, and its Python runs
+    refused     everything else: an error that names the state
+
+`Survivors`: fake tensors that outlive the recording that made them, in a cache or a global: the next call of the model would meet them.
+
+    with Survivors() as survivors:
+        survivors.watch(fake)
+        ...                                 # the recording
+    survivors.check()                       # forgets what functools' caches have kept; TraceError for what is kept elsewhere
+
+Objects in cycles are no survivors, but only the garbage collector can tell. It looks at what the recording has made alone: everything
+older is frozen meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType, ModuleType, TracebackType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from smpc.errors import TraceError
+from smpc.tracer.constants import Ref
+from smpc.tracer.environment.frozen import Never
+from smpc.tracer.environment.guarded import Guard, shown
+from smpc.tracer.guards import NoAnswerError, is_fixed, values_of
+from smpc.tracer.ir import Node, NodeKind, Trace
+
+_WAY_OUT = (
+    "what to do: pass it to the model as an input and return its new value, keep it as a tensor in a registered buffer, or keep it in a "
+    "submodule that nobody else's code reads or writes, which is then called whole"
+)
+
+
+class UnsettledError(Exception):
+    """What the run has left depends on more than sizes."""
+
+
+class Leftovers:
+    """What a run has left in the places that it changed. `cached`: the nodes whose tensors are among it."""
+
+    def __init__(self, changed: Sequence[Guard], nodes: Sequence[Node], node_of: Callable[[torch.Tensor], str]) -> None:
+        self._nodes, self._node_of = nodes, node_of
+        self.cached: dict[str, None] = {}
+        self._content: list[tuple[Guard, Any]] = [(guard, guard.place.read()) for guard in changed]
+        self._real: list[tuple[Guard, Any]] = []
+        self._before: list[tuple[Any, Any]] = []  # containers that `apply` has filled, with what they held
+
+    def evaluate(self) -> None:
+        """Makes real tensors of the recorded ones. Raises UnsettledError where they depend on more than sizes."""
+        content, self._content = self._content, []
+        for guard, value in content:
+            if any(isinstance(frozen, Never) for frozen in guard.expected):
+                raise UnsettledError
+            self._real.append((guard, self._evaluated(value)))
+
+    def apply(self) -> None:
+        """Puts everything there, as the run has left it."""
+        for guard, value in self._real:
+            current = guard.place.read()
+            if type(current) is type(value) and isinstance(value, (list, dict, set)):
+                self._before.append((current, type(current)(current)))
+                current.clear()
+                current.extend(value) if isinstance(value, list) else current.update(value)
+            else:
+                guard.place.write(value)
+
+    def _evaluated(self, value: Any) -> Any:
+        if isinstance(value, FakeTensor):
+            name = self._node_of(value)
+            if not name or not is_fixed(self._nodes, (name,)):
+                raise UnsettledError
+            try:
+                with torch._C.DisableTorchFunction(), unset_fake_temporarily():
+                    real = values_of(self._nodes, (name,))[name]
+            except NoAnswerError as error:
+                raise UnsettledError from error
+            self.cached[name] = None
+            return real
+        if type(value) in (list, tuple, set):
+            return type(value)(map(self._evaluated, value))
+        if type(value) is dict:
+            return {key: self._evaluated(item) for key, item in value.items()}
+        if isinstance(value, (list, set, dict)):
+            raise UnsettledError  # of a class of its own, which may not be made anew
+        return value
+
+    def restore(self) -> None:
+        """Puts back what containers held before `apply`."""
+        for container, content in self._before:
+            container.clear()
+            container.extend(content) if isinstance(container, list) else container.update(content)
+        self._before.clear()
+
+
+def common_module(contexts: Iterable[str]) -> str:
+    """The FQN of the innermost module around all of these; "" for the model itself."""
+    parts = [context.split(".") if context else [] for context in contexts]
+    common: list[str] = []
+    for column in zip(*parts, strict=False):
+        if len(set(column)) > 1:
+            break
+        common.append(column[0])
+    return ".".join(common)
+
+
+def refusal(guard: Guard) -> str:
+    """Why a model whose forward changes a place is refused."""
+    before, now = str(guard.expected[0]), shown(guard.place.read())
+    return (
+        f"cannot trace the model: forward reads {guard.place.text} and changes it ({before} before the call, {now} after it), so that "
+        f"every call finds another value; {_WAY_OUT}"
+    )
+
+
+def settled(guards: Sequence[Guard], changed: Sequence[Guard], again: Sequence[Guard]) -> tuple[Guard, ...]:
+    """The guards of a run whose changes do not matter: these places may have either value."""
+    places = {(id(guard.place.holder), guard.place.key): guard for guard in again}
+    for guard in changed:
+        later = places.get((id(guard.place.holder), guard.place.key))
+        if later is not None:
+            guard.expected.extend(later.expected)
+    return tuple(guards)
+
+
+def is_same(first: Trace, second: Trace, cached: Iterable[str]) -> bool:
+    """Whether `second` computes what `first` does, reading tensors from places where `first` computes the nodes `cached`."""
+    return bool(_form(first, frozenset(cached)) == _form(second, frozenset()))
+
+
+def _form(trace: Trace, cached: frozenset[str]) -> Any:
+    """The trace without names and without what only cached tensors need; these, and plain tensor attributes, are alike."""
+    state = {name for spec in trace.state for name in spec.names}
+    wanted, live = set(trace.output_names), set[str]()
+    for node in reversed(trace.nodes):
+        if node.name in wanted or node.mutates or node.random or node.kind is NodeKind.SET_ATTR:
+            live.add(node.name)
+            wanted.update(() if node.name in cached else (*node.inputs, *node.mutates))
+    names = _Numbers()
+    form: list[Any] = []
+    for node in (node for node in trace.nodes if node.name in live):
+        if node.name in cached or (node.kind is NodeKind.GET_ATTR and node.target not in state):
+            names.special[node.name] = len(names.special)
+            continue
+        writes = tuple(map(names.of, node.mutates))
+        context = (node.grad_enabled, node.autocast, node.random)
+        form.append((node.kind, node.target, names.within((node.args, node.kwargs)), node.spec, writes, context))
+        names.ordinary[node.name] = len(names.ordinary)
+    return form, names.within(trace.output_leaves)
+
+
+class _Numbers:
+    """Numbers in place of names: by position, and for cached tensors by first use."""
+
+    def __init__(self) -> None:
+        self.ordinary: dict[str, int] = {}
+        self.special: dict[str, int] = {}
+        self._used: dict[str, int] = {}
+
+    def of(self, name: str) -> tuple[str, int]:
+        """What stands for a node."""
+        if name in self.special:
+            return "cached", self._used.setdefault(name, len(self._used))
+        return "node", self.ordinary[name]
+
+    def within(self, value: Any) -> Any:
+        """A tree of arguments with numbers for its nodes."""
+        if isinstance(value, Ref):
+            return self.of(value.name)
+        if isinstance(value, (tuple, list)):
+            return tuple(map(self.within, value))
+        if isinstance(value, dict):
+            return {key: self.within(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            return "slice", self.within((value.start, value.stop, value.step))
+        return value
+
+
+_DEPTH = 4  # containers around a tensor that are looked through
+_CACHE = type(functools.lru_cache(lambda: None))
+
+
+class Survivors:
+    """The fake tensors of one recording."""
+
+    def __init__(self) -> None:
+        self._refs: list[weakref.ref[torch.Tensor]] = []
+        self._freezes = self._disables = False
+
+    def __enter__(self) -> Survivors:
+        self._freezes, self._disables = gc.get_freeze_count() == 0, gc.isenabled()
+        gc.disable()  # what others do when it runs is not what the model does
+        if self._freezes:
+            gc.freeze()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._disables:
+            gc.enable()
+        if any(ref() is not None for ref in self._refs):
+            gc.collect()
+        if self._freezes:
+            gc.unfreeze()
+
+    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These should not outlive the recording."""
+        self._refs += map(weakref.ref, tensors)
+
+    def forget_cached(self) -> None:
+        """Clears the caches of functions that have kept some."""
+        caches = [
+            holder for holder in _holders(*self._alive()) if type(holder) is _CACHE
+        ]  # one search: each goes through all objects
+        for cache in caches:
+            cache.cache_clear()
+
+    def check(self) -> None:
+        """Raises TraceError if one is kept elsewhere than in the cache of a function."""
+        if not self._alive():
+            return
+        self.forget_cached()
+        alive = self._alive()
+        if alive:
+            raise TraceError(
+                f"cannot trace the model: forward keeps a tensor of shape {list(alive[0].shape)} beyond the call, in "
+                f"{_described(alive[0])}; the next call would find a tensor without values there; what to do: keep it in a registered "
+                "buffer or as an attribute of a module, or return it"
+            )
+
+    def _alive(self) -> list[torch.Tensor]:
+        return [fake for fake in (ref() for ref in self._refs) if fake is not None]
+
+
+def _holders(*tensors: torch.Tensor) -> list[Any]:
+    """What tensors are reachable from, through a few containers."""
+    is_frozen = gc.get_freeze_count() > 0
+    if is_frozen:
+        gc.unfreeze()  # what is frozen is not searched
+    found: list[Any] = []
+    level: list[Any] = list(tensors)
+    seen = {id(level), id(found), id(tensors), *map(id, tensors)}
+    for _ in range(_DEPTH):
+        around: list[Any] = []
+        seen.add(id(around))
+        for holder in gc.get_referrers(*level):
+            if id(holder) not in seen and not isinstance(holder, (FrameType, TracebackType)):
+                seen.add(id(holder))
+                around.append(holder)
+        found += around
+        level = [
+            holder
+            for holder in around
+            if type(holder) in (dict, list, tuple, set) or not isinstance(holder, ModuleType)
+        ]
+        if not level:
+            break
+    if is_frozen:
+        gc.freeze()
+    return found
+
+
+def _described(tensor: torch.Tensor) -> str:
+    """The nearest holder with a name."""
+    for holder in _holders(tensor):
+        if isinstance(holder, ModuleType):
+            return f"a global of {holder.__name__}"
+        if type(holder) in (dict, list, tuple, set):
+            continue
+        return f"a {type(holder).__module__}.{type(holder).__qualname__}"
+    return "a container that something outside of the model holds"

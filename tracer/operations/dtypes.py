@@ -1,0 +1,265 @@
+"""Dtypes that an operation's real kernel does not take, though its fake run does.
+
+Shape rules ask little about dtypes: over fake tensors, a linear layer of floats takes integers, and a plan comes out that no device can
+run. So each aten operation that a recording sees is also run for real, once for each combination of operation, dtypes and small sizes,
+on tensors of a few elements, with what other arguments it has.
+
+An operation is refused only if dtypes are why it fails: the same call passes with other ones, so the sizes were right. The call is
+accepted where there is no such evidence:
+
+    it fails with any dtypes        a few elements are too few for it, or invented values are wrong
+    it passes with wide floats      this processor has no kernel for the dtype, which says nothing of a GPU. So float16, bfloat16 and the
+                                    like stand for themselves only as far as they differ from each other
+
+Example: addmm(bias: float32, x: int64, weight: float32) fails, and passes with x: float32. So float32 was expected for x.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+WAY_OUT = "what to do: convert the tensor to that dtype, in the model or before it is passed in"
+_SIZES = (2, 8)  # most elements along a dimension: few do for most operations, pooling and the like need more
+_WIDE = (torch.float32, torch.float64)
+_TRIED = (torch.float32, torch.int64, torch.bool)  # for an argument, beside the dtypes of the others
+_NOT_RUN = (
+    *("_unsafe_view", "clone", "copy", "_like", "new_"),  # they take all dtypes
+    *(
+        "mkldnn",
+        "cudnn",
+        "miopen",
+        "rnn",
+        "lstm",
+        "gru",
+        "quant",
+        "sparse",
+        "nested",
+        "pack",
+    ),  # they want more than tensors of a size
+)
+
+_BY_MASKS = ("index_put", "masked_scatter")  # how many values they take depends on what is true in a mask
+_TRUTH = ("false", "true")  # bools in a description: there, True would be equal to 1
+
+Dtypes = tuple[torch.dtype, ...]  # of a call's tensors, in order
+
+
+class DtypeError(Exception):
+    """An operation does not take tensors of these dtypes. Says which it takes."""
+
+
+class _NoEvidence(Exception):
+    """An argument is something that no kernel should be run with."""
+
+
+class _Tensor(tuple[Any, ...]):
+    """A tensor argument as far as it matters: (dtype, sizes up to the largest of `_SIZES`)."""
+
+    __slots__ = ()
+
+
+class _Float:
+    """A number with a fraction; its value does not matter. As a number it would be equal to a whole one."""
+
+
+def check_dtypes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """DtypeError if the real kernel of an aten operation, which has just run over fakes, takes no tensors of these dtypes."""
+    if func.__class__ is not OpOverload or func.namespace != "aten" or func.is_view:
+        return
+    try:
+        refusal = _refusal(func, _described(args), tuple([(key, _described(value)) for key, value in kwargs.items()]))
+    except (_NoEvidence, TypeError):  # the latter: an argument that cannot be hashed
+        return
+    if refusal:
+        raise DtypeError(refusal)
+
+
+def _described(value: Any) -> Any:
+    """An argument, hashable, so that calls which differ in large sizes alone are one."""
+    kind = value.__class__
+    if kind is FakeTensor or kind is torch.Tensor or kind is torch.nn.Parameter:
+        if value.layout is not torch.strided:
+            raise _NoEvidence
+        return _Tensor((value.dtype, tuple([size if size < _SIZES[-1] else _SIZES[-1] for size in value.shape])))
+    if kind is tuple or kind is list:
+        return tuple([_described(item) for item in value])
+    if kind is int:
+        return value if value < _SIZES[-1] else _SIZES[-1]  # it may be one of the sizes
+    if kind is float:
+        return _Float
+    if kind is bool:
+        return _TRUTH[value]
+    if isinstance(value, (torch.Tensor, torch.Generator)):
+        raise _NoEvidence
+    return value
+
+
+@lru_cache(maxsize=4096)
+def _refusal(func: OpOverload, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> str:
+    """Why the kernel does not take these dtypes; "" if it does, or nothing shows that it does not."""
+    found = tuple(tensor[0] for tensor in _tensors((args, kwargs)))
+    if any(word in func._schema.name for word in _BY_MASKS) and (torch.bool in found or torch.uint8 in found):
+        return ""
+    if not found or any(word in func._schema.name for word in _NOT_RUN):
+        return ""
+    wide = _widened(found)
+    with _for_real(func):
+        for size in _SIZES:
+            error = _failure(func, args, kwargs, size, found)
+            if error is None or (wide != found and _failure(func, args, kwargs, size, wide) is None):
+                return ""
+            if _failure(func, _rounded(args), _rounded(kwargs), size, wide) is None:
+                return f"expected whole numbers, found a float; {func._schema.name} says: {_first_line(error)}"
+            for dtypes in _alternatives(wide):
+                if _failure(func, args, kwargs, size, dtypes) is None:
+                    return _explained(func, args, kwargs, wide, dtypes, error)
+    return ""
+
+
+def _tensors(value: Any) -> Iterator[_Tensor]:
+    if isinstance(value, _Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _rounded(value: Any) -> Any:
+    """With whole numbers in place of floats."""
+    if type(value) is tuple:
+        return tuple(_rounded(item) for item in value)
+    return 1 if value is _Float else value
+
+
+def _widened(found: Dtypes) -> Dtypes:
+    """With float32 and float64 in place of other floats, as many different ones as before; unchanged if there are more than two."""
+    floats = [dtype for dtype in dict.fromkeys(found) if dtype.is_floating_point]
+    if len(floats) > len(_WIDE):
+        return found
+    free = [dtype for dtype in _WIDE if dtype not in floats]
+    instead = {dtype: dtype if dtype in _WIDE else free.pop(0) for dtype in floats}
+    return tuple(instead.get(dtype, dtype) for dtype in found)
+
+
+def _alternatives(found: Dtypes) -> Iterator[Dtypes]:
+    """Other dtypes: for one of the tensors, one for all floats or for all, or floats for one and indices for another."""
+    for i, own in enumerate(found):
+        for dtype in dict.fromkeys((*found, *_TRIED)):
+            if dtype != own:
+                yield (*found[:i], dtype, *found[i + 1 :])
+    for dtype in _TRIED:
+        yield tuple(dtype if own.is_floating_point else own for own in found)
+        yield (dtype,) * len(found)
+    for value, index in itertools.permutations(range(len(found)), 2):
+        yield tuple({value: torch.float32, index: torch.int64}.get(i, own) for i, own in enumerate(found))
+
+
+@contextmanager
+def _for_real(func: OpOverload) -> Iterator[None]:
+    """Real tensors are made and computed with; nobody's random state changes."""
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    with torch._C.DisableTorchFunction(), unset_fake_temporarily(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = torch.get_rng_state() if is_random else None
+        try:
+            yield
+        finally:
+            if state is not None:
+                torch.set_rng_state(state)
+
+
+def _failure(
+    func: OpOverload, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], size: int, dtypes: Dtypes
+) -> Exception | None:
+    """What a run on tensors of these dtypes raises; None if it passes, with integers that are all 1, or all 0."""
+    failed: Exception | None = None
+    for integer in (1, 0):
+        left = iter(dtypes)
+        try:
+            built = _built(args, size, left, integer), _built(kwargs, size, left, integer)
+            func(*_adapted(func, built[0]), **dict(built[1]))
+        except Exception as error:
+            failed = failed or error
+        else:
+            return None
+    return failed
+
+
+def _built(value: Any, size: int, dtypes: Iterator[torch.dtype], integer: int) -> Any:
+    """An argument of a real call. All floats are 1."""
+    if isinstance(value, _Tensor):
+        dtype = next(dtypes)
+        shape = [min(extent, size) for extent in value[1]]
+        return torch.full(shape, 1 if dtype.is_floating_point else integer, dtype=dtype, device="cpu")
+    if isinstance(value, tuple):
+        return tuple(_built(item, size, dtypes, integer) for item in value)
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    if value is _Float:
+        return 1.0
+    if value in _TRUTH:
+        return value == _TRUTH[True]
+    return min(value, size) if type(value) is int else value
+
+
+def _adapted(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments, where numbers among them have to agree with more than one size."""
+    if func is torch.ops.aten.convolution.default:
+        tensors = [None if value is None else torch.ones([1] * value.dim(), dtype=value.dtype) for value in args[:3]]
+        ones = (1,) * (args[0].dim() - 2)
+        return (*tensors, ones, (0,) * len(ones), ones, args[6], (0,) * len(ones), 1)
+    if func is torch.ops.aten.native_group_norm.default:
+        batch, channels, *rest = args[0].shape
+        return (*args[:3], batch, channels, math.prod(rest), 1, *args[7:])
+    return args
+
+
+def _explained(
+    func: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    wide: Dtypes,
+    dtypes: Dtypes,
+    error: Exception,
+) -> str:
+    """The dtypes that pass, those that were found, and what the kernel says."""
+    found = [tensor[0] for tensor in _tensors((args, kwargs))]
+    names = [name for argument, value in _named(func, args, kwargs) for name in _parts(argument, value)]
+    narrow = dict(zip(wide, found, strict=True))
+    changed = [i for i, dtype in enumerate(dtypes) if dtype != wide[i]]
+    expected = [f"{names[i]} of {_text(narrow.get(dtypes[i], dtypes[i]))}, found {_text(found[i])}" for i in changed]
+    others = [f"{names[i]} is {_text(found[i])}" for i in range(len(found)) if i not in changed]
+    beside = f" ({', '.join(others)})" if others else ""
+    return f"expected {', '.join(expected)}{beside}; {func._schema.name} says: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].strip()
+
+
+def _named(func: OpOverload, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Iterator[tuple[str, Any]]:
+    """Names and values of arguments, as the operation calls them."""
+    yield from zip((argument.name for argument in func._schema.arguments), args, strict=False)
+    yield from kwargs
+
+
+def _parts(name: str, value: Any) -> list[str]:
+    """A name for each tensor in an argument."""
+    if isinstance(value, _Tensor):
+        return [name]
+    number = sum(1 for _ in _tensors(value))
+    return [f"{name}[{i}]" for i in range(number)]
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

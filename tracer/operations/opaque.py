@@ -1,0 +1,388 @@
+"""Modules that are called whole: what they return and what they cost, when their forward cannot be recorded.
+
+A module whose Python depends on the values of tensors (expert routing), that has no shape rule for a fake run, or that calls a custom
+autograd function which cannot stand alone becomes an opaque leaf: one node, nothing recorded inside. The shapes of its outputs come
+from, in this order,
+
+    1. a rule that the user registered for its class (`register_shape_rule`);
+    2. a run over fake tensors, where only its backward could not be recorded;
+    3. real runs on the CPU, on copies with invented parameters and inputs.
+
+Two real runs on different values must agree on shapes and on everything that is no tensor: a list of expert loads, say, would be a
+constant in the trace. If they do not, the module is no leaf, and the one that calls it is tried.
+
+A real run on large inputs is replaced by three on small ones: the size that most inputs share as their first is set to 6, 10 and 14,
+and the sizes of the outputs, which must be linear in it, are extended to the true one. Costs are extended alike, if only about.
+
+Example: experts that map [tokens, hidden] to [tokens, hidden], with tokens = 65536, are run on 6, 10 and 14 tokens.
+
+`WholeCall` finds out what such a module does beside returning values, while it runs over fakes. A stage calls the module again, with the
+arguments that it was recorded with, on a rank that may hold nothing else. So all that it does must happen inside:
+
+    it uses        its arguments, and parameters, buffers and attributes of its own
+    it marks       its arguments (hooks, requires_grad_): a write, so that they are made on the same stage
+    it leaves      settings, torch's generator, and its parameters as they were
+    it derives     what it has computed itself, by values that do not depend on each other outside: the graph between its arguments is
+                   cut where a stage begins
+
+Anything else is an error of the module around it, which is then called whole in its place.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.autograd.graph import saved_tensors_hooks
+
+from smpc.errors import TraceError
+from smpc.tracer.effects import differentiation
+from smpc.tracer.effects.differentiation import severed
+from smpc.tracer.effects.torch_calls import tensors_in, version_of
+from smpc.tracer.ir import TensorSpec
+from smpc.tracer.operations.measure import Meter
+from smpc.tracer.state.fakes import FakeState
+from smpc.tracer.structure import Structure, flatten
+
+if TYPE_CHECKING:
+    from smpc.tracer.effects.watch import Watch
+    from smpc.tracer.recording.recorder import Recorder
+
+
+M = TypeVar("M", bound=type[nn.Module])
+
+_RULE = "_smpc_shape_rule"
+_SMALL_SIZES = (6, 10, 14)
+_LARGE_PARAMETER = 1 << 24  # elements above which a parameter is zero in a real run
+_LARGE = 1 << 20  # elements of all inputs together above which a real run is made on small ones
+
+
+def register_shape_rule(module_class: M, rule: Callable[..., Any]) -> M:
+    """Registers how to get the outputs of a module class from its inputs, without running its forward; returns the class.
+
+    `rule(module, *args, **kwargs)` gets fake tensors and returns what forward would return, made by ordinary torch functions:
+    `register_shape_rule(Experts, lambda module, tokens, index: torch.empty_like(tokens))`. Modules of the class (and of subclasses) are
+    called whole.
+    """
+    setattr(module_class, _RULE, staticmethod(rule))
+    return module_class
+
+
+def shape_rule(module: nn.Module) -> Callable[..., Any] | None:
+    """The rule registered for a module's class or the nearest base class."""
+    for cls in type(module).__mro__:
+        if _RULE in vars(cls):
+            return getattr(cls, _RULE)  # type: ignore[no-any-return]
+    return None
+
+
+@dataclass(slots=True)
+class Probe:
+    """What a real run told: the output, with a TensorSpec or `Same` in place of each tensor, and costs."""
+
+    leaves: list[Any]
+    structure: Structure
+    saved: list[tuple[int, int]]  # (position of the input whose memory it is, or -1; bytes)
+    written: list[int]  # positions, among inputs and then state, of the tensors written in place
+    kept: list[int]  # and of the parameters and buffers that autograd keeps for the backward
+    flops: int
+    random: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """An output that is the very tensor of an input."""
+
+    position: int
+
+
+def probe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: FakeState, meter: Meter) -> Probe:
+    """Runs the module for real and says what it did. Raises whatever the module raises."""
+    leaves, _ = flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    firsts = Counter(tensor.shape[0] for tensor in tensors if tensor.dim())
+    if sum(tensor.numel() for tensor in tensors) <= _LARGE or not firsts:
+        return _agreed(module, args, kwargs, state, meter, {})
+    size = firsts.most_common(1)[0][0]
+    runs = [_agreed(module, args, kwargs, state, meter, {size: small}) for small in _SMALL_SIZES]
+    return _extend(runs, size, type(module).__name__)
+
+
+def _agreed(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: FakeState,
+    meter: Meter,
+    first_sizes: dict[int, int],
+) -> Probe:
+    """What two runs on different values agree on."""
+    try:
+        first = _run(module, args, kwargs, state, meter, first_sizes, _Values(0, 1))
+    except (IndexError, RuntimeError, ValueError):  # 1 is a mask's usual value, but not everyone's valid index
+        first = _run(module, args, kwargs, state, meter, first_sizes, _Values(0, 0))
+    second = _run(module, args, kwargs, state, meter, first_sizes, _Values(1, 0))
+    if (first.leaves, first.structure, first.written) != (second.leaves, second.structure, second.written):
+        raise TraceError(
+            f"what {type(module).__name__} returns, beside the values of its tensors, depends on its inputs"
+        )
+    return first
+
+
+def _run(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: FakeState,
+    meter: Meter,
+    first_sizes: dict[int, int],
+    values: _Values,
+) -> Probe:
+    """One real run, with the first sizes of the inputs replaced as `first_sizes` says."""
+    leaves, structure = flatten((args, kwargs))
+    saved: list[tuple[int, int]] = []
+    seen: set[int] = set()
+    with torch._C.DisableTorchFunction(), unset_fake_temporarily(), torch.random.fork_rng():
+        inputs = [values.input(leaf, first_sizes) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        memo = {id(fake): values.state(state.originals[id(fake)]) for fake in (*module.parameters(), *module.buffers())}
+        real_state = list(memo.values())
+        copied = copy.deepcopy(module, dict(memo))
+        count = sum(isinstance(tensor, torch.Tensor) for tensor in inputs)
+        owned = {t.untyped_storage()._cdata: count + i for i, t in enumerate(real_state)}
+        kept: dict[int, None] = {}
+        positions = {t.untyped_storage()._cdata: i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)}
+        watched = [(t, t._version) for t in (*(t for t in inputs if isinstance(t, torch.Tensor)), *real_state)]
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata in owned:
+                kept[owned[storage._cdata]] = None
+            elif storage._cdata not in seen:
+                seen.add(storage._cdata)
+                saved.append((positions.get(storage._cdata, -1), storage.nbytes()))
+            return tensor
+
+        real_args, real_kwargs = structure.unflatten(inputs)
+        meter.reset()
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            output = copied(*real_args, **real_kwargs)
+        written = [i for i, (tensor, version) in enumerate(watched) if tensor._version != version]
+        found, shape = flatten(output)
+        same = {id(t): i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)}
+        described = [
+            leaf
+            if not isinstance(leaf, torch.Tensor)
+            else Same(same[id(leaf)])
+            if id(leaf) in same
+            else TensorSpec.of(leaf)
+            for leaf in found
+        ]
+    return Probe(described, shape, saved, written, list(kept), meter.flops, meter.random)
+
+
+class _Values:
+    """Invents values: the same seed gives the same ones on every rank. `integer` is the value of all integers."""
+
+    def __init__(self, seed: int, integer: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._integer = integer
+
+    def input(self, fake: torch.Tensor, first_sizes: dict[int, int]) -> torch.Tensor:
+        """A real tensor in place of a fake one."""
+        shape = list(fake.shape)
+        if shape:
+            shape[0] = first_sizes.get(shape[0], shape[0])
+        if not fake.dtype.is_floating_point:
+            return torch.full(shape, self._integer, dtype=fake.dtype)
+        drawn = torch.randn(shape, generator=self._generator).to(fake.dtype)
+        return drawn.requires_grad_().clone() if fake.requires_grad else drawn
+
+    def state(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter with invented values, or a buffer with its own, where it has any."""
+        if not isinstance(tensor, nn.Parameter):
+            is_real = tensor.device.type == "cpu"
+            return tensor.detach().clone() if is_real else torch.zeros(tensor.shape, dtype=tensor.dtype)
+        if tensor.numel() > _LARGE_PARAMETER or not tensor.dtype.is_floating_point:
+            # Memory that is never written costs nothing: a mixture of experts may be larger than this machine.
+            drawn = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        else:
+            drawn = (0.1 * torch.randn(tensor.shape, generator=self._generator)).to(tensor.dtype)
+        return nn.Parameter(drawn, tensor.requires_grad)
+
+
+def _extend(runs: list[Probe], size: int, class_name: str) -> Probe:
+    """The probe at the true size, from probes at the small sizes."""
+    leaves = []
+    for triple in zip(*(run.leaves for run in runs), strict=True):
+        if not isinstance(triple[0], TensorSpec):
+            leaves.append(triple[0])
+            continue
+        shape = tuple(
+            _line([spec.shape[dim] for spec in triple], size, class_name) for dim in range(len(triple[0].shape))
+        )
+        stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        leaves.append(TensorSpec(shape, triple[0].dtype, tuple(stride), triple[0].requires_grad))
+    first = runs[0]
+    saved: list[tuple[int, int]] = []
+    for position in sorted({position for run in runs for position, _ in run.saved}):
+        totals = [sum(num_bytes for p, num_bytes in run.saved if p == position) for run in runs]
+        saved.append((position, _about(totals, size)))
+    flops = _about([run.flops for run in runs], size)
+    return Probe(leaves, first.structure, saved, first.written, first.kept, flops, first.random)
+
+
+def _about(values: list[int], size: int) -> int:
+    """The value at `size` of the line through the outer ones: costs may depend a little on values, as routing does."""
+    slope = (values[-1] - values[0]) / (_SMALL_SIZES[-1] - _SMALL_SIZES[0])
+    return max(0, round(values[0] + slope * (size - _SMALL_SIZES[0])))
+
+
+def _line(values: list[int], size: int, class_name: str) -> int:
+    """The value at `size` of the line through the values at the small sizes."""
+    (x0, x1, x2), (y0, y1, y2) = _SMALL_SIZES, values
+    if (y1 - y0) * (x2 - x1) != (y2 - y1) * (x1 - x0):
+        raise TraceError(
+            f"the outputs of {class_name} do not grow in proportion to its inputs (sizes {values} for {_SMALL_SIZES}): "
+            "give their shapes with smpc.register_shape_rule"
+        )
+    slope, rest = divmod(y1 - y0, x1 - x0)
+    return y0 + slope * (size - x0) + rest * (size - x0) // (x1 - x0)
+
+
+def fake_of(described: Any, inputs: Sequence[Any], device: torch.device) -> Any:
+    """A fake tensor for what a real run returned; what is no tensor, as it is."""
+    if isinstance(described, Same):
+        return inputs[described.position]
+    if not isinstance(described, TensorSpec):
+        return described
+    fake = torch.empty_strided(described.shape, described.stride, dtype=described.torch_dtype, device=device)
+    return severed(fake) if described.requires_grad else fake
+
+
+Run = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
+_PASS = "what to do: pass it as an argument, or have the module hold it"
+_BACKWARD = (
+    "forward runs a backward that adds to the gradients of parameters, between those of other microbatches",
+    "what to do: use torch.autograd.grad, or give backward the inputs to differentiate by",
+)
+
+
+class WholeCall:
+    """One call of a module. `run` runs a torch call inside.
+
+    written          arguments and tensors of the module that it writes into, by whatever name (`self.weight.data.mul_(2)`)
+    marked           arguments that have other marks afterwards
+    differentiates   whether it runs autograd inside
+    is_real          whether it had to be run on invented values
+    seeds            the function by which it seeds a generator, if it does; `is_forked`: after fork_rng
+    generators       names of the generators that it gives to torch calls
+    failure          what is wrong with it
+    """
+
+    def __init__(self, watch: Watch, recorder: Recorder, fqn: str, module: nn.Module, arguments: Any, run: Run) -> None:
+        self._watch, self._recorder, self._module, self._run = watch, recorder, module, run
+        self.fqn = fqn
+        self._given = {id(leaf): leaf for leaf in flatten(arguments)[0] if isinstance(leaf, Tensor)}
+        current = frozenset(id(buffer) for buffer in module.buffers())
+        self._own = watch.ownership.owned(module) | current
+        self._flags = [(tensor, tensor.requires_grad) for tensor in (*module.parameters(), *module.buffers())]
+        self._in_memory: dict[int, list[Tensor]] = {}  # by storage
+        for tensor in (*self._given.values(), *module.parameters(), *module.buffers()):
+            if tensor.layout is torch.strided:
+                self._in_memory.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        self.written: dict[Tensor, None] = {}
+        self.marked: list[Tensor] = []
+        self.differentiates = self.is_forked = self.is_real = False
+        self.seeds = ""
+        self.generators: dict[str, None] = {}
+        self.failure: TraceError | None = None
+
+    def refuse(self, why: str, way_out: str) -> NoReturn:
+        """Raises an error of the module around, about what this one does."""
+        what = f"module {self.fqn!r} ({type(self._module).__name__}) would be called whole, but {why}"
+        self.failure = self._recorder.error(what, way_out=way_out)
+        raise self.failure
+
+    def torch_call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs a torch call and takes note of it."""
+        with torch._C.DisableTorchFunction():
+            self._note_used(args, kwargs)
+            mark = differentiation.mark_of(func)
+            if mark and args and isinstance(args[0], Tensor):
+                self._note_mark(mark, args[0])
+            self.differentiates |= torch._C._are_functorch_transforms_active()
+            used = [
+                (tensor, version_of(tensor))
+                for tensor in tensors_in((args, kwargs))
+                if not is_functorch_wrapped_tensor(tensor)
+            ]
+        out = self._run(func, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            for tensor, version in used:
+                if version_of(tensor) != version and tensor.layout is torch.strided:
+                    self.written.update(dict.fromkeys(self._in_memory.get(tensor.untyped_storage()._cdata, ())))
+        return out
+
+    def note_backward(self, inputs: Sequence[Any], accumulates: bool) -> None:
+        """Autograd's engine is about to run inside."""
+        self.differentiates = True
+        if torch._C._are_functorch_transforms_active():
+            return  # what it differentiates begins and ends inside
+        with torch._C.DisableTorchFunction():
+            if accumulates and (not inputs or any(self._state_name(target) for target in inputs)):
+                self.failure = TraceError(str(self._recorder.error(_BACKWARD[0], way_out=_BACKWARD[1])))
+                raise self.failure
+            given = [tensor for tensor in self._given.values() if tensor.requires_grad]
+            is_fake = all(isinstance(target, FakeTensor) for target in inputs if isinstance(target, Tensor))
+            targets = list(inputs) if is_fake else given  # in a real run, any of them may be meant
+            for tensor in given:
+                is_target = any(tensor is target for target in targets)
+                others = [target for target in targets if target is not tensor]
+                if (not is_target or not is_fake) and differentiation.leads_to((tensor,), others):
+                    self.refuse("it differentiates what was computed outside of it", differentiation.OWN_MODULE)
+
+    def note_random(self, name: str, seeds: bool) -> None:
+        """A function that uses a generator is called."""
+        if name.endswith("fork_rng"):
+            self.is_forked = True
+        elif seeds:
+            self.seeds = name
+
+    def finish(self) -> None:
+        """Raises for what the module has not left as it was."""
+        changed = [tensor for tensor, flag in self._flags if tensor.requires_grad != flag]
+        if changed:
+            self.refuse(f"it changes whether {self._recorder.known(changed[0])} requires grad", differentiation.OUTSIDE)
+
+    def _note_used(self, *trees: Any) -> None:
+        for tensor in tensors_in(trees):
+            self._watch.check_untrained(tensor)
+            name = "" if id(tensor) in self._given or id(tensor) in self._own else self._recorder.known(tensor)
+            if name:
+                self.refuse(f"it uses {name}, which is neither among its arguments nor its own", _PASS)
+        for value in (*trees[0], *trees[1].values()):
+            # One that a module holds keeps what draws from it on one stage.
+            if isinstance(value, torch.Generator) and value is not torch.default_generator:
+                if self._recorder.generators.path(value):
+                    continue
+                self.generators[f"torch.Generator at {id(value):#x}"] = None
+
+    def _note_mark(self, mark: str, tensor: Tensor) -> None:
+        fqn = self._state_name(tensor)
+        if fqn:
+            self._watch.check_state(mark, fqn)
+        elif id(tensor) in self._given and mark in ("grad_fn", "is_leaf"):
+            self.refuse("it uses the autograd graph of its arguments", differentiation.WHOLE)
+        elif id(tensor) in self._given and mark != "grad":
+            self.marked.append(tensor)
+
+    def _state_name(self, target: Any) -> str:
+        return self._recorder.state.names.get(id(target), "")

@@ -1,0 +1,190 @@
+"""Calls that need the values of tensors, which a fake run does not have.
+
+What such a call gives is, in this order,
+
+    1. where only the size of the result depends on values, a tensor of an invented size (see `smpc.tracer.operations.data_sized`);
+    2. an answer from the sample inputs, or from an earlier trace, with a guard (see `smpc.tracer.guards`);
+    3. what it gives with numbers in place of tensors of one element, if these are known.
+
+Otherwise it is an error, and the module around it becomes a leaf (see `smpc.tracer.operations.opaque`).
+
+`run_ctc`: the CTC loss, whose kernel walks over targets of lengths that a fake run does not have.
+
+The lengths decide how large a table the kernel saves for its backward: log_probs [T, N, C], targets of at most S labels, table
+[N, T, 2 S + 1]. They do not matter for the loss: a scalar, or [N] without a reduction. S is taken as large as the targets allow.
+
+`run_packed`: recurrent layers over packed sequences, for which torch has no kernel without values.
+
+A packed sequence is (data [sum of lengths, features], batch sizes by time step). The batch sizes decide how the layer walks over the
+data, not what shapes it returns: data [sum of lengths, directions * hidden], and states as they were given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+from smpc.tracer import targets
+from smpc.tracer.constants import references
+from smpc.tracer.effects.differentiation import severed
+from smpc.tracer.effects.torch_calls import tensors_in
+from smpc.tracer.guards import NoAnswerError, is_fixed, origins, written_state
+from smpc.tracer.recording.untraceable import UntraceableError
+
+if TYPE_CHECKING:
+    from smpc.tracer.recording.recorder import Recorder
+
+
+Call = Callable[..., Any]
+
+UNTRACEABLE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+
+class Values:
+    """Such calls of one recording."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._askers: list[tuple[nn.Module | None, str]] = []  # of each guard, the module that asked, and where
+
+    def call(self, func: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception) -> Any:
+        """What the call gives that has failed over fakes. Raises UntraceableError."""
+        recorder = self._recorder
+        sizes = recorder.sizes
+        key = sizes.next_key(recorder.place) if isinstance(error, DynamicOutputShapeException) else ""
+        try:
+            with torch._C.DisableTorchFunction():
+                made = sizes.make(key, func, args, kwargs) if key and self._may_invent(func, args, kwargs) else None
+                return self.ask(func, args, kwargs, key if key in sizes.asked else "") if made is None else made
+        except NoAnswerError as reason:
+            found = self._with_numbers(func, args, kwargs)
+            if found is None:
+                what = f"torch.{getattr(func, '__name__', func)} needs the values of a tensor, or has no shape rule"
+                raise recorder.error(f"{what} ({type(error).__name__}: {error}), and {reason}") from error
+            return found
+
+    def ask(self, func: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], size: str = "") -> Any:
+        """What a call gives, known from the sample inputs or from earlier answers; a guard says on what it rests."""
+        recorder = self._recorder
+        wanting = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+        target, args = targets.name_call(func, args)
+        arguments = recorder.arguments(target, args, kwargs)
+        with recorder.inside_call():
+            found = recorder.questions.ask(recorder.nodes, target, *arguments, wanting, size)
+        if len(recorder.questions.guards) > len(self._askers):
+            self._askers.append((recorder.open[-1].module if recorder.open else None, recorder.place))
+        return found
+
+    def check(self) -> None:
+        """Raise UntraceableError if an answer rests on a buffer that the model writes: each run may find another value in it."""
+        recorder = self._recorder
+        written = written_state(recorder.nodes)
+        for guard, (module, place) in zip(recorder.questions.guards, self._askers, strict=True) if written else ():
+            names = origins(recorder.nodes, guard.target, guard.args, dict(guard.kwargs)) or ()
+            found = next((name for name in names for pattern in written if fnmatchcase(name, pattern)), None)
+            if found is not None:
+                raise UntraceableError.inside(
+                    module,
+                    place,
+                    guard.source,
+                    f"Python needs the value of buffer {found}, which the model writes in each run",
+                )
+
+    def _may_invent(self, func: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a size that depends on values is invented: not where it is known, or a module can be called whole instead."""
+        recorder = self._recorder
+        target, args = targets.name_call(func, args)
+        node_args, node_kwargs = recorder.arguments(target, args, kwargs)
+        if is_fixed(recorder.nodes, references((node_args, dict(node_kwargs)))):
+            return False  # known without a guard
+        if recorder.sizes.everywhere or not recorder.place:
+            return True
+        found = origins(recorder.nodes, target, node_args, dict(node_kwargs))
+        return found is not None and all(name in recorder.state.real_buffers for name in found)
+
+    def _with_numbers(self, func: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What a call gives with numbers in place of tensors of one element, such as sizes, if these are known; else None."""
+
+        def number(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value if value.dim() else self.ask(torch.Tensor.item, (value,), {})
+            return type(value)(map(number, value)) if type(value) in (tuple, list) else value
+
+        try:
+            with torch._C.DisableTorchFunction():
+                numbers = number(list(args)), {key: number(value) for key, value in kwargs.items()}
+            return func(*numbers[0], **numbers[1])
+        except (NoAnswerError, *UNTRACEABLE):
+            return None
+
+
+def is_ctc(func: Callable[..., Any]) -> bool:
+    """Whether the call is that of `torch.ctc_loss`, or of the function around it."""
+    return getattr(func, "__name__", "") == "ctc_loss"
+
+
+def run_ctc(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: int | str = "mean",
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """What the call returns over fakes; autograd saves what it saves for real, or a little more."""
+    longest = targets.shape[-1] if isinstance(target_lengths, torch.Tensor) else max(target_lengths, default=0)
+    losses: torch.Tensor = _Loss.apply(log_probs, targets, longest)  # type: ignore[no-untyped-call]
+    return losses if reduction in (0, "none") else losses.sum()
+
+
+class _Loss(torch.autograd.Function):
+    """Losses of the right shape, for fakes."""
+
+    @staticmethod
+    def forward(ctx: Any, log_probs: torch.Tensor, targets: torch.Tensor, longest: int) -> torch.Tensor:
+        steps, *batch, _ = log_probs.shape
+        ctx.save_for_backward(log_probs, targets, log_probs.new_empty(*batch, steps, 2 * longest + 1))
+        return log_probs.new_empty(batch)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        log_probs, *_ = ctx.saved_tensors
+        return torch.empty_like(log_probs), None, None
+
+
+_RECURRENT = ("gru", "lstm", "rnn_relu", "rnn_tanh")
+
+
+def is_packed(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether the call is torch's `lstm(data, batch_sizes, states, ...)` or the like; else states come second."""
+    if getattr(func, "__name__", "") not in _RECURRENT or len(args) != 9:
+        return False
+    sizes = args[1]
+    return isinstance(sizes, torch.Tensor) and sizes.dtype is torch.int64 and sizes.dim() == 1
+
+
+def run_packed(args: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], int]:
+    """What the call returns over fakes, and its FLOPs: two for each weight and row of data, as good as exact."""
+    data, _, states, weights, *_, bidirectional = args
+    states = tuple(tensors_in(states))
+    width = states[0].shape[-1] * (2 if bidirectional else 1)
+    found = (data.new_empty(data.shape[0], width), *(torch.empty_like(state) for state in states))
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(args)):
+        found = tuple(map(severed, found))
+    return found, sum(2 * data.shape[0] * weight.numel() for weight in weights if weight.dim() == 2)

@@ -1,0 +1,650 @@
+"""The recorder's notebook: every torch call and module call of one run over fake tensors becomes a node or a span.
+
+`Recorder` is a TorchFunctionMode; `smpc.tracer.record` sets the stage for it. Tensors are known by identity
+(`smpc.tracer.recording.nodes`). What a call writes in place is found by comparing tensors' version counters around it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from smpc.errors import TraceError
+from smpc.tracer import targets
+from smpc.tracer.constants import Opaque, Ref, TraceDevice, is_constant, normalise, references
+from smpc.tracer.effects import torch_calls
+from smpc.tracer.effects.differentiation import mark_of
+from smpc.tracer.effects.ownership import AttributeWrites, OpenCall
+from smpc.tracer.effects.torch_calls import CallModes, dense, running_statistics, tensors_in, version_of
+from smpc.tracer.effects.watch import Watch
+from smpc.tracer.environment.reads import Reads
+from smpc.tracer.guards import Answers, Questions, is_fixed
+from smpc.tracer.ir import ModuleCall, Node, NodeKind, TensorSpec, Trace
+from smpc.tracer.operations import higher_order
+from smpc.tracer.operations.data_sized import DataSized
+from smpc.tracer.operations.dtypes import WAY_OUT, DtypeError
+from smpc.tracer.operations.measure import Meter, moved_bytes, touched_bytes
+from smpc.tracer.operations.opaque import WholeCall, fake_of, shape_rule
+from smpc.tracer.operations.probes import Probes
+from smpc.tracer.operations.values import UNTRACEABLE, Values, is_ctc, is_packed, run_ctc, run_packed
+from smpc.tracer.recording.nodes import Identities, NodeNames, parts_of, short_name
+from smpc.tracer.recording.untraceable import BUILD_WHOLE, CALL_WHOLE, UntraceableError, current_line, innermost_line
+from smpc.tracer.regions import RegionLog, checkpoint_mark
+from smpc.tracer.state.fakes import FakeState
+from smpc.tracer.state.generators import HOLD_GENERATOR, Generators, generators_of
+from smpc.tracer.structure import Structure, flatten, input_path
+
+_NO_DATA = "its data is not allocated yet"  # a kernel has read the memory of a fake tensor
+_SHAPE_RULE = "what to do: give the shapes of what it returns with smpc.register_shape_rule"
+
+
+NodeArguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]  # of a node: args, kwargs
+TorchCall = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]  # (func, args, kwargs)
+
+
+class Recorder(TorchFunctionMode):
+    """Writes nodes while the model runs. One instance records one trace."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        state: FakeState,
+        names: dict[int, str],
+        leaf_modules: frozenset[str],
+        device: torch.device,
+        generators: Generators,
+        answers: Answers | None = None,
+        shown: Collection[str] = (),
+        sizes: DataSized | None = None,
+        buffers: Mapping[str, torch.Tensor] | None = None,
+        closely: bool = False,
+    ) -> None:
+        super().__init__()
+        self.reads = Reads(names, state, self)
+        self._shown_paths, self._shown = frozenset(shown), set[str]()
+        self.state, self.modules, self.leaf_modules, self.device = state, names, leaf_modules, device
+        self.meter, self.probes = Meter(), Probes()
+        self.questions = Questions(state, device, answers, buffers or {})
+        self.sizes = sizes or DataSized()
+        self._values = Values(self)
+        self.writes = AttributeWrites()
+        self.nodes: list[Node] = []
+        self.calls: list[ModuleCall | None] = []
+        self.open: list[OpenCall] = []
+        self.regions = RegionLog()
+        self.differentiating: list[str] = []
+        self.muted = 0
+        self.in_transforms = 0  # how many times it is muted by transforms, whose operations are recorded
+        self._inside: TorchCall | None = None  # what torch calls inside a call that is recorded as one go through
+        self._tensors = Identities()
+        self._canonical = {name: spec.names[0] for spec in state.specs for name in spec.names}
+        self.generators = generators
+        self._drawn: dict[str, None] = {}  # nodes that read generators
+        self._globals: dict[str, None] = {}  # constants that stand for tensors which outlive the run
+        self._attributes: dict[str, str] = {}  # FQN -> node that reads it
+        self._names = NodeNames()
+        self._saved: list[int] = []
+        self.watch = Watch(self, model, closely)
+        self._inputs: tuple[Structure, tuple[Any, ...]] = (Structure(), ())
+        self._modes = CallModes(device)
+        self._state_storage = [self._tensors.storage(fake) for fake in state.fakes]
+        self._state_storages = frozenset(self._state_storage)
+
+    # -- inputs and output ---------------------------------------------------------------------------------------------
+
+    def bind_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Fakes for the tensors in the inputs, each bound to a placeholder."""
+        leaves, structure = flatten((args, kwargs))
+        fakes: list[Any] = []
+        refs: list[Any] = []
+        for leaf, path in zip(leaves, structure.paths(), strict=True):
+            if isinstance(leaf, torch.Tensor):
+                fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
+                target = input_path(path)
+                name = self._names.unique(re.sub(r"\W+", "_", target).strip("_"))
+                storage = self._tensors.storage(fake)
+                self.nodes.append(Node(name, NodeKind.PLACEHOLDER, target, spec=TensorSpec.of(fake), storage=storage))
+                self._tensors.bind(fake, name)
+                if path in self._shown_paths:
+                    self._shown.add(name)
+                if leaf.device.type != "meta" and not isinstance(leaf, FakeTensor):
+                    self.questions.samples[name] = leaf
+                fakes.append(fake)
+                refs.append(Ref(name))
+            else:
+                fakes.append(leaf)
+                refs.append(normalise(leaf) if is_constant(normalise(leaf)) else Opaque(type(leaf).__name__))
+        self._inputs = (structure, tuple(refs))
+        built = structure.unflatten(fakes)
+        return built[0], built[1]
+
+    def finish(self, model: nn.Module, output: Any) -> Trace:
+        """The trace of the run that returned `output`."""
+        leaves, structure = flatten(output)
+        outputs = tuple(self._argument(leaf, "the model's output") for leaf in leaves)
+        specs = tuple(
+            type(spec)(spec.names, spec.spec, spec.is_parameter, spec.is_persistent, storage)
+            for spec, storage in zip(self.state.specs, self._state_storage, strict=True)
+        )
+        calls = tuple(call for call in self.calls if call is not None)
+        assert len(calls) == len(self.calls), "a module call did not return"
+        calls, nodes = self.writes.marked(calls), tuple(self._settled(node) for node in self.nodes)
+        self._values.check()
+        return Trace(
+            f"{type(model).__module__}.{type(model).__qualname__}",
+            model.training,
+            nodes,
+            calls,
+            *self._inputs,
+            structure,
+            outputs,
+            specs,
+            tuple(self._tensors.storage_bytes),
+            tuple(self.questions.guards),
+            self.regions.finished(calls),
+            tuple(self.differentiating),
+            self.watch.overwritten(specs, nodes, outputs),
+        )
+
+    def _settled(self, node: Node) -> Node:
+        """The node with the grad flag that its tensor has in the end: `mask[0] = hidden` makes `mask` require grad."""
+        tensor = self._tensors.tensor_of(node.name)
+        if tensor is None or node.spec is None or tensor.requires_grad == node.spec.requires_grad:
+            return node
+        spec = dataclasses.replace(node.spec, requires_grad=tensor.requires_grad)
+        return dataclasses.replace(node, spec=spec)
+
+    # -- torch calls ---------------------------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self.reads.calls.pause()
+        try:
+            return self._torch_call(func, types, args, kwargs or {})
+        finally:
+            self.reads.calls.resume()
+
+    def _torch_call(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if self.muted:
+            return self._run(func, args, kwargs) if self._inside is None else self._inside(func, args, kwargs)
+        if torch_calls.in_kernel():
+            return self._in_kernel(func, args, kwargs)
+        if torch_calls.in_transform(args, kwargs):
+            raise self.error(
+                f"torch.{getattr(func, '__name__', func)} is called under torch.vmap, torch.func.grad or the like"
+            )
+        other = torch_calls.override(tuple(types))
+        if other is not None:
+            with self:
+                return other.__torch_function__(func, types, args, kwargs)
+        if higher_order.is_higher_order(func):
+            return higher_order.run(self, func, args, kwargs)
+        before = [(tensor, version_of(tensor)) for tensor in tensors_in((args, kwargs))]
+        mark = mark_of(func)
+        has_effect = bool(mark) and self.watch.has_effect(mark, args)
+        self.begin_call()
+        out = self._run(func, args, kwargs)
+        results = list(tensors_in(out))
+        written = [tensor for tensor, version in before if version_of(tensor) != version]
+        self.watch.note_overwritten([self._tensors.storage(tensor) for tensor in written])
+        written += running_statistics(func, args, kwargs)
+        unchanged = not results or (isinstance(out, torch.Tensor) and any(out is tensor for tensor, _ in before))
+        if has_effect:
+            written = [args[0]]  # what comes later finds another tensor
+        if unchanged and not written and (mark or getattr(func, "__name__", "") != "__set__"):
+            return out  # nothing happened, or `x.to(dtype)` returned x itself
+        real = torch_calls.from_array(args, kwargs, out)
+        if real is not None:
+            self.add_constant(real, out)
+            return out
+        try:
+            target, args = targets.name_call(func, args)
+        except KeyError as error:
+            raise self.error(f"a function without a name was called: {error.args[0]}") from error
+        moved = moved_bytes([tensor for tensor, _ in before], results, bool(written))
+        self.add_call(target, self.arguments(target, args, kwargs), out, written, moved)
+        return out
+
+    def _in_kernel(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs what C++ code calls by itself; only data that it takes into the run is recorded."""
+        out, real = func(*args, **kwargs), torch_calls.lifted(func, args)
+        if real is not None and not self.known(real):
+            self.add_constant(real, out)
+        return out
+
+    def add_constant(self, real: torch.Tensor, out: torch.Tensor) -> str:
+        """The node that makes a tensor which comes from elsewhere."""
+        self.reads.constant(real)
+        with torch._C.DisableTorchFunction():
+            arguments = torch_calls.constant(real)
+            if arguments is None:
+                raise self._unknown(real, "a tensor")
+            self.begin_call()
+            self.add_call(torch_calls.CONSTANT, arguments, out, (), 0)
+            return self._tensors.node_of(out)
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if torch_calls.is_of_real(func, args):
+            return torch_calls.values_of_real(func, args, kwargs, self.reads.constant)
+        if torch_calls.works_on_elements(func):
+            raise self.error(f"torch.Tensor.{func.__name__} calls Python with the values of a tensor")
+        if is_packed(func, args):
+            out, self.meter.flops = run_packed(args)
+            return out
+        func = run_ctc if is_ctc(func) else func
+        try:
+            keys = self.sizes.keys((args, kwargs))
+            return self.sizes.run(keys, self.meter, func, args, kwargs) if keys else func(*args, **kwargs)
+        except DtypeError as error:
+            name = f"torch.{getattr(func, '__name__', func)}"
+            raise TraceError(str(self.error(f"{name}: {error}", way_out=WAY_OUT))) from None
+        except (RuntimeError, *UNTRACEABLE) as error:
+            if self.muted or not (isinstance(error, UNTRACEABLE) or _NO_DATA in str(error)):
+                raise
+            return self._values.call(func, args, kwargs, error)
+
+    def arguments(self, target: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NodeArguments:
+        """What a node that calls `target` has as arguments."""
+        where = f"an argument of {target}"
+        node_args = tuple(self._tree(arg, where) for arg in args)
+        return node_args, tuple((key, self._tree(value, where)) for key, value in kwargs.items())
+
+    def add_call(
+        self, target: str, arguments: NodeArguments, out: Any, written: Sequence[torch.Tensor], bytes_moved: int
+    ) -> None:
+        """Adds the node of a call that has just returned `out` and has written into some of its arguments."""
+        args, kwargs = arguments
+        name = self._names.unique(short_name(target, args))
+        mutates = tuple(dict.fromkeys(self._name(tensor, f"an argument of {target}") for tensor in written))
+        if any(written_name in self._globals for written_name in mutates):
+            raise self.error(f"{target} writes into a tensor that no module holds: register it as a buffer")
+        mutates += tuple(name for name in references((args, dict(kwargs))) if name in self._drawn)
+        node = Node(name, NodeKind.CALL_FUNCTION, target, args, kwargs, bytes_moved=bytes_moved, mutates=mutates)
+        self._add_measured(node, out)
+
+    def _add_measured(self, node: Node, out: Any) -> None:
+        """Adds the node of a call that has just returned `out`, with what the meter and autograd's hooks say of it."""
+        spec, storage = self._described(out)
+        grad_enabled, autocast = self._modes.now()
+        self.nodes.append(
+            dataclasses.replace(
+                node,
+                spec=spec,
+                storage=storage,
+                call=self._call_index,
+                flops=self.meter.flops,
+                saved=tuple(dict.fromkeys(self._saved)),
+                random=self.meter.random,
+                grad_enabled=grad_enabled,
+                autocast=autocast,
+                source=current_line(),
+            )
+        )
+        self._bind_result(out, node.name)
+        self.watch.node_added(node.name, self.meter.random)
+
+    def begin_call(self) -> None:
+        """What is measured from now on is that of the call that `add_call` adds."""
+        self.meter.reset()
+        self._saved = []
+
+    @contextmanager
+    def inside_call(self, run: TorchCall | None = None) -> Iterator[None]:
+        """What happens in this context is part of one call, and not recorded; torch calls in it go through `run`."""
+        self.muted += 1
+        self._inside, around = run, self._inside
+        try:
+            yield
+        finally:
+            self.muted -= 1
+            self._inside = around
+
+    def known(self, tensor: torch.Tensor) -> str:
+        """The name of a tensor that a node has returned, or of a parameter or buffer; "" for others."""
+        return self._tensors.node_of(tensor) or self.state.names.get(id(tensor), "")
+
+    def fakes(self) -> list[torch.Tensor]:
+        """The fake tensors of the recording."""
+        return self._tensors.fakes()
+
+    def is_shown(self, tensor: torch.Tensor) -> bool:
+        """Whether libraries may look at the values of a recorded tensor."""
+        name = self._tensors.node_of(tensor)
+        return bool(name) and is_fixed(self.nodes, (name,), self._shown)
+
+    def note_saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Called for every tensor that autograd saves."""
+        storage = self._tensors.storage(tensor)
+        if storage in self._state_storages:
+            self.watch.note_kept(storage)
+        else:
+            self._saved.append(storage)
+        return tensor
+
+    def amend_saved(self, position: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Adds to what autograd saves for the node at that position."""
+        node, self._saved = self.nodes[position], []
+        for tensor in tensors:
+            self.note_saved(tensor)
+        self.nodes[position] = dataclasses.replace(node, saved=tuple(dict.fromkeys((*node.saved, *self._saved))))
+
+    # -- module calls --------------------------------------------------------------------------------------------------
+
+    def module_call(
+        self, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Runs one module call and writes down its span."""
+        fqn = self.modules.get(id(module))
+        if fqn is None or self.muted:
+            return run()
+        mark, parent = checkpoint_mark(module), self.open[-1] if self.open else None
+        if parent is not None and parent.sequence >= 0:
+            asked = checkpoint_mark(parent.module)
+            assert asked is not None, parent.fqn
+            with self.region(asked.preserve_rng_state, parent.sequence, asked.strategy):
+                return self._call(fqn, module, run, args, kwargs)
+        if mark is not None and (mark.is_member or not mark.strategy):
+            sequence = self.regions.of_list(parent.index if parent else -1, fqn) if mark.is_member else -1
+            with self.region(mark.preserve_rng_state, sequence, mark.strategy):
+                return self._call(fqn, module, run, args, kwargs)
+        return self._call(fqn, module, run, args, kwargs)
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether what happens is part of one call that runs again as it is."""
+        return self.muted > self.in_transforms
+
+    def context(self) -> str:
+        """The FQN of the module whose code runs."""
+        return self.open[-1].fqn if self.open else ""
+
+    def note_write(self, module: nn.Module, name: str, value: Any) -> None:
+        """Called for every attribute that is set on a module; buffers are looked at when its call ends."""
+        owner = self.modules.get(id(module))
+        if isinstance(value, nn.Module) and owner is not None and not self.muted and self._is_new(value):
+            fqn = f"{owner}.{name}" if owner else name
+            raise self.error(f"forward puts a new {type(value).__name__} into the model, as {fqn}", way_out=BUILD_WHOLE)
+        self.reads.write(module, name)
+        if owner is not None and self.open and not self.muted and name not in (*module._buffers, *module._parameters):
+            self.writes.note(owner, self.open[-1].fqn)
+
+    def _is_new(self, module: nn.Module) -> bool:
+        """Whether a module that holds others, parameters or buffers is none of the model's."""
+        is_empty = not (module._modules or module._parameters or module._buffers)
+        return id(module) not in self.modules and not is_empty
+
+    def _call(
+        self, fqn: str, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if fqn in self.leaf_modules:
+            return self._leaf_call(fqn, module, run, args, dict(kwargs))
+        opened = OpenCall(len(self.calls), fqn, module, self.open[-1].index if self.open else -1, len(self.nodes))
+        self.generators.check(self.error)
+        overrides = next(cls for cls in type(module).__mro__ if "__call__" in vars(cls)) is not nn.Module
+        opened.bare = overrides and self.regions.is_innermost(opened.parent)
+        mark = checkpoint_mark(module)
+        if mark is not None and mark.strategy and not mark.is_member:
+            opened.sequence = self.regions.new_sequence()
+        with torch._C.DisableTorchFunction():
+            leaves, opened.arguments = flatten((args, dict(kwargs)))
+            opened.leaves = tuple(self._argument(leaf, None) for leaf in leaves)
+            opened.given = frozenset(id(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+            opened.grad_enabled, opened.autocast = self._modes.now()
+        self.calls.append(None)
+        self.open.append(opened)
+        self.watch.enter(opened)
+        out = run()
+        with torch._C.DisableTorchFunction():
+            self.watch.leave(opened)
+            self._note_rebound_buffers(opened)
+            self.generators.check(self.error)
+            self._close(opened, out)
+        return out
+
+    def _close(self, opened: OpenCall, out: Any) -> None:
+        assert self.open.pop() is opened
+        leaves, structure = flatten(out)
+        self.calls[opened.index] = ModuleCall(
+            opened.fqn,
+            type(opened.module).__name__,
+            opened.parent,
+            opened.first,
+            len(self.nodes),
+            opened.arguments,
+            opened.leaves,
+            structure,
+            tuple(self._argument(leaf, None) for leaf in leaves),
+            opened.grad_enabled,
+            opened.autocast,
+            opened.bare,
+            opened.whole,
+        )
+
+    # -- checkpointed regions ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def region(
+        self, preserve_rng_state: bool = True, sequence: int = -1, strategy: str = "", *, own: bool = False
+    ) -> Iterator[None]:
+        """What is recorded in this context is to be computed again for the backward pass, if there is one."""
+        if self.muted or not torch.is_grad_enabled():
+            yield
+            return
+        call = self._call_index
+        with self.regions.region(call, lambda: len(self.nodes), preserve_rng_state, sequence, strategy, own=own):
+            yield
+
+    def _leaf_call(
+        self, fqn: str, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        where = f"leaf module {fqn}"
+        self.sizes.refuse((args, kwargs))
+        node_args, node_kwargs = self.arguments(where, args, kwargs)
+        watched = (*tensors_in((args, kwargs)), *module.parameters(), *module.buffers())
+        before = [(tensor, version_of(tensor)) for tensor in watched]
+        self.begin_call()
+        is_python = not isinstance(module, torch.jit.ScriptModule)
+        with (
+            self.watch.whole(fqn, module, (args, kwargs), self._run) as whole,
+            self.inside_call(whole.torch_call if is_python else None),
+        ):
+            out, written = self._run_whole(whole, module, run, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            written += whole.written
+            self.watch.note_overwritten([self._tensors.storage(tensor) for tensor in written])
+            written += whole.marked
+            written += [tensor for tensor, version in before if version_of(tensor) != version]
+            mutates = tuple(dict.fromkeys(self._name(tensor, f"an argument of {where}") for tensor in written))
+            mutates += tuple(dict.fromkeys(self._generator(generator) for generator in generators_of(module)))
+            self.generators.changed()
+            moved = sum(touched_bytes(tensor) for tensor in (*tensors_in((args, kwargs)), *tensors_in(out)))
+            name = self._names.unique(re.sub(r"\W", "_", fqn))
+            node = Node(name, NodeKind.CALL_MODULE, fqn, node_args, node_kwargs, bytes_moved=moved, mutates=mutates)
+            self._add_measured(node, out)
+            if whole.differentiates:
+                self.differentiating.append(name)
+        return out
+
+    def _run_whole(
+        self, whole: WholeCall, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """What a leaf returns, as fakes, and what it writes that version counters do not show."""
+        rule = shape_rule(module)
+        if rule is not None:
+            return rule(module, *args, **kwargs), []
+        try:
+            return run(), []
+        except Exception:  # fakes will not do: run it for real
+            self._saved = []
+        if whole.failure is not None:
+            raise whole.failure
+        whole.is_real = True
+        try:
+            found = self.probes.of(module, args, kwargs, self.state, self.meter)
+        except Exception as error:
+            what = f"{type(module).__name__} cannot be called whole either: {type(error).__name__}: {error}"
+            raise self.error(what, line=innermost_line(error), way_out=_SHAPE_RULE) from error
+        inputs = flatten((args, kwargs))[0]
+        tensors = [*tensors_in(inputs), *module.parameters(), *module.buffers()]
+        self.meter.flops, self.meter.random = found.flops, found.random
+        for position in found.kept:
+            self.watch.note_kept(self._tensors.storage(tensors[position]))
+        for position, num_bytes in found.saved:
+            self._saved.append(
+                self._tensors.storage(inputs[position]) if position >= 0 else self._tensors.new_storage(num_bytes)
+            )
+        leaves = [fake_of(leaf, inputs, self.device) for leaf in found.leaves]
+        return found.structure.unflatten(leaves), [tensors[i] for i in found.written]
+
+    def _note_rebound_buffers(self, opened: OpenCall) -> None:
+        """`self.count = self.count + 1` on a buffer is an effect: the module holds another tensor afterwards.
+
+        Noted at the end of the module's call, or, when another module has done it, at the end of the model's.
+        """
+        for fqn, value in self.watch.ownership.rebound(opened):
+            known = self._canonical.get(fqn, fqn)
+            ref, name = Ref(self._name(value, f"buffer {fqn}")), self._names.unique(f"set_{fqn.rpartition('.')[2]}")
+            self.nodes.append(Node(name, NodeKind.SET_ATTR, known, (ref,), call=opened.index, source=current_line()))
+
+    # -- tensors to names ----------------------------------------------------------------------------------------------
+
+    def _tree(self, value: Any, where: str) -> Any:
+        """An argument with its tensors replaced by `Ref`s."""
+        if type(value) in (tuple, list):
+            return type(value)(self._tree(item, where) for item in value)
+        if isinstance(value, torch.Size):
+            return tuple(value)
+        if isinstance(value, tuple):
+            return tuple(self._tree(item, where) for item in value)
+        if isinstance(value, dict):
+            return {key: self._tree(item, where) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(*(self._tree(item, where) for item in (value.start, value.stop, value.step)))
+        return self._argument(value, where)
+
+    def _argument(self, leaf: Any, where: str | None) -> Any:
+        """A Ref or a constant. What is neither is an error, or `Opaque` when there is no `where` to blame."""
+        if isinstance(leaf, torch.Tensor):
+            if where is None and not self.known(leaf):
+                return Opaque("tensor")
+            return Ref(self._name(leaf, where or ""))
+        if isinstance(leaf, torch.Generator) and self.generators.path(leaf):
+            return Ref(self._generator(leaf))
+        leaf = normalise(leaf)
+        if isinstance(leaf, torch.device) and leaf.type == self.device.type:
+            return TraceDevice()
+        if is_constant(leaf):
+            return leaf
+        if where is None:
+            return Opaque(type(leaf).__name__)
+        if isinstance(leaf, torch.Generator):
+            raise self.error(f"{where} is a torch.Generator that no module holds", way_out=HOLD_GENERATOR)
+        raise self.error(f"{where} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which a trace cannot hold")
+
+    def _generator(self, generator: torch.Generator) -> str:
+        """The node that reads a generator which a module holds."""
+        path = self.generators.path(generator)
+        if path not in self._attributes:
+            self._drawn[self._new_attribute(path, None, self._tensors.new_storage(0))] = None
+        return self._attributes[path]
+
+    def _new_attribute(self, fqn: str, spec: TensorSpec | None, storage: int) -> str:
+        self._attributes[fqn] = name = self._names.unique(re.sub(r"\W+", "_", fqn).strip("_"))
+        self.nodes.append(Node(name, NodeKind.GET_ATTR, fqn, spec=spec, storage=storage, call=self._call_index))
+        return name
+
+    def _name(self, tensor: torch.Tensor, where: str) -> str:
+        """The node whose value a tensor is."""
+        found = self._tensors.node_of(tensor)
+        if found:
+            return found
+        fqn = self.state.names.get(id(tensor))
+        self.watch.read(tensor, self.open[1:])
+        if fqn is None:
+            if torch_calls.constant(tensor) is None:
+                raise self._unknown(tensor, where)
+            name = self.add_constant(tensor, tensor)
+            self._tensors.forget(tensor)  # a global, made again for each use, so that modules stay intact
+            self._globals[name] = None
+            return name
+        if fqn not in self._attributes:
+            self._new_attribute(fqn, TensorSpec.of(tensor), self._tensors.storage(tensor))
+        return self._attributes[fqn]
+
+    def _unknown(self, tensor: torch.Tensor, where: str) -> UntraceableError:
+        return self.error(f"{where} is a tensor {tuple(tensor.shape)} that {torch_calls.why_unknown(tensor)}")
+
+    def _described(self, value: Any) -> tuple[TensorSpec | None, int]:
+        """The spec and the storage of what a node returns; None and -1 if that is no tensor."""
+        tensor = dense(value)
+        if tensor is None:
+            return None, -1
+        spec = None if self.sizes.keys(tensor) else TensorSpec.of(tensor)
+        return spec, self._tensors.storage(tensor)
+
+    def _bind_result(self, out: Any, name: str) -> None:
+        """Binds what a call returned: a tensor to the node itself, the parts of a tuple to getitem nodes."""
+        if isinstance(out, torch.Tensor):
+            if id(out) not in self.state.names or self._tensors.node_of(out):
+                self._tensors.bind(out, name)
+            return
+        for key, item in parts_of(out):
+            if not any(True for _ in tensors_in(item)):
+                continue
+            part = self._names.unique(f"{name}_{key}")
+            spec, storage = self._described(item)
+            grad_enabled, autocast = self._modes.now()
+            self.nodes.append(
+                Node(
+                    part,
+                    NodeKind.CALL_FUNCTION,
+                    targets.GETITEM,
+                    (Ref(name), key),
+                    (),
+                    spec,
+                    storage,
+                    self._call_index,
+                    grad_enabled=grad_enabled,
+                    autocast=autocast,
+                )
+            )
+            self._bind_result(item, part)
+
+    # -- surroundings --------------------------------------------------------------------------------------------------
+
+    @property
+    def place(self) -> str:
+        """The name of the innermost module that is being called."""
+        return self.open[-1].fqn if self.open else ""
+
+    @property
+    def _call_index(self) -> int:
+        """Of the innermost module call that is open."""
+        return self.open[-1].index if self.open else 0
+
+    def error(self, what: str, line: str | None = None, way_out: str = CALL_WHOLE) -> UntraceableError:
+        """An error that says where in the model it happened."""
+        inner = next((call for call in reversed(self.open) if call.fqn), None)
+        line = current_line() if line is None else line
+        return UntraceableError.inside(inner.module if inner else None, inner.fqn if inner else "", line, what, way_out)
+
+
+def current_recorder() -> Recorder | None:
+    """The recorder of the trace that is being made, if one is."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return next((mode for mode in modes if isinstance(mode, Recorder)), None)

@@ -1,0 +1,136 @@
+"""Python objects that a model holds, as they are before a recording: what the recording's run of forward changes is put back afterwards.
+
+    state = PythonState(model)
+    ...                             # self.settings.factor *= 1.1; self.history.append(1); self.table[0] += 1; next(self.steps)
+    state.restore()
+
+Lists, dicts, sets, deques, attributes of objects, arrays of numpy, bytearrays, and iterators that can be copied are put back in place,
+wherever they are reached from the model's attributes. Tensors, modules, functions and classes are looked after elsewhere. A module that is
+called whole is the case in point: its Python runs as it is, and nothing else notes what it does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from smpc.tracer.environment.reached import is_looked_into, slots_of
+
+_MOST = 200_000  # values that are looked at
+_LONGEST = 10_000  # of the containers that are looked into
+_ITERATORS = ("itertools", "builtins")
+_KINDS = (list, dict, set, deque)
+_OF_MODULES = frozenset(vars(nn.Module()))  # tables, which recordings put back by themselves
+
+
+class PythonState:
+    """See the module's docstring."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._seen: dict[int, Any] = {}
+        self._queue: list[Any] = []
+        for module in model.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._attributes(vars(module))
+        while self._queue and len(self._seen) < _MOST:
+            self._look(self._queue.pop())
+
+    def restore(self) -> None:
+        """Puts everything back."""
+        for undo in self._undo:
+            undo()
+
+    def _attributes(self, attributes: dict[str, Any]) -> None:
+        """Those of a module; they themselves are put back with the module, and may be iterators."""
+        for name, value in attributes.items():
+            copied = _copied(value) if name not in _OF_MODULES else value
+            if copied is not value:
+                self._undo.append(partial(attributes.__setitem__, name, copied))
+            elif name not in _OF_MODULES:
+                self._queue.append(value)
+
+    def _look(self, value: Any) -> None:
+        if id(value) in self._seen or isinstance(value, (torch.Tensor, nn.Module)):
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, _KINDS):
+            self._container(value)
+        elif isinstance(value, (tuple, frozenset)):
+            self._queue += value if len(value) <= _LONGEST else ()
+        elif isinstance(value, np.ndarray):
+            before = value.copy()
+            self._undo.append(lambda: _write_array(value, before))
+        elif isinstance(value, bytearray):
+            data = bytes(value)
+            self._undo.append(lambda: value.__setitem__(slice(None), data) if value != data else None)
+        if is_looked_into(value):
+            self._object(value)
+
+    def _container(self, value: Any) -> None:
+        kind: Any = next(kind for kind in _KINDS if isinstance(value, kind))
+        if kind.__len__(value) > _LONGEST:
+            return
+        if kind is dict:
+            entries = {key: _copied(item) for key, item in dict.items(value)}
+            self._queue += entries.values()
+            self._undo.append(lambda: _write_dict(value, entries))
+            return
+        items = [_copied(item) for item in kind.__iter__(value)]
+        self._queue += items
+        self._undo.append(lambda: _write_items(kind, value, items))
+
+    def _object(self, value: Any) -> None:
+        attributes = getattr(value, "__dict__", None)
+        if type(attributes) is dict and id(attributes) not in self._seen:
+            self._seen[id(attributes)] = attributes
+            entries = {key: _copied(item) for key, item in attributes.items()}
+            self._queue += entries.values()
+            self._undo.append(lambda: _write_dict(attributes, entries))
+        for name in (name for cls in type(value).__mro__ for name in slots_of(cls)):
+            with suppress(AttributeError):
+                found = getattr(value, name)
+                self._queue.append(found)
+                self._undo.append(partial(_write_slot, value, name, _copied(found)))
+
+
+def _copied(value: Any) -> Any:
+    """An iterator as it is now; anything else itself."""
+    if isinstance(value, Iterator) and type(value).__module__ in _ITERATORS:
+        with suppress(TypeError):  # a generator, or an iterator over what has none
+            return copy.copy(value)
+    return value
+
+
+def _write_dict(value: dict[Any, Any], before: dict[Any, Any]) -> None:
+    if len(value) == len(before) and all(map(is_, value, before)) and all(map(is_, value.values(), before.values())):
+        return
+    dict.clear(value)
+    dict.update(value, before)
+
+
+def _write_items(kind: Any, value: Any, before: list[Any]) -> None:
+    now = list(kind.__iter__(value))
+    if len(now) == len(before) and all(map(is_, now, before)):
+        return
+    kind.clear(value)
+    (kind.update if kind is set else kind.extend)(value, before)
+
+
+def _write_array(value: Any, before: Any) -> None:
+    if not np.array_equal(value, before) and value.shape == before.shape and value.flags.writeable:
+        value[...] = before
+
+
+def _write_slot(value: Any, name: str, before: Any) -> None:
+    if getattr(value, name, None) is not before:
+        setattr(value, name, before)
