@@ -3,6 +3,8 @@
 import os
 import random
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -10,6 +12,8 @@ import torch
 from support.executor_harness import run_workers
 from torch import distributed
 
+import smpc.v1 as smp
+import smpc.v2 as tsm
 from smpc import dist
 from smpc.errors import PeerError
 
@@ -130,3 +134,71 @@ def test_a_local_rank_zero_that_fails_ends_all(tmp_path, port):
                 assert (kind, text) == ("PeerError", "rank 2, local rank 0: ValueError: no disk")
         assert len(found) == 2
     assert list((tmp_path / "signals").iterdir()) == []
+
+
+AGAIN = """
+import os, time, torch
+from torch import distributed
+from smpc import dist
+IMPORT
+
+for turn in range(2):
+    if turn and os.environ["RANK"] == "0":
+        time.sleep(2)  # so that the other rank looks for it in the store first
+    BEGIN
+    total = torch.tensor(dist.get_global_rank() + 1)
+    distributed.all_reduce(total)
+    print(turn, total.item(), flush=True)
+    END
+"""
+BEGINNINGS = {
+    "dist": ("", "dist.initialize_dist('cpu', timeout=60.0)", "distributed.destroy_process_group()"),
+    "v2": ("import smpc.v2 as tsm", "tsm.init({'hybrid_shard_degree': 2})", "tsm.state.reset()"),
+}
+
+
+@pytest.mark.parametrize("name", ["dist", pytest.param("v2", marks=pytest.mark.slow)])
+def test_a_rank_that_begins_again_late(tmp_path, name):
+    """The other one used to find the addresses of the first time in the launcher's store, and to connect to nobody."""
+    script, text = tmp_path / "again.py", AGAIN
+    for word, line in zip(("IMPORT", "BEGIN", "END"), BEGINNINGS[name], strict=True):
+        text = text.replace(word, line)
+    script.write_text(text)
+    smpc = [sys.executable, "-c", "import sys; from smpc.cli import main; sys.exit(main())"]
+    command = [*smpc, "run", "-n", "2", "--console", "all", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] {turn} 3" for rank in range(2) for turn in range(2)]
+
+
+PIPELINES = {"pipeline_parallel_degree": 2, "microbatches": 1, "ddp": True}
+SLICES = {"tensor_parallel_degree": 2, "microbatches": 1, "ddp": True}
+SESSIONS = {
+    "pipelines": (smp.init, PIPELINES, smp.shutdown),
+    "slices of their own samples": (smp.init, SLICES, smp.shutdown),
+    "slices of the same samples": (smp.init, {**SLICES, "prescaled_batch": True}, smp.shutdown),
+    "v2's slices": (tsm.init, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 2}, tsm.state.reset),
+    "v2's sequences": (tsm.init, {"context_parallel_degree": 2, "hybrid_shard_degree": 4}, tsm.state.reset),
+}
+
+
+def sampled(rank, folder):
+    found = {"before": list(dist.get_sampler(range(8)))}
+    for name, (begin, config, end) in SESSIONS.items():
+        begin(config)
+        found[name] = list(dist.get_sampler(range(8)))
+        found[f"{name}, told"] = list(dist.get_sampler(range(8), num_replicas=4, rank=3))
+        end()
+    return found | {"after": list(dist.get_sampler(range(8)))}
+
+
+def test_the_samples_of_a_session(tmp_path):
+    """Ranks that must be given the same batch read the same samples: those of a pipeline, of a sequence, of slices of one model."""
+    found = run_workers(sampled, 4, tmp_path)
+    by_rank = [[0, 4], [1, 5], [2, 6], [3, 7]]
+    pairs = [[0, 2, 4, 6], [0, 2, 4, 6], [1, 3, 5, 7], [1, 3, 5, 7]]
+    for name in ("before", "slices of their own samples", "after"):
+        assert [own[name] for own in found] == by_rank, name
+    for name in ("pipelines", "slices of the same samples", "v2's slices", "v2's sequences"):
+        assert [own[name] for own in found] == pairs, name
+    assert [own[f"{name}, told"] for own in found for name in SESSIONS] == [[3, 7]] * 20

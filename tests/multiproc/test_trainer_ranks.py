@@ -56,22 +56,34 @@ def test_all_strategies_have_the_bits_of_one_process(tmp_path):
             assert torch.equal(values, expected), name
 
 
-def cuts(rank, folder, batch_size, sizes):
+SPACE_AND_TIME = {  # ranks: the batch of each, then size of a microbatch and number of samples; the last batch of an epoch may be smaller
+    1: (8, [(1, 14)]),
+    2: (4, [(1, 14), (3, 16), (4, 14)]),
+    4: (2, [(1, 12)]),
+}
+
+
+def cuts(rank, folder, batch_size, cases):
     _place(rank)
     found = []
-    for options in ({}, {"fsdp_config": {}}):
-        made = trainer(batch_size, device_train_microbatch_size=sizes, **options)
-        made.fit()
-        found.append(everything(made))
+    for size, count in cases:
+        for options in ({}, {"fsdp_config": {}}):
+            made = trainer(batch_size, count, device_train_microbatch_size=size, **options)
+            made.fit()
+            found.append((size, count, everything(made)))
     return found
 
 
-@pytest.mark.parametrize(("world", "batch_size", "sizes"), [(1, 8, 1), (2, 4, 3), (4, 2, 1)])
-def test_space_and_time(tmp_path, world, batch_size, sizes):
-    """Ranks and microbatches may be exchanged, also where the last microbatch is smaller."""
-    expected = eager(1, 8) if world == 1 else eager(world, batch_size)
-    for found in run_workers(cuts, world, tmp_path, batch_size, sizes):
-        for values in found:
+@pytest.mark.parametrize("world", SPACE_AND_TIME)
+def test_space_and_time(tmp_path, world):
+    """Ranks and microbatches may be exchanged, also where the last microbatch or batch is smaller: 1x8, 2x4, 4x2; 2x1 bit by bit."""
+    batch_size, cases = SPACE_AND_TIME[world]
+    for found in run_workers(cuts, world, tmp_path, batch_size, cases):
+        assert [(size, count) for size, count, _ in found] == [case for case in cases for _ in range(2)]
+        for size, count, values in found:
+            expected = eager(world, batch_size, count=count)
+            if size == batch_size:
+                assert torch.equal(values, expected)
             torch.testing.assert_close(values, expected, rtol=1e-5, atol=2e-6)
 
 

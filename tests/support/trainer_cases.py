@@ -89,7 +89,7 @@ def eager(world, batch_size, num_batches=4, sizes=None, count=NUM_SAMPLES, model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     per_rank = [list(range(rank, count, world)) for rank in range(world)]
     for index in range(num_batches):
-        start = index * batch_size % len(per_rank[0])
+        start = index % -(-len(per_rank[0]) // batch_size) * batch_size
         chosen = [own[start : start + batch_size] for own in per_rank]
         total = sum(map(len, chosen))
         optimizer.zero_grad()

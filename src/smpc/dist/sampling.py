@@ -1,14 +1,27 @@
-"""Which samples of a data set a rank reads."""
+"""Which samples of a data set a rank reads.
+
+Without a session of `smpc.v1` or `smpc.v2` every rank reads a part of its own. In a session ranks of one pipeline, and of a group that shares
+its batches, read the same part: the session says which, through `divide_data`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from typing import cast
 
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from smpc.dist.place import get_global_rank, get_world_size
+
+_PLACES: list[tuple[int, int]] = []  # of this rank, in the sessions that there are: which of how many parts of the data
+
+
+def divide_data(index: int, count: int) -> Callable[[], None]:
+    """A session begins, in which this rank reads part `index` of `count`. Returns what ends that."""
+    place = (index, count)
+    _PLACES.append(place)
+    return lambda: _PLACES.remove(place)
 
 
 def get_sampler(
@@ -20,15 +33,16 @@ def get_sampler(
     rank: int | None = None,
     seed: int = 0,
 ) -> DistributedSampler[int]:
-    """A DistributedSampler: rank r of R reads every R-th sample. Alone there is one replica.
+    """A DistributedSampler: of R replicas, r reads every R-th sample, from the r-th on. Alone there is one replica.
 
-    `num_replicas` and `rank`: those of the world by default; with pipelines or tensor parallelism, where ranks of one replica read the
-    same samples, give the number and the rank of the replica (`smp.rdp_size()`, `smp.rdp_rank()`).
+    `num_replicas` and `rank`: all ranks of the world by default; after `smp.init` or `tsm.init` the parts of the data that the session needs:
+    ranks that must be given the same batches get the same samples.
     """
+    index, count = _PLACES[-1] if _PLACES else (get_global_rank(), get_world_size())
     return DistributedSampler(
         cast("Dataset[int]", dataset),
-        num_replicas=get_world_size() if num_replicas is None else num_replicas,
-        rank=get_global_rank() if rank is None else rank,
+        num_replicas=count if num_replicas is None else num_replicas,
+        rank=index if rank is None else rank,
         shuffle=shuffle,
         drop_last=drop_last,
         seed=seed,

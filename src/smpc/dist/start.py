@@ -7,16 +7,16 @@ import os
 
 import torch
 from torch import distributed
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, Store
 
 from smpc.dist.ending import watch_end
 from smpc.dist.place import is_available, is_initialized
 from smpc.errors import ConfigError, ConfigUnsupportedError, GroupError
-from smpc.launch.store import connect
+from smpc.launch.store import job_store, of_call
 from smpc.places import Launch
 
 _BACKENDS = {"cpu": "gloo", "gpu": "cpu:gloo,cuda:nccl"}
-_PREFIX = "smpc_dist"
+_NAME = "smpc_dist"  # in the job's store
 
 
 def initialize_dist(device: str | torch.device | None = None, timeout: float = 300.0) -> None:
@@ -24,7 +24,8 @@ def initialize_dist(device: str | torch.device | None = None, timeout: float = 3
 
     `device`: `cpu` (gloo), `gpu` (nccl for its tensors, gloo for others); by default gpu where there is one. `timeout`: seconds that
     this, and every wait for other ranks, may take. The place comes from what `smpc run`, torchrun, mpirun or srun have set; where nothing
-    is set, it is a job of one process, in memory. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and NODE_RANK are set afterwards.
+    is set, it is a job of one process, in memory. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and NODE_RANK are set afterwards. After
+    `torch.distributed.destroy_process_group` it may be called again, on all ranks equally often.
 
     Raises ConfigError for other devices and for a place that is incomplete; GroupError, if there is a group of another backend.
     """
@@ -44,7 +45,7 @@ def initialize_dist(device: str | torch.device | None = None, timeout: float = 3
     store: Store = HashStore()
     if launch.master_port is not None:
         try:
-            store = connect(launch, launch.master_port, limit)
+            store = of_call(job_store(launch, limit), _NAME, launch.rank)
         except RuntimeError as error:
             raise GroupError(
                 f"initialize_dist: rank {launch.rank} could not reach the store of the job at {launch.master_addr}:{launch.master_port} "
@@ -52,7 +53,7 @@ def initialize_dist(device: str | torch.device | None = None, timeout: float = 3
             ) from error
     distributed.init_process_group(
         _BACKENDS[kind],
-        store=PrefixStore(_PREFIX, store),
+        store=store,
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=limit,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 STORE_PREFIX = "smpc_attempt_"  # of what the ranks and the launcher tell each other; the number of the attempt follows
 ENDED = "smpc/ended"  # under that prefix: the ranks that have ended with status 0, each with a comma behind it
 _BACKLOG = 1024
+_STORES: dict[tuple[str, int], Store] = {}  # of this process, by address and port
 _SHORTEST_LOOK, _LONGEST_LOOK = 0.01, 1.0  # seconds between two looks at a port: a tenth of the wait so far
 
 
@@ -71,11 +72,32 @@ def serve(listener: socket.socket, timeout: timedelta) -> TCPStore:
     )
 
 
-def connect(launch: Launch, port: int, timeout: timedelta) -> Store:
+def job_store(launch: Launch, timeout: timedelta) -> Store:
     """The store of this process's job: the launcher's, where it serves one; otherwise rank 0 serves it, and the others wait for it.
 
-    On one host, only that host can reach it. Raises RuntimeError, or one of torch's that is one, where nobody serves it in time.
+    `timeout`: of this, and of every wait in it from now on. A process has one store for its life, which serves whatever it begins later: a
+    rank that is early would otherwise reach what rank 0 is about to close. On one host, only that host can reach it. Raises
+    RuntimeError, or one of torch's that is one, where nobody serves it in time.
     """
+    assert launch.master_port is not None, "a job of one process needs no store"
+    place = (launch.master_addr, launch.master_port)
+    if place not in _STORES:
+        _STORES[place] = _connect(launch, launch.master_port, timeout)
+    _STORES[place].set_timeout(timeout)
+    return _STORES[place]
+
+
+def of_call(store: Store, name: str, rank: int) -> Store:
+    """What ranks tell each other in this call of `name`, of which there may be several: ranks that call it equally often meet.
+
+    Each rank counts its own calls, in the store itself: a rank that comes late must not be taken for what it left there the last time.
+    """
+    from torch._C._distributed_c10d import PrefixStore
+
+    return PrefixStore(f"{name}/{store.add(f'{name}/calls/{rank}', 1)}", store)
+
+
+def _connect(launch: Launch, port: int, timeout: timedelta) -> Store:
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed.rendezvous import rendezvous
 

@@ -240,6 +240,18 @@ class Mesh:
                 weight *= self._degrees[letter]
         return position
 
+    def data_place(self, rank: int, *, tensor_ranks_share: bool) -> tuple[int, int]:
+        """Which of how many parts of the data a global rank reads, by number and count.
+
+        Ranks of one pipeline, and of one sequence, read the same part; those of a tensor-parallel group too, if they share their samples.
+        """
+        shared = (Axis.CP, Axis.TP) if tensor_ranks_share else (Axis.CP,)
+        own = [self.axis_rank(axis, rank) for axis in shared]
+        readers = [
+            other for other in self.group(Axis.DP, rank) if [self.axis_rank(axis, other) for axis in shared] == own
+        ]
+        return readers.index(rank), len(readers)
+
     def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
         """The group of an axis that a global rank belongs to."""
         self._check_rank(rank)

@@ -58,7 +58,8 @@ class Launch:
                 _port(environ, "", lines)
                 lines += [] if address else [_NO_ADDRESS]
             raise ConfigError("\n".join([*lines, advice])) from None
-        if place is None or (place.world_size == 1 and place.launcher != "torch"):
+        has_master = bool(address or environ.get("MASTER_PORT", "").strip())
+        if place is None or (place.world_size == 1 and (place.launcher != "torch" or not has_master)):
             return cls(0, 1, 0, 1, None, single_host=True, has_store=False)
         port = _port(environ, place.job and f"{place.launcher} {place.job}", problems)
         on_one_host = place.local_size == place.world_size and place.launcher != "torch"

@@ -93,6 +93,15 @@ def test_a_world_of_one_in_memory():
         dist.all_reduce(tensor, "AVG")
 
 
+def test_a_world_of_one_again():
+    """It has set RANK and WORLD_SIZE, and used to miss the master of those the second time."""
+    for _ in range(2):
+        dist.initialize_dist("cpu")
+        assert distributed.get_world_size() == 1
+        distributed.destroy_process_group()
+    assert os.environ["WORLD_SIZE"] == "1"
+
+
 @pytest.mark.parametrize(
     ("device", "error", "says"),
     [

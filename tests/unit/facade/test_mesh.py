@@ -74,6 +74,28 @@ def test_every_mesh_equals_nested_loops_in_the_order_of_the_letters(pp, tp, rdp,
         assert mesh.axis_rank(Axis.RDP, rank) == mesh.rdp_rank(rank)
 
 
+@given(
+    pp=st.integers(1, 2), tp=st.integers(1, 3), cp=st.integers(1, 2), shard=st.integers(1, 2), replicas=st.integers(1, 2),
+    placement=st.sampled_from(PLACEMENTS), shares=st.booleans(),
+)  # fmt: skip
+def test_ranks_that_share_samples_read_the_same_part_of_the_data(pp, tp, cp, shard, replicas, placement, shares):
+    mesh = Mesh(pp * tp * cp * shard * replicas, pp, tp, placement, cp, shard)
+    parts = {}
+    for rank in range(mesh.world_size):
+        index, count = mesh.data_place(rank, tensor_ranks_share=shares)
+        assert count == shard * replicas * (1 if shares else tp)
+        parts.setdefault(index, set()).add(rank)
+    assert sorted(parts) == list(range(count))
+    for readers in parts.values():
+        assert len(readers) == pp * cp * (tp if shares else 1)
+        for axis in (Axis.PP, Axis.CP, *([Axis.TP] if shares else [])):
+            assert all(readers.issuperset(mesh.group(axis, rank)) for rank in readers)
+    if cp == 1:
+        axis = Axis.RDP if shares else Axis.DP
+        for index, readers in parts.items():
+            assert {mesh.axis_rank(axis, rank) for rank in readers} == {index}
+
+
 @pytest.mark.parametrize(
     ("world", "message"),
     [

@@ -32,6 +32,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from smpc.config import Config
 from smpc.dist.ending import watch_end
+from smpc.dist.sampling import divide_data
 from smpc.errors import ConfigError
 from smpc.executor import FailureMonitor
 from smpc.executor.collectives import TensorGroup
@@ -91,6 +92,8 @@ def init(config: Mapping[str, Any] | Config | None = None) -> None:
             session = _make_session(parsed, mesh, launch, backend, device, monitor, owns_world=not given)
         state.start(session)
         set_parallel(session.parallel)
+        place = mesh.data_place(launch.rank, tensor_ranks_share=parsed.prescaled_batch)
+        state.closers.append(divide_data(*place))
     except BaseException:
         if monitor is not None:
             monitor.stop()

@@ -33,7 +33,7 @@ def make_observer(
 ) -> tuple[Observer, Callable[[], None]]:
     """The observer of this rank, and what is to be called when the session ends. `observation`: what the launcher asks for."""
     mesh = session.mesh
-    batches = mesh.rdp_size if session.config.prescaled_batch else mesh.dp_size
+    _, batches = mesh.data_place(session.rank, tensor_ranks_share=session.config.prescaled_batch)
     observer = Observer(
         session.device,
         session.rank,

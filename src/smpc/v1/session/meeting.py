@@ -17,7 +17,7 @@ import time
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from smpc.errors import ConfigError, PeerError, TransportError
-from smpc.launch.store import connect, of_job
+from smpc.launch.store import job_store, of_job
 from smpc.places import Launch
 from smpc.v1.session.state import state
 from smpc.v1.session.watched import ended
@@ -44,12 +44,8 @@ def meet(launch: Launch, timeout: datetime.timedelta) -> Store:
 
 def _connect(launch: Launch, timeout: datetime.timedelta) -> Store:
     """The job's store. On one host, only that host can reach it: left to itself, TCPStore listens on every interface."""
-    assert launch.master_port is not None, "a job of one process needs no store"
-    known = state.stores.get((launch.master_addr, launch.master_port))
-    if known is not None:
-        return known
     try:
-        store = connect(launch, launch.master_port, timeout)
+        return job_store(launch, timeout)
     except RuntimeError as error:
         where = f"{launch.master_addr}:{launch.master_port}"
         whose = "the launcher" if launch.has_store else "rank 0"
@@ -57,8 +53,6 @@ def _connect(launch: Launch, timeout: datetime.timedelta) -> Store:
             f"smp.init: rank {launch.rank} ({launch.origin}) could not reach the store of the job at {where} within start_timeout = "
             f"{timeout.total_seconds():g} s; {whose} serves it, and has not come or cannot be reached: {str(error).splitlines()[0]}"
         ) from error
-    state.stores[launch.master_addr, launch.master_port] = store
-    return store
 
 
 def await_all(store: Store, launch: Launch, timeout: datetime.timedelta) -> None:

@@ -31,7 +31,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import Store
 
 from smpc.config import Config
 from smpc.errors import UsageError
@@ -252,9 +251,6 @@ class State(_Numbered):
         self.session_number = (
             0  # of the sessions that this process has begun; it sets apart what they leave in the job's store
         )
-        self.stores: dict[
-            tuple[str, int], Store
-        ] = {}  # by address and port; rank 0's may serve those of later sessions
         self.registry = Registry()  # classes may be registered before smp.init, and stay so after smp.shutdown
         self.at_model: list[Callable[[], Callable[[], None]]] = []  # what begins with a model; returns what ends it
         self.clear()

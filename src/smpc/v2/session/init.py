@@ -14,11 +14,11 @@ import os
 import warnings
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
+from smpc.dist import initialize_dist
 from smpc.dist.ending import watch_end
+from smpc.dist.sampling import divide_data
 from smpc.errors import ConfigError
 from smpc.mesh import Axis, Mesh
 from smpc.mesh.device_mesh import make_groups
@@ -26,6 +26,8 @@ from smpc.places import Place
 from smpc.v2.session.config import Config
 from smpc.v2.session.fsdp_patch import patch
 from smpc.v2.state_handler import Session, state
+
+_SECONDS = 1800.0  # that a wait for other ranks may take, in a world that is started here
 
 
 def init(config: str | dict[str, Any] | None = None) -> None:
@@ -51,10 +53,11 @@ def init(config: str | dict[str, Any] | None = None) -> None:
     for line in parsed.ignored() if rank == 0 else ():
         warnings.warn(line, stacklevel=2)
     if not given:
-        _start_world(place)
+        initialize_dist(timeout=_SECONDS)
     try:
         session = _make_session(parsed, mesh, rank, owns_world=not given)
         session.closers.append(patch(session))
+        session.closers.append(divide_data(*mesh.data_place(rank, tensor_ranks_share=True)))
         state.start(session)
     except BaseException:
         if not given:
@@ -76,17 +79,6 @@ def mesh_of(config: Config, world_size: int) -> Mesh:
         sharded_data_parallel_degree=config.shard_degree(world_size) // config.context_parallel_degree,
         expert_parallel_degree=config.expert_parallel_degree,
     )
-
-
-def _start_world(place: Place | None) -> None:
-    """Initialise torch.distributed as the launcher says, or for a job of one process."""
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if place is None:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        return
-    if torch.cuda.is_available() and place.local_rank is not None:
-        torch.cuda.set_device(place.local_rank)
-    dist.init_process_group(backend, rank=place.rank, world_size=place.world_size)
 
 
 def _make_session(config: Config, mesh: Mesh, rank: int, *, owns_world: bool) -> Session:
