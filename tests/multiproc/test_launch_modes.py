@@ -21,14 +21,14 @@ def _run(*arguments, **changes):
     )
 
 
-def test_a_program_without_python(tmp_path):
-    done = _run(
-        "-n", "2", "-c", "--expand-args", "-v", "--console", "all", "sh", "-c", "echo $0 of $1", "$RANK", "$WORLD_SIZE"
-    )
+def test_a_program_without_python(monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    program = "echo $0 of $1; echo ${PYTHONUNBUFFERED:-buffered}"
+    done = _run("-n", "2", "-c", "--expand-args", "-v", "--console", "all", "sh", "-c", program, "$RANK", "$WORLD_SIZE")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[rank 0] 0 of 2", "[rank 1] 1 of 2"]
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] 0 of 2", "[rank 0] 1", "[rank 1] 1", "[rank 1] 1 of 2"]
     starts = re.findall(
-        r"smpc: rank (\d) of 2 \(local rank (\d) of 2, node 0\) is process \d+: sh -c 'echo \$0 of \$1' (\d) 2",
+        r"smpc: rank (\d) of 2 \(local rank (\d) of 2, node 0\) is process \d+: sh -c '.*' (\d) 2",
         done.stderr,
     )
     assert starts == [("0", "0", "0"), ("1", "1", "1")]

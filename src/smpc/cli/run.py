@@ -84,7 +84,8 @@ Alias = Annotated[
     bool,
     typer.Option(
         "--alias",
-        help="Let `import smdistributed.modelparallel.torch` in the script import smpc.v1; as SMPC_ALIAS=1 does under any launcher.",
+        help="Let the script's imports of `smdistributed.modelparallel.torch`, `torch.sagemaker` and `composer` find smpc; as "
+        "SMPC_ALIAS=1 does under any launcher.",
     ),
 ]
 Grace = Annotated[
@@ -198,7 +199,7 @@ MasterAddr = Annotated[
         metavar="HOST",
         rich_help_panel=_NODES,
         show_default=False,
-        help="The address of node 0; MASTER_ADDR in the environment.",
+        help="The address of node 0; MASTER_ADDR in the environment. A job of one node meets on loopback.",
     ),
 ]
 MasterPort = Annotated[

@@ -234,6 +234,7 @@ def _environment(num_ranks: int, place: Place) -> dict[str, str]:
     if loopback is not None and is_loopback(place.master_addr):
         environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
         environment.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    environment.setdefault("PYTHONUNBUFFERED", "1")  # for what the ranks start, and programs that are Python scripts
     if num_ranks > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")
     return environment
@@ -242,14 +243,15 @@ def _environment(num_ranks: int, place: Place) -> dict[str, str]:
 def default_num_ranks(environ: Mapping[str, str]) -> int:
     """How many ranks `smpc run` starts that is not told: LOCAL_WORLD_SIZE, else a rank for each GPU of this host, at least one.
 
-    A LOCAL_WORLD_SIZE beside a LOCAL_RANK is that of a job around the launcher. Raises ConfigError for one that is no number.
+    A LOCAL_WORLD_SIZE beside a LOCAL_RANK is that of a job around the launcher; 0 is that of a scheduler that counts GPUs where there are
+    none. Raises ConfigError for one that is no number.
     """
     text = environ.get("LOCAL_WORLD_SIZE", "").strip()
     if text and not environ.get("LOCAL_RANK", "").strip():
-        if text.isascii() and text.isdigit() and 0 < int(text[:9]) <= MAX_LOCAL_RANKS:
-            return int(text)
+        if text.isascii() and text.isdigit() and int(text[:9]) <= MAX_LOCAL_RANKS:
+            return max(1, int(text))
         raise ConfigError(
-            f"LOCAL_WORLD_SIZE: expected a whole number from 1 to {MAX_LOCAL_RANKS}, found {shown(text)} in the environment; give -n"
+            f"LOCAL_WORLD_SIZE: expected a whole number from 0 to {MAX_LOCAL_RANKS}, found {shown(text)} in the environment; give -n"
         )
     return max(1, _num_devices())
 

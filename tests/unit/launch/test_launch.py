@@ -73,6 +73,7 @@ def test_modes_that_cannot_be(script):
         ({"LOCAL_WORLD_SIZE": "4"}, 4),
         ({"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1"}, 1),
         ({"LOCAL_WORLD_SIZE": ""}, 1),
+        ({"LOCAL_WORLD_SIZE": "0"}, 1),
     ],
 )
 def test_how_many_ranks_by_default(environ, expected, monkeypatch):
@@ -81,7 +82,7 @@ def test_how_many_ranks_by_default(environ, expected, monkeypatch):
 
 
 def test_a_default_that_is_no_number():
-    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE: expected a whole number from 1"):
+    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE: expected a whole number from 0"):
         default_num_ranks({"LOCAL_WORLD_SIZE": "x"})
 
 
