@@ -1,5 +1,6 @@
 """Transformed models on real ranks, wrapped by FSDP: losses, and so gradients, of a few AdamW steps are those of one process."""
 
+import copy
 import functools
 import multiprocessing
 import multiprocessing.forkserver
@@ -12,7 +13,13 @@ import transformers
 from checkpoint_harness import run_ranks, values_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     MixedPrecision,
@@ -408,6 +415,11 @@ BOTH = {"tensor_parallel_degree": 2, "context_parallel_degree": 2}
         slow("sharded", "llama", (4, SHARED, 2), (4, BOTH, 2), 1),
         slow("full", "gpt_neox", (4, SHARED, 2), (2, WHOLE, 2), 2),
         slow("sharded", "mixtral", (4, SHARED, 2), (2, WHOLE, 2), 2),
+        slow("full", "mixtral", (4, SHARED, 2), (2, WHOLE, 2), 2),
+        slow("full", "mixtral", (2, WHOLE, 2), (4, SHARED, 2), 2),
+        slow("full", "mixtral", (4, SHARED, 1), (4, BOTH, 2), 1),
+        slow("full", "mixtral", (2, EXPERTS, 2), (2, EXPERTS, 1), 2),
+        slow("full", "mixtral", (2, EXPERTS, 1), (2, WHOLE, 1), 2),
         slow("apart", "llama", (4, SHARED, 1), (4, SHARED, 1), 2),
         slow("local", "llama", (4, SHARED, 1), (4, SHARED, 1), 2),
     ],
@@ -419,6 +431,51 @@ def test_checkpoints_of_slices_are_resumed(kind, family, first, second, num_last
     size, *how = second
     resumed = values_of(run_ranks(size, resumes, tmp_path, family, *how, kind, path, timeout=200))[0]
     torch.testing.assert_close(trained + resumed, reference(family, 2, loss_of_model, num_last), rtol=1e-5, atol=0)
+
+
+def full_state(model, optimizer):
+    """The full state dict of rank 0, flat; the others have nothing."""
+    found = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    assert tsm.state.rank == 0 or found == ({}, {})
+    return copy.deepcopy(found)
+
+
+def passes_rank_0s_state_on(rank, channel, degrees, fsdp):
+    """Of rank 0's state after a step: shapes, and what is another in a model that all ranks have loaded it into."""
+    tsm.init(degrees)
+    states = []
+    for seed in (0, 5):
+        model = wrapped(tsm.transform(build("mixtral", seed)), fsdp, use_orig_params=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        train(model, loss_of_model, range(1), optimizer)
+        if seed:
+            chosen = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_model_state_dict(model, copy.copy(states[0][0]), options=chosen)
+            set_optimizer_state_dict(model, optimizer, copy.copy(states[0][1]), options=chosen)
+        states.append(full_state(model, optimizer))
+    dist.barrier()
+    if rank:
+        return None
+    (model, optimizer), (again, optimizer_again) = states
+    moments, moments_again = (
+        {n: s["exp_avg"] for n, s in each["state"].items()} for each in (optimizer, optimizer_again)
+    )
+    return [
+        (
+            {name: list(value.shape) for name, value in first.items()},
+            [n for n in first if not torch.equal(first[n], second[n])],
+        )
+        for first, second in ((model, again), (moments, moments_again))
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [0, 1, 2])
+@pytest.mark.parametrize("degrees", [SHARED, EXPERTS])
+def test_a_full_state_dict_of_rank_0_is_loaded_on_all_ranks(degrees, fsdp, tmp_path):
+    found, *_ = values_of(run_ranks(4, passes_rank_0s_state_on, tmp_path, degrees, fsdp, timeout=200))
+    wanted = {name: list(value.shape) for name, value in build("mixtral").state_dict().items()}
+    assert found == [(wanted, [])] * 2
 
 
 def loads_a_part(rank, channel, path):

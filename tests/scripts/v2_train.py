@@ -1,8 +1,10 @@
 """A training script for SMP v2: one Hugging Face model, FSDP around it, checkpoints; what `torch.sagemaker` has is used by its own names.
 
     python v2_train.py --family llama --fsdp 1 --kind sharded --is-async --delayed --offload --folder /tmp/run --steps 4
+    python v2_train.py --family mixtral --expert-parallel-degree 2 --hybrid-shard-degree 2 --balancing aux_loss
 
-Each rank trains on its own batch of every step; losses are averaged over all ranks.
+Ranks that share a model have the same batch of every step, the others one of their own; losses are averaged over all ranks. Of sequences
+that several ranks share the script cuts each rank's part.
 """
 
 import argparse
@@ -33,6 +35,12 @@ FAMILIES = {
     "gpt_neox": ("GPTNeoX", {"intermediate_size": 32, "hidden_dropout": 0.0, "attention_dropout": 0.0}),
     "mixtral": ("Mixtral", {"intermediate_size": 32, "num_key_value_heads": 2, "num_local_experts": 4}),
 }
+DEGREES = {
+    "hybrid_shard_degree": 0,
+    "tensor_parallel_degree": 1,
+    "context_parallel_degree": 1,
+    "expert_parallel_degree": 1,
+}
 BATCH, LENGTH = 2, 12
 
 
@@ -47,6 +55,15 @@ def build(family):
     return model, layer
 
 
+def experts_of(arguments):
+    """What `transform` is told of experts."""
+    from torch.sagemaker.moe.moe_config import MoEConfig
+
+    if not arguments.balancing:
+        return None
+    return MoEConfig(moe_load_balancing=arguments.balancing, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01)
+
+
 def make(arguments, tsm):
     """The model as it is trained: delayed, transformed, wrapped, checkpointed and offloaded."""
     from torch.sagemaker.delayed_param import DelayedParamIniter
@@ -55,7 +72,7 @@ def make(arguments, tsm):
     with torch.device("meta") if arguments.delayed else contextlib.nullcontext():
         model, layer = build(arguments.family)
     model.config.use_cache = False
-    model = tsm.transform(model)
+    model = tsm.transform(model, config=experts_of(arguments))
     initer = DelayedParamIniter(model)
     functions = {}
     if arguments.delayed and arguments.fsdp == 1:
@@ -91,9 +108,19 @@ def wrap(arguments, model, layer, functions):
     return model
 
 
-def batch(step, rank):
-    generator = torch.Generator().manual_seed(1000 * step + rank)
+def batch(step, number):
+    """The tokens of a group of ranks that share a model, of this number."""
+    generator = torch.Generator().manual_seed(1000 * step + number)
     return torch.randint(0, SMALL["vocab_size"], (BATCH, LENGTH), generator=generator)
+
+
+def own_batch(tsm, step):
+    """This rank's tokens: of a sequence that several ranks share a chunk from the front and one from the back."""
+    ids = batch(step, tsm.state.rank // (tsm.state.tp_size * tsm.state.cp_size))
+    if tsm.state.cp_size == 1:
+        return ids
+    chunks = ids.chunk(2 * tsm.state.cp_size, dim=1)
+    return torch.cat([chunks[tsm.state.cp_rank], chunks[2 * tsm.state.cp_size - 1 - tsm.state.cp_rank]], dim=1)
 
 
 def train(arguments, tsm, model, optimizer, first, last):
@@ -104,8 +131,8 @@ def train(arguments, tsm, model, optimizer, first, last):
     losses = []
     for step in range(first, last):
         optimizer.zero_grad()
-        ids = batch(step, tsm.state.rank)
-        loss = runs(input_ids=ids, labels=ids).loss
+        ids = own_batch(tsm, step)
+        loss = runs(input_ids=ids, labels=ids, attention_mask=None).loss
         loss.backward()
         clip_grad_norm_(model, 1.0)
         optimizer.step()
@@ -120,7 +147,8 @@ def options(kind, loading):
 
 
 def place_of(arguments, tsm):
-    return f"{arguments.folder}/tp0_ep0_fsdp{tsm.state.rank}" if arguments.kind == "local" else arguments.folder
+    own = f"tp{tsm.state.tp_rank}_ep{tsm.state.ep_rank}_fsdp{tsm.state.rank}"
+    return f"{arguments.folder}/{own}" if arguments.kind == "local" else arguments.folder
 
 
 def local_state(model):
@@ -176,14 +204,16 @@ def main(given=None):
     parser.add_argument("--fsdp", type=int, default=1)
     parser.add_argument("--kind", choices=("full", "sharded", "local"), default="sharded")
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--hybrid-shard-degree", type=int, default=0)
+    parser.add_argument("--balancing", choices=("aux_loss", "sinkhorn", "balanced", "none"))
+    for name, default in DEGREES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--folder", default="")
     for flag in ("--is-async", "--delayed", "--offload", "--resume"):
         parser.add_argument(flag, action="store_true")
     arguments = parser.parse_args(given)
     if not dist.is_initialized() and arguments.fsdp:
         dist.init_process_group("gloo")
-    tsm.init({"hybrid_shard_degree": arguments.hybrid_shard_degree, "activation_loading_horizon": 1})
+    tsm.init({name: getattr(arguments, name) for name in DEGREES} | {"activation_loading_horizon": 1})
     model = make(arguments, tsm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     first = resume(arguments, tsm, model, optimizer) if arguments.resume else 0

@@ -15,12 +15,11 @@ In native mode (see `tsm.state`) only `post_param_init_fn` and offloading are th
 `post_param_init_fn` is called whenever `param_init_fn` has filled a module, before FSDP makes flat parameters of them, so that weights can
 be tied again.
 
-Everything that depends on the release of torch is in this file. Made for torch 2.11 to 2.13.
+Everything that depends on the release of torch is in this file and in `full_state_patch`. Made for torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -35,9 +34,7 @@ from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
     ShardingStrategy,
-    _state_dict_utils,
     fully_shard,
-    fully_sharded_data_parallel,
 )
 from torch.distributed.fsdp._fully_shard import _fully_shard
 
@@ -46,8 +43,10 @@ from smpc.executor.layer_offload import LayerOffload
 from smpc.experts.stacked import PartOfExperts
 from smpc.mesh import Axis
 from smpc.mesh.device_mesh import device_mesh
+from smpc.v2.session.full_state_patch import patch_full_state, replace
 from smpc.v2.state_handler import Session, state
-from smpc.v2.transforming.slices import give_whole_state, is_sliced, make_distributed
+from smpc.v2.transforming.full_state import give_whole_state
+from smpc.v2.transforming.slices import is_sliced, make_distributed
 
 _OF_OTHERS = ("auto_wrap_policy", "ignored_modules", "ignored_states")
 _HYBRID = {
@@ -61,7 +60,7 @@ _HYBRID = {
 
 def patch(session: Session) -> Callable[[], None]:
     """Patch torch for a session; the function that takes it back."""
-    undo: list[Callable[[], None]] = [_patch_fsdp1(session), _patch_offloading(session), *_patch_full_state()]
+    undo: list[Callable[[], None]] = [_patch_fsdp1(session), _patch_offloading(session), *patch_full_state()]
     if not session.config.is_native:
         undo += _patch_fsdp2(session)
 
@@ -115,9 +114,9 @@ def _patch_fsdp2(session: Session) -> list[Callable[[], None]]:
     experts = _patch_fsdp2_experts(session) if session.mesh.size(Axis.EP) > 1 else []
     return [
         *experts,
-        _replace(_fully_shard, "_init_default_mesh", lambda *args, **kwargs: default_mesh(session)),
-        _replace(_fully_shard, "_get_mesh_info", mesh_info),
-        _replace(_fully_shard, "_get_modules_and_states", modules_and_states),
+        replace(_fully_shard, "_init_default_mesh", lambda *args, **kwargs: default_mesh(session)),
+        replace(_fully_shard, "_get_mesh_info", mesh_info),
+        replace(_fully_shard, "_get_modules_and_states", modules_and_states),
     ]
 
 
@@ -149,7 +148,7 @@ def _patch_fsdp2_experts(session: Session) -> list[Callable[[], None]]:
             fully_shard(each, mesh=mesh, mp_policy=precision, offload_policy=offload)
         return original(fsdp_state, own, modules, mesh_info, after_forward, device, *rest, **more)
 
-    return [_replace(_fully_shard, "_init_param_group", init_param_group)]
+    return [replace(_fully_shard, "_init_param_group", init_param_group)]
 
 
 def fsdp_groups(session: Session) -> dict[Axis, dist.ProcessGroup]:
@@ -194,37 +193,7 @@ def _patch_fsdp1(session: Session) -> Callable[[], None]:
                 setattr(owner, name, FullyShardedDataParallel(each, **more))
         give_whole_state(self)
 
-    return _replace(FullyShardedDataParallel, "__init__", init)
-
-
-def _patch_full_state() -> list[Callable[[], None]]:
-    """Full state dicts of parameters on the CPU are copied, with `offload_to_cpu`, too: torch takes tensors whose memory it then frees."""
-
-    def copying(original: Callable[..., Any]) -> Callable[..., Any]:
-        def hook(module: nn.Module, fsdp_state: Any, *args: Any, **kwargs: Any) -> Any:
-            config = fsdp_state._state_dict_config
-            if fsdp_state.compute_device.type != "cpu" or not config.offload_to_cpu:
-                return original(module, fsdp_state, *args, **kwargs)
-            fsdp_state._state_dict_config = dataclasses.replace(config, offload_to_cpu=False)
-            try:
-                return original(module, fsdp_state, *args, **kwargs)
-            finally:
-                fsdp_state._state_dict_config = config
-
-        return hook
-
-    def state_of_optimizer(*args: Any, **kwargs: Any) -> Any:
-        model = kwargs["model"] if "model" in kwargs else args[0]
-        if all(parameter.is_cpu for parameter in model.parameters()):
-            kwargs["cpu_offload"] = False
-        return whole_state(*args, **kwargs)
-
-    whole_state = vars(fully_sharded_data_parallel)["_optim_state_dict"]
-    names = ("_full_pre_state_dict_hook", "_full_post_state_dict_hook")
-    return [
-        *(_replace(_state_dict_utils, name, copying(vars(_state_dict_utils)[name])) for name in names),
-        _replace(fully_sharded_data_parallel, "_optim_state_dict", state_of_optimizer),
-    ]
+    return replace(FullyShardedDataParallel, "__init__", init)
 
 
 def _arranged(session: Session, strategy: ShardingStrategy | None) -> dict[str, Any]:
@@ -290,10 +259,4 @@ def _patch_offloading(session: Session) -> Callable[[], None]:
         with LayerOffload(session.config.activation_loading_horizon):
             return self._checkpoint_wrapped_module(*args, **kwargs)
 
-    return _replace(checkpoint_wrapper.OffloadWrapper, "forward", forward)
-
-
-def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    return lambda: setattr(owner, name, original)
+    return replace(checkpoint_wrapper.OffloadWrapper, "forward", forward)

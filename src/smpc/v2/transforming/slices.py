@@ -1,25 +1,24 @@
 """What a tensor-parallel rank holds of a transformed model, and how wrappers around it give and take whole tensors.
 
-FSDP1    full state dicts have whole tensors: they are put together after FSDP has, and cut before it takes them
-FSDP2    parameters are DTensors of (replica, shard, tensor), as torch makes them for tensor parallelism: state dicts of every kind, and
-         checkpoints, are those of whole tensors. A slice that cannot be one is sharded as if it were the whole: checkpoints are of
-         whole tensors there, too, but state dicts of slices
+FSDP1    parameters are slices, which it shards as if each were the whole
+FSDP2    parameters are DTensors of (replica, shard, tensor), as torch makes them for tensor parallelism. A slice that cannot be one is
+         sharded as if it were the whole
+
+Full state dicts of either have whole tensors (`full_state`), and checkpoints do (`as_boxes`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -118,45 +117,6 @@ def is_sliced(module: nn.Module) -> bool:
     return _model_of(module) is not None
 
 
-def give_whole_state(model: FullyShardedDataParallel) -> None:
-    """Has full state dicts of a model that FSDP1 wraps be those of whole tensors."""
-    if slices_of(model) is not None:
-        model._register_state_dict_hook(_put_together)  # type: ignore[no-untyped-call]
-        model._register_load_state_dict_pre_hook(_cut, with_module=True)  # type: ignore[no-untyped-call]
-
-
-def _put_together(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    slices = slices_of(model)
-    if slices is None or not _is_full(model):
-        return
-    for name, value in state.items():
-        part = slices.get(plain_name(name.removeprefix(prefix)))
-        if part is not None and isinstance(value, Tensor):
-            state[name] = part.whole(value.to(_device_of(part.group, value))).to(value.device)
-
-
-def _cut(model: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    slices = slices_of(model)
-    if slices is None or not _is_full(model):
-        return
-    for name, value in state.items():
-        part = slices.get(plain_name(name.removeprefix(prefix)))
-        if part is not None and isinstance(value, Tensor) and tuple(value.shape) == part.shape:
-            state[name] = part.of(value)
-
-
-def _is_full(model: nn.Module) -> bool:
-    kind = FullyShardedDataParallel.get_state_dict_type(model).state_dict_type
-    return bool(kind is StateDictType.FULL_STATE_DICT)
-
-
-def _device_of(group: TensorGroup, value: Tensor) -> torch.device:
-    assert group.process_group is not None
-    if value.is_cpu and dist.get_backend(group.process_group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return value.device
-
-
 def make_distributed(module: nn.Module, mesh: DeviceMesh) -> None:
     """Makes DTensors of the slices of the model that a module belongs to. `mesh`: of the tensor-parallel ranks.
 
@@ -183,29 +143,39 @@ def _model_of(module: nn.Module) -> nn.Module | None:
     return next((model for model in _transformed if any(module is each for each in model.modules())), None)
 
 
-def as_boxes(value: Any, path: str = "") -> Any:
-    """A state dict for planners: this rank's slices become boxes of the whole tensors. Dicts and lists are new ones; memory is shared."""
-    return _as_boxes(
-        value, path, {name: part for model in _transformed for name, part in (slices_of(model) or {}).items()}
-    )
+def map_parts(state: Any, change: Callable[[str, Any, Part], Any]) -> Any:
+    """A state dict with `change(path, value, part)` in place of what belongs to parameters that this rank has parts of.
+
+    Dicts and lists are new ones; everything else is what it was.
+    """
+    parts = {name: part for model in _transformed for name, part in (slices_of(model) or {}).items()}
+    return _mapped(state, "", parts, change) if parts else state
 
 
-def _as_boxes(value: Any, path: str, parts: Mapping[str, Part]) -> Any:
-    if not parts:
-        return value
+def _mapped(value: Any, path: str, parts: Mapping[str, Part], change: Callable[[str, Any, Part], Any]) -> Any:
     if isinstance(value, Stateful):
         value = value.state_dict()
     if isinstance(value, dict):
-        return {key: _as_boxes(each, f"{path}.{key}", parts) for key, each in value.items()}
+        return {key: _mapped(each, f"{path}.{key}", parts, change) for key, each in value.items()}
     if isinstance(value, list):
-        return [_as_boxes(each, f"{path}.{number}", parts) for number, each in enumerate(value)]
+        return [_mapped(each, f"{path}.{number}", parts, change) for number, each in enumerate(value)]
     if isinstance(value, (Tensor, ShardedTensor)):
         part = _part_at(plain_name(path), parts)
-        if part is not None and tuple(value.shape) == part.own_shape:
-            boxes = {at: box.detach() for at, box in _boxes(value, part) if box.numel()}
-            shards = [HeldShard.of("tensor", path, box, part.shape, at) for at, box in boxes.items()]
-            return HeldTensor.like(_local(value), part.shape, shards)
+        return value if part is None else change(path, value, part)
     return value
+
+
+def as_boxes(state: Any) -> Any:
+    """A state dict for planners: this rank's slices become boxes of the whole tensors, in the same memory."""
+    return map_parts(state, _boxed)
+
+
+def _boxed(path: str, value: Tensor | ShardedTensor, part: Part) -> Any:
+    if tuple(value.shape) != part.own_shape:
+        return value
+    boxes = {at: box.detach() for at, box in _boxes(value, part) if box.numel()}
+    shards = [HeldShard.of("tensor", path, box, part.shape, at) for at, box in boxes.items()]
+    return HeldTensor.like(_local(value), part.shape, shards)
 
 
 def _part_at(path: str, parts: Mapping[str, Part]) -> Part | None:

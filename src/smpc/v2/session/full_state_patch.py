@@ -1,0 +1,174 @@
+"""What `tsm.init` changes in torch about full state dicts; part of `fsdp_patch`.
+
+    who makes or takes one                            what is changed
+    FSDP1, with parameters on the CPU                 they are copies: torch takes tensors whose memory it then frees
+    FSDP1, an optimizer                               whole tensors in place of slices, on every rank that saves any
+    torch.distributed.checkpoint.state_dict           the same, of models and optimizers without FSDP and in FSDP2
+
+A state dict that only rank 0 has (`broadcast_from_rank0`) is loaded as it is elsewhere: its tensors travel whole, one after the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, _state_dict_utils, fully_sharded_data_parallel
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from smpc.v2.transforming.full_state import cut, is_whole, put_together
+from smpc.v2.transforming.slices import Part, map_parts, slices_of
+
+_Undo = Callable[[], None]
+
+
+def patch_full_state() -> list[_Undo]:
+    """Patch torch; the functions that take it back."""
+    return [*_patch_copies(), *_patch_optimizers(), *_patch_checkpoint()]
+
+
+def replace(owner: Any, name: str, value: Any) -> _Undo:
+    """Put a value in the place of an attribute; the function that takes it back."""
+    original = vars(owner)[name]
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, original)
+
+
+def _patch_copies() -> Iterator[_Undo]:
+    """Full state dicts of parameters on the CPU are copied, with `offload_to_cpu`, too."""
+
+    def copying(original: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(module: Any, fsdp_state: Any, *args: Any, **kwargs: Any) -> Any:
+            config = fsdp_state._state_dict_config
+            if fsdp_state.compute_device.type != "cpu" or not config.offload_to_cpu:
+                return original(module, fsdp_state, *args, **kwargs)
+            fsdp_state._state_dict_config = dataclasses.replace(config, offload_to_cpu=False)
+            try:
+                return original(module, fsdp_state, *args, **kwargs)
+            finally:
+                fsdp_state._state_dict_config = config
+
+        return hook
+
+    for name in ("_full_pre_state_dict_hook", "_full_post_state_dict_hook"):
+        yield replace(_state_dict_utils, name, copying(vars(_state_dict_utils)[name]))
+
+
+def _patch_optimizers() -> Iterator[_Undo]:
+    """Full state dicts of optimizers of FSDP1."""
+    whole_state = vars(fully_sharded_data_parallel)["_optim_state_dict"]
+    load = FullyShardedDataParallel._optim_state_dict_to_load_impl
+
+    def state_of_optimizer(**given: Any) -> Any:
+        if all(parameter.is_cpu for parameter in given["model"].parameters()):
+            given["cpu_offload"] = False
+        if given["shard_state"] or slices_of(given["model"]) is None:
+            return whole_state(**given)
+        found = whole_state(**{**given, "rank0_only": False})  # of experts every rank has others
+        keeps = not given["rank0_only"] or dist.get_rank(given["group"]) == 0
+        together = put_together(found, torch.device("cpu") if given["cpu_offload"] else None, keep=keeps)
+        return together if keeps else {}
+
+    @functools.wraps(load)
+    def state_to_load(optim_state_dict: Any, model: Any, *args: Any, **given: Any) -> Any:
+        if slices_of(model) is not None and given.get("full_state_dict", True):
+            if given.pop("rank0_only", False) and not _everybody_has(optim_state_dict):
+                optim_state_dict = _of_rank0(optim_state_dict)
+            optim_state_dict = cut(optim_state_dict)
+        return load(optim_state_dict, model, *args, **given)
+
+    yield replace(fully_sharded_data_parallel, "_optim_state_dict", state_of_optimizer)
+    yield replace(FullyShardedDataParallel, "_optim_state_dict_to_load_impl", staticmethod(state_to_load))
+
+
+def _patch_checkpoint() -> Iterator[_Undo]:
+    """Full state dicts that torch.distributed.checkpoint makes of models and optimizers, and what it takes."""
+    owner = torch_state_dict
+    names = ("_maybe_full_or_cpu_state_dict", "_distribute_state_dict", "_broadcast_state_dict")
+    make, distribute, broadcast = (vars(owner)[name] for name in names)
+
+    def whole_state(state: Any, info: Any) -> Any:
+        if info.full_state_dict:
+            device = torch.device("cpu") if info.cpu_offload else None
+            keep = not info.cpu_offload or not dist.is_initialized() or dist.get_rank() == 0
+            state = put_together(state, device, keep=keep)
+        return make(state, info)
+
+    def distribute_slices(full: Any, local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        distribute(_cut_for(full, local), local, *args, **kwargs)
+
+    def broadcast_slices(full: Any, local: dict[str, Any], device: torch.device, *args: Any, **kwargs: Any) -> None:
+        sliced = _sliced(local)
+        own = {name: local.pop(name) for name in sliced}
+        broadcast({name: value for name, value in full.items() if name not in own}, local, device, *args, **kwargs)
+        for name, value in _of_rank0({name: full[name] for name in own if name in full}).items():
+            one = {name: own.pop(name)}
+            distribute({name: sliced[name].of(value)}, one, device)
+            local[name] = one[name].cpu() if kwargs.get("cpu_offload") else one[name]
+        if not kwargs.get("strict"):
+            local.update(own)
+
+    yield replace(owner, "_maybe_full_or_cpu_state_dict", whole_state)
+    yield replace(owner, "_distribute_state_dict", distribute_slices)
+    yield replace(owner, "_broadcast_state_dict", broadcast_slices)
+
+
+def _cut_for(full: Mapping[str, Any], local: Mapping[str, Any]) -> dict[str, Any]:
+    """What a rank's own state dict takes of a full one."""
+    parts = _sliced(local)
+    return {
+        name: parts[name].of(value) if name in parts and is_whole(value, parts[name]) else value
+        for name, value in full.items()
+    }
+
+
+def _sliced(local: Mapping[str, Any]) -> dict[str, Part]:
+    """The parts that entries of a flat state dict are of: DTensors of the whole are left to torch."""
+    found: dict[str, Part] = {}
+
+    def note(path: str, value: Any, part: Part) -> Any:
+        if not isinstance(value, DTensor) or tuple(value.shape) != part.shape:
+            found[path.removeprefix(".")] = part
+        return value
+
+    map_parts({name: value for name, value in local.items() if isinstance(value, Tensor) and value.dim()}, note)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Announced:
+    """A tensor that rank 0 is about to send."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def received(self, sent: Iterator[Tensor]) -> Tensor:
+        """The tensor on the CPU; rank 0 has the next of those that it sends. Collective over all ranks."""
+        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        value = next(sent, None)
+        held = torch.empty(self.shape, dtype=self.dtype, device=device) if value is None else value.detach().to(device)
+        held = held.contiguous()
+        dist.broadcast(held, 0)
+        return held.cpu()
+
+
+def _of_rank0(state: Any) -> Any:
+    """The state dict of rank 0. Collective over all ranks."""
+    told: list[Any] = [tree_map_only(Tensor, lambda value: _Announced(tuple(value.shape), value.dtype), state)]
+    dist.broadcast_object_list(told, src=0)
+    sent = iter([leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)] if dist.get_rank() == 0 else [])
+    return tree_map_only(_Announced, lambda announced: announced.received(sent), told[0])
+
+
+def _everybody_has(state: Any) -> bool:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, bool(state))
+    return all(found)
