@@ -118,7 +118,7 @@ def check(folder, family, fsdp, kind, first, second, flags=(), balancing=None):
 @pytest.mark.parametrize(
     ("family", "fsdp", "kind", "first", "second", "flags"),
     [
-        ("llama", 1, "sharded", WIDE, CONTEXT, FLAGS),
+        ("llama", 1, "sharded", TENSOR, CONTEXT, FLAGS),
         ("gpt_neox", 2, "full", SHARDS, WHOLE, ("offload",)),
         ("mixtral", 1, "local", SHARDS, SHARDS, ()),
         ("llama", 2, "local", SHARDS, SHARDS, ("is_async", "delayed")),
@@ -139,7 +139,7 @@ def cases():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "fsdp", "kind", "first", "second", "flags"), cases())
+@pytest.mark.parametrize(("family", "fsdp", "kind", "first", "second", "flags"), list(cases()))
 def test_every_division_of_a_model(family, fsdp, kind, first, second, flags, tmp_path):
     check(tmp_path, family, fsdp, kind, first, second, flags)
 

@@ -49,7 +49,8 @@ def test_exactly_the_degrees_that_can_be_arranged_are_accepted(world, monkeypatc
     for name, value in {"RANK": 0, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     good, line = possible(world), re.compile(f"({'|'.join(DEGREES)}): expected .+")
-    for degrees in itertools.product(range(world + 2), *[range(1, world + 2)] * 3):
+    too_large = [tuple(world + 1 if each is one else int(each > 0) for each in range(4)) for one in range(4)]
+    for degrees in (*itertools.product(range(world + 1), *[range(1, world + 1)] * 3), *too_large):
         given = dict(zip(DEGREES, degrees, strict=True))
         if degrees not in good:
             said = refusal(given)
