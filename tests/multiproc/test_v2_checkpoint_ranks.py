@@ -185,7 +185,11 @@ def check_alive(folder, pick, is_async, calls):
     while not killed:
         victim = pick.randrange(2)
         path = str(folder / "c")
-        outcomes = run_ranks(2, dies, folder, path, is_async, victim, pick.randrange(calls[is_async, victim]))
+        before_end = int(
+            calls[is_async, victim] * pick.random() ** 2
+        )  # more of them late, where the checkpoint is replaced
+        point = calls[is_async, victim] - 1 - before_end
+        outcomes = run_ranks(2, dies, folder, path, is_async, victim, point)
         killed = outcomes[victim].exitcode == -signal.SIGKILL
         assert killed or outcomes[victim].error is None, outcomes[victim].error
         ((found, plain, names),) = values_of(run_ranks(1, goes_on, folder, path))

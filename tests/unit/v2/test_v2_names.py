@@ -2,12 +2,13 @@
 
 import importlib
 import inspect
-import os
+import pathlib
 import sys
 
 import pytest
 
 import smpc
+from smpc.aliasing import VARIABLE
 
 # Module, name, arguments with their defaults as the reference has them; None: only that the name is there.
 SAVE = {
@@ -20,6 +21,7 @@ SAVE = {
 ERRORS = {"wait_error_handling": True, "force_check_all_plans": True}
 S3 = {"s3_region": None, "s3client_config": None}
 EMPTY = inspect.Parameter.empty
+GUIDE = pathlib.Path(__file__).parents[3] / "docs" / "smp_v2.md"
 CHECKPOINT = "distributed.checkpoint"
 TABLE = [
     ("", "init", {"config": None}),
@@ -152,7 +154,7 @@ STATE = (
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch):
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setenv(VARIABLE, "")
 
 
 @pytest.mark.parametrize("package", ["smpc.v2", "torch.sagemaker"])
@@ -175,3 +177,16 @@ def test_state_has_every_property():
         assert [name for name in STATE if not hasattr(tsm.state, name)] == []
     finally:
         tsm.state.reset()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("distributed.fsdp", "checkpoint"), (f"{CHECKPOINT}.state_dict_utils", "compute_auto_checkpoint_interval")],
+)
+def test_what_is_absent_is_documented(module, name):
+    smpc.alias()
+    found = importlib.import_module(f"torch.sagemaker.{module}")
+    with pytest.raises(AttributeError, match=rf"which has no '{name}'; docs/smp_v2\.md says what there is"):
+        getattr(found, name)
+    (row,) = [line for line in GUIDE.read_text().splitlines() if line.startswith("| not there |")]
+    assert name in row
