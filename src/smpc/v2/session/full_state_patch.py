@@ -3,7 +3,8 @@
     who makes or takes one                            what is changed
     FSDP1, with parameters on the CPU                 they are copies: torch takes tensors whose memory it then frees
     FSDP1, an optimizer                               whole tensors in place of slices, on every rank that saves any
-    torch.distributed.checkpoint.state_dict           the same, of models and optimizers without FSDP and in FSDP2
+    torch.distributed.checkpoint.state_dict           the same, of models and optimizers without FSDP and in FSDP2; and all ranks agree
+                                                      on the states of optimizers, where FSDP1's group is a part of them
 
 A state dict that only rank 0 has (`broadcast_from_rank0`) is loaded as it is elsewhere: its tensors travel whole, one after the other.
 """
@@ -24,15 +25,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel, _state_dict_utils, 
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from smpc.mesh import Axis
+from smpc.v2.state_handler import Session
 from smpc.v2.transforming.full_state import cut, is_whole, put_together
 from smpc.v2.transforming.slices import Part, map_parts, slices_of
 
 _Undo = Callable[[], None]
 
 
-def patch_full_state() -> list[_Undo]:
-    """Patch torch; the functions that take it back."""
-    return [*_patch_copies(), *_patch_optimizers(), *_patch_checkpoint()]
+def patch_full_state(session: Session) -> list[_Undo]:
+    """Patch torch for a session; the functions that take it back."""
+    return [*_patch_copies(), *_patch_optimizers(), *_patch_checkpoint(), _patch_group(session)]
 
 
 def replace(owner: Any, name: str, value: Any) -> _Undo:
@@ -119,6 +122,18 @@ def _patch_checkpoint() -> Iterator[_Undo]:
     yield replace(owner, "_maybe_full_or_cpu_state_dict", whole_state)
     yield replace(owner, "_distribute_state_dict", distribute_slices)
     yield replace(owner, "_broadcast_state_dict", broadcast_slices)
+
+
+def _patch_group(session: Session) -> _Undo:
+    """torch.distributed.checkpoint has the ranks of FSDP1's group agree, where it takes global rank 0 to be in it; all ranks agree here."""
+    owner = torch_state_dict
+    find = vars(owner)["_get_fsdp_process_group"]
+
+    def group_of(model: Any, info: Any) -> Any:
+        found = find(model, info)
+        return None if found is not None and found is session.groups.get(Axis.RDP) else found
+
+    return replace(owner, "_get_fsdp_process_group", group_of)
 
 
 def _cut_for(full: Mapping[str, Any], local: Mapping[str, Any]) -> dict[str, Any]:
