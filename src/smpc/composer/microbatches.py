@@ -1,5 +1,7 @@
 """Cuts a batch along its samples: tensors in tuples, lists and mappings along their first dimension; what is no tensor goes to all.
 
+An object with `smp_slice(num_pieces, index, axis)`, as of `smpc.v1`, cuts itself along axis 0, into equal pieces.
+
 num_samples({"ids": tensor of 10 rows}) == 10
 cut(batch, 4)       microbatches of 4, 4 and 2 samples
 """
@@ -13,6 +15,8 @@ import torch
 from torch import Tensor
 
 from smpc.errors import ConfigError
+
+_LEFT_OUT = -100  # what torch.nn.functional.cross_entropy ignores
 
 
 def num_samples(batch: Any) -> int:
@@ -34,12 +38,23 @@ def num_tokens(batch: Any) -> int:
     return next((tensor.numel() for tensor in found), 0)
 
 
+def num_loss_tokens(batch: Any) -> int:
+    """The tokens that a loss is a mean over: `labels` but for -100, which losses leave out; `num_tokens` without labels of tokens."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point():
+        return int((labels != _LEFT_OUT).sum())
+    return num_tokens(batch)
+
+
 def cut(batch: Any, size: int | None) -> list[Any]:
-    """The batch in pieces of `size` samples, of which the last one may be smaller; whole for None."""
+    """The batch in pieces of `size` samples, of which the last one may be smaller; whole for None.
+
+    Raises ConfigError where an object cuts itself, and `size` does not divide the batch.
+    """
     total = num_samples(batch)
     if size is None or size >= total:
         return [batch]
-    return [_part(batch, start, min(start + size, total)) for start in range(0, total, size)]
+    return [_part(batch, start, size, total) for start in range(0, total, size)]
 
 
 def moved(batch: Any, device: torch.device) -> Any:
@@ -69,12 +84,19 @@ def _sizes(batch: Any) -> list[int]:
     return [batch.shape[0]] if isinstance(batch, Tensor) and batch.dim() else []
 
 
-def _part(batch: Any, start: int, end: int) -> Any:
+def _part(batch: Any, start: int, size: int, total: int) -> Any:
+    if hasattr(batch, "smp_slice"):
+        if total % size:
+            raise ConfigError(
+                f"batch: expected microbatches of a size that divides the {total} samples, as {type(batch).__name__} cuts itself into "
+                f"equal pieces, found device_train_microbatch_size {size}"
+            )
+        return batch.smp_slice(total // size, start // size, 0)
     if isinstance(batch, Mapping):
-        return {name: _part(value, start, end) for name, value in batch.items()}
+        return {name: _part(value, start, size, total) for name, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return _same(batch, [_part(value, start, end) for value in batch])
-    return batch[start:end] if isinstance(batch, Tensor) and batch.dim() else batch
+        return _same(batch, [_part(value, start, size, total) for value in batch])
+    return batch[start : start + size] if isinstance(batch, Tensor) and batch.dim() else batch
 
 
 def _same(batch: tuple[Any, ...] | list[Any], values: list[Any]) -> Any:

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from smpc import dist
 from smpc.checkpoint.rng import capture_rng, restore_rng
 from smpc.composer.loss_scale import LossScale
-from smpc.composer.microbatches import cut, num_samples, num_tokens
+from smpc.composer.microbatches import cut, num_loss_tokens, num_samples, num_tokens
 from smpc.composer.model import ComposerModel
 from smpc.composer.state import State
 from smpc.errors import ConfigError, PeerMemoryError, StepError, TransportError
@@ -60,8 +60,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 class Stepper:
     """Runs batches. `wrapped`: what is called for the model; `by_hand`: whether gradients are averaged after the microbatches.
 
-    `agreement`: how ranks tell that memory was not enough, with automatic sizes. `upcoming`: samples and tokens of the batch that comes
-    next, a row for each rank.
+    `agreement`: how ranks tell that memory was not enough, with automatic sizes. `upcoming`: samples, tokens, and tokens that count in
+    the loss, of the batch that comes next, a row for each rank.
     """
 
     state: State
@@ -101,8 +101,8 @@ class Stepper:
         if self.by_hand:
             average(self.state.model)
         told = _exchanged((loss, *_sizes(following), int(following is None)), self.device)
-        _check_alike(told[:, 3], "the end of their data together")
-        self.upcoming = None if following is None else _checked(told[:, 1:3])
+        _check_alike(told[:, 4], "the end of their data together")
+        self.upcoming = None if following is None else _checked(told[:, 1:4])
         self.state.loss = float(told[:, 0].sum())
         self._update()
         copies = 1 if self.tensor_group is None else self.tensor_group.size()
@@ -110,8 +110,8 @@ class Stepper:
 
     def _first(self, batch: Any) -> Tensor:
         told = _exchanged((*_sizes(batch), self.state.timestamp.batch), self.device)
-        _check_alike(told[:, 2], "the same batch")
-        return _checked(told[:, :2])
+        _check_alike(told[:, 3], "the same batch")
+        return _checked(told[:, :3])
 
     def _microbatches(self, batch: Any, size: int | None, counts: Tensor) -> Tensor:
         """Forward and backward of all; this rank's share of the mean loss."""
@@ -132,6 +132,8 @@ class Stepper:
         with torch.autocast(self.device.type, low, enabled=low is not None):
             loss = _total(self.state.model.loss(self.wrapped(piece), piece))
         weighted = loss * weight if weight != 1.0 else loss
+        if not weight:  # nothing counts, and the mean over nothing is NaN
+            weighted = torch.where(loss.isfinite(), weighted, 0.0)
         (weighted if self.scale is None else weighted * self.scale.factor).backward()  # type: ignore[no-untyped-call]
         return weighted.detach().double() / dist.get_world_size()
 
@@ -142,11 +144,12 @@ class Stepper:
             return _total(self.state.model.loss(self.state.model.eval_forward(batch), batch))
 
     def _weight(self, piece: Any, counts: Tensor) -> float:
-        column = 1 if self.by_tokens else 0
-        own = num_tokens(piece) if self.by_tokens else num_samples(piece)
-        total = int(counts[:, column].sum())
+        own = num_loss_tokens(piece) if self.by_tokens else num_samples(piece)
+        total = int(counts[:, 2 if self.by_tokens else 0].sum())
         if total == 0:
-            raise StepError("accumulate_train_batch_on_tokens: expected batches with tokens, found none in input_ids")
+            raise StepError(
+                "accumulate_train_batch_on_tokens: expected batches with tokens, found none in input_ids, or labels of -100 alone"
+            )
         return own * dist.get_world_size() / total
 
     @contextlib.contextmanager
@@ -221,8 +224,8 @@ class Stepper:
         optimizer.zero_grad(set_to_none=True)
 
 
-def _sizes(batch: Any | None) -> tuple[int, int]:
-    return (0, 0) if batch is None else (num_samples(batch), num_tokens(batch))
+def _sizes(batch: Any | None) -> tuple[int, int, int]:
+    return (0, 0, 0) if batch is None else (num_samples(batch), num_tokens(batch), num_loss_tokens(batch))
 
 
 def _exchanged(own: tuple[Tensor | float, ...], device: torch.device) -> Tensor:

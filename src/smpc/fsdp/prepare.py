@@ -353,8 +353,15 @@ def _policy(precision: MixedPrecision) -> MixedPrecisionPolicy:
 
 def _save_less(roots: Iterable[nn.Module], config: FSDPConfig) -> None:
     """Have the chosen modules recompute what backward needs, or keep it in CPU memory; with both, what recomputing begins with."""
-    for root in roots:
-        for name in recomputed(root):
+    chosen = {root: recomputed(root) for root in roots}
+    if not any(chosen.values()):
+        warnings.warn(
+            "fsdp_config: activation_checkpointing and activation_cpu_offload have no effect: no module is chosen; set "
+            "_activation_checkpointing = True on modules, or define activation_checkpointing_fn(module) in a child of the model",
+            stacklevel=4,
+        )
+    for root, names in chosen.items():
+        for name in names:
             module = root.get_submodule(name)
             if config.activation_checkpointing:
                 module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)

@@ -7,9 +7,12 @@ import shutil
 import pytest
 import torch
 from support.trainer_cases import classifier, dataset, eager, everything, trainer
+from torch import nn
 from torch.utils.data import DataLoader
 
-from smpc.errors import CheckpointError, UsageError
+from smpc.composer import ComposerModel, Trainer
+from smpc.composer.microbatches import cut
+from smpc.errors import CheckpointError, ConfigError, UsageError
 
 SHARDED = {"state_dict_type": "sharded", "sharded_ckpt_prefix_dir": "ba{batch}-shards"}
 
@@ -28,14 +31,83 @@ def test_microbatches_of_any_size():
         torch.testing.assert_close(everything(made), eager(1, 4), rtol=1e-5, atol=2e-6)
 
 
+class Tagger(ComposerModel):
+    """A class for each token; -100 is none."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 3))
+
+    def forward(self, batch):
+        return self.model(batch["input_ids"])
+
+    def loss(self, outputs, batch):
+        return nn.functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten())
+
+
+def test_microbatches_weigh_by_the_tokens_that_count_in_the_loss():
+    """Also one without any, whose mean is NaN; the number of tokens that are trained on does not depend on it."""
+    ids = torch.arange(20).view(4, 5) % 10
+    labels = torch.tensor([[0, 1, 2, 0, 1], [-100] * 5, [2, -100, -100, -100, -100], [1, 2, -100, -100, 0]])
+    data = [{"input_ids": one, "labels": each} for one, each in zip(ids, labels, strict=True)]
+    model, plain, losses = Tagger(), Tagger(), []
+    made = Trainer(
+        model=model,
+        optimizers=torch.optim.SGD(model.parameters(), lr=1.0),
+        train_dataloader=DataLoader(data, batch_size=4),
+        device_train_microbatch_size=1,
+        accumulate_train_batch_on_tokens=True,
+        max_duration="2ba",
+        device="cpu",
+        callbacks=lambda state: losses.append(state.loss),
+    )
+    made.fit()
+    optimizer, expected = torch.optim.SGD(plain.parameters(), lr=1.0), []
+    for _ in range(2):
+        batch = {"input_ids": ids, "labels": labels}
+        optimizer.zero_grad()
+        loss = plain.loss(plain(batch), batch)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, rel=1e-6)
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+    assert made.state.timestamp.token == 40
+
+
+class Pages:
+    """A batch that cuts itself."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def smp_slice(self, num_pieces, index, axis):
+        return Pages(self.rows.chunk(num_pieces, axis)[index])
+
+
+def test_batches_that_cut_themselves():
+    rows = torch.arange(8)
+    pieces = cut({"x": rows, "pages": Pages(rows)}, 2)
+    assert [piece["pages"].rows.tolist() for piece in pieces] == [piece["x"].tolist() for piece in pieces]
+    with pytest.raises(ConfigError, match="a size that divides the 8 samples, as Pages cuts itself into equal pieces"):
+        cut({"x": rows, "pages": Pages(rows)}, 3)
+
+
+def test_activation_checkpointing_without_a_module_is_told():
+    model = classifier()
+    model.model.activation_checkpointing_fn = lambda module: False
+    with pytest.warns(UserWarning, match="have no effect: no module is chosen"):
+        trainer(4, model=model, fsdp_config={"activation_checkpointing": True})
+
+
 def test_the_loop():
     """Schedulers, callbacks, evaluation, and a fit that goes on."""
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     seen = []
-    from smpc.composer import Trainer
-
     data = dataset(8)
     made = Trainer(
         model=model,
