@@ -199,15 +199,20 @@ def _of_another(found: Mapping[tuple[Any, ...], Any], path: str) -> dict[str, An
 
 
 def open_checkpoint(path: str, *, sharded: bool | None, alone: bool, planner: LoadPlanner | None = None) -> Reader:
-    """A reader of a file or a folder, verified first. `sharded`: what the configuration says; None: either. Collective."""
-    if "{rank}" in path:
-        raise CheckpointError(
-            f"load_path {path!r}: checkpoints with a file for each rank, as torch 1.13 has them, are not read; convert them with the "
-            "version that wrote them"
-        )
+    """A reader of a file or a folder, verified first. `sharded`: what the configuration says; None: either. Collective.
+
+    `{rank}` in the path is 0, as rank 0 writes what it names; files of several ranks are of an old format, and a CheckpointError.
+    """
     found: list[Any] = [None, False]
+    template, path = path, path.replace("{rank}", "0")
 
     def check() -> None:
+        other = template.replace("{rank}", "1")
+        if other != path and storage.exists(other) and not storage.is_folder(storage.followed(other)):
+            raise CheckpointError(
+                f"load_path {template!r}: checkpoints with a file for each rank, as torch 1.13 has them, are not read; convert them "
+                "with the version that wrote them"
+            )
         if not storage.exists(path):
             raise CheckpointError(f"no checkpoint at {path}")
         real = storage.followed(path)

@@ -193,8 +193,11 @@ def test_files_and_folders_are_told_apart(saved, tmp_path):
     _, path = saved
     with pytest.raises(CheckpointError, match="expected a file, as state_dict_type full has it, found a folder"):
         _load(path, fsdp_config={})
+    for rank in range(2):
+        (tmp_path / f"ba2_rank{rank}.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"checkpoints with a file for each rank, as torch 1.13 has them"):
         _load(tmp_path / "ba2_rank{rank}.pt")
+    assert _load(tmp_path / "latest-rank{rank}.pt").state.timestamp.batch == 2
     with pytest.raises(CheckpointError, match="no checkpoint at"):
         _load(tmp_path / "absent")
 
