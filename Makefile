@@ -6,7 +6,7 @@ STAMP := $(VENV)/installed
 # One thread per process: reductions then have one order, and bitwise comparisons are fair.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-all lint kernels docs bench gpu clean
+.PHONY: demo test test-all matrix lint kernels docs bench gpu clean
 
 $(STAMP): pyproject.toml setup.py src/smpc_alias.pth constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -23,6 +23,10 @@ test: $(STAMP)
 test-all: SMPC_TEST_SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 test-all: $(STAMP)
 	SMPC_TEST_SEED=$(SMPC_TEST_SEED) $(BIN)/pytest
+
+# A short choice of tests on every Python and torch that can be had: `make matrix PYTHONS="3.13" TORCHES="2.12 2.13"`.
+matrix:
+	$(PYTHON) tests/support/matrix.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
