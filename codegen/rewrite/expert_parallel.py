@@ -15,11 +15,16 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, contiguous_stride
 from smpc.codegen.rewrite.tensor_parallel.rewrite import Collective
 from smpc.errors import PartitionError
 from smpc.tracer.ir import Node, NodeKind, StateSpec, TensorSpec, Trace
 from smpc.tracer.targets import GETITEM
+
+PARTS = "_smpc_expert_parallel"  # the attribute of a module that holds some of the experts: what it knows of the whole
+SLICES = "num_sequence_slices"  # the argument by which such a module is told that its tokens are a slice of a sequence
 
 _FUNCTION = "dispatch and combine"
 
@@ -35,6 +40,11 @@ class Experts:
     num_experts: int
     tensors: tuple[str, ...] = ()
     members: tuple[tuple[str, ...], ...] = ()
+
+
+def parts_of_experts(model: nn.Module) -> tuple[str, ...]:
+    """The names of the modules of a model that hold some of the experts, and serve the tokens of all ranks."""
+    return tuple(name for name, module in model.named_modules() if PARTS in vars(module))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +79,18 @@ def divide_experts(trace: Trace, experts: Sequence[Experts], degree: int) -> Exp
         collectives += [_traffic(trace, node, found, per_expert, degree) for node in _calls(trace, found)]
     divided = tuple(new for spec in trace.state if (new := local.get(spec.name, spec)) is not None)
     return ExpertTrace(dataclasses.replace(trace, state=divided), degree, tuple(experts), tuple(collectives))
+
+
+def shares_of(found: ExpertTrace, trace: Trace) -> tuple[Collective, ...]:
+    """What a rank sends that has slices of the sequences: `trace` is what it runs."""
+    shares = []
+    for item in found.collectives:
+        before, after = _result(found.trace, found.trace.node(item.node)), _result(trace, trace.node(item.node))
+        whole = 0 if before is None or after is None else before.num_elements
+        own = whole if after is None else after.num_elements
+        sent = [num_bytes * own // max(1, whole) for num_bytes in (item.forward_bytes, item.backward_bytes)]
+        shares.append(dataclasses.replace(item, forward_bytes=sent[0], backward_bytes=sent[1]))
+    return tuple(shares)
 
 
 def _calls(trace: Trace, found: Experts) -> list[Node]:

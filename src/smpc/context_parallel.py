@@ -21,6 +21,7 @@ from torch import nn
 
 from smpc.codegen.rewrite.context_parallel.methods import AUTO
 from smpc.codegen.rewrite.context_parallel.rewrite import ContextPlan, ContextTrace, describe_context
+from smpc.codegen.rewrite.expert_parallel import parts_of_experts
 from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, group_attribute
 from smpc.compile.passes import ContextSharing, rewrite_trace
 from smpc.compile.result import Traced
@@ -87,7 +88,8 @@ def shard(
     check_not_shared(model, CONTEXT)
     dims = {name: (own,) if isinstance(own, int) else tuple(own) for name, own in (sequence_dims or {}).items()}
     known = group if isinstance(group, TensorGroup) else TensorGroup.of(group)
-    sharing = ContextSharing(known.size, ContextPlan(layout, attention, tuple(dims.items())), outputs)
+    plan = ContextPlan(layout, attention, tuple(dims.items()))
+    sharing = ContextSharing(known.size, plan, outputs, experts=parts_of_experts(model))
     return ContextModule(model, known, record_modes(model, sample_inputs), sharing, draw_as_one_process)
 
 

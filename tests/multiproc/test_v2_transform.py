@@ -39,6 +39,7 @@ from smpc.v2.grad_norm import clip_grad_norm_
 from smpc.v2.moe.moe_config import MoEConfig
 from smpc.v2.moe.moe_layer import MoELayer
 from smpc.v2.tensor_parallel.transformer import TransformerLayer
+from smpc.v2.transforming.slices import slices_of
 
 STEPS, BATCH, LENGTH, VOCABULARY = 3, 2, 16, 64
 SMALL = {
@@ -349,6 +350,24 @@ def test_rank_0_has_the_weights_of_its_group(tmp_path):
     assert sum(value.size for value in first.values()) < 0.6 * sum(p.numel() for p in build("llama").parameters())
 
 
+def experts_from_rank0(rank, channel):
+    tsm.init(WITH_TENSOR)
+    with torch.device("cpu" if rank == 0 else "meta"):
+        model = build("mixtral")
+    model = tsm.transform(model, load_state_dict_from_rank0=True)
+    parts = slices_of(model)
+    return {name: parts[name].whole(p.detach()).numpy() for name, p in model.named_parameters() if ".experts." in name}
+
+
+@pytest.mark.slow
+def test_experts_of_all_ranks_come_from_rank_0(tmp_path):
+    """Each rank of rank 0's expert-parallel group gives its own experts to its tensor-parallel group."""
+    wanted = {name: p.detach() for name, p in build("mixtral").named_parameters() if ".experts." in name}
+    for found in values_of(run_ranks(4, experts_from_rank0, tmp_path)):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(torch.from_numpy(found[name]), value) for name, value in wanted.items())
+
+
 def options(kind, loading):
     return StateDictOptions(full_state_dict=True, cpu_offload=not loading) if kind == "full" else StateDictOptions()
 
@@ -402,6 +421,8 @@ def resumes(rank, channel, family, degrees, fsdp, kind, path):
 EXPERTS = {"expert_parallel_degree": 2, "hybrid_shard_degree": 2}
 WHOLE = {"hybrid_shard_degree": 2}
 BOTH = {"tensor_parallel_degree": 2, "context_parallel_degree": 2}
+WITH_TENSOR = {"expert_parallel_degree": 2, "tensor_parallel_degree": 2}
+WITH_CONTEXT = {"expert_parallel_degree": 2, "context_parallel_degree": 2}
 
 
 @pytest.mark.parametrize(
@@ -420,6 +441,8 @@ BOTH = {"tensor_parallel_degree": 2, "context_parallel_degree": 2}
         slow("full", "mixtral", (4, SHARED, 1), (4, BOTH, 2), 1),
         slow("full", "mixtral", (2, EXPERTS, 2), (2, EXPERTS, 1), 2),
         slow("full", "mixtral", (2, EXPERTS, 1), (2, WHOLE, 1), 2),
+        slow("sharded", "mixtral", (4, WITH_TENSOR, 1), (2, WITH_CONTEXT, 2), 1),
+        slow("sharded", "mixtral", (4, WITH_TENSOR, 2), (4, {**WITH_TENSOR, "context_parallel_degree": 2}, 1), 1),
         slow("apart", "llama", (4, SHARED, 1), (4, SHARED, 1), 2),
         slow("local", "llama", (4, SHARED, 1), (4, SHARED, 1), 2),
     ],
@@ -514,7 +537,7 @@ def trains_experts(rank, channel, degrees, fsdp, settings):
     assert sum(isinstance(module, MoELayer) for module in model.modules()) == 2
     held = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
     model = wrapped(model, fsdp)
-    loss_of_model(model, batch(0, tsm.state.rank)).backward()
+    loss_of_model(model, own_chunks(batch(0, sample_of()))).backward()
     norm = clip_grad_norm_(model, 1e9).item()
     return train(model, loss_of_model), held, norm
 
@@ -560,15 +583,36 @@ def experts_reference(mode, num_samples):
     ],
 )
 def test_experts_on_several_ranks(size, degrees, fsdp, mode, more, tmp_path):
+    check_experts(size, degrees, fsdp, mode, more, tmp_path)
+
+
+def check_experts(size, degrees, fsdp, mode, more, folder):
     settings = {**BALANCING[mode], **more}
-    wanted, norm = experts_reference(mode, size)
+    tensor, context = (degrees.get(f"{name}_parallel_degree", 1) for name in ("tensor", "context"))
+    wanted, norm = experts_reference(mode, size // (tensor * context))
     whole = sum(p.numel() for n, p in build("mixtral").named_parameters() if ".experts." in n)
-    for losses, held, found in values_of(
-        run_ranks(size, trains_experts, tmp_path, degrees, fsdp, settings, timeout=200)
-    ):
+    for losses, held, found in values_of(run_ranks(size, trains_experts, folder, degrees, fsdp, settings, timeout=200)):
         torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=0)
-        assert held == whole // degrees["expert_parallel_degree"]
+        assert held == whole // (degrees["expert_parallel_degree"] * tensor)
         assert found == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "degrees", "fsdp", "mode"),
+    [
+        (4, WITH_TENSOR, 1, "aux_loss"),
+        (2, WITH_CONTEXT, 2, "sinkhorn"),
+        slow(4, WITH_TENSOR, 2, "none"),
+        slow(4, {**WITH_TENSOR, "context_parallel_degree": 2}, 2, "balanced"),
+        slow(2, WITH_CONTEXT, 1, "none"),
+        slow(4, WITH_CONTEXT, 1, "aux_loss"),
+        slow(4, {**WITH_CONTEXT, "hybrid_shard_degree": 2}, 2, "aux_loss"),
+        slow(4, {**WITH_CONTEXT, "expert_parallel_degree": 4}, 2, "none"),
+        slow(4, {"context_parallel_degree": 4, "expert_parallel_degree": 2}, 1, "none"),
+    ],
+)
+def test_experts_beside_slices_of_weights_and_sequences(size, degrees, fsdp, mode, tmp_path):
+    check_experts(size, degrees, fsdp, mode, {}, tmp_path)
 
 
 def test_what_balancing_changes():

@@ -27,6 +27,7 @@ import numpy
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 _NUMPY = numpy.random.mtrand._rand
 _TORCH_FUNCTIONS = ("manual_seed", "seed", "set_rng_state", "fork_rng")
@@ -65,8 +66,8 @@ class Generators:
         return torch_state() != self._torch
 
     def draw(self) -> None:
-        """Moves torch's generator as a draw does."""
-        with torch._C.DisableTorchFunction(), unset_fake_temporarily():
+        """Moves torch's generator as a draw does; that is no draw of the call that is being measured."""
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
             torch.empty(1).uniform_()
         self._torch = torch_state()
 

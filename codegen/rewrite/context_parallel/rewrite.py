@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from smpc.codegen.rewrite import whole_draws
 from smpc.codegen.rewrite.context_parallel.methods import AUTO, METHODS, fits, ways_of, with_rings
-from smpc.codegen.rewrite.context_parallel.rules import RULES, is_causal
+from smpc.codegen.rewrite.context_parallel.rules import RULES, is_causal, of_tokens
 from smpc.codegen.rewrite.context_parallel.sequence import Dims, SequenceDims
 from smpc.codegen.rewrite.tensor_parallel.layout_problem import Weights
 from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, Collective, ShardedTrace, describe, rewrite
 from smpc.codegen.rewrite.tensor_parallel.search import ShardingChoice, choose
-from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, short_name
+from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, of_module, short_name
 from smpc.config.planner import CONTEXT_LAYOUTS
 from smpc.errors import ConfigError
 from smpc.tracer.constants import Ref
@@ -85,9 +85,14 @@ class ContextTrace:
 
 
 def share_sequence(
-    trace: Trace, degree: int, plan: ContextPlan | None = None, *, draws_whole: bool = False
+    trace: Trace,
+    degree: int,
+    plan: ContextPlan | None = None,
+    *,
+    draws_whole: bool = False,
+    experts: Sequence[str] = (),
 ) -> ContextTrace:
-    """The trace that each of `degree` ranks runs; `draws_whole`: see `Facts`.
+    """The trace that each of `degree` ranks runs; `draws_whole`: see `Facts`. `experts`: modules whose experts ranks divide among them.
 
     ConfigError for lengths that cannot be cut, or inputs that there are not.
     """
@@ -103,7 +108,7 @@ def share_sequence(
         degree,
         mirrored=layout == ZIGZAG,
         inner=True,
-        more={**RULES, **whole_draws.RULES},
+        more={**RULES, **whole_draws.RULES, **{of_module(name): of_tokens for name in experts}},
         draws_whole=draws_whole,
     )
     sequence = SequenceDims(facts, inputs)

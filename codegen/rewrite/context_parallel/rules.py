@@ -6,15 +6,18 @@
     flash_attention                  q Z(2)  k Z(2)  v Z(2)  Z(2)       ring_attention: keys go around
     cross_entropy                    logits Z(0)             P          rows_cross_entropy: the losses of own rows over the number of all
     mean                             x Z(1)                  P          mean_part: the mean of own elements over the number of ranks
+    experts that ranks divide        h, index, weights Z(1)  Z(1)       own tokens, with gradients to the scale of the whole sequence
 
 Labels and masks are whole: every rank counts the labels that are not ignored, and takes what it needs of a mask.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+from smpc.codegen.rewrite.expert_parallel import SLICES
 from smpc.codegen.rewrite.tensor_parallel.layouts import BROADCAST, PARTIAL, REPLICATED, Layout
 from smpc.codegen.rewrite.tensor_parallel.rewrite import RING
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Rule, Strategy, argument, short_name
@@ -122,6 +125,19 @@ def _mean(facts: Facts, node: Node) -> Iterator[Strategy]:
     reduced = range(len(shape)) if dims is None or dims in ((), []) else [dims] if isinstance(dims, int) else dims
     for dim in dict.fromkeys(dim % len(shape) for dim in reduced):
         yield from (Strategy((layout,), PARTIAL, way="mean_part") for layout in facts.layouts(dim, shape[dim]))
+
+
+def of_tokens(facts: Facts, node: Node) -> Iterator[Strategy]:
+    """Experts that ranks divide among them serve each token by itself, whoever sends it."""
+    if facts.is_tuple(node.name) or not all(facts.spec(name) is not None for name in node.inputs):
+        return
+    shape = facts.shape(node.name)
+    tokens = shape[:-1]
+    if any(facts.shape(name)[:-1] != tokens for name in node.inputs):
+        return
+    for dim, size in enumerate(tokens):
+        for found in facts.along(node, dict.fromkeys(node.inputs, dim), dim, size):
+            yield dataclasses.replace(found, way=SLICES)
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(

@@ -4,6 +4,7 @@ view(x, [2, 8, 32])     on S(2), of two ranks       view(x, [2, 8, 16])
 embedding(ids, table)   on a table split by rows    tensor_ops.embedding(ids, table, padding, group): zeros for rows that others have
 cross_entropy(x, y)     on split classes            tensor_ops.cross_entropy(x, y, group)
 conv2d(x, w, groups=8)  on split channels, 2 ranks  conv2d(x, w, groups=4)
+experts(x, i, weights)  on slices of the sequence   experts(x, i, weights, num_sequence_slices=2): a module called whole is told
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from smpc.codegen.rewrite.tensor_parallel.layouts import Kind, Layout
 from smpc.codegen.rewrite.tensor_parallel.rules import localised
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, argument, short_name
 from smpc.tracer.constants import Ref
-from smpc.tracer.ir import Node
+from smpc.tracer.ir import Node, NodeKind
 from smpc.tracer.targets import TENSOR_OPS
 
 
 def on_parts(facts: Facts, node: Node, strategy: Strategy, group: Ref) -> Node:
     """The node as a rank runs it by a strategy, with the names of its inputs as they are; `group` has the rank's TensorGroup."""
+    if strategy.way and node.kind is NodeKind.CALL_MODULE:
+        return dataclasses.replace(node, kwargs=(*node.kwargs, (strategy.way, facts.degree)))
     if strategy.way:
         cut = next(layout for layout in strategy.inputs if layout.kind is Kind.SHARDED)
         args = (group, (cut.dim, cut.blocks, cut.mirrored), *node.args)

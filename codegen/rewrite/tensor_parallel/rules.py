@@ -34,6 +34,7 @@ from smpc.codegen.rewrite.tensor_parallel.strategy import (
     Strategy,
     argument,
     carried,
+    of_module,
     operands,
     short_name,
     split_sizes,
@@ -355,7 +356,8 @@ def strategies(facts: Facts, node: Node) -> tuple[Strategy, ...]:
         rule = _experts
     found_by = rule(facts, node) if rule is not None and facts.spec(node.name) is not None else ()
     is_call = node.kind is NodeKind.CALL_FUNCTION
-    extra = (facts.more.get(short_name(node.target)) or facts.more.get(node.target)) if is_call else None
+    names = (short_name(node.target), node.target) if is_call else (of_module(node.target),)
+    extra = next((facts.more[name] for name in names if name in facts.more), None)
     for strategy in (*found_by, *(extra(facts, node) if extra is not None else ())):
         known = tuple(
             layout.for_gradient(facts.requires_grad(name))

@@ -36,7 +36,7 @@ class Strategy:
 
     `state`: layouts of parameters that a module called whole reads itself. `sent`: bytes that a rank sends in each of the collectives
     inside the operation, forward and backward. `way`: the operation of `smpc.executor.tensor_ops` that does it on slices,
-    where that is not the operation itself.
+    where that is not the operation itself; of a module called whole, the argument by which it is told of how many slices one is.
     """
 
     inputs: tuple[Layout, ...]
@@ -73,6 +73,11 @@ def draws(node: Node) -> bool:
 Rule = Callable[["Facts", Node], Iterator[Strategy]]
 
 
+def of_module(name: str) -> str:
+    """What the rule of a module called whole is known by, in `Facts.more`."""
+    return f"module {name}"
+
+
 def operands(*values: Any) -> tuple[str, ...] | None:
     """Names of operands; None if one is no tensor of the trace, or is there twice."""
     if not all(isinstance(value, Ref) for value in values):
@@ -85,7 +90,7 @@ class Facts:
     """A trace and the number of ranks, with what rules ask about them.
 
     `mirrored`: slices are Z, not S. `inner`: whether slices of an inner dimension are followed through changes of shape that join it to an
-    outer one which could be sliced as well. `more`: rules by short name, beside those that every trace has. `draws_whole`: whether what
+    outer one which could be sliced as well. `more`: rules by short name, by target, or by `of_module`, beside those that every trace has. `draws_whole`: whether what
     draws random numbers runs whole, so that ranks draw alike.
     """
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -74,17 +75,17 @@ class PipelineOptions(CompilationKeys):
 
     def _wrong_experts(self) -> list[str]:
         """What does not go with experts that are divided over ranks."""
-        degree, replicas = self.expert_parallel_degree, self.data_parallel_degree
+        degree, replicas, context = self.expert_parallel_degree, self.data_parallel_degree, self.context_parallel_degree
         if degree <= 1:
             return []
         others = ("fully_shard", "shard_optimizer_state", "trace_execution_times", "trace_memory_usage")
         wrong = [name for name in others if getattr(self, name)]
-        wrong += ["tensor_parallel_degree above 1"] if self.tensor_parallel_degree > 1 else []
         found = [f"{name}: not with expert_parallel_degree above 1; leave one of them out" for name in wrong]
-        if replicas % degree:
+        if replicas * context % degree:
+            product = f" x context_parallel_degree {context}" if context > 1 else ""
             found.append(
-                f"expert_parallel_degree: expected a divisor of data_parallel_degree {replicas}, among whose ranks experts are divided, "
-                f"found {degree}"
+                f"expert_parallel_degree: expected a divisor of data_parallel_degree {replicas}{product}, among whose ranks experts are "
+                f"divided, found {degree}"
             )
         return found
 
@@ -96,8 +97,6 @@ class PipelineOptions(CompilationKeys):
                 yield f"{name}: expected one of {', '.join(options)}, found {value!r}"
             elif value != AUTO and self.context_parallel_degree == 1:
                 yield f"{name}: {value} has no effect with context_parallel_degree 1; leave it out, or set the degree"
-        if self.context_parallel_degree > 1 and self.expert_parallel_degree > 1:
-            yield "expert_parallel_degree: not with context_parallel_degree above 1; leave one of them out"
         shared = self.context_parallel_degree > 1 and self.tensor_parallel_degree > 1
         if shared and self.tensor_parallel_plan != "auto":
             yield (
@@ -122,13 +121,17 @@ class PipelineOptions(CompilationKeys):
 
     @property
     def expert_group(self) -> Group:
-        """The ranks that experts are divided over: neighbours among those that run one stage."""
-        pipeline, replicas, degree = (
-            self.pipeline_parallel_degree,
-            self.data_parallel_degree,
-            self.expert_parallel_degree,
+        """The ranks that experts are divided over: neighbours among those that run one stage with the same slices of weights."""
+        degree, context = self.expert_parallel_degree, self.context_parallel_degree
+        pipeline, tensor = self.pipeline_parallel_degree, self.tensor_parallel_degree
+        mesh = Mesh(
+            pipeline * tensor * context * self.data_parallel_degree,
+            pipeline,
+            tensor,
+            context_parallel_degree=context,
+            sharded_data_parallel_degree=degree // math.gcd(degree, context),
+            expert_parallel_degree=degree,
         )
-        mesh = Mesh(pipeline * replicas, pipeline, sharded_data_parallel_degree=degree, expert_parallel_degree=degree)
         return Group.of(mesh, Axis.EP, self.devices[0])
 
     def expert_times(self, trace: Trace, divided: ExpertTrace) -> NodeTimes:

@@ -29,7 +29,7 @@ from smpc.codegen.program import RankProgram, StageCode
 from smpc.codegen.rewrite import whole_draws
 from smpc.codegen.rewrite.context_parallel.calls import CALLS
 from smpc.codegen.rewrite.context_parallel.rewrite import ContextPlan, share_sequence
-from smpc.codegen.rewrite.expert_parallel import Experts, divide_experts
+from smpc.codegen.rewrite.expert_parallel import Experts, divide_experts, parts_of_experts, shares_of
 from smpc.codegen.rewrite.kernels import Rewritten, rewrite_kernels, select_rewrites
 from smpc.codegen.rewrite.outputs import keep_outputs
 from smpc.codegen.rewrite.tensor_parallel.rewrite import rewrite
@@ -81,20 +81,25 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class ContextSharing:
-    """How context-parallel ranks share a sequence. `outputs`, `may_lack_outputs`: see `Sharing`."""
+    """How context-parallel ranks share a sequence. `outputs`, `may_lack_outputs`: see `Sharing`.
+
+    `experts`: the modules of the model that hold some of the experts.
+    """
 
     degree: int
     plan: ContextPlan = field(default_factory=ContextPlan)
     outputs: Sequence[str] | None = None
     may_lack_outputs: bool = False
+    experts: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, options: PipelineOptions) -> ContextSharing | None:
+    def of(cls, model: nn.Module, options: PipelineOptions) -> ContextSharing | None:
         """As the options say; None where sequences are whole."""
         if options.context_parallel_degree == 1:
             return None
         plan = ContextPlan(options.context_parallel_layout, options.context_parallel_attention)
-        return cls(options.context_parallel_degree, plan, options.tensor_parallel_outputs)
+        outputs, experts = options.tensor_parallel_outputs, parts_of_experts(model)
+        return cls(options.context_parallel_degree, plan, outputs, experts=experts)
 
 
 @takes_options
@@ -134,7 +139,7 @@ def compile_batch(
 
         experts = experts_to_divide(model, options.expert_parallel_degree)
     traced = rewrite_trace(
-        recording.trace, options, Sharing.of(model, options), context=ContextSharing.of(options), experts=experts
+        recording.trace, options, Sharing.of(model, options), context=ContextSharing.of(model, options), experts=experts
     )
     traced = measure_trace(traced, options, model, inputs, show)
     show("Solving the partition")
@@ -170,8 +175,11 @@ def rewrite_trace(
     if whole and (context is not None or sharing is not None):
         trace = whole_draws.draw_whole(trace)
     if context is not None:
-        shared = share_sequence(_name_outputs(trace, context), context.degree, context.plan, draws_whole=whole)
+        divided_in = (*context.experts, *(found.module for found in experts if found.tensors))
+        named = _name_outputs(trace, context)
+        shared = share_sequence(named, context.degree, context.plan, draws_whole=whole, experts=divided_in)
         trace = shared.sharded.trace
+        divided = None if divided is None else dataclasses.replace(divided, collectives=shares_of(divided, trace))
     if sharing is not None:
         trace = _name_outputs(trace, sharing)
         facts = Facts(trace, sharing.degree, more={**CALLS, **whole_draws.RULES}, draws_whole=whole)
@@ -215,8 +223,6 @@ def plan_trace(
     """
     if traced.times is None:
         traced = dataclasses.replace(traced, times=_times_with_collectives(traced, options))
-    if traced.times is None and traced.divided is not None:
-        traced = dataclasses.replace(traced, times=options.expert_times(traced.trace, traced.divided))
     cut = Cut.of(traced, options, like, saved)
     plan = cut.plan(prove)
     channels = plan_channels(traced.trace, plan)
@@ -249,19 +255,20 @@ def write_programs(planned: Planned, **known: Any) -> Compilation:
 
 
 def _times_with_collectives(traced: Traced, options: PipelineOptions) -> NodeTimes | None:
-    """Predicted times of what a rank of groups runs; None where there are none."""
-    found = None
+    """Predicted times of what a rank of groups runs: what collectives add to its own; None where there are none."""
+    found = []
     if traced.sharded is not None:
-        found = options.sharded_times(traced.trace, traced.sharded)
+        found.append(options.sharded_times(traced.trace, traced.sharded))
     if traced.context is not None:
-        shared = options.context_times(traced.trace, traced.context)
-        if found is None:
-            return shared
-        plain = node_times(traced.trace, options.cost_model)
-        return NodeTimes(
-            found.forward + shared.forward - plain.forward, found.backward + shared.backward - plain.backward
-        )
-    return found
+        found.append(options.context_times(traced.trace, traced.context))
+    if traced.divided is not None:
+        found.append(options.expert_times(traced.trace, traced.divided))
+    if len(found) < 2:
+        return next(iter(found), None)
+    plain = node_times(traced.trace, options.cost_model)
+    more = len(found) - 1
+    forward = sum(times.forward for times in found) - more * plain.forward
+    return NodeTimes(forward, sum(times.backward for times in found) - more * plain.backward)
 
 
 def schedule_plan(trace: Trace, plan: Plan) -> Planned:

@@ -118,7 +118,7 @@ class PlannerKeys:
         minimum=1,
         limit=MAX_RANKS,
         unsupported="every rank holds all experts: leave it out, or cut the model by smpc.expert_parallel.shard",
-        flag=Flag("Ranks, of those of -d, that experts are divided over.", "-e", "E", is_apart=True),
+        flag=Flag("Ranks, of those of -d and -c, that experts are divided over.", "-e", "E", is_apart=True),
     )
     context_parallel_degree: int = key(
         1,

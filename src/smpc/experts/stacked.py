@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smpc.codegen.rewrite.expert_parallel import PARTS, SLICES
 from smpc.errors import UsageError
 from smpc.executor.collectives import TensorGroup
 from smpc.experts.confirm import Confirmed
@@ -22,8 +23,6 @@ from smpc.experts.linear import scale_gradient
 from smpc.experts.roles import take_role
 from smpc.experts.routers import round_robin
 from smpc.tracer import register_shape_rule
-
-PARTS = "_smpc_expert_parallel"  # of a module that holds, or calls, some of the experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +56,15 @@ class PartOfExperts(nn.Module):
     """The forward of a module that holds some of the experts."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What the whole module returns for this rank's tokens. All ranks of the group call it."""
+        """What the whole module returns for this rank's tokens. All ranks of the group call it.
+
+        Of a slice of a sequence (`SLICES`: one of so many) every rank has a summand of the gradients of one loss, where others have the
+        gradients of a loss of their own: for the experts, its rows count as many times.
+        """
         parts: Parts = vars(self)[PARTS]
+        num_slices = kwargs.pop(SLICES, 1)
         hidden, index, weights = _routing(parts.names, args, kwargs)
+        hidden, weights = scale_gradient(hidden, 1 / num_slices), scale_gradient(weights, 1 / num_slices)
         options, group = parts.options, parts.group
         tokens = hidden.reshape(-1, hidden.shape[-1])
         index = index.reshape(-1, index.shape[-1])
@@ -73,7 +78,7 @@ class PartOfExperts(nn.Module):
         local = plan.index().unsqueeze(1)
         outputs = self._served(scale_gradient(rows, 1 / options.gradient_scale), local)
         outputs = scale_gradient(outputs, options.gradient_scale)
-        found = combine(outputs, plan, weights.reshape(index.shape), group)
+        found = scale_gradient(combine(outputs, plan, weights.reshape(index.shape), group), num_slices)
         return found.view(*hidden.shape[:-1], found.shape[-1])
 
     def _served(self, rows: Tensor, local: Tensor) -> Tensor:

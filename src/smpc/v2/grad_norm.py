@@ -62,7 +62,7 @@ def _pieces(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
     """This rank's parts of gradients, and the number of ranks that together have each part of the tensor once."""
     slices = slices_of(model)
     assert slices is not None
-    sharing = {name: part.group.size for name, part in slices.items()}
+    sharing = {name: part.num_holders for name, part in slices.items()}
     flat: set[int] = set()
     for prefix, unit in _units(model):
         flat.update(id(parameter) for parameter in unit.parameters())
@@ -81,7 +81,7 @@ def _pieces(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
             )
             found = slices.get(plain_name(name))
             is_slice = found is not None and tuple(gradient.shape) != found.shape
-            yield gradient.to_local(), shards * (found.group.size if found is not None and is_slice else 1)
+            yield gradient.to_local(), shards * (found.num_holders if found is not None and is_slice else 1)
         else:
             yield gradient, sharing.get(plain_name(name), 1)
 

@@ -75,6 +75,33 @@ def test_traffic_is_in_the_predicted_times():
     assert parts.pipeline == pytest.approx(divided.timeline().makespan * waited)
 
 
+def test_experts_are_divided_beside_weights_and_sequences():
+    """A rank has half of the experts, and of these half of the inner dimension; of a slice of a sequence it sends half as much."""
+    options = {"pipeline_parallel_degree": 1, "microbatches": 1, "expert_parallel_degree": 2}
+    alone = compiled("MixtralForCausalLM", **options, data_parallel_degree=2)
+    both = compiled("MixtralForCausalLM", **options, tensor_parallel_degree=2, context_parallel_degree=2)
+    name = "model.layers.0.mlp.experts"
+    shapes = {state.name.removeprefix(f"{name}."): state.spec.shape for state in both.trace.state if name in state.name}
+    assert shapes == {"gate_up_proj": (2, 48, 32), "down_proj": (2, 32, 24)}
+    call = next(node for node in both.trace.nodes if node.target == name)
+    assert call.spec.num_elements == ROWS * HIDDEN // 2
+    assert dict(call.kwargs) == {"num_sequence_slices": 2}
+    assert both.divided.sent_bytes == alone.divided.sent_bytes // 2
+    assert f"{both.divided.sent_bytes:,} bytes sent" in describe_experts(both.divided)
+    traced = Traced(both.trace, both.sharded, context=both.context, divided=both.divided)
+    around = Around.of(PipelineOptions(**options, tensor_parallel_degree=2, context_parallel_degree=2))
+    parts = step_parts(traced, both.plan, both.timeline(), around)
+    assert min(parts.expert, parts.tensor, parts.context) > 0
+    whole = compiled(
+        "MixtralForCausalLM",
+        **{**options, "expert_parallel_degree": 1},
+        tensor_parallel_degree=2,
+        context_parallel_degree=2,
+    )
+    assert not any(found.module.endswith("mlp.experts") for found in both.context.whole)
+    assert any(found.module.endswith("mlp.experts") or "experts" in found.function for found in whole.context.whole)
+
+
 def test_a_plan_that_divides_experts_does_not_run():
     model = make("MixtralForCausalLM", torch.float32)
     found = smpc.compile_model(
@@ -132,7 +159,7 @@ def test_a_block_some_of_whose_experts_are_elsewhere_is_not_recorded():
     [
         ({"data_parallel_degree": 3}, "expected a divisor of data_parallel_degree 3, .* found 2"),
         ({"data_parallel_degree": 2, "fully_shard": True}, "fully_shard: not with expert_parallel_degree"),
-        ({"data_parallel_degree": 2, "tensor_parallel_degree": 2}, "tensor_parallel_degree above 1: not with"),
+        ({"data_parallel_degree": 1, "context_parallel_degree": 3}, "1 x context_parallel_degree 3, .* found 2"),
     ],
 )
 def test_what_does_not_go_together(options, match):

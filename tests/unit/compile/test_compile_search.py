@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -322,15 +323,12 @@ def test_context_parallel_ranks_are_searched(everything):
     assert options.context_parallel_degree == found.options.context_parallel_degree
 
 
-def test_degrees_that_compile_refuses_together_are_left_out_with_a_reason():
-    both = list(shapes(8, 8, DEVICE, tried((1, 2), context=(1, 2), expert=(2,))))
-    reasons = {shape.refusal for shape in both if shape.tensor_parallel_degree * shape.context_parallel_degree > 1}
-    assert reasons == {
-        "-t with -e above 1: not supported",
-        "-c with -e above 1: not supported",
-        "-t and -c with -e above 1: not supported",
+def test_experts_are_divided_beside_weights_and_sequences():
+    found = {
+        (shape.tensor_parallel_degree, shape.context_parallel_degree, shape.mesh.size(Axis.EP))
+        for shape in shapes(8, 8, DEVICE, tried((1, 2), context=(1, 2), expert=(1, 2)))
     }
-    assert not any(candidate.shape.refusal for candidate in candidates(8, 8, DEVICE, tried((1, 2), expert=(2,))))
+    assert found == set(itertools.product((1, 2), repeat=3))
 
 
 def test_modules_to_compute_again_are_blocks_some_of_them_and_parts(model, batch):

@@ -25,7 +25,7 @@ def possible(world):
             continue
         shard = sequences * context
         for outer, expert in itertools.product(range(1, shard + 1), repeat=2):
-            if outer * expert == shard and (expert == 1 or context == tensor == 1):  # experts alone
+            if outer * expert == shard:
                 found.add((shard, tensor, context, expert))
                 if replicas == 1:
                     found.add((0, tensor, context, expert))

@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 import transformers
+from expert_models import make
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     OffloadWrapper,
@@ -16,12 +17,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import smpc.v2 as tsm
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError, UsageError
+from smpc.executor.collectives import TensorGroup
 from smpc.executor.layer_offload import LayerOffload
 from smpc.v2.delayed_param import DelayedParamIniter
 from smpc.v2.moe.moe_config import MoEConfig
-from smpc.v2.session.config import Config
 from smpc.v2.session.random_state import RngStateTracker
 from smpc.v2.tensor_parallel.transformer import TransformerLayer
+from smpc.v2.transforming.experts import divide_experts
 from smpc.v2.utils.module_utils import empty_module_params, move_buffers_to_device
 
 
@@ -234,11 +236,19 @@ def test_transform_leaves_a_model_what_it_is(session):
         tsm.transform(meta, load_state_dict_from_rank0=True)
 
 
-def test_experts_beside_other_parallelism_are_refused_before_any_group_is_made():
-    with pytest.raises(
-        ConfigError, match="expert_parallel_degree: expected 1 beside tensor_parallel_degree 2, found 2"
-    ):
-        Config.parse({"expert_parallel_degree": 2, "tensor_parallel_degree": 2}, 4)
+@pytest.mark.parametrize(
+    ("name", "settings", "match"),
+    [
+        ("MixtralForCausalLM", {"global_token_shuffle": True}, "global_token_shuffle: not with tensor or context"),
+        ("loop", {"moe_load_balancing": "none"}, "the experts of blocks.0.experts, blocks.1.experts are modules of"),
+    ],
+)
+def test_what_does_not_go_with_slices_of_weights_and_sequences(name, settings, match):
+    """Nothing has been changed by then: no group is asked for anything."""
+    model = make(name)
+    with pytest.raises(ConfigUnsupportedError, match=match):
+        divide_experts(model, TensorGroup(), MoEConfig(**settings), 1, None, is_recorded=True)
+    assert [p.shape for p in model.parameters()] == [p.shape for p in make(name).parameters()]
 
 
 def test_moe_config_lists_what_is_wrong():

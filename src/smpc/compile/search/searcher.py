@@ -233,8 +233,8 @@ class _Searcher:
         if first is None:
             return
         most = len(next(iter(self.loads.recorded.values())).nodes)
-        if shape.refusal or shape.pipeline_parallel_degree > most:
-            reason = shape.refusal or f"expected at most as many stages as operations, of which there are {most}"
+        if shape.pipeline_parallel_degree > most:
+            reason = f"expected at most as many stages as operations, of which there are {most}"
             self.results.append(Result(first, Verdict.IMPOSSIBLE, reason=reason, ways=number))
             return
         bound, peak = self._least(shape)
@@ -604,7 +604,7 @@ class _Searcher:
         """Plans in the order of the bounds on the peak, until none can need less, or the budget is spent; one that fits is the best."""
         pending: list[tuple[int, int, Candidate, float]] = []
         for shape in found:
-            traced = None if shape.refusal else self.loads.known.get(Load.of(shape))
+            traced = self.loads.known.get(Load.of(shape))
             if not isinstance(traced, Traced):
                 continue
             plain, (bound, _) = self._sample(shape), self._least(shape)

@@ -81,13 +81,6 @@ class Shape:
             self.expert_parallel_degree,
         )
 
-    @property
-    def refusal(self) -> str:
-        """Why `smpc compile` takes no such degrees together; "" if it does."""
-        others = (("-t", self.tensor_parallel_degree), ("-c", self.context_parallel_degree))
-        wrong = [name for name, degree in others if degree > 1 and self.expert_parallel_degree > 1]
-        return f"{' and '.join(wrong)} with -e above 1: not supported" if wrong else ""
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -144,8 +137,7 @@ class Candidate:
 def candidates(world_size: int, batch_size: int, device: Device, tried: Tried) -> Iterator[Candidate]:
     """All candidates, the simple ones first."""
     for shape in shapes(world_size, batch_size, device, tried):
-        if not shape.refusal:
-            yield from ways(shape, tried)
+        yield from ways(shape, tried)
 
 
 def shapes(world_size: int, batch_size: int, device: Device, tried: Tried) -> Iterator[Shape]:

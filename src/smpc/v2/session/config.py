@@ -137,12 +137,5 @@ def _rules_of(world_size: int) -> Callable[[Mapping[str, Any], Callable[[str], s
             )
         if not above:
             yield from broken_rules(world_size, **degrees)
-        expert = degrees.get("expert_parallel_degree", 1)
-        others = [n for n in ("tensor_parallel_degree", "context_parallel_degree") if degrees.get(n, 1) > 1]
-        if expert > 1 and others:
-            yield (
-                f"expert_parallel_degree: expected 1 beside {' and '.join(f'{n} {degrees[n]}' for n in others)}, found {expert}"
-                f"{where('expert_parallel_degree')}; expert parallelism is not implemented together with tensor or context parallelism"
-            )
 
     return rules

@@ -102,7 +102,9 @@ def _patch_fsdp2(session: Session) -> list[Callable[[], None]]:
 
     def modules_and_states(module: Any, *args: Any, **kwargs: Any) -> Any:
         first = module if isinstance(module, nn.Module) else module[0]
-        if session.mesh.tp_size > 1 and is_sliced(first):
+        if (
+            session.mesh.tp_size > 1 and is_sliced(first) and not isinstance(first, PartOfExperts)
+        ):  # on a mesh of its own
             if meshes[0] != default_mesh(session):
                 raise UsageError(
                     "fully_shard: expected no mesh for a model of which tensor-parallel ranks have slices, found one; leave it out: it is "

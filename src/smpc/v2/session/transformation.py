@@ -22,6 +22,7 @@ from smpc.v2.tensor_parallel.transformer import mark_layers
 from smpc.v2.transforming.experts import divide_experts
 from smpc.v2.transforming.samples import SAMPLE, samples_of
 from smpc.v2.transforming.sharing import share
+from smpc.v2.transforming.weights import FIRST_RANK
 
 _WAYS = ("p2p", "all_gather", "a2a", "auto")
 
@@ -70,15 +71,19 @@ def _share(
 ) -> None:
     """Has tensor-, context- and expert-parallel ranks share the model."""
     moe = config if isinstance(config, MoEConfig) and config.smp_moe else None
-    if session.config.expert_parallel_degree > 1 or moe is not None:
-        divided = TensorGroup.of(session.groups[Axis.EP]) if session.config.expert_parallel_degree > 1 else None
-        divide_experts(model, divided, moe, session.mesh.size(Axis.EXPERT_DATA), from_rank0=from_rank0)
-    groups = [
-        TensorGroup.of(session.groups[axis]) if session.mesh.size(axis) > 1 else None for axis in (Axis.TP, Axis.CP)
-    ]
-    if any(group is not None for group in groups):
-        samples = samples_of(model, config) if groups[0] is not None else []
-        share(model, samples, *groups, attention=attention, from_rank0=from_rank0)
+    experts, tensor, context = (
+        TensorGroup.of(session.groups[axis]) if session.mesh.size(axis) > 1 else None
+        for axis in (Axis.EP, Axis.TP, Axis.CP)
+    )
+    is_shared = tensor is not None or context is not None
+    if experts is not None or moe is not None:
+        holders = session.mesh.size(Axis.EXPERT_DATA)
+        sources = FIRST_RANK if from_rank0 else None
+        divide_experts(model, experts, moe, holders, sources, is_recorded=is_shared)
+    if is_shared:
+        samples = samples_of(model, config) if tensor is not None else []
+        sources = session.mesh.first_group(Axis.EP) if from_rank0 else None
+        share(model, samples, tensor, context, attention=attention, sources=sources)
 
 
 def _check_config(config: dict[str, Any] | MoEConfig | None, session: Session) -> None:
@@ -88,12 +93,6 @@ def _check_config(config: dict[str, Any] | MoEConfig | None, session: Session) -
         raise ConfigError(
             f"config: expected MoEConfig(smp_moe=True) with expert_parallel_degree {degree}, found smp_moe=False, which leaves experts as "
             "they are; set expert_parallel_degree: 1, or leave smp_moe out"
-        )
-    others = (session.config.tensor_parallel_degree, session.config.context_parallel_degree)
-    if isinstance(config, MoEConfig) and config.smp_moe and max(others) > 1:
-        raise ConfigUnsupportedError(
-            "config: MoEConfig(smp_moe=True) is not implemented with tensor or context parallelism; pass MoEConfig(smp_moe=False), which "
-            "keeps the model's own experts and router"
         )
     if isinstance(config, dict) and set(config) - {SAMPLE}:
         raise ConfigUnsupportedError(

@@ -8,7 +8,8 @@
 
 A router is a module beside the experts that returns, for tokens [N, H], logits [N, E], weights [N, k] and experts [N, k], in any order.
 With sinkhorn the weights are softmax(logits) (k = 1: sigmoid) of the chosen: a model that was trained with others computes another
-function, of which a warning tells. Losses act through gradients alone; they are means over this rank's tokens.
+function, of which a warning tells. Losses act through gradients alone; they are means over this rank's tokens,
+of all of a sequence that context-parallel ranks share: there, and with tensor parallelism, a router is called whole.
 
 Rules of Megatron-core, which SMP v2 integrates: "MoE" in its public documentation.
 """
@@ -16,6 +17,7 @@ Rules of Megatron-core, which SMP v2 integrates: "MoE" in its public documentati
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +33,10 @@ from smpc.experts.roles import take_role
 from smpc.experts.routers import round_robin
 from smpc.experts.structure import Found, Listed, Stacked, find_experts
 from smpc.in_place import whole_parameters
+from smpc.tracer import register_shape_rule
 from smpc.v2.moe.moe_config import MoEConfig
 from smpc.v2.moe.moe_layer import mark_block
-from smpc.v2.transforming.slices import Part, Slices, note_slices
+from smpc.v2.transforming.slices import Cut, Part, Slices, note_slices
 from smpc.v2.transforming.weights import agree_on_weights
 
 _ROUTER, _SHUFFLE = "_smpc_router", "_smpc_shuffle"  # what a module's role knows
@@ -89,6 +92,14 @@ class Router(nn.Module):
         return tuple(found)
 
 
+def _recorded(router: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """What a recorder runs in place of a router's forward: what is balanced, and how, depends on values, so it is called whole."""
+    return tuple(super(Router, router).forward(*args, **kwargs))
+
+
+register_shape_rule(Router, _recorded)
+
+
 class Shuffled(nn.Module):
     """The forward of a block whose tokens are shuffled over the ranks first, and come back after."""
 
@@ -104,11 +115,18 @@ class Shuffled(nn.Module):
 
 
 def divide_experts(
-    model: nn.Module, group: TensorGroup | None, config: MoEConfig | None, num_holders: int, *, from_rank0: bool
+    model: nn.Module,
+    group: TensorGroup | None,
+    config: MoEConfig | None,
+    num_holders: int,
+    sources: Sequence[int] | None,
+    *,
+    is_recorded: bool,
 ) -> None:
     """Has the ranks of a group divide the experts of a model, in place; None: one rank has all. Collective over the group.
 
-    `num_holders`: how many ranks hold the same experts, or parts of them. Raises ConfigError if there are no experts to divide,
+    `num_holders`: how many ranks hold the same experts, or parts of them. `sources`: see `smpc.v2.transforming.weights`. `is_recorded`:
+    whether the model is about to be recorded, for ranks that share its weights or its sequences. Raises ConfigError if there are no experts to divide,
     ConfigUnsupportedError for what cannot be done with them, before anything is changed.
     """
     experts = find_experts(model)
@@ -116,12 +134,14 @@ def divide_experts(
         raise ConfigError(
             "expected a model with experts, as MoEConfig or expert_parallel_degree says; no module looks like experts"
         )
-    _check(experts, config, num_holders if group is not None else 1)
+    _check(
+        experts, config, num_holders if group is not None else 1, is_divided=group is not None, is_recorded=is_recorded
+    )
     routers = [] if config is None else _routers(model, experts, config)
     for one in experts:
         mark_block(_block(model, one))
     if group is not None:
-        _cut(model, experts, group, config, from_rank0)
+        _cut(model, experts, group, config, sources)
     if config is None:
         return
     for router, places in routers:
@@ -135,9 +155,13 @@ def divide_experts(
 
 
 def _cut(
-    model: nn.Module, experts: list[Found], group: TensorGroup, config: MoEConfig | None, from_rank0: bool
+    model: nn.Module,
+    experts: list[Found],
+    group: TensorGroup,
+    config: MoEConfig | None,
+    sources: Sequence[int] | None,
 ) -> None:
-    agree_on_weights(model, group, from_rank0)
+    agree_on_weights(model, group, sources)
     shapes = {name: whole.shape for whole in whole_parameters(model) for name in whole.names}
     shard(
         model,
@@ -145,17 +169,31 @@ def _cut(
         dispatch="all_to_all" if config is None or config.moe_all_to_all_dispatcher else "all_gather",
     )
     cut = [f"{one.name}.{name}" for one in experts if isinstance(one, Stacked) for name in one.parameters]
-    parts = {name: Part(Layout.sharded(0), shapes[name], group, is_expert=True) for name in cut}
+    by_expert = Layout.sharded(0)
+    parts = {name: Part((Cut(by_expert, shapes[name], group, is_even=False),), is_expert=True) for name in cut}
     note_slices(model, Slices(parts))
 
 
-def _check(experts: list[Found], config: MoEConfig | None, num_holders: int) -> None:
+def _check(
+    experts: list[Found], config: MoEConfig | None, num_holders: int, *, is_divided: bool, is_recorded: bool
+) -> None:
     listed = [one.name for one in experts if isinstance(one, Listed)]
     lines = []
     if listed and num_holders > 1:
         lines.append(
             f"expert_parallel_degree: the experts of {', '.join(listed[:3])} are modules of their own, which FSDP cannot divide or "
             "replicate, as some ranks call one and others do not; use as many expert-parallel ranks as there are ranks"
+        )
+    if listed and is_divided and is_recorded:
+        lines.append(
+            f"expert_parallel_degree: the experts of {', '.join(listed[:3])} are modules of their own, whose block runs twice and cannot be "
+            "recorded, as tensor and context parallelism need; set tensor_parallel_degree and context_parallel_degree to 1, or "
+            "expert_parallel_degree"
+        )
+    if config is not None and config.global_token_shuffle and is_recorded:
+        lines.append(
+            "global_token_shuffle: not with tensor or context parallelism, whose ranks have the same tokens, or slices of the same "
+            "sequences; leave it out"
         )
     if listed and config is not None and config.moe_load_balancing != "none":
         lines.append(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from smpc.codegen.rewrite.context_parallel.rewrite import ZIGZAG, ContextPlan
+from smpc.codegen.rewrite.expert_parallel import parts_of_experts
 from smpc.codegen.rewrite.tensor_parallel.layouts import Layout
 from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, TENSOR, group_attribute
 from smpc.codegen.rewrite.tensor_parallel.styles import find_plan
@@ -27,7 +28,7 @@ from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import NodeKind, Trace
 from smpc.tracer.record import record
 from smpc.v2.transforming.sequences import own_output, whole_inputs
-from smpc.v2.transforming.slices import Part, Slices, note_slices
+from smpc.v2.transforming.slices import Cut, Part, Slices, note_slices
 from smpc.v2.transforming.weights import keep_slices
 
 _OPTIONS = dataclasses.replace(OPTIONS, draw_as_one_process=True)  # as the reference asks
@@ -51,7 +52,8 @@ class Shared(InPlace):
         self.layouts: Mapping[str, Layout] = {}
         self._tensor = None if tensor is None else Sharing(tensor.size, find_plan(model, "auto"))
         plan = ContextPlan(ZIGZAG, attention, output_dim=1)
-        self._context = None if context is None else ContextSharing(context.size, plan)
+        experts = parts_of_experts(model)
+        self._context = None if context is None else ContextSharing(context.size, plan, experts=experts)
 
     def choose(self, model: nn.Module, samples: Sequence[Inputs]) -> None:
         """Chooses the layouts of weights, by the first of the samples that can be recorded. The last one's error if none can."""
@@ -115,9 +117,11 @@ def share(
     context: TensorGroup | None,
     *,
     attention: str,
-    from_rank0: bool,
+    sources: Sequence[int] | None,
 ) -> Shared:
     """Has the ranks of the groups share a model, in place. `samples`: batches, one of which can be recorded. Collective.
+
+    `sources`: see `smpc.v2.transforming.weights`.
 
     Raises TraceError if no sample can be recorded, ConfigError if the model is shared already.
     """
@@ -130,10 +134,10 @@ def share(
         vars(model)[group_attribute(TENSOR)] = tensor
         shapes = {name: one.shape for one in whole for name in one.names}
         parts = {
-            name: Part(layout, shapes[name], tensor, is_inside=shared.is_inside(name))
+            name: Part((Cut(layout, shapes[name], tensor),), is_inside=shared.is_inside(name))
             for name, layout in shared.layouts.items()
         }
-        keep_slices(model, shared.layouts, tensor, from_rank0)
+        keep_slices(model, shared.layouts, tensor, sources)
         note_slices(model, Slices(parts))
     if context is not None:
         vars(model)[group_attribute(CONTEXT)] = context

@@ -9,6 +9,9 @@ Full state dicts of either have whole tensors (`full_state`), and checkpoints do
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,30 +40,21 @@ _WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What a rank has of a parameter of this shape: its slice in the layout, of those of a group.
-
-    `is_inside`: it is used by a module that is called whole, whose own Python computes with plain tensors.
-    """
+class Cut:
+    """What the ranks of a group make of a tensor of this shape: each has its slice in the layout. `is_even`: slices are of one size."""
 
     layout: Layout
     shape: tuple[int, ...]
     group: TensorGroup
-    is_expert: bool = False
-    is_inside: bool = False
+    is_even: bool = True
 
     @property
     def pieces(self) -> Pieces:
         """The pieces of the dimension that is cut, as they stand on this rank."""
         layout, size = self.layout, self.shape[self.layout.dim]
-        if self.is_expert:  # which need not divide evenly
+        if not self.is_even:
             return ((self.group.start(size), self.group.share(size)),)
         return pieces_of(self.group.rank, size, self.group.size, layout.blocks, layout.mirrored)
-
-    @property
-    def is_regular(self) -> bool:
-        """Whether it can be a DTensor."""
-        return not (self.is_expert or self.is_inside or self.layout.blocks or self.layout.mirrored)
 
     @property
     def own_shape(self) -> tuple[int, ...]:
@@ -75,12 +69,75 @@ class Part:
     def whole(self, own: Tensor) -> Tensor:
         """The whole tensor of the slices of all ranks of the group. Collective."""
         size, dim = self.shape[self.layout.dim], self.layout.dim
-        if not self.is_expert:
+        if self.is_even:
             return whole_of(own, self.layout, self.group)
         shares = self.group.shares(size)
         padded = torch.cat((own, own.new_zeros(max(shares) - len(own), *own.shape[1:])))
         parts = gathered(padded, dim, self.group).chunk(self.group.size)
         return torch.cat([part[:share] for part, share in zip(parts, shares, strict=True)])
+
+    def boxes(self, boxes: Iterator[Box]) -> Iterator[Box]:
+        """Boxes of the slice as boxes of the whole tensor."""
+        dim = self.layout.dim
+        for start, shard in boxes:
+            begin = 0  # of a piece in the slice
+            for place, length in self.pieces:
+                first = max(begin, start[dim])
+                last = min(begin + length, start[dim] + shard.shape[dim])
+                if first < last:
+                    at = (*start[:dim], place + first - begin, *start[dim + 1 :])
+                    yield at, shard.narrow(dim, first - start[dim], last - first)
+                begin += length
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank has of a parameter: a slice of it, or of that slice another one. Expert-parallel ranks cut before tensor-parallel ones.
+
+    `is_expert`: of experts, which ranks divide that have other samples. `is_inside`: it is used by a module that is called whole, whose
+    own Python computes with plain tensors.
+    """
+
+    cuts: tuple[Cut, ...]
+    is_expert: bool = False
+    is_inside: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return self.cuts[0].shape
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of what the rank has."""
+        return self.cuts[-1].own_shape
+
+    @property
+    def group(self) -> TensorGroup:
+        """One of the groups whose ranks have the other slices."""
+        return self.cuts[0].group
+
+    @property
+    def num_holders(self) -> int:
+        """How many ranks together have the parameter once."""
+        return math.prod(cut.group.size for cut in self.cuts)
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether it can be a DTensor."""
+        return not self.is_expert and not self.is_inside and all(cut.layout.is_plain for cut in self.cuts)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, outside autograd."""
+        return functools.reduce(lambda tensor, cut: cut.of(tensor), self.cuts, whole)
+
+    def whole(self, own: Tensor) -> Tensor:
+        """The whole tensor of the parts of all ranks. Collective."""
+        return functools.reduce(lambda tensor, cut: cut.whole(tensor), reversed(self.cuts), own)
+
+    def boxes(self, boxes: Iterator[Box]) -> Iterator[Box]:
+        """Boxes of what the rank has as boxes of the whole tensor."""
+        return functools.reduce(lambda found, cut: cut.boxes(found), reversed(self.cuts), boxes)
 
 
 class Slices(dict[str, Part]):
@@ -94,8 +151,11 @@ _transformed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def note_slices(model: nn.Module, slices: Slices) -> None:
-    """Says what this rank has of a model."""
-    vars(model)[_SLICES] = slices
+    """Says what this rank has of a model, beside what has been said: a slice of what was a part already is a part of it."""
+    known = vars(model).setdefault(_SLICES, Slices())
+    for name, part in slices.items():
+        before = known.get(name)
+        known[name] = part if before is None else dataclasses.replace(before, cuts=(*before.cuts, *part.cuts))
     _transformed.add(model)
 
 
@@ -134,7 +194,8 @@ def make_distributed(module: nn.Module, mesh: DeviceMesh) -> None:
         if part is None or isinstance(part, DTensor) or not found.is_regular:
             continue
         if id(part) not in made:
-            whole = DTensor.from_local(part.detach(), mesh, [Shard(found.layout.dim)], run_check=False)
+            (cut,) = found.cuts
+            whole = DTensor.from_local(part.detach(), mesh, [Shard(cut.layout.dim)], run_check=False)
             made[id(part)] = nn.Parameter(whole, part.requires_grad)
         held[own] = made[id(part)]
 
@@ -173,7 +234,7 @@ def as_boxes(state: Any) -> Any:
 def _boxed(path: str, value: Tensor | ShardedTensor, part: Part) -> Any:
     if tuple(value.shape) != part.own_shape:
         return value
-    boxes = {at: box.detach() for at, box in _boxes(value, part) if box.numel()}
+    boxes = {at: box.detach() for at, box in part.boxes(_shards(value)) if box.numel()}
     shards = [HeldShard.of("tensor", path, box, part.shape, at) for at, box in boxes.items()]
     return HeldTensor.like(_local(value), part.shape, shards)
 
@@ -187,20 +248,6 @@ def _part_at(path: str, parts: Mapping[str, Part]) -> Part | None:
             if found is not None:
                 return found
     return None
-
-
-def _boxes(value: Tensor | ShardedTensor, part: Part) -> Iterator[Box]:
-    """The boxes of a slice, or of this rank's shards of it, in the whole tensor."""
-    dim = part.layout.dim
-    for start, shard in _shards(value):
-        begin = 0  # of a piece in the slice
-        for place, length in part.pieces:
-            first = max(begin, start[dim])
-            last = min(begin + length, start[dim] + shard.shape[dim])
-            if first < last:
-                at = (*start[:dim], place + first - begin, *start[dim + 1 :])
-                yield at, shard.narrow(dim, first - start[dim], last - first)
-            begin += length
 
 
 def _shards(value: Tensor | ShardedTensor) -> Iterator[Box]:

@@ -1,13 +1,15 @@
 """Parts of weights: the ranks of a tensor- or expert-parallel group agree on the weights, and each keeps its slices.
 
-load_state_dict_from_rank0    who has weights afterwards
-False                         everybody who had some: those of the first rank of each group, in slices
-True                          the ranks of rank 0's group; the others' stay where they are, for FSDP's `sync_module_states`
+load_state_dict_from_rank0    sources                    who has weights afterwards
+False                         None                       everybody who had some: those of the first rank of each group, in slices
+True                          the ranks that have some   the groups whose first rank is a source; others wait for `sync_module_states`
+
+From rank 0 its expert-parallel group gets weights, of which each rank has experts of its own; from each of these its tensor-parallel group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,22 +20,26 @@ from smpc.executor.collectives import TensorGroup
 from smpc.executor.sharded_state import slice_parameters
 
 
-def keep_slices(model: nn.Module, layouts: Mapping[str, Layout], group: TensorGroup, from_rank0: bool) -> None:
+FIRST_RANK = (0,)  # the source of all weights
+
+
+def keep_slices(
+    model: nn.Module, layouts: Mapping[str, Layout], group: TensorGroup, sources: Sequence[int] | None
+) -> None:
     """Replaces parameters by this rank's slices. Collective over the group."""
-    agree_on_weights(model, group, from_rank0)
+    agree_on_weights(model, group, sources)
     slice_parameters(model, dict(layouts), group)
 
 
-def agree_on_weights(model: nn.Module, group: TensorGroup, from_rank0: bool) -> None:
-    """Everybody in the group has the weights of its first rank; or, from rank 0, its group alone has any. Collective over the group."""
+def agree_on_weights(model: nn.Module, group: TensorGroup, sources: Sequence[int] | None) -> None:
+    """Everybody in the group has the weights of its first rank; with `sources`, nobody has any if that is none. Collective over the group."""
     assert group.process_group is not None
-    has_first = 0 in dist.get_process_group_ranks(group.process_group)
-    if from_rank0 and not has_first:
+    if sources is not None and dist.get_global_rank(group.process_group, 0) not in sources:
         _to_meta(model)
-    elif from_rank0 and group.rank:
+        return
+    if sources is not None and group.rank:
         _make_room(model)
-    if not from_rank0 or has_first:
-        _agree(model, group)
+    _agree(model, group)
 
 
 @torch.no_grad()

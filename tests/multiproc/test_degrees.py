@@ -1,0 +1,64 @@
+"""Every tuple of degrees (pipeline, tensor, context, expert, shards, replicas) trains as one process does, or is refused beforehand."""
+
+import pytest
+import torch
+from degree_cases import MODELS, refusal, run_cases, tuples
+from executor_harness import Launch
+
+EVERY_DAY = {(1, 2, 1, 2, 2), (1, 1, 2, 1, 2)}  # pipeline, tensor, context, shards, experts; of four ranks
+
+
+def results(world, folder, cases):
+    for rank, (status, log) in enumerate(Launch(run_cases, world, folder, cases).wait(timeout=3600)):
+        assert status == 0, f"rank {rank} ended with {status}:\n{log}"
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def check(world, folder, cases):
+    found = results(world, folder, cases)
+    assert all(list(of_rank) == list(cases) for of_rank in found)
+    wrong = {case: of_rank[case] for case in cases for of_rank in found if of_rank[case]}
+    assert not wrong
+
+
+def degrees_of(world, name):
+    return [found for found in tuples(world, has_experts=name == "mixture") if not refusal(found)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_small_worlds(world, name, tmp_path):
+    dtypes = (torch.float32, torch.float64)
+    check(world, tmp_path, [(degrees, name, dtype) for degrees in degrees_of(world, name) for dtype in dtypes])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_eight_ranks(name, tmp_path):
+    check(8, tmp_path, [(degrees, name, torch.float64) for degrees in degrees_of(8, name)])
+
+
+def test_experts_beside_tensor_and_context_parallelism(tmp_path):
+    every_day = [
+        degrees
+        for degrees in degrees_of(4, "mixture")
+        if (degrees.pipeline, degrees.tensor, degrees.context, degrees.shard, degrees.expert) in EVERY_DAY
+    ]
+    assert len(every_day) == len(EVERY_DAY)
+    check(4, tmp_path, [(degrees, "mixture", torch.float32) for degrees in every_day])
+
+
+def test_degrees_that_do_not_fit_are_refused_before_any_group_is_made():
+    """The only ones: experts are divided over ranks that have other samples or other parts of sequences."""
+    refused = [found for world in (2, 4, 8) for found in tuples(world, has_experts=True) if refusal(found)]
+    assert refused == [
+        found
+        for world in (2, 4, 8)
+        for found in tuples(world, has_experts=True)
+        if found.shard * found.context % found.expert
+    ]
+    for found in refused:
+        said = refusal(found)
+        assert said.startswith("expert_parallel_degree: expected a divisor of")
+        assert "\n" not in said
