@@ -27,8 +27,8 @@ from smpc.executor.transport.gloo import GlooTransport
 from smpc.expert_parallel import shard
 from smpc.experts.roles import take_role
 from smpc.mesh import Axis, Mesh
-from smpc.mesh.device_mesh import device_mesh, make_groups
 from smpc.mesh.degrees import Degrees
+from smpc.mesh.device_mesh import device_mesh, make_groups
 from smpc.runtime import Runtime
 from smpc.v2.tensor_parallel.transformer import TransformerLayer
 from smpc.v2.transforming.slices import slices_of
@@ -76,6 +76,16 @@ class WideRouter(torch.nn.Module):
         return logits, weights / weights.sum(-1, keepdim=True), index
 
 
+class WideNorm(torch.nn.Module):
+    """Models' own norms are in float32, whose sums depend on the order of their elements in memory."""
+
+    def forward(self, hidden):
+        return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+WIDE = {"MixtralTopKRouter": WideRouter} | dict.fromkeys(("LlamaRMSNorm", "MixtralRMSNorm", "T5LayerNorm"), WideNorm)
+
+
 def tuples(world, *, has_experts):
     """All degrees whose product is the world, and numbers of ranks that experts might be divided over, as they may be or not."""
     numbers = [n for n in range(1, world + 1) if world % n == 0]
@@ -102,11 +112,12 @@ def made(name, dtype):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    if dtype is torch.float64 and name != "encoder_decoder":
+    if dtype is torch.float64:
         model.loss_function = wide_loss
         for module in model.modules():
-            if type(module).__name__ == "MixtralTopKRouter":
-                take_role(module, WideRouter)
+            role = WIDE.get(type(module).__name__)
+            if role is not None:
+                take_role(module, role)
     return model.to(dtype).train()
 
 

@@ -11,7 +11,8 @@ For linear(x[B, S, K], w[N, K], b[N]) on a layout table of `smpc.codegen.rewrite
     S(2)   S(1)   P      P         row parallel
 
 Operations that no rule knows have the first two alone: they are never wrong, only never shared. Custom autograd functions have the
-first alone, as their backward need not be linear: it may clip what it gets. In-place operations, and whatever reads
+first alone, as their backward need not be linear: it may clip what it gets. So have casts to a longer type, whose backward rounds, and
+no cast to a shorter one takes summands: sums are rounded, as in one process. In-place operations, and whatever reads
 a tensor before it is written for the last time, take and give whole values.
 
 `MOVING_RULES`: those of operations that only move elements: views, transpositions, slices, splits and joins.
@@ -349,7 +350,7 @@ def strategies(facts: Facts, node: Node) -> tuple[Strategy, ...]:
     if node.mutates or node.kind is NodeKind.SET_ATTR:
         return (whole,)
     if node.kind is NodeKind.CALL_FUNCTION:
-        if facts.requires_grad(node.name) and not node.target.endswith(APPLY):
+        if facts.requires_grad(node.name) and not node.target.endswith(APPLY) and not _rounds_gradients(facts, node):
             found[Strategy((BROADCAST,) * len(node.inputs), BROADCAST)] = None
         rule = RULES.get(short_name(node.target)) or RULES.get(node.target)
     else:
@@ -367,6 +368,11 @@ def strategies(facts: Facts, node: Node) -> tuple[Strategy, ...]:
         if not _sums_truth_values(facts, node, strategy):
             found[dataclasses.replace(strategy, inputs=known, output=output)] = None
     return tuple(found)
+
+
+def _rounds_gradients(facts: Facts, node: Node) -> bool:
+    """Whether gradients become those of a shorter type: summands of them would be rounded each by itself."""
+    return any(facts.requires_grad(name) and facts.is_shorter(name, node.name) for name in node.inputs)
 
 
 def _sums_truth_values(facts: Facts, node: Node, strategy: Strategy) -> bool:
@@ -397,10 +403,10 @@ def broadcast_dims(facts: Facts, names: tuple[str, ...], shape: tuple[int, ...],
 
 
 def _keeps_sums(facts: Facts, node: Node) -> bool:
-    """Whether the operation on summands gives summands of its result: not where it rounds to integers."""
+    """Whether the operation on summands gives summands of its result: not where it rounds, to integers or to a shorter type."""
     name = short_name(node.target)
     if argument(node, 3, "rounding_mode") is not None or any(
-        _is_floating(facts, given) and not _is_floating(facts, node.name) for given in node.inputs
+        facts.is_shorter(node.name, given) for given in node.inputs
     ):
         return False
     if name in ("add", "sub"):

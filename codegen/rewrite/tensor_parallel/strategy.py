@@ -90,8 +90,8 @@ class Facts:
     """A trace and the number of ranks, with what rules ask about them.
 
     `mirrored`: slices are Z, not S. `inner`: whether slices of an inner dimension are followed through changes of shape that join it to an
-    outer one which could be sliced as well. `more`: rules by short name, by target, or by `of_module`, beside those that every trace has. `draws_whole`: whether what
-    draws random numbers runs whole, so that ranks draw alike.
+    outer one which could be sliced as well. `more`: rules by short name, by target, or by `of_module`, beside those that every trace has.
+    `draws_whole`: whether what draws random numbers runs whole, so that ranks draw alike.
     """
 
     def __init__(
@@ -137,6 +137,13 @@ class Facts:
         if spec is not None:
             return spec.requires_grad
         return any(part.requires_grad for part in self._parts.get(name, ()))
+
+    def is_shorter(self, name: str, other: str) -> bool:
+        """Whether a value holds less exactly what another one does, of floating point: in fewer bytes, or as whole numbers."""
+        own, given = self.spec(name), self.spec(other)
+        if own is None or given is None or not given.torch_dtype.is_floating_point:
+            return False
+        return not own.torch_dtype.is_floating_point or own.torch_dtype.itemsize < given.torch_dtype.itemsize
 
     def is_read(self, state: str) -> bool:
         """Whether an operation of the trace reads a parameter or buffer, by its canonical name."""

@@ -28,13 +28,14 @@ from smpc.codegen.offload import insert_offloads
 from smpc.codegen.program import RankProgram, StageCode
 from smpc.codegen.rewrite import whole_draws
 from smpc.codegen.rewrite.context_parallel.calls import CALLS
-from smpc.codegen.rewrite.context_parallel.rewrite import ContextPlan, share_sequence
+from smpc.codegen.rewrite.context_parallel.rewrite import ZIGZAG, ContextPlan, ContextTrace, share_sequence
 from smpc.codegen.rewrite.expert_parallel import Experts, divide_experts, parts_of_experts, shares_of
 from smpc.codegen.rewrite.kernels import Rewritten, rewrite_kernels, select_rewrites
 from smpc.codegen.rewrite.outputs import keep_outputs
-from smpc.codegen.rewrite.tensor_parallel.rewrite import rewrite
+from smpc.codegen.rewrite.tensor_parallel.rewrite import RING, rewrite
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts
 from smpc.codegen.rewrite.tensor_parallel.styles import StylePlan, choose_by_plan, find_plan
+from smpc.codegen.ring import prove_ring
 from smpc.codegen.schedule import evaluation
 from smpc.codegen.simulate import simulate_plan
 from smpc.codegen.split import plan_channels, split
@@ -51,6 +52,7 @@ from smpc.sample_inputs import Inputs, as_inputs, first_microbatch
 from smpc.tracer.attempt import Request
 from smpc.tracer.ir import Trace
 from smpc.tracer.record import record_guarded
+from smpc.tracer.targets import TENSOR_OPS
 
 ShowPhase = Callable[[str], object]
 
@@ -179,6 +181,7 @@ def rewrite_trace(
         named = _name_outputs(trace, context)
         shared = share_sequence(named, context.degree, context.plan, draws_whole=whole, experts=divided_in)
         trace = shared.sharded.trace
+        _prove_rings(shared)
         divided = None if divided is None else dataclasses.replace(divided, collectives=shares_of(divided, trace))
     if sharing is not None:
         trace = _name_outputs(trace, sharing)
@@ -293,6 +296,13 @@ def _name_outputs(trace: Trace, sharing: Sharing | ContextSharing) -> Trace:
         if sharing.may_lack_outputs:
             return trace
         raise
+
+
+def _prove_rings(shared: ContextTrace) -> None:
+    """ScheduleError unless the ring of every attention that goes around in one works: see `smpc.codegen.ring`."""
+    rings = (node for node in shared.sharded.trace.nodes if node.target == f"{TENSOR_OPS}.{RING}")
+    for causal in sorted({bool(dict(node.kwargs).get("causal", False)) for node in rings}):
+        prove_ring(shared.sharded.degree, causal=causal, mirrored=shared.layout == ZIGZAG)
 
 
 def _use_kernels(trace: Trace, options: PipelineOptions, on_gpu: bool | None) -> Rewritten:

@@ -7,10 +7,11 @@ import torch
 from context_models import MODELS, assert_alike, made, trained
 from tensor_ranks import run_ranks, tensor_groups
 
+from smpc.codegen import ring
 from smpc.compile import PipelineOptions, compile_model
 from smpc.config import Config
 from smpc.context_parallel import place
-from smpc.errors import ConfigError, UsageError
+from smpc.errors import ConfigError, ScheduleError, UsageError
 from smpc.runtime import LoopbackRuntime
 
 
@@ -20,6 +21,15 @@ def compiled():
     model, inputs = made(MODELS["llama"])
     asked = {"context_parallel_degree": 2, "context_parallel_attention": "p2p"}
     return model, inputs, compile_model(model, inputs, pipeline_parallel_degree=2, microbatches=2, **asked)
+
+
+def test_a_ring_in_the_wrong_order_is_found_before_any_program_runs(monkeypatch):
+    right = ring.ring_steps
+    monkeypatch.setattr(ring, "ring_steps", lambda rank, *rest, **how: right(rank, *rest, **how)[::-1])
+    model, inputs = made(MODELS["llama"])
+    asked = {"context_parallel_degree": 2, "context_parallel_attention": "p2p"}
+    with pytest.raises(ScheduleError, match="ring attention"):
+        compile_model(model, inputs, pipeline_parallel_degree=1, **asked)
 
 
 def test_a_pipeline_of_context_parallel_ranks_trains_as_one_process(compiled):

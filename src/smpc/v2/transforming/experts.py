@@ -19,7 +19,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ class Router(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's own router returns, with other experts and weights where they are to be others."""
-        found = list(super().forward(*args, **kwargs))
+        found = list(self.own(*args, **kwargs))
         routing: _Routing = vars(self)[_ROUTER]
         config, places = routing.config, routing.places
         logits, weights, index = found[places.logits], found[places.weights], found[places.index]
@@ -91,10 +91,14 @@ class Router(nn.Module):
         found[places.weights], found[places.index] = weights, index
         return tuple(found)
 
+    def own(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """What the model's own router returns."""
+        return tuple(super().forward(*args, **kwargs))
+
 
 def _recorded(router: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """What a recorder runs in place of a router's forward: what is balanced, and how, depends on values, so it is called whole."""
-    return tuple(super(Router, router).forward(*args, **kwargs))
+    return cast(Router, router).own(*args, **kwargs)
 
 
 register_shape_rule(Router, _recorded)
@@ -126,8 +130,8 @@ def divide_experts(
     """Has the ranks of a group divide the experts of a model, in place; None: one rank has all. Collective over the group.
 
     `num_holders`: how many ranks hold the same experts, or parts of them. `sources`: see `smpc.v2.transforming.weights`. `is_recorded`:
-    whether the model is about to be recorded, for ranks that share its weights or its sequences. Raises ConfigError if there are no experts to divide,
-    ConfigUnsupportedError for what cannot be done with them, before anything is changed.
+    whether the model is about to be recorded, for ranks that share its weights or its sequences. Raises ConfigError if there are no experts
+    to divide, ConfigUnsupportedError for what cannot be done with them, before anything is changed.
     """
     experts = find_experts(model)
     if not experts:
@@ -186,8 +190,8 @@ def _check(
         )
     if listed and is_divided and is_recorded:
         lines.append(
-            f"expert_parallel_degree: the experts of {', '.join(listed[:3])} are modules of their own, whose block runs twice and cannot be "
-            "recorded, as tensor and context parallelism need; set tensor_parallel_degree and context_parallel_degree to 1, or "
+            f"expert_parallel_degree: the experts of {', '.join(listed[:3])} are modules of their own, whose block runs twice and cannot "
+            "be recorded, as tensor and context parallelism need; set tensor_parallel_degree and context_parallel_degree to 1, or "
             "expert_parallel_degree"
         )
     if config is not None and config.global_token_shuffle and is_recorded:

@@ -19,8 +19,7 @@ from smpc.codegen.rewrite.tensor_parallel.layouts import Layout
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.sharded_state import slice_parameters
 
-
-FIRST_RANK = (0,)  # the source of all weights
+FIRST_RANK: tuple[int, ...] = (0,)  # the source of all weights
 
 
 def keep_slices(
@@ -32,7 +31,7 @@ def keep_slices(
 
 
 def agree_on_weights(model: nn.Module, group: TensorGroup, sources: Sequence[int] | None) -> None:
-    """Everybody in the group has the weights of its first rank; with `sources`, nobody has any if that is none. Collective over the group."""
+    """Everybody in the group has the weights of its first rank, or, with `sources`, nobody has any if that is none. Collective."""
     assert group.process_group is not None
     if sources is not None and dist.get_global_rank(group.process_group, 0) not in sources:
         _to_meta(model)
