@@ -5,8 +5,6 @@ import torch
 from degree_cases import MODELS, refusal, run_cases, tuples
 from executor_harness import Launch
 
-EVERY_DAY = {(1, 2, 1, 2, 2), (1, 1, 2, 1, 2)}  # pipeline, tensor, context, shards, experts; of four ranks
-
 
 def results(world, folder, cases):
     for rank, (status, log) in enumerate(Launch(run_cases, world, folder, cases).wait(timeout=3600)):
@@ -37,16 +35,6 @@ def test_small_worlds(world, name, tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 def test_eight_ranks(name, tmp_path):
     check(8, tmp_path, [(degrees, name, torch.float64) for degrees in degrees_of(8, name)])
-
-
-def test_experts_beside_tensor_and_context_parallelism(tmp_path):
-    every_day = [
-        degrees
-        for degrees in degrees_of(4, "mixture")
-        if (degrees.pipeline, degrees.tensor, degrees.context, degrees.shard, degrees.expert) in EVERY_DAY
-    ]
-    assert len(every_day) == len(EVERY_DAY)
-    check(4, tmp_path, [(degrees, "mixture", torch.float32) for degrees in every_day])
 
 
 def test_degrees_that_do_not_fit_are_refused_before_any_group_is_made():
