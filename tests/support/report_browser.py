@@ -11,10 +11,28 @@ import select
 import shutil
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
 TIMEOUT = 60.0
+AXE = "axe-core@4.14.1"
+
+
+def axe():
+    """The source of axe-core, which finds what people with a disability cannot use; npm gets it, once. Skips where there is no npm."""
+    cache = Path(os.environ.get("SMPC_TEST_CACHE") or Path.home() / ".cache" / "smpc-tests") / AXE
+    source = cache / "node_modules" / "axe-core" / "axe.min.js"
+    if not source.exists():
+        npm = shutil.which("npm")
+        if npm is None:
+            pytest.skip("npm is not installed (Debian: apt-get install npm)")
+        cache.mkdir(parents=True, exist_ok=True)
+        command = [npm, "install", "--silent", "--no-save", "--prefix", str(cache), AXE]
+        made = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        if made.returncode:
+            pytest.skip(f"npm cannot install {AXE}: {made.stderr[-300:]}")
+    return source.read_text(encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import re
 
 import pytest
 import torch
-from report_browser import browser
+from report_browser import axe, browser
 from report_cases import HOSTILE, NUM_PARAMETERS, WIDTH, WORSE, Net, compilation
 
 from smpc.report.format import format_number
@@ -124,6 +124,23 @@ def path(tmp_path, page):
 def _is_blank(tab, canvas):
     script = "(c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.every(v => v === 0))"
     return tab.evaluate(f"{script}(document.getElementById('{canvas}'))")
+
+
+@pytest.mark.slow
+def test_everybody_can_read_it_on_small_and_large_screens(tab, path):
+    """axe-core finds nothing to complain of, and only the page's own boxes are wider than the window."""
+    checks = axe()
+    for width in (400, 1400):
+        for scheme in ("light", "dark"):
+            tab.open(path, scheme, width=width)
+            tab.evaluate(f"{checks};0")
+            found = tab.evaluate(
+                "axe.run(document, {resultTypes: ['violations']})"
+                ".then(r => r.violations.map(v => [v.id, v.nodes.length, v.nodes[0].html]))"
+            )
+            assert found == [], f"{width} px, {scheme}"
+            assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{width} px"
+            assert (tab.errors, tab.dialogs) == ([], [])
 
 
 def test_browser_draws_it_without_complaint_in_light_and_dark(tab, path):
