@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import transformers
 from checkpoint_harness import run_ranks, values_of
 from torch import nn
@@ -454,6 +455,43 @@ def test_checkpoints_of_slices_are_resumed(kind, family, first, second, num_last
     size, *how = second
     resumed = values_of(run_ranks(size, resumes, tmp_path, family, *how, kind, path, timeout=200))[0]
     torch.testing.assert_close(trained + resumed, reference(family, 2, loss_of_model, num_last), rtol=1e-5, atol=0)
+
+
+def train_plainly(model, optimizer, steps):
+    """Losses of one process in plain PyTorch."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        found = [loss_of_model(model, batch(step, sample)) for sample in range(2)]
+        (sum(found) / 2).backward()
+        optimizer.step()
+        losses.append(sum(loss.item() for loss in found) / 2)
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize("how", [(4, SHARED, 1), (4, SHARED, 2), (2, EXPERTS, 1), (2, EXPERTS, 2)])
+def test_plain_torch_goes_on_from_checkpoints_and_is_gone_on_from(how, kind, tmp_path):
+    size, *how = how
+    path, other, wanted = str(tmp_path / "c"), str(tmp_path / "d"), reference("mixtral", 2, loss_of_model)
+
+    trained = values_of(run_ranks(size, trains_and_saves, tmp_path, "mixtral", *how, kind, path, timeout=200))[0]
+    model = build("mixtral", seed=7)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    torch.testing.assert_close(trained + train_plainly(model, optimizer, range(2, STEPS)), wanted, rtol=1e-5, atol=0)
+
+    model = build("mixtral")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    trained = train_plainly(model, optimizer, range(2))
+    found = get_state_dict(model, optimizer)
+    dcp.save({"model": found[0], "optimizer": found[1], "step": 2}, checkpoint_id=other)
+    resumed = values_of(run_ranks(size, resumes, tmp_path, "mixtral", *how, kind, other, timeout=200))[0]
+    torch.testing.assert_close(trained + resumed, wanted, rtol=1e-5, atol=0)
 
 
 def full_state(model, optimizer):

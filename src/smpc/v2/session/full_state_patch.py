@@ -112,7 +112,7 @@ def _patch_checkpoint() -> Iterator[_Undo]:
         sliced = _sliced(local)
         own = {name: local.pop(name) for name in sliced}
         broadcast({name: value for name, value in full.items() if name not in own}, local, device, *args, **kwargs)
-        for name, value in _of_rank0({name: full[name] for name in own if name in full}).items():
+        for name, value in _of_rank0({name: full[name] for name in own if name in full}).items() if own else ():
             one = {name: own.pop(name)}
             distribute({name: sliced[name].of(value)}, one, device)
             local[name] = one[name].cpu() if kwargs.get("cpu_offload") else one[name]
