@@ -186,16 +186,36 @@ def _patch_fsdp1(session: Session) -> Callable[[], None]:
         if isinstance(module, PartOfExperts):
             given |= _experts_arranged(session)
         experts = experts_inside(module)
+        fill = given.get("param_init_fn")
+        fill = fill.fill if isinstance(fill, _Sparing) else fill
         if experts:
             _ignore(given, [each for _, _, each in experts])
+        if fill is not None:
+            given["param_init_fn"] = _Sparing(fill, experts) if experts else fill
         original(self, module, **given)
         for owner, name, each in experts:
             if owner._modules[name] is each:  # otherwise a unit inside has done it
                 more = {key: value for key, value in given.items() if key not in _OF_OTHERS}
+                more |= {} if fill is None else {"param_init_fn": fill}
                 setattr(owner, name, FullyShardedDataParallel(each, **more))
         give_whole_state(self)
 
     return replace(FullyShardedDataParallel, "__init__", init)
+
+
+class _Sparing:
+    """A `param_init_fn` that leaves experts alone: FSDP1 ignores parameters by what they are, and filled ones are others."""
+
+    def __init__(
+        self, fill: Callable[[nn.Module], object], experts: list[tuple[nn.Module, str, PartOfExperts]]
+    ) -> None:
+        self.fill = fill
+        self._spared = {id(module) for _, _, each in experts for module in each.modules()}
+
+    def __call__(self, module: nn.Module) -> None:
+        """Fill a module, unless it is among the experts, whose own units do."""
+        if id(module) not in self._spared:
+            self.fill(module)
 
 
 def _arranged(session: Session, strategy: ShardingStrategy | None) -> dict[str, Any]:
