@@ -36,8 +36,8 @@ from smpc.codegen.rewrite.tensor_parallel.local import on_parts
 from smpc.codegen.rewrite.tensor_parallel.search import ShardingChoice
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, draws, short_name
 from smpc.errors import CodegenError
-from smpc.tracer.constants import Ref, map_references
-from smpc.tracer.ir import Node, NodeKind, TensorSpec, Trace
+from smpc.tracer.constants import Ref, map_references, references
+from smpc.tracer.ir import ModuleCall, Node, NodeKind, TensorSpec, Trace
 from smpc.tracer.replay import evaluate
 from smpc.tracer.targets import TENSOR_OPS
 
@@ -180,7 +180,7 @@ class _Writer:
         calls = []
         for index, call in enumerate(trace.calls):
             last = len(self.nodes) if index == 0 else begins[call.last]
-            whole = call.whole and not any(changed[call.first : call.last])
+            whole = call.whole and not any(changed[call.first : call.last]) and not self._takes_slices(call)
             calls.append(dataclasses.replace(call, first=begins[call.first] if index else 0, last=last, whole=whole))
         regions = [dataclasses.replace(r, first=begins[r.first], last=begins[r.last]) for r in trace.regions]
         layouts = {name: layout for name, layout in self.parameters.items() if layout.kind is Kind.SHARDED}
@@ -197,6 +197,11 @@ class _Writer:
         return ShardedTrace(
             rewritten, degree, tuple(layouts.items()), tuple(self.collectives), self.choice.proven, self.axis
         )
+
+    def _takes_slices(self, call: ModuleCall) -> bool:
+        """Whether a module that computes what every rank computes is given slices, of which it may ask for the sizes."""
+        given = references(call.argument_leaves) if call.first < call.last else ()
+        return any(self.own.get(name, REPLICATED).kind is Kind.SHARDED for name in given)
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 

@@ -175,6 +175,29 @@ def test_what_no_rule_shares_is_whole_right_and_named():
     assert "computed whole on every rank" in describe(module)
 
 
+class Places(nn.Module):
+    """Numbers for every place of a sequence, of which it asks for the length alone."""
+
+    def forward(self, hidden):
+        length = hidden.shape[1]
+        return torch.arange(1 - length, length, dtype=hidden.dtype)[length - 1 :].unsqueeze(-1) / length
+
+
+class Placed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.places, self.head = nn.Embedding(64, 8), Places(), nn.Linear(8, 64)
+
+    def forward(self, input_ids, labels):
+        hidden = torch.tanh(self.embed(input_ids))
+        return nn.functional.cross_entropy(self.head(hidden + self.places(hidden)).flatten(0, 1), labels.flatten())
+
+
+def test_a_module_that_asks_for_the_length_alone_is_not_called_with_a_slice():
+    """Nothing inside of it differs between ranks, so it could be called as it is; but the slice that it got was half as long."""
+    check(lambda: (Placed(), tokens()), 2)
+
+
 class Losses(nn.Module):
     """Token losses with weights of classes, summed, and of flattened rows."""
 
