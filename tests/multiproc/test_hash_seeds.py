@@ -23,7 +23,7 @@ found = compile_model(*zoo.build("t5"), pipeline_parallel_degree=3, microbatches
 write = sys.stdout.write
 write(found.trace.to_json() + found.plan.to_json() + found.schedule_text())
 write("".join(found.rank_source(rank) for rank in range(3)))
-write(render_page(found.trace, found.plan, found.timeline()) + perfetto_json(found.plan, found.timeline()))
+write(render_page(found) + perfetto_json(found.plan, found.timeline()))
 model, batch = zoo.build("unet")
 settings = dict(pipeline_parallel_degree=2, microbatches=4)
 peak = max(stage.peak_memory_bytes for stage in smpc.partition(model, batch, memory_weight=1.0, **settings).stages)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from smpc.compile.options import PipelineOptions
     from smpc.compile.result import Compilation
     from smpc.compile.search import Search
+    from smpc.report.advice import Outlook
     from smpc.verification import Verified
 
 _PLANS = ("auto", "off", "huggingface")
@@ -87,14 +88,15 @@ def compile_command(
         compilation, verified, options = _compile(target, specs, settings, options, verify=verify)
     if plot is not None:
         _write_plot(compilation, plot)
+    outlook = _outlook(compilation, options) if folder is not None or not json_only else None
     if folder is not None:
-        _write(compilation, folder, found)
-    _print(compilation, found, options, json_only=json_only)
+        _write(compilation, folder, found, outlook)
+    _print(compilation, found, outlook, json_only=json_only)
     if verified is not None:
         print(f"verified: {verified}", file=sys.stderr if json_only else sys.stdout)
 
 
-def _print(compilation: Compilation, found: Search | None, options: PipelineOptions | None, *, json_only: bool) -> None:
+def _print(compilation: Compilation, found: Search | None, outlook: Outlook | None, *, json_only: bool) -> None:
     """The plan as JSON, or the reports of the search, the plan and the sharding."""
     if json_only:
         sys.stdout.write(compilation.plan.to_json())
@@ -107,22 +109,25 @@ def _print(compilation: Compilation, found: Search | None, options: PipelineOpti
 
         print_search(found)
         print()
-    print_report(compilation.plan, compilation.timeline(), more=_more_lines(compilation, found, options))
+    print_report(compilation.plan, compilation.timeline(), more=_more_lines(found, outlook))
     for text in sharing_texts(compilation).values():
         print(f"\n{text}", end="")
 
 
-def _more_lines(
-    compilation: Compilation, found: Search | None, options: PipelineOptions | None
-) -> tuple[tuple[str, str], ...]:
-    """Where the time of a step goes, and what other settings would gain."""
-    from smpc.report.advice import step_and_advice
-    from smpc.report.tables import step_lines
+def _outlook(compilation: Compilation, options: PipelineOptions | None) -> Outlook | None:
+    """Where the time of a step goes, and what other settings would gain; None for what a search has found."""
+    from smpc.report.advice import outlook
 
     planned = compilation.planned
-    if options is None or planned is None or planned.traced is None:
-        return step_lines(found.parts) if found is not None and found.parts is not None else ()
-    return step_and_advice(options, planned)
+    return None if options is None or planned is None or planned.traced is None else outlook(options, planned)
+
+
+def _more_lines(found: Search | None, outlook: Outlook | None) -> tuple[tuple[str, str], ...]:
+    from smpc.report.tables import step_lines
+
+    if outlook is not None:
+        return outlook.lines()
+    return step_lines(found.parts) if found is not None and found.parts is not None else ()
 
 
 @contextlib.contextmanager
@@ -305,11 +310,11 @@ def _writable_folder(out: str) -> Path:
     return Path(out)
 
 
-def _write(compilation: Compilation, folder: Path, found: Search | None) -> None:
+def _write(compilation: Compilation, folder: Path, found: Search | None, outlook: Outlook | None) -> None:
     """The plan, its report, a program for every rank, and the search."""
     from smpc.report.files import plan_files, write_files
 
-    files = plan_files(compilation)
+    files = plan_files(compilation, outlook)
     if found is not None:
         files["search.json"] = found.to_json()
         files["smp_config.json"] = json.dumps(found.config(), indent=2) + "\n"

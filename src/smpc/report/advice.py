@@ -3,6 +3,8 @@
     advice(options, planned)
     ("--memory-weight 0: step 18.7% shorter, peak 42.8 of 74.5 GiB (now 31.0 GiB)", ...)
 
+    outlook(options, planned)    these, with where the step's time goes and what the memory is; for terminals, pages and notebooks
+
 Looked at are the memory weight, where it is above 0, and, where a tenth of the ranks' time or more is bubble, other schedules and more
 stages on a rank. Each is planned as it stands otherwise, without proof; one that does not fit the device's memory (or the limit), or
 gains less than one percent, is not worth a word. A bubble over a quarter always has a way out: if nothing else helps, more microbatches
@@ -12,16 +14,17 @@ do, and the finding says how far.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import plan_trace
 from smpc.compile.result import Planned
-from smpc.compile.step import Around, step_parts
+from smpc.compile.step import Around, StepParts, step_parts
 from smpc.errors import SmpcError
 from smpc.partitioner.memory_limit import rank_peaks
 from smpc.report.format import format_bytes
+from smpc.report.memory import memory_curves
 from smpc.report.predict import predict
 from smpc.report.tables import memory_line, step_lines
 
@@ -58,14 +61,35 @@ def advice(options: PipelineOptions, planned: Planned) -> tuple[str, ...]:
     return tuple(text for _, text in sorted(found, reverse=True)[:_MOST])
 
 
-def step_and_advice(options: PipelineOptions, planned: Planned) -> tuple[tuple[str, str], ...]:
-    """Where the time of a step goes, and what other settings would gain: labels and texts."""
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Where the time of a step goes, the most bytes that a rank holds and may hold, and what other settings would gain.
+
+    `is_assumed`: times are those of a device that stands in for the one at hand.
+    """
+
+    parts: StepParts
+    is_assumed: bool
+    peak: int
+    limit: int
+    advice: tuple[str, ...]
+
+    def lines(self) -> tuple[tuple[str, str], ...]:
+        """Labels and texts."""
+        advice = ((("Advice" if i == 0 else ""), text) for i, text in enumerate(self.advice))
+        return (*step_lines(self.parts, self.is_assumed), memory_line(self.peak, self.limit), *advice)
+
+
+def outlook(options: PipelineOptions, planned: Planned) -> Outlook:
+    """What can be said of a plan that was made from a trace."""
     assert planned.traced is not None, "it was planned from a trace"
-    parts = step_parts(planned.traced, planned.plan, planned.timeline, Around.of(options), options.recompute)
-    is_assumed = any(device.is_assumed for device in options.devices) and not planned.traced.is_measured
-    limit = min(options.limit_bytes or device.memory_bytes for device in options.devices)
-    memory = memory_line(planned.plan, planned.timeline, limit)
-    return (*step_lines(parts, is_assumed), memory, *advice_lines(advice(options, planned)))
+    return Outlook(
+        step_parts(planned.traced, planned.plan, planned.timeline, Around.of(options), options.recompute),
+        any(device.is_assumed for device in options.devices) and not planned.traced.is_measured,
+        max(curve.peak_bytes for curve in memory_curves(planned.plan, planned.timeline)),
+        min(options.limit_bytes or device.memory_bytes for device in options.devices),
+        advice(options, planned),
+    )
 
 
 def _schedules(options: PipelineOptions, planned: Planned, now: _Way, limit: int) -> Iterator[tuple[float, str]]:
@@ -122,8 +146,3 @@ def _difference(now: _Way, other: _Way, limit: int) -> str:
         f"step {_gain(now, other):.1%} shorter, peak {format_bytes(other.peak)} of {format_bytes(limit)} "
         f"(now {format_bytes(now.peak)})"
     )
-
-
-def advice_lines(found: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """The findings as lines of a report."""
-    return tuple(("Advice" if i == 0 else "", text) for i, text in enumerate(found))

@@ -13,19 +13,20 @@ from smpc.compile.result import Compilation
 from smpc.config.files import output_violation
 from smpc.config.limits import shown
 from smpc.errors import ConfigError
+from smpc.report.advice import Outlook
 from smpc.report.page import render_page
 from smpc.report.perfetto import perfetto_json
 
 _OURS = re.compile(r"rank_\d+\.py|search\.json|(tensor|context|expert)_parallel\.txt|smp_config\.json")
 
 
-def plan_files(compilation: Compilation) -> dict[str, str]:
-    """The text of every file, by its name; plan.json is the last."""
+def plan_files(compilation: Compilation, found: Outlook | None = None) -> dict[str, str]:
+    """The text of every file, by its name; plan.json is the last. `found`: what the page says on top."""
     timeline = compilation.timeline()
     files = {f"rank_{rank}.py": compilation.rank_source(rank) for rank in range(len(compilation.programs))}
     files["schedule.txt"] = compilation.schedule_text()
     files["timeline.json"] = perfetto_json(compilation.plan, timeline)
-    files["report.html"] = render_page(compilation.trace, compilation.plan, timeline)
+    files["report.html"] = render_page(compilation, found)
     files |= sharing_texts(compilation)
     files["plan.json"] = compilation.plan.to_json()
     return files

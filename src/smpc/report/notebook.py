@@ -23,7 +23,7 @@ from smpc.compile.result import Compilation, plan_warnings
 from smpc.config.limits import shown
 from smpc.errors import ConfigTypeError
 from smpc.partitioner.graph.plan import Plan
-from smpc.report.advice import step_and_advice
+from smpc.report.advice import Outlook, outlook
 from smpc.report.files import plan_files, write_files
 from smpc.report.format import count, format_bytes, format_time, module_list, printable
 from smpc.report.page import render_page
@@ -90,14 +90,18 @@ class ShownPlan(Plan):
         """Write plan.json, report.html, timeline.json, schedule.txt and a program for every rank. Raises ConfigError where it cannot."""
         if not isinstance(folder, str | os.PathLike):
             raise ConfigTypeError(f"plan.save: expected the name of a folder, found {shown(folder)}")
-        write_files(Path(folder), plan_files(self._compilation), "plan.save:")
+        write_files(Path(folder), plan_files(self._compilation, self._outlook()), "plan.save:")
 
     def _page(self) -> str:
-        return render_page(self._compilation.trace, self, self._compilation.timeline())
+        return render_page(self._compilation, self._outlook())
 
     def _more(self) -> tuple[tuple[str, str], ...]:
+        found = self._outlook()
+        return () if found is None else found.lines()
+
+    def _outlook(self) -> Outlook | None:
         planned: Any = self._compilation.planned
-        return () if planned is None or planned.traced is None else step_and_advice(self._options, planned)
+        return None if planned is None or planned.traced is None else outlook(self._options, planned)
 
 
 def _short(text: str, most: int = 40) -> str:

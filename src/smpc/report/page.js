@@ -25,8 +25,7 @@
     return `${(seconds * factor).toFixed(Math.min(Math.max(digits, 0), 6))} ${unit}`;
   }
 
-  // Few stages are spread around the colour circle; of many, neighbours are a golden angle apart.
-  const hue = (stage) => (255 + stage * (data.num_stages <= 8 ? 360 / data.num_stages : 137.508)) % 360;
+  const hue = (stage) => data.hues[stage];
 
   let theme = {};
   function readTheme() {
@@ -117,7 +116,42 @@
     drawAxis(chart, context);
     inPlot(chart, context, () => {
       for (let rank = 0; rank < data.num_ranks; rank += 1) drawRank(chart, context, rank);
+      if (showsMessages) drawMessages(chart, context);
     });
+  }
+
+  // Messages: from the end of what makes one to the start of what waits for it, on another rank. Values go along the edges of the
+  // plan, gradients against them. [from rank, its end, to rank, its start]
+  let showsMessages = true;
+  const messages = (() => {
+    const places = new Map(); // kind, stage and microbatch: [rank, start, end]
+    data.events.forEach((events, rank) => events.forEach(([stage, microbatch, kind, start, end]) => places.set(`${kind} ${stage} ${microbatch}`, [rank, start, end])));
+    const microbatches = [...new Set(data.events.flatMap((events) => events.map((event) => event[1])))], found = [];
+    for (const [source, destination] of data.edges) {
+      for (const microbatch of microbatches) {
+        for (const [kind, from, to] of [[0, source, destination], [1, destination, source]]) {
+          const made = places.get(`${kind} ${from} ${microbatch}`), taken = places.get(`${kind} ${to} ${microbatch}`);
+          if (made && taken && made[0] !== taken[0]) found.push([made[0], made[2], taken[0], taken[1]]);
+        }
+      }
+    }
+    return found;
+  })();
+
+  function drawMessages(chart, context) {
+    const seen = messages.filter(([, end, , start]) => start >= view.start && end <= view.end);
+    if (seen.length > 40 * (chart.width / 100)) return; // a grey veil tells nothing: zoom in
+    context.strokeStyle = theme["--ink"];
+    context.globalAlpha = 0.7;
+    for (const [from, end, to, start] of seen) {
+      const out = chart.row * (to > from ? 0.75 : 0.25), x = xOf(chart, end), y = rowTop(chart, from) + out;
+      const endX = xOf(chart, start), endY = rowTop(chart, to) + chart.row - out, bend = (endY - y) / 2;
+      context.beginPath();
+      context.moveTo(x, y);
+      context.bezierCurveTo(x, y + bend, endX, endY - bend, endX, endY);
+      context.stroke();
+    }
+    context.globalAlpha = 1;
   }
 
   function drawRank(chart, context, rank) {
@@ -389,6 +423,18 @@
     legend("legend-memory", [...MEMORY_PARTS.map(([name, variable]) => [name.toLowerCase(), theme[variable]]), ["activations", colour(0, "backward")]]);
     redraw();
   }
+  document.getElementById("messages").addEventListener("click", (event) => {
+    showsMessages = !showsMessages;
+    event.currentTarget.setAttribute("aria-pressed", String(showsMessages));
+    redraw();
+  });
+  // A stage's number leads to its rank's program, and opens it.
+  function unfold(hash) {
+    const target = document.getElementById(hash.slice(1));
+    if (target !== null && target.tagName === "DETAILS") { target.open = true; target.scrollIntoView(); }
+  }
+  for (const link of document.querySelectorAll("a.stage")) link.addEventListener("click", () => unfold(link.hash));
+  unfold(location.hash);
   for (const cell of document.querySelectorAll("[data-stage]")) cell.style.setProperty("--hue", hue(Number(cell.dataset.stage)));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", update);
   window.addEventListener("resize", redraw);

@@ -1,8 +1,9 @@
 """`report.html`: a plan as a page that needs nothing else, no network, no other file.
 
-The page has key figures, the timeline and the memory of every rank (zoom, hover), the tables of the terminal report, and
-the module tree coloured by stage; it follows the reader's light or dark setting, and the tables can be read without
-JavaScript. Its parts are page.html, page.css and page.js beside this file.
+The page has key figures and what other settings would gain, the timeline with its messages and the memory of every rank
+(zoom, hover), the tables of the terminal report, the module tree coloured by stage, and the program of every rank. It
+follows the reader's light or dark setting, and the tables can be read without JavaScript. Its parts are
+page.html, page.css and page.js beside this file.
 
 Names come from the user's model and may be hostile. They reach the page in two ways only: as escaped HTML text, and in one
 JSON block whose `<`, `>` and `&` are escaped, from which the script sets text, never HTML. The page's content security
@@ -25,26 +26,37 @@ import importlib.resources
 import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from smpc.codegen.program import Op
 from smpc.codegen.simulate import Timeline
-from smpc.partitioner.graph.plan import Plan
+from smpc.compile.result import Compilation
+from smpc.compile.step import StepParts
+from smpc.partitioner.graph.plan import INPUTS, Plan
+from smpc.report.advice import Outlook
+from smpc.report.colours import LIGHT, hues
 from smpc.report.format import count, format_bytes, format_number, format_time, printable, schedule_name
 from smpc.report.memory import memory_curves
 from smpc.report.tables import TextTable, memory_table, message_table, stage_table, summary, title
 from smpc.tracer.ir import Trace
 
+_TABLES = {"stage": stage_table, "memory": memory_table, "message": message_table}
 _KINDS = {Op.FORWARD: 0, Op.BACKWARD: 1, Op.WEIGHT: 2}  # as KINDS in page.js
+_MOST_PROGRAMS, _MOST_CHARACTERS = 64, 2_000_000  # that a page has inside
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 
 
-def render_page(trace: Trace, plan: Plan, timeline: Timeline) -> str:
-    """The text of report.html."""
-    style, script = _part("page.css"), _part("page.js")
+def render_page(compilation: Compilation, found: Outlook | None = None) -> str:
+    """The text of report.html. `found`: what is said on top of it."""
+    plan, timeline = compilation.plan, compilation.timeline()
+    strengths = {
+        f"{op.name.lower()}_{part}": f"{value:g}" for op in LIGHT for part, value in zip("lc", LIGHT[op], strict=True)
+    }
+    style, script = _fill(_part("page.css"), strengths), _part("page.js")
     schedule = plan.schedule
+    rank_of = {str(stage.index): stage.rank for stage in plan.stages}
     subtitle = (
         f"{count(len(plan.stages), 'stage')} on {count(plan.pipeline_parallel_degree, 'rank')}, "
         f"{count(schedule.num_microbatches, 'microbatch', 'es')}, schedule {schedule_name(schedule.name)}"
@@ -53,12 +65,12 @@ def render_page(trace: Trace, plan: Plan, timeline: Timeline) -> str:
         "title": html.escape(title(plan)),
         "model": html.escape(printable(plan.model_class.rpartition(".")[2])),
         "subtitle": html.escape(subtitle),
-        "cards": _cards(plan, timeline),
-        "stage_table": _table(stage_table(plan)),
-        "memory_table": _table(memory_table(plan)),
-        "message_table": _table(message_table(plan)),
+        "cards": _cards(plan, timeline, found),
+        "outlook": _outlook(found),
+        "programs": _programs(compilation),
+        **{f"{name}_table": _table(table(plan), rank_of) for name, table in _TABLES.items()},
         "summary": "".join(f"<dt>{html.escape(a)}</dt><dd>{html.escape(b)}</dd>" for a, b in summary(plan)),
-        "data": _embedded(_data(trace, plan, timeline)),
+        "data": _embedded(_data(compilation.trace, plan, timeline)),
         "style": style,
         "style_hash": _hash(style),
         "script": script,
@@ -99,6 +111,8 @@ def _data(trace: Trace, plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "num_ranks": timeline.num_ranks,
         "num_stages": len(plan.stages),
         "step_time": timeline.makespan,
+        "hues": hues(len(plan.stages)),
+        "edges": [[edge.source, edge.destination] for edge in plan.edges if edge.source != INPUTS],
         "stage_of_rank": stage_of_rank,  # its first, for the colour of its memory
         "events": events,
         "memory": [
@@ -124,14 +138,16 @@ def _tree(node: ModuleNode) -> list[Any]:
     ]
 
 
-def _cards(plan: Plan, timeline: Timeline) -> str:
+def _cards(plan: Plan, timeline: Timeline, found: Outlook | None) -> str:
     stages, objective, schedule = plan.stages, plan.objective, plan.schedule
     costs = [stage.cost for stage in stages]
     highest = max(memory_curves(plan, timeline), key=lambda curve: curve.peak_bytes)
+    allowed = "" if found is None else f", of {format_bytes(found.limit)}"
     cards = (
-        ("Step", format_time(schedule.step_time), "predicted"),
+        ("Step", format_time(schedule.step_time if found is None else found.parts.total), "predicted"),
+        *(() if found is None else _rates(found.parts)),
         ("Bubble", f"{schedule.bubble_fraction:.1%}", "of all ranks' time is idle"),
-        ("Peak memory", format_bytes(highest.peak_bytes), f"on rank {highest.rank}"),
+        ("Peak memory", format_bytes(highest.peak_bytes), f"on rank {highest.rank}{allowed}"),
         (
             "Parameters",
             format_number(sum(stage.num_parameters for stage in stages)),
@@ -147,7 +163,44 @@ def _cards(plan: Plan, timeline: Timeline) -> str:
     )
 
 
-def _table(table: TextTable) -> str:
+def _rates(parts: StepParts) -> Iterator[tuple[str, str, str]]:
+    if parts.amount:
+        yield f"{parts.unit.capitalize()} per second", format_number(parts.rate), "on each device"
+    yield "MFU", f"{parts.mfu:.1%}", f"of the peak of {count(parts.devices, 'device')}"
+
+
+def _outlook(found: Outlook | None) -> str:
+    """What to change, and where the time goes."""
+    if found is None:
+        return ""
+    advice = "".join(f"<li>{html.escape(text)}</li>" for text in found.advice)
+    change = (
+        f"<ol>{advice}</ol>"
+        if advice
+        else "<p>No other memory weight or schedule that was tried gains 1% of the step.</p>"
+    )
+    lines = "".join(
+        f"<dt>{html.escape(label)}</dt><dd>{html.escape(text)}</dd>"
+        for label, text in found.lines()
+        if label in ("Time", "Note")
+    )
+    return f'<section><div class="head"><h2>What to change</h2></div>{change}<dl>{lines}</dl></section>'
+
+
+def _programs(compilation: Compilation) -> str:
+    """The program of every rank, folded; of large ones the names of the files that `--out` writes."""
+    ranks = range(len(compilation.programs))
+    texts = [compilation.rank_source(rank) for rank in ranks] if len(ranks) <= _MOST_PROGRAMS else []
+    if not texts or sum(map(len, texts)) > _MOST_CHARACTERS:
+        names = "rank_0.py" if len(ranks) == 1 else f"rank_0.py to rank_{len(ranks) - 1}.py"
+        return "".join(f'<span id="program-{rank}"></span>' for rank in ranks) + f"<p>{names}, beside this file.</p>"
+    return "".join(
+        f'<details class="program" id="program-{rank}"><summary>Rank {rank}</summary><pre tabindex="0">{html.escape(text)}</pre></details>'
+        for rank, text in zip(ranks, texts, strict=True)
+    )
+
+
+def _table(table: TextTable, rank_of: Mapping[str, int]) -> str:
     classes = ["left" if header in table.left else "" for header in table.headers]
     attributes = [f' class="{name}"' if name else "" for name in classes]
 
@@ -159,7 +212,8 @@ def _table(table: TextTable) -> str:
     rows = []
     for row in table.rows:
         stage = html.escape(row[0])  # the first column of every table
-        chip = f'<td><span class="stage" data-stage="{stage}">{stage}</span></td>'
+        link = f'href="#program-{rank_of[row[0]]}" title="The program of rank {rank_of[row[0]]}"'
+        chip = f'<td><a class="stage" data-stage="{stage}" {link}>{stage}</a></td>'
         rows.append(f"<tr>{chip}{cells('td', row).partition('</td>')[2]}</tr>\n")
     foot = f"<tfoot><tr>{cells('td', table.totals)}</tr></tfoot>\n" if table.totals else ""
     return (

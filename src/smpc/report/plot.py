@@ -12,6 +12,7 @@ from smpc.codegen.program import Op
 from smpc.codegen.simulate import Timeline
 from smpc.errors import ConfigError
 from smpc.partitioner.graph.plan import Plan
+from smpc.report.colours import LIGHT, hues, srgb
 from smpc.report.format import format_bytes
 from smpc.report.memory import MemoryCurve, memory_curves
 from smpc.report.tables import title
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 _UNITS = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))
 _MEBI = 2**20
-_STRENGTHS = {Op.FORWARD: 0.45, Op.BACKWARD: 0.95, Op.WEIGHT: 0.7}
 
 
 def require_matplotlib() -> None:
@@ -44,8 +44,12 @@ def render_plot(plan: Plan, timeline: Timeline) -> bytes:
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.2))
     figure.suptitle(_mathless(title(plan)))
-    _draw_timeline(upper, timeline, factor)
-    _draw_memory(lower, memory_curves(plan, timeline), timeline.makespan, factor)
+    own = hues(len(plan.stages))
+    _draw_timeline(upper, timeline, factor, own)
+    first = {
+        stage.rank: own[stage.index] for stage in reversed(plan.stages)
+    }  # a rank's memory has its first stage's colour
+    _draw_memory(lower, memory_curves(plan, timeline), timeline.makespan, factor, first)
     lower.set_xlabel(f"time ({unit}), predicted")
     lower.set_xlim(0, timeline.makespan * factor or 1)
     file = io.BytesIO()
@@ -58,7 +62,7 @@ def _mathless(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _draw_timeline(axes: Axes, timeline: Timeline, factor: float) -> None:
+def _draw_timeline(axes: Axes, timeline: Timeline, factor: float, hue: list[float]) -> None:
     for event in timeline.events:
         width = (event.end - event.start) * factor
         axes.barh(
@@ -66,8 +70,7 @@ def _draw_timeline(axes: Axes, timeline: Timeline, factor: float) -> None:
             width,
             left=event.start * factor,
             height=0.8,
-            color=f"C{event.action.stage % 10}",
-            alpha=_STRENGTHS[event.action.op],
+            color=srgb(*LIGHT[event.action.op], hue[event.action.stage]),
             edgecolor="white",
             linewidth=0.5,
         )
@@ -82,14 +85,15 @@ def _draw_timeline(axes: Axes, timeline: Timeline, factor: float) -> None:
     )
 
 
-def _draw_memory(axes: Axes, curves: tuple[MemoryCurve, ...], makespan: float, factor: float) -> None:
+def _draw_memory(
+    axes: Axes, curves: tuple[MemoryCurve, ...], makespan: float, factor: float, hue: dict[int, float]
+) -> None:
     for curve in curves:
         times = [time * factor for time, _ in curve.points]
         held = [num_bytes / _MEBI for _, num_bytes in curve.points]
         label = f"rank {curve.rank}, peak {format_bytes(curve.peak_bytes)}"
-        axes.step(
-            [*times, makespan * factor], [*held, held[-1]], where="post", label=label, color=f"C{curve.rank % 10}"
-        )
+        colour = srgb(*LIGHT[Op.BACKWARD], hue[curve.rank])
+        axes.step([*times, makespan * factor], [*held, held[-1]], where="post", label=label, color=colour)
     axes.set_ylim(0, 1.08 * max(curve.peak_bytes for curve in curves) / _MEBI or 1)
     axes.set_ylabel("memory (MiB)")
     if len(curves) <= 16:

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smpc.codegen.simulate import Timeline
 from smpc.compile.step import StepParts
 from smpc.partitioner.graph.plan import INPUTS, Plan, Stage
 from smpc.report.format import count, format_bytes, format_number, format_time, module_list, printable, schedule_name
-from smpc.report.memory import gradients_at_peak, memory_curves, rank_bound, working_bytes
+from smpc.report.memory import gradients_at_peak, rank_bound, working_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +164,8 @@ def summary(plan: Plan) -> tuple[tuple[str, str], ...]:
     )
 
 
-def memory_line(plan: Plan, timeline: Timeline, limit: int) -> tuple[str, str]:
-    """`peak 3.0 GiB of 74.5 GiB`: the most that a rank holds, of what it may."""
-    peak = max(curve.peak_bytes for curve in memory_curves(plan, timeline))
+def memory_line(peak: int, limit: int) -> tuple[str, str]:
+    """`peak 3.0 GiB of 74.5 GiB`: the most bytes that a rank holds, of what it may."""
     return "Memory", f"peak {format_bytes(peak)} of {format_bytes(limit)}"
 
 

@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import html.parser
+import io
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from report_browser import axe, browser
 from report_cases import HOSTILE, NUM_PARAMETERS, WIDTH, WORSE, Net, compilation
 
-from smpc.report.format import format_number
+from smpc.compile.options import PipelineOptions
+from smpc.report.advice import outlook
+from smpc.report.format import format_bytes, format_number, format_time
 from smpc.report.page import module_tree, render_page
+from smpc.report.plot import render_plot
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +32,7 @@ def page():
 
 
 def _render(found):
-    return render_page(found.trace, found.plan, found.timeline())
+    return render_page(found)
 
 
 class _Elements(html.parser.HTMLParser):
@@ -99,7 +105,8 @@ def test_policy_allows_the_one_script_and_the_one_style_sheet(page):
 def test_page_needs_nothing_else(page):
     assert set(re.findall(r"https?://[^\"'\s]*", page)) == {"http://www.w3.org/2000/svg"}  # a name, never fetched
     attributes = {name for _, found, _ in _Elements(page).found for name in found}
-    assert not attributes & {"src", "href", "srcset", "action", "style"}
+    assert not attributes & {"src", "srcset", "action", "style"}
+    assert {found["href"][0] for _, found, _ in _Elements(page).found if "href" in found} == {"#"}
     ((_, style),) = _elements(page, "style")
     assert not re.search(r"url\(|@import", style)
 
@@ -119,6 +126,105 @@ def path(tmp_path, page):
     path = tmp_path / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="module")
+def outlined(tmp_path_factory):
+    """A page with what the command line and notebooks say on top."""
+    found = compilation(2, 4, schedule="gpipe", memory_weight=0.0)
+    options = PipelineOptions(2, 4, schedule="gpipe", memory_weight=0.0)
+    path = tmp_path_factory.mktemp("outlined") / "report.html"
+    path.write_text(render_page(found, outlook(options, found.planned)), encoding="utf-8")
+    return path
+
+
+def test_page_says_what_to_change_and_how_fast_it_is(outlined):
+    found = compilation(2, 4, schedule="gpipe", memory_weight=0.0)
+    said = outlook(PipelineOptions(2, 4, schedule="gpipe", memory_weight=0.0), found.planned)
+    page = outlined.read_text(encoding="utf-8")
+    assert [text for _, text in _elements(page, "li")] == list(said.advice)
+    assert said.advice
+    cards = dict(re.findall(r'<span class="what">(.*?)</span><b>(.*?)</b>', page))
+    assert cards["MFU"] == f"{said.parts.mfu:.1%}"
+    assert cards["Samples per second"] == format_number(said.parts.rate)
+    assert cards["Step"] == format_time(said.parts.total)
+    assert f"of {format_bytes(said.limit)}" in page
+
+
+def test_page_has_the_program_of_every_rank(page):
+    found = compilation()
+    shown = re.findall(r'id="program-(\d)"><summary>.*?</summary><pre tabindex="0">(.*?)</pre>', page, re.DOTALL)
+    assert [(int(rank), html.unescape(text)) for rank, text in shown] == [(r, found.rank_source(r)) for r in range(3)]
+    links = {text: attributes["href"] for attributes, text in _elements(page, "a")}
+    assert links == {str(stage.index): f"#program-{stage.rank}" for stage in found.plan.stages}
+
+
+def test_page_of_many_ranks_names_the_files_of_their_programs(monkeypatch):
+    monkeypatch.setattr("smpc.report.page._MOST_PROGRAMS", 2)
+    page = _render(compilation())
+    assert "rank_0.py to rank_2.py, beside this file" in page
+    assert [text for _, text in _elements(page, "pre")] == []
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_browser_finds_nothing_that_keeps_a_reader_out(tab, outlined, width, scheme):
+    axe = pytest.importorskip("axe_core_python")
+    tab.open(outlined, scheme, width)
+    tab.evaluate("document.querySelector('[data-tree=open]').click()")
+    tab.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8") + "; 0")
+    passed, violations = tab.evaluate(
+        "axe.run().then(found => [found.passes.map(rule => rule.id), found.violations.map(v => [v.id, v.nodes.map(n => n.html)])])"
+    )
+    assert (violations, tab.errors) == ([], [])
+    assert {"color-contrast", "button-name", "document-title", "link-name"} <= set(passed)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def _pixel(tab, canvas, x, y):
+    context = f"document.getElementById('{canvas}').getContext('2d')"
+    return tab.evaluate(f"[...{context}.getImageData({x}, {y}, 1, 1).data]")[:3]
+
+
+def test_browser_and_picture_have_the_same_colours(tab, path):
+    image = pytest.importorskip("matplotlib.image")
+    picture = image.imread(io.BytesIO(render_plot(compilation().plan, compilation().timeline())))[..., :3]
+    tab.open(path)
+    _, _, width = _place(tab, "timeline")
+    for rank in range(3):
+        first, last = tab.evaluate(
+            f"(e => [(e[0][3] + e[0][4]) / 2, (e.at(-1)[3] + e.at(-1)[4]) / 2])"
+            f"(JSON.parse(document.getElementById('data').textContent).events[{rank}])"
+        )
+        for seconds in (first, last):  # a forward, a backward
+            x = 64 + seconds / compilation().timeline().makespan * (width - 64)
+            colour = _pixel(tab, "timeline", round(x), 22 + 34 * rank + 7)
+            distance = abs(picture * 255 - colour).max(axis=-1)
+            assert (distance <= 2).sum() > 500, (rank, colour)
+
+
+def test_browser_draws_messages_where_the_reader_wants_them(tab, path):
+    tab.open(path)
+    drawn = "document.getElementById('timeline').toDataURL()"
+    with_messages = tab.evaluate(drawn)
+    tab.evaluate("document.getElementById('messages').click()")
+    tab.settle()
+    without = tab.evaluate(drawn)
+    assert with_messages != without
+    tab.evaluate("document.getElementById('messages').click()")
+    tab.settle()
+    assert tab.evaluate(drawn) == with_messages
+
+
+def test_browser_opens_the_program_of_a_stage(tab, path):
+    tab.open(path)
+    opened = "[...document.querySelectorAll('details.program')].map(e => e.open)"
+    assert tab.evaluate(opened) == [False] * 3
+    tab.evaluate("document.querySelectorAll('a.stage')[1].click()")
+    tab.settle()
+    assert tab.evaluate(opened) == [False, True, False]
+    assert tab.evaluate("document.getElementById('program-1').getBoundingClientRect().top") < 1000
+    assert tab.errors == []
 
 
 def _is_blank(tab, canvas):
