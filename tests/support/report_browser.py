@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-TIMEOUT = 60.0
+TIMEOUT = 240.0
 AXE = "axe-core@4.14.1"
 
 

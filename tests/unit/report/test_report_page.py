@@ -12,7 +12,6 @@ import html.parser
 import io
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -164,21 +163,6 @@ def test_page_of_many_ranks_names_the_files_of_their_programs(monkeypatch):
     page = _render(compilation())
     assert "rank_0.py to rank_2.py, beside this file" in page
     assert [text for _, text in _elements(page, "pre")] == []
-
-
-@pytest.mark.parametrize("width", [400, 1400])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_browser_finds_nothing_that_keeps_a_reader_out(tab, outlined, width, scheme):
-    axe = pytest.importorskip("axe_core_python")
-    tab.open(outlined, scheme, width)
-    tab.evaluate("document.querySelector('[data-tree=open]').click()")
-    tab.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8") + "; 0")
-    passed, violations = tab.evaluate(
-        "axe.run().then(found => [found.passes.map(rule => rule.id), found.violations.map(v => [v.id, v.nodes.map(n => n.html)])])"
-    )
-    assert (violations, tab.errors) == ([], [])
-    assert {"color-contrast", "button-name", "document-title", "link-name"} <= set(passed)
-    assert tab.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def _pixel(tab, canvas, x, y):
