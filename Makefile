@@ -13,7 +13,13 @@ $(STAMP): pyproject.toml setup.py src/smpc_alias.pth constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,plot]'
 	touch $(STAMP)
 
-demo: $(STAMP)
+# The demo needs less than the tests do.
+$(VENV)/installed-demo: pyproject.toml setup.py src/smpc_alias.pth constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable '.[hf]'
+	touch $@
+
+demo: $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/installed-demo)
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
+import time
+import webbrowser
 from pathlib import Path
 
 import torch
-from gpt2 import SEQUENCE_LENGTH, build, make_model
+from gpt2 import SEQUENCE_LENGTH, VOCABULARY_SIZE, build, make_model
 from rich.console import Console
-from text import load_text, unigram_entropy
+from text import Words, load_words, unigram_entropy
 
 HERE = Path(__file__).parent
 OUTPUT = HERE.parent / "demo-output"
@@ -23,45 +26,56 @@ console = Console()
 def run(*arguments: str) -> None:
     """Runs one command and stops the demo if it fails."""
     console.print(f"\n$ smpc {' '.join(arguments)}", style="bold", highlight=False, markup=False)
+    sys.stdout.flush()
     status = subprocess.run([SMPC, *arguments], check=False).returncode
     if status:
         sys.exit(status)
 
 
-def sample(checkpoint: Path, prompt: bytes, num_bytes: int) -> bytes:
-    """Text drawn from the trained model, byte by byte."""
+def sample(checkpoint: Path, words: Words, prompt: str, num_words: int) -> str:
+    """Text drawn from the trained model, word by word."""
     model = make_model()
     model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
     model.eval()
     generator = torch.Generator().manual_seed(0)
-    ids = torch.tensor([list(prompt)])
+    ids = words.encode(prompt)
     with torch.no_grad():
-        for _ in range(num_bytes):
-            logits = model(input_ids=ids[:, -SEQUENCE_LENGTH:]).logits[0, -1]
-            drawn = torch.multinomial(torch.softmax(logits / 0.7, dim=-1), 1, generator=generator)
-            ids = torch.cat([ids, drawn[None]], dim=1)
-    return bytes(ids[0, len(prompt) :].tolist())
+        for _ in range(num_words):
+            logits = model(input_ids=torch.tensor([ids[-SEQUENCE_LENGTH:]])).logits[0, -1]
+            ids.append(int(torch.multinomial(torch.softmax(logits / 0.6, dim=-1), 1, generator=generator)))
+    text = words.decode(ids)
+    return text[: text.rfind(".") + 1]
 
 
 def main() -> None:
+    started = time.perf_counter()
     OUTPUT.mkdir(exist_ok=True)
-    checkpoint = OUTPUT / "gpt2.pt"
-    text = load_text()
-    entropy = unigram_entropy(text)
+    checkpoint, plan = OUTPUT / "gpt2.pt", OUTPUT / "plan"
+    words = load_words(VOCABULARY_SIZE)
+    entropy = unigram_entropy(words.ids)
     num_parameters = sum(p.numel() for p in build()[0].parameters())
     console.print(
-        f"GPT-2 with {num_parameters:,} parameters; {len(text):,} bytes of Python's standard library, "
-        f"unigram entropy {entropy:.3f} nats per byte",
+        f"GPT-2 with {num_parameters:,} parameters; {len(words.ids):,} words from the documentation of Python's standard library, "
+        f"unigram entropy {entropy:.3f} nats per word",
         highlight=False,
     )
-    run("compile", f"{HERE / 'gpt2.py'}:build", "-p", "2", "-m", "4")
-    run("run", "-n", "2", str(HERE / "train_gpt2.py"), "--steps", "120", "--checkpoint", str(checkpoint))
+    run("compile", f"{HERE / 'gpt2.py'}:build", "-p", "2", "-m", "4", "--out", str(plan))
+    train = (str(HERE / "train_gpt2.py"), "--measure", "--checkpoint", str(checkpoint))
+    run("run", "-n", "2", "--report", *train)
     console.print(f"(unigram entropy was {entropy:.3f})", highlight=False)
-    prompt = b"def "
-    drawn = sample(checkpoint, prompt, 200)
-    console.print("\n200 bytes from the trained model:", style="bold")
-    console.print((prompt + drawn).decode("utf-8", errors="replace"), markup=False, highlight=False)
+    console.print("\nSentences from the trained model:", style="bold")
+    for prompt in ("Return the", "If the", "This method"):
+        text = sample(checkpoint, words, prompt, 60)
+        console.print(
+            textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="  "), markup=False, highlight=False
+        )
     run("run", "-n", "2", str(HERE / "parity.py"))
+    page = plan / "report.html"
+    console.print(
+        f"\n{time.perf_counter() - started:.0f} s. The plan to explore: {page.resolve().as_uri()}", highlight=False
+    )
+    if sys.stdout.isatty():
+        webbrowser.open(page.resolve().as_uri())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A GPT-2 of 10 million parameters over bytes, from a Hugging Face configuration with random weights.
+"""A GPT-2 of two million parameters over a thousand words, from a Hugging Face configuration with random weights.
 
 smpc compile examples/gpt2.py:build -p 2 -m 8
 """
@@ -10,7 +10,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, logging
 
 logging.set_verbosity_error()  # it warns about a loss type that a configuration from scratch does not name
 
-SEQUENCE_LENGTH = 128
+VOCABULARY_SIZE = 1024
+SEQUENCE_LENGTH = 32
 BATCH_SIZE = 16
 
 
@@ -18,11 +19,11 @@ def make_model(seed: int = 0) -> GPT2LMHeadModel:
     """The model; the same seed gives the same weights on every rank."""
     torch.manual_seed(seed)
     config = GPT2Config(
-        vocab_size=256,
+        vocab_size=VOCABULARY_SIZE,
         n_positions=SEQUENCE_LENGTH,
-        n_embd=320,
-        n_layer=8,
-        n_head=5,
+        n_embd=192,
+        n_layer=4,
+        n_head=4,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,

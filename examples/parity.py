@@ -6,8 +6,8 @@ smpc run -n 2 examples/parity.py
 from __future__ import annotations
 
 import torch
-from gpt2 import BATCH_SIZE, SEQUENCE_LENGTH, make_model
-from text import batches, load_text
+from gpt2 import BATCH_SIZE, SEQUENCE_LENGTH, VOCABULARY_SIZE, make_model
+from text import batches, load_words
 from train_gpt2 import train_step
 
 import smpc.v1 as smp
@@ -35,7 +35,7 @@ def reference(batch_list: list[torch.Tensor]) -> tuple[list[float], dict[str, to
 def main() -> None:
     torch.set_num_threads(1)
     smp.init({"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES})
-    data = batches(load_text(), BATCH_SIZE, SEQUENCE_LENGTH, SEED)
+    data = batches(load_words(VOCABULARY_SIZE).ids, BATCH_SIZE, SEQUENCE_LENGTH, SEED)
     batch_list = [next(data) for _ in range(STEPS)]
     model = smp.DistributedModel(make_model(SEED))
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
