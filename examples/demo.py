@@ -66,9 +66,7 @@ def main() -> None:
     console.print("\nSentences from the trained model:", style="bold")
     for prompt in ("Return the", "If the", "This method"):
         text = sample(checkpoint, words, prompt, 60)
-        console.print(
-            textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="  "), markup=False, highlight=False
-        )
+        print(textwrap.fill(text, 78, initial_indent="  ", subsequent_indent="  "), flush=True)
     run("run", "-n", "2", str(HERE / "parity.py"))
     page = plan / "report.html"
     console.print(

@@ -1,4 +1,4 @@
-"""A GPT-2 of two million parameters over a thousand words, from a Hugging Face configuration with random weights.
+"""A GPT-2 of one million parameters over a thousand words, from a Hugging Face configuration with random weights.
 
 smpc compile examples/gpt2.py:build -p 2 -m 8
 """
@@ -21,7 +21,7 @@ def make_model(seed: int = 0) -> GPT2LMHeadModel:
     config = GPT2Config(
         vocab_size=VOCABULARY_SIZE,
         n_positions=SEQUENCE_LENGTH,
-        n_embd=192,
+        n_embd=128,
         n_layer=4,
         n_head=4,
         resid_pdrop=0.0,

@@ -1,6 +1,6 @@
 """Trains the GPT-2 of gpt2.py on sentences of Python's documentation over pipeline ranks.
 
-smpc run -n 2 examples/train_gpt2.py --steps 500 --checkpoint /tmp/gpt2.pt
+smpc run -n 2 examples/train_gpt2.py --steps 800 --checkpoint /tmp/gpt2.pt
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def train_step(model: smp.DistributedModel, ids: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
@@ -38,8 +38,8 @@ def main() -> None:
     parser.add_argument("--checkpoint", help="where to save the whole model after training")
     args = parser.parse_args()
 
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": args.microbatches, "trace_execution_times": args.measure})
-    model = smp.DistributedModel(make_model(args.seed))
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": args.microbatches})
+    model = smp.DistributedModel(make_model(args.seed), trace_execution_times=args.measure)
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=args.learning_rate))
     data = batches(load_words(VOCABULARY_SIZE).ids, BATCH_SIZE, SEQUENCE_LENGTH, args.seed)
 
