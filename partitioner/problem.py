@@ -155,6 +155,11 @@ class Scale:
         memory = float(static + mean) if exactly else static + math.ceil(mean)
         return cls(memory_weight, time, memory, tuple(speeds), tuple(limits))
 
+    @property
+    def counts_memory(self) -> bool:
+        """Whether memory changes a cost, or whether a stage fits."""
+        return self.memory_weight > 0.0 or bool(self.limits)
+
     def cost(self, time: IntArray, memory: IntArray, speed: float | FloatArray = 1.0) -> FloatArray:
         """Cost of stages, limits aside. Each floating point step is monotone: more time or memory never costs less."""
         seconds = (1.0 - self.memory_weight) * (time / max(1, self.total_time) / speed)

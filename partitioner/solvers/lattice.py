@@ -84,16 +84,19 @@ class Lattice:
             ]
         return self._open[prefix]
 
-    def costs(self, start: int, stop: int, scale: Scale, stage: int, in_flight: int) -> FloatArray:
-        """Cost of a stage that runs what prefix p has beyond `start`, for p = start..stop - 1; inf where that is no stage."""
+    def costs(self, start: int, stop: int, scale: Scale, stage: int, in_flight: int, bound: float) -> FloatArray:
+        """Cost of a stage that runs what prefix p has beyond `start`, for p = start..stop - 1; inf, or more than `bound`, where there is no
+        such stage within the bound."""
         rows = slice(start, stop)
         static, activation = self.static[rows] - self.static[start], self.activation[rows] - self.activation[start]
-        for k, users in self.open_items(start):
+        for k, users in self.open_items(start) if scale.counts_memory else ():
             used = ((self.words[rows] & users) != 0).any(axis=1)
             static = static + used * self.units.shared[k].static_bytes
             activation = activation + used * self.units.shared[k].activation_bytes
         found = scale.cost_on(stage, self.time[rows] - self.time[start], static + in_flight * activation)
-        found[((self.words[start] & ~self.words[rows]) != 0).any(axis=1)] = np.inf
+        within = np.flatnonzero(found <= bound)
+        lacks = ((self.words[start] & ~self.words[rows][within]) != 0).any(axis=1)
+        found[within[lacks]] = np.inf
         return found
 
 
@@ -354,7 +357,7 @@ def _chain_within(lattice: Lattice, scale: Scale, in_flight: Sequence[int], boun
         reached, parent = np.full(size, -np.inf), np.full(size, -1, dtype=np.int64)
         for prefix in frontier:
             stop = min(window(prefix), allowed)
-            row = lattice.costs(prefix, stop, scale, stage, in_flight[stage])
+            row = lattice.costs(prefix, stop, scale, stage, in_flight[stage], bound)
             rows = slice(prefix, stop)
             amount = np.minimum(released[rows], done[prefix] + (bound - row) / rate)
             better = (row <= bound) & (amount >= needed[rows]) & (amount > reached[rows])

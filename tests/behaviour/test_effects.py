@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),  # torch says so of itself, in forward mode
 ]
-NUM_SEEDS = 25
+NUM_SEEDS = 15
 MANY_SEEDS = 1000
 
 
@@ -50,7 +50,10 @@ def trace_of(*names):
     return record(case.model(), args, kwargs)
 
 
-@pytest.mark.parametrize("name", EFFECTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if number % 3 == 0 else pytest.mark.slow) for number, name in enumerate(EFFECTS)],
+)
 def test_each_effect_is_equal_or_refused_wherever_it_is_cut(name):
     expected, position = EFFECTS[name].expected, list(EFFECTS).index(name)
     for number in range(2):

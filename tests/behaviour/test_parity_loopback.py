@@ -9,7 +9,9 @@ import zoo
 
 from smpc.compile import compile_model
 
-CASES = list(itertools.product(zoo.MODELS, (2, 3), (1, 2, 4), ("simple", "interleaved")))
+ALL = list(itertools.product(zoo.MODELS, (2, 3), (1, 2, 4), ("simple", "interleaved")))
+# Every fifth: each model with several cuts, numbers of microbatches, and both orders.
+CASES = [pytest.param(*case, marks=() if number % 5 == 0 else pytest.mark.slow) for number, case in enumerate(ALL)]
 
 
 @pytest.fixture(autouse=True)

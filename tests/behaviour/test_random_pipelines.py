@@ -77,7 +77,7 @@ def placements(draw, num_stages):
     return tuple(number[rank] for rank in ranks)
 
 
-@settings(SETTINGS, max_examples=200)
+@settings(SETTINGS, max_examples=100)
 @given(
     model=models(exact=True),
     num_stages=st.sampled_from([2, 3, 4, 4, 1]),

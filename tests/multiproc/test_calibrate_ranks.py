@@ -13,7 +13,7 @@ from smpc.partitioner.costs.device import find_device
 SMPC = [sys.executable, "-P", "-c", "import sys; from smpc.cli import main; sys.exit(main())"]
 
 
-@pytest.mark.parametrize("way", ["ranks", "job"])
+@pytest.mark.parametrize("way", ["ranks", pytest.param("job", marks=pytest.mark.slow)])
 def test_two_ranks_measure_at_once(tmp_path, way):
     path = tmp_path / "here.toml"
     arguments = ["calibrate", "--out", str(path), "--seconds", "5"]

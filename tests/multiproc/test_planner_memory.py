@@ -241,7 +241,7 @@ def check_found(found):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_predicted_peaks_come_true(tmp_path, num_stages):
     cases = [(name, *pipeline) for name, pipeline in itertools.product(LAYERS, PIPELINES)]
     check(tmp_path, compiled(cases, num_stages), num_stages)

@@ -113,7 +113,24 @@ def check(name, given):
     return recorded is not None
 
 
-@pytest.mark.parametrize("name", CALLS)
+QUICK = {
+    "add",
+    "add_",
+    "adaptive_avg_pool2d",
+    "embedding",
+    "gelu",
+    "interpolate",
+    "linear",
+    "matmul",
+    "max_pool2d",
+    "topk",
+    "where",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CALLS]
+)
 def test_what_eager_takes_and_only_that_is_recorded(name):
     usual = [dtype for _, dtype in CALLS[name][1:]]
     assert not check(name, usual)
