@@ -111,8 +111,9 @@ def record_guarded(
         raise TraceError(str(error)) from error.__cause__
     tables: list[TableLike] = [*tables_of(model, run.listed), *run.names]
     tables.append(Aliases(model, _read_tensors(run.trace), run.guards))
-    # Elsewhere than on the CPU, what has been evaluated is on the wrong device: there every call computes it anew.
-    leave = run.leftovers.apply if run.leftovers is not None and request.device.type == "cpu" else None
+    # Elsewhere than on the CPU, tensors that have been evaluated are on the wrong device: there every call computes them anew.
+    is_left = run.leftovers is not None and (request.device.type == "cpu" or not run.leftovers.cached)
+    leave = run.leftovers.leave if run.leftovers is not None and is_left else None
     return Recording(run.trace, Environment(run.guards, tables, versions, leave))
 
 

@@ -62,6 +62,11 @@ def check_seeds(seeds):
     return count
 
 
+def test_a_cache_that_is_dropped_is_filled_again_by_a_program_that_has_run_before():
+    """A cached_property is dropped, the program of its earlier value runs again, then what it is made from changes: the cache counts."""
+    assert outcome(random_changing(95000044)) == "equal"
+
+
 def test_random_changes_are_equal_or_refused():
     count = check_seeds(range(NUM_SEEDS))
     assert count["equal"] > 0.7 * NUM_SEEDS

@@ -295,10 +295,9 @@ class Environment:
         self._broken: int | None = None  # position of a dict that did not hold when it was last looked at
 
     def leave(self) -> None:
-        """Before the first run of a program: caches that the run would fill are filled, as later calls of plain PyTorch find them."""
-        leave, self._leave = self._leave, None
-        if leave is not None:
-            leave()
+        """Before a run of a program: caches that the run would fill are filled, as later calls of plain PyTorch find them."""
+        if self._leave is not None:
+            self._leave()
 
     def difference(self) -> Difference | None:
         """The first place whose value is another one now; None if the trace holds. Threads wait for each other."""

@@ -67,16 +67,18 @@ class Leftovers:
                 raise UnsettledError
             self._real.append((guard, self._evaluated(value)))
 
+    def leave(self) -> None:
+        """Before a run of the program: fills what is as it was before the recorded run, as plain PyTorch would. Each time with copies of
+        containers and tensors, as whoever has them may change them."""
+        empty = [(guard, value) for guard, value in self._real if guard.expected[0].holds(guard.place.read())]
+        if not empty:
+            return
+        copies: dict[int, torch.Tensor] = {}
+        _fill([(guard, _copied(value, copies)) for guard, value in empty])
+
     def apply(self) -> None:
-        """Puts everything there, as the run has left it."""
-        for guard, value in self._real:
-            current = guard.place.read()
-            if type(current) is type(value) and isinstance(value, (list, dict, set)):
-                self._before.append((current, type(current)(current)))
-                current.clear()
-                current.extend(value) if isinstance(value, list) else current.update(value)
-            else:
-                guard.place.write(value)
+        """Puts everything there, as the run has left it, until `restore`."""
+        self._before += _fill(self._real)
 
     def _evaluated(self, value: Any) -> Any:
         if isinstance(value, FakeTensor):
@@ -104,6 +106,31 @@ class Leftovers:
             container.clear()
             container.extend(content) if isinstance(container, list) else container.update(content)
         self._before.clear()
+
+
+def _fill(content: Iterable[tuple[Guard, Any]]) -> list[tuple[Any, Any]]:
+    """Puts values into places: into the container that is there, if it is of that type. Those containers, with what they held."""
+    before = []
+    for guard, value in content:
+        current = guard.place.read()
+        if type(current) is type(value) and isinstance(value, (list, dict, set)):
+            before.append((current, type(current)(current)))
+            current.clear()
+            current.extend(value) if isinstance(value, list) else current.update(value)
+        else:
+            guard.place.write(value)
+    return before
+
+
+def _copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    """The value with containers and tensors of its own; tensors that are one stay one."""
+    if isinstance(value, torch.Tensor):
+        return copies.setdefault(id(value), value.clone())
+    if type(value) in (list, tuple, set):
+        return type(value)(_copied(item, copies) for item in value)
+    if type(value) is dict:
+        return {key: _copied(item, copies) for key, item in value.items()}
+    return value
 
 
 def common_module(contexts: Iterable[str]) -> str:
