@@ -15,7 +15,7 @@ from lightning_jobs import Module, train
 from torch.utils.data import DataLoader
 
 import smpc.v1 as smp
-from smpc.errors import ConfigUnsupportedError
+from smpc.errors import ConfigUnsupportedError, UsageError
 from smpc.integrations.lightning import PipelineStrategy
 
 # Lightning warns of few workers, and torch of what Lightning uses: both in the plain run, too.
@@ -41,7 +41,10 @@ def check(found, expected):
 
 @pytest.mark.parametrize("names", [["vit"], pytest.param(["gpt2", "llama", "bert"], marks=pytest.mark.slow)])
 def test_it_trains_evaluates_and_predicts_as_lightning_does(tmp_path, names):
-    """The last batch of an epoch has 2 samples, which four microbatches do not divide; two batches are one update."""
+    """The last batch of an epoch has 2 samples, which four microbatches do not divide; two batches are one update.
+
+    Microbatches of text have different numbers of labels that count.
+    """
     expected = {name: train(name, tmp_path / f"plain_{name}") for name in names}
     for found in run_workers(train_all, 2, tmp_path, names, 2, PIPELINE):
         for name in names:
@@ -85,6 +88,32 @@ def follow(rank, folder):
 def test_the_page_of_the_docs_runs(tmp_path):
     losses = run_workers(follow, 2, tmp_path)
     assert losses[0] == losses[1] < 1.6
+
+
+def uneven(rank, folder):
+    as_rank(rank, 2)
+    module = Module("gpt2")
+    strategy = PipelineStrategy(PIPELINE)
+    trainer = lightning.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, logger=False, max_steps=2, enable_checkpointing=False
+    )
+    with pytest.warns(UserWarning, match="the loss is the mean of their means") as told:
+        trainer.fit(module, DataLoader(Data("gpt2"), batch_size=8))
+    smp.shutdown()
+    strategy = PipelineStrategy(PIPELINE, count=lambda batch: (batch["labels"][:2] != -100).sum() * 0)
+    trainer = lightning.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, logger=False, max_steps=2, enable_checkpointing=False
+    )
+    with pytest.raises(UsageError, match=r"count: expected items in every microbatch, found \[0.0, 0.0, 0.0, 0.0\]"):
+        trainer.fit(Module("gpt2"), DataLoader(Data("gpt2"), batch_size=8))
+    return [str(each.message) for each in told if "mean of their means" in str(each.message)]
+
+
+@pytest.mark.slow
+def test_microbatches_with_different_numbers_of_labels_are_told_once(tmp_path):
+    for [text] in run_workers(uneven, 2, tmp_path):
+        assert "have [23, 19, 15, 18] labels other than -100" in text
+        assert "count=" in text
 
 
 class Metered(Module):

@@ -8,6 +8,9 @@ from torch.utils.data import DataLoader
 
 from smpc.integrations.lightning import PipelineStrategy
 
+# What a batch's losses are means over: causal language models predict all labels but the first.
+COUNTS = dict.fromkeys(("gpt2", "llama"), lambda batch: (batch["labels"][:, 1:] != -100).sum())
+
 
 class Module(lightning.LightningModule):
     """A model of Hugging Face; validation has numbers, and predictions have rows."""
@@ -25,7 +28,8 @@ class Module(lightning.LightningModule):
 
     def validation_step(self, batch, batch_idx):
         found = self.model(**batch)
-        self.log_dict({"val_loss": found.loss, "val_size": found.logits.abs().mean()})
+        self.log_dict({"val_loss": found.loss})
+        self.log("val_size", found.logits.abs().mean(), batch_size=len(found.logits))  # rows, not labels
         return found.loss
 
     def predict_step(self, batch, batch_idx):
@@ -55,7 +59,7 @@ def train(name, folder, pipeline=None, dropout=0.0, resume=None, **options):
     """What callbacks saw by batch, the weights, and predictions."""
     torch.manual_seed(0)
     seen = Seen()
-    strategy = "auto" if pipeline is None else PipelineStrategy(pipeline)
+    strategy = "auto" if pipeline is None else PipelineStrategy(pipeline, count=COUNTS.get(name))
     trainer = lightning.Trainer(
         **{
             "strategy": strategy, "accelerator": "cpu", "devices": 1, "max_epochs": 3, "accumulate_grad_batches": 2,

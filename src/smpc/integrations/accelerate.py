@@ -1,8 +1,8 @@
 """accelerate, where the ranks of a pipeline are one replica: they read the same batches, and nothing is averaged over them.
 
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 4})
-    accelerator = PipelineAccelerator()
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator = PipelineAccelerator(gradient_accumulation_steps=2)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
 
     @smp.step
@@ -13,10 +13,12 @@
 
 
     for batch in loader:
-        loss = train_step(model, batch).reduce_mean()
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        with accelerator.accumulate(model):
+            loss = train_step(model, batch).reduce_mean()
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
 
 The model is called in step functions alone, as everywhere with smpc: a pipeline runs the microbatches of a batch interleaved, so it must
 know of all of them before the first one is differentiated.
@@ -28,20 +30,26 @@ Terms
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import GradientState
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 import smpc.v1 as smp
-from smpc.errors import ConfigUnsupportedError, UsageError
+from smpc.errors import CheckpointError, ConfigUnsupportedError, UsageError
+
+_TAG = "state"  # of what save_state writes into a folder that is named
 
 
 class PipelineAccelerator(Accelerator):  # type: ignore[misc]
@@ -93,15 +101,21 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
     # -- what is prepared ------------------------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
-        """The objects, made fit for a pipeline, in their order: models, optimizers, data loaders; any other as it is."""
-        made = tuple(self._made(each) for each in objects)
-        return made[0] if len(made) == 1 else made
+        """The objects, made fit for a pipeline, in their order: models, optimizers, data loaders, schedulers; any other as it is."""
+        # A model is needed by its optimizer, and an optimizer by its scheduler, in whatever order they are given.
+        made = {
+            number: self._made(each) for number, each in sorted(enumerate(objects), key=lambda item: _turn(item[1]))
+        }
+        found = tuple(made[number] for number in range(len(objects)))
+        return found[0] if len(found) == 1 else found
 
     def _made(self, each: Any) -> Any:
         if isinstance(each, DataLoader):
             return self.prepare_data_loader(each)
         if isinstance(each, nn.Module):
             return self.prepare_model(each)
+        if isinstance(each, LRScheduler):
+            return self.prepare_scheduler(each)
         return self.prepare_optimizer(each) if isinstance(each, Optimizer) else each
 
     def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:
@@ -112,8 +126,25 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: Any = None) -> Optimizer:
-        """The smp.DistributedOptimizer: the one that is given, or a new one around an optimizer."""
-        return optimizer if isinstance(optimizer, smp.DistributedOptimizer) else smp.DistributedOptimizer(optimizer)
+        """An smp.DistributedOptimizer around the optimizer, which steps once in `gradient_accumulation_steps` batches."""
+        if not isinstance(optimizer, smp.DistributedOptimizer):
+            prepared: Optimizer = _AccumulatingOptimizer(optimizer)
+        elif self.gradient_accumulation_steps == 1 or isinstance(optimizer, _AccumulatingOptimizer):
+            prepared = optimizer
+        else:
+            raise ConfigUnsupportedError(
+                f"gradient_accumulation_steps: expected 1 with an smp.DistributedOptimizer of the script's own, which steps whenever "
+                f"it is told to, found {self.gradient_accumulation_steps}; pass the torch optimizer to accelerator.prepare"
+            )
+        if all(prepared is not known for known in self._optimizers):
+            self._optimizers.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
+        """The scheduler, which steps with the optimizer: once for each replica, as accelerate's, or once with `split_batches`."""
+        prepared = _Scheduler(scheduler, self._optimizers, self.step_scheduler_with_optimizer, self.split_batches)
+        self._schedulers.append(prepared)
+        return prepared
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: Any = None, slice_fn_for_dispatch: Any = None
@@ -153,13 +184,13 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
     # -- a step ----------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """`model.backward(loss)`, in a step function."""
+        """`model.backward` of the loss over `gradient_accumulation_steps`, in a step function."""
         model = smp.state.model
         if not isinstance(model, smp.DistributedModel):
             raise UsageError(
                 "accelerator.backward: there is no smp.DistributedModel yet; call accelerator.prepare(model) first"
             )
-        model.backward(loss)
+        model.backward(loss if self.gradient_accumulation_steps == 1 else loss / self.gradient_accumulation_steps)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -189,21 +220,116 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
 
         return recursively_apply(one, tensor, error_on_other_type=True)
 
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step did nothing, as gradients were not finite; fp16 only."""
+        return any(each.overflow for each in self._optimizers)
+
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Tensors as long along `dim` as the longest of all ranks."""
         return tensor if smp.dp_size() == 1 else super().pad_across_processes(tensor, dim, pad_index, pad_first)
 
-    def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: it would save this rank's part."""
-        raise UsageError(
-            "accelerator.save_state: this rank has a part of the model; call smp.save_checkpoint(path, tag, ...)"
+    # -- files -------------------------------------------------------------------------------------------------------------
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
+        """Save what was prepared and registered, and random states, with `smp.save_checkpoint`; the folder. Call it on every rank.
+
+        With `automatic_checkpoint_naming` it is `checkpoint_<n>` in the project's folder, where `total_limit` are kept.
+        """
+        model, optimizer = self._one_model()
+        naming = self.project_configuration
+        folder, tag, limit = output_dir, _TAG, None
+        if naming.automatic_checkpoint_naming:
+            folder = os.path.join(self.project_dir, "checkpoints")
+            tag, limit = f"checkpoint_{self.save_iteration}", naming.total_limit
+        if folder is None:
+            raise UsageError("accelerator.save_state: expected a folder, or automatic_checkpoint_naming, found neither")
+        content = {
+            "schedulers": [each.state_dict() for each in self._schedulers],
+            "registered": [each.state_dict() for each in self._custom_objects],
+            "step": self.step,
+        }
+        smp.save_checkpoint(
+            folder, tag, model=model, optimizer=optimizer, user_content=content, num_kept_partial_checkpoints=limit
+        )
+        naming.iteration += 1
+        return os.path.join(folder, tag) if naming.automatic_checkpoint_naming else folder
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Load what `save_state` saved; None: the newest of the project. Call it on every rank, after `prepare`."""
+        self._one_model()
+        tag: str | None = _TAG
+        if input_dir is None:
+            input_dir, tag = os.path.join(self.project_dir or "", "checkpoints"), None
+        elif os.path.basename(os.path.normpath(input_dir)).startswith("checkpoint_"):
+            input_dir, tag = os.path.split(os.path.normpath(input_dir))
+        content = smp.resume_from_checkpoint(input_dir, tag)
+        if content is None:
+            raise CheckpointError(
+                f"accelerator.load_state: expected a checkpoint of save_state in {input_dir}, found none"
+            )
+        for name, objects in (("schedulers", self._schedulers), ("registered", self._custom_objects)):
+            if len(content[name]) != len(objects):
+                raise CheckpointError(
+                    f"accelerator.load_state: expected {len(content[name])} {name}, as in {input_dir}, found {len(objects)}; prepare and "
+                    "register as the script did that saved it"
+                )
+            for each, state in zip(objects, content[name], strict=True):
+                each.load_state_dict(state)
+        self.step = content["step"]
+
+    def _one_model(self) -> tuple[Any, Any]:
+        """The model and optimizer that states are of."""
+        found = len(self._models), len(self._optimizers)
+        hooks = len(self._save_model_state_pre_hook) + len(self._load_model_state_pre_hook)
+        stateful = sum(getattr(each, "use_stateful_dataloader", False) for each in self._dataloaders)
+        if found == (1, 1) and not hooks and not stateful:
+            return self._models[0], self._optimizers[0]
+        raise ConfigUnsupportedError(
+            f"accelerator.save_state and load_state: expected one prepared model and optimizer, no hooks of states and no stateful data "
+            f"loader, found {found[0]} and {found[1]}, {hooks} hooks and {stateful} such loaders; call smp.save_checkpoint and "
+            "smp.resume_from_checkpoint, which have arguments for each model and for data"
         )
 
-    def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: see `save_state`."""
-        raise UsageError(
-            "accelerator.load_state: this rank has a part of the model; call smp.resume_from_checkpoint(path)"
-        )
+
+class _AccumulatingOptimizer(smp.DistributedOptimizer):
+    """Steps and clears gradients at the end of an accumulation alone, as accelerate's optimizers do."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update, unless more batches are to come."""
+        return super().step(closure) if GradientState().sync_gradients else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, unless more batches are to come."""
+        if GradientState().sync_gradients:
+            super().zero_grad(set_to_none)
+
+
+class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]
+    """accelerate's, where its processes are replicas."""
+
+    def __init__(
+        self, scheduler: LRScheduler, optimizers: list[Any], with_optimizer: bool, split_batches: bool
+    ) -> None:
+        # It steps once then, and asks no optimizer; how often and whether is decided below.
+        super().__init__(scheduler, [], step_with_optimizer=with_optimizer, split_batches=True)
+        self._watched = optimizers if with_optimizer else []
+        self._num_steps = 1 if split_batches or not with_optimizer else smp.dp_size()
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """As many steps as an update is of batches; none if gradients were not finite, so that there was no update."""
+        if any(each.overflow for each in self._watched):
+            return
+        for _ in range(self._num_steps):
+            total = getattr(self.scheduler, "total_steps", None)
+            if self._num_steps == 1 or total is None or self.scheduler._step_count <= total:
+                super().step(*args, **kwargs)
+
+
+def _turn(each: Any) -> int:
+    """Models first, then optimizers, then schedulers."""
+    kinds = nn.Module, Optimizer, LRScheduler
+    return next((number for number, kind in enumerate(kinds) if isinstance(each, kind)), len(kinds))
 
 
 def _check_session() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 import smpc.v1 as smp
 from smpc.errors import UsageError
+
+IGNORED = -100  # the label that torch's cross entropy leaves out of its mean
 
 
 def start(pipeline: Mapping[str, Any] | None, who: str, example: str) -> None:
@@ -31,6 +34,41 @@ def divides(batch: Any) -> bool:
     microbatches = smp.state.cfg.microbatches
     sizes = {value.shape[0] for value in tree_leaves(batch) if isinstance(value, Tensor) and value.dim()}
     return all(size and size % microbatches == 0 for size in sizes)
+
+
+def microbatches_of(batch: Any) -> list[Any]:
+    """A batch that divides, cut along axis 0."""
+    number = smp.state.cfg.microbatches
+
+    def part(value: Any, index: int) -> Any:
+        return value.chunk(number)[index] if isinstance(value, Tensor) and value.dim() else value
+
+    return [tree_map(lambda value, index=index: part(value, index), batch) for index in range(number)]
+
+
+def warn_of_uneven_labels(batch: Any, remedy: str) -> bool:
+    """Warn, and return True, if microbatches of a batch have different numbers of labels that count.
+
+    A mean over the labels of each microbatch is then another number than the mean over those of the batch. `remedy`: what to do.
+    """
+    microbatches = smp.state.cfg.microbatches
+    for value in tree_leaves(batch):
+        if (
+            not isinstance(value, Tensor)
+            or not value.dim()
+            or value.is_floating_point()
+            or value.shape[0] % microbatches
+        ):
+            continue
+        counts = (value != IGNORED).reshape(microbatches, -1).sum(dim=1)
+        if (counts != counts[0]).any():
+            warnings.warn(
+                f"the microbatches of a batch have {counts.tolist()} labels other than {IGNORED}: the loss is the mean of their means, and "
+                f"not the mean over the batch; {remedy}",
+                stacklevel=2,
+            )
+            return True
+    return False
 
 
 def joined(value: Any, *, whole: bool) -> Any:

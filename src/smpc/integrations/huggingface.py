@@ -39,7 +39,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import smpc.v1 as smp
 from smpc.errors import ConfigError, ConfigUnsupportedError, UsageError
 from smpc.integrations.accelerate import PipelineAccelerator
-from smpc.integrations.batches import divides, joined, start
+from smpc.integrations.batches import divides, joined, start, warn_of_uneven_labels
 
 
 class PipelineTrainer(Trainer):  # type: ignore[misc]
@@ -65,6 +65,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         if len(args) > 2:
             raise ConfigError("PipelineTrainer: pass what comes after the model and its arguments by name")
         _check(bound)
+        self._has_warned = False
         self._given_args = bound.get("args") or TrainingArguments(output_dir="tmp_trainer")
         start(
             pipeline,
@@ -157,6 +158,9 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     def _cut(self, inputs: Mapping[str, Any], num_items: Any, cut: Any, whole: Any) -> tuple[Any, Tensor | None]:
         """The step function for a batch of this size, and what one microbatch's losses are divided by."""
         is_cut = divides(inputs)
+        if is_cut and not self._has_warned and not self._is_scaled(num_items):
+            remedy = "give forward an argument num_items_in_batch, or pass a compute_loss_func, to divide by the items of the whole batch"
+            self._has_warned = warn_of_uneven_labels(inputs, remedy)
         if num_items is None:
             return (cut if is_cut else whole), None
         items = torch.as_tensor(num_items, dtype=torch.float32, device=self.args.device)

@@ -14,6 +14,8 @@ Terms
     network     the child of the LightningModule that has all of its parameters, such as `self.model`. It becomes the
                 smp.DistributedModel. `training_step` and its kin run in step functions: on the first rank up to the call of the network,
                 and for every microbatch on the last
+    count       of a batch: what its losses are means over, rows, or labels that count. Microbatches weigh by it, so that their mean is
+                that of the batch; what is logged with a `batch_size` weighs by that, as it does in Lightning
     logged      what `self.log` is told in such a step: the mean over microbatches, logged on every rank
 
 Files are those of Lightning: a checkpoint has the state dict of the whole module and of its optimizer, so that `load_from_checkpoint`, a
@@ -41,7 +43,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import smpc.v1 as smp
 from smpc.checkpoint import capture_rng, restore_rng
 from smpc.errors import ConfigUnsupportedError, UsageError
-from smpc.integrations.batches import divides, joined, start
+from smpc.integrations.batches import divides, joined, microbatches_of, start, warn_of_uneven_labels
 
 _RANDOM = "smpc_random_state"  # in a checkpoint: of every rank
 
@@ -50,7 +52,9 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
     """Lightning's Strategy for a module that lies on several ranks; construct it on every rank, before data loaders.
 
     `pipeline`: the configuration of `smp.init`; None where the script has called that. `network`: the name of the module's child that
-    has its parameters; by default the only child that has any.
+    has its parameters; by default the only child that has any. `count`: a function from a batch to the number of items that its losses are
+    means over, for a causal language model `lambda batch: (batch["labels"][:, 1:] != -100).sum()`; by default all microbatches have as
+    many.
 
     Raises ConfigUnsupportedError, with a line for each, for what a pipeline cannot follow: manual optimization, several optimizers,
     precision of Lightning's (`bf16: true` in the configuration keeps fp32 masters), parameters outside of the network.
@@ -62,10 +66,17 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
         False  # Lightning leaves data loaders alone: what it would divide among ranks is divided among replicas
     )
 
-    def __init__(self, pipeline: Mapping[str, Any] | None = None, network: str | None = None) -> None:
+    def __init__(
+        self,
+        pipeline: Mapping[str, Any] | None = None,
+        network: str | None = None,
+        *,
+        count: Callable[[Any], Any] | None = None,
+    ) -> None:
         start(pipeline, "PipelineStrategy", "PipelineStrategy({'pipeline_parallel_degree': 2, 'microbatches': 4})")
         super().__init__()
-        self._name = network
+        self._name, self._count = network, count
+        self._has_warned = False
         self._is_first = True  # whether gradients of the next batch are the first of an update
         self.global_rank, self.local_rank, self.world_size = smp.rank(), smp.local_rank(), smp.size()
         rank_zero_only.rank = self.global_rank
@@ -173,12 +184,42 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
         batch, *rest = (*args, *kwargs.values())
         whole = not divides(batch)
         run = _run_whole if whole else _run
-        output, values, told = run(self.network, batch, self, hook, tuple(rest), divisor)
+        total = None if whole else self._counted(batch)
+        output, values, told = run(self.network, batch, self, hook, tuple(rest), divisor, total)
         module = _module(self)
         for name, value in values.items():
             options = told[name][0]
-            module.log(name, _mean(value, whole=whole), *options.args, **options.kwargs)
+            kwargs, found = options.kwargs, value
+            if options.size and not whole:
+                sizes = [each.size for each in told[name]]
+                kwargs = {**kwargs, "batch_size": sum(sizes)}
+                found = sum(size * each for size, each in zip(sizes, value, strict=True)) / sum(sizes)
+            module.log(name, _mean(found, whole=whole), *options.args, **kwargs)
         return _mean(output, whole=whole)
+
+    def _counted(self, batch: Any) -> float | None:
+        """The count of a batch that is cut; None if all of its microbatches weigh alike."""
+        if self._count is not None:
+            counts = [float(self._count(each)) for each in microbatches_of(batch)]
+            if 0.0 in counts:
+                raise UsageError(
+                    f"count: expected items in every microbatch, found {counts}; over none there is no mean: use fewer microbatches, or "
+                    "batches whose samples all have some"
+                )
+            return sum(counts)
+        if not self._has_warned:
+            remedy = (
+                "pass PipelineStrategy(config, count=...), a function from a batch to what its losses are means over, for a causal "
+                "language model lambda batch: (batch['labels'][:, 1:] != -100).sum()"
+            )
+            self._has_warned = warn_of_uneven_labels(batch, remedy)
+        return None
+
+    def weight(self, microbatch: Any, total: float | None) -> float:
+        """What a microbatch's means are multiplied by, so that their mean is that of the batch; `total`: the batch's count."""
+        if total is None or self._count is None:
+            return 1.0
+        return float(self._count(microbatch)) / total * int(smp.state.cfg.microbatches)
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[tuple[dict[str, Tensor], dict[str, _Options]]]:
@@ -286,6 +327,7 @@ class _Options:
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
+        self.size = kwargs.get("batch_size")  # what Lightning weighs it by
 
 
 class _Optimizer(smp.DistributedOptimizer):
@@ -308,12 +350,24 @@ class _Optimizer(smp.DistributedOptimizer):
         return found
 
 
-# -- step functions: (network, batch, strategy, name of the module's step, its other arguments, divisor of the loss or 0) -------
+# -- step functions: (network, batch, strategy, name of the module's step, its other arguments, divisor of the loss or 0, the batch's
+# count or None) -----------------------------------------------------------------------------------------------------------------
 
 
-def _body(network: Any, batch: Any, strategy: PipelineStrategy, hook: str, rest: tuple[Any, ...], divisor: int) -> Any:
+def _body(
+    network: Any,
+    batch: Any,
+    strategy: PipelineStrategy,
+    hook: str,
+    rest: tuple[Any, ...],
+    divisor: int,
+    total: float | None,
+) -> Any:
     with strategy.collecting() as (values, told):
         output = getattr(strategy.lightning_module, hook)(batch, *rest)
+    weight = strategy.weight(batch, total)
+    output = _weighed(output, weight)
+    values = {name: each if told[name].size else _weighed(each, weight) for name, each in values.items()}
     if divisor:
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
@@ -325,13 +379,22 @@ def _body(network: Any, batch: Any, strategy: PipelineStrategy, hook: str, rest:
 
 
 @smp.step
-def _run(network: Any, batch: Any, strategy: Any, hook: str, rest: Any, divisor: int) -> Any:
-    return _body(network, batch, strategy, hook, rest, divisor)
+def _run(network: Any, batch: Any, strategy: Any, hook: str, rest: Any, divisor: int, total: Any) -> Any:
+    return _body(network, batch, strategy, hook, rest, divisor, total)
 
 
 @smp.step(non_split_inputs=["batch"])
-def _run_whole(network: Any, batch: Any, strategy: Any, hook: str, rest: Any, divisor: int) -> Any:
-    return _body(network, batch, strategy, hook, rest, divisor)
+def _run_whole(network: Any, batch: Any, strategy: Any, hook: str, rest: Any, divisor: int, total: Any) -> Any:
+    return _body(network, batch, strategy, hook, rest, divisor, total)
+
+
+def _weighed(value: Any, weight: float) -> Any:
+    """Numbers, which are means over the microbatch, as parts of the mean over the batch."""
+    if weight == 1.0:
+        return value
+    if isinstance(value, Mapping):
+        return {name: _weighed(each, weight) for name, each in value.items()}
+    return value * weight if isinstance(value, Tensor) and not value.dim() else value
 
 
 def _mean(value: Any, *, whole: bool) -> Any:

@@ -110,6 +110,8 @@ class _Reader:
             self.position += 1
             if code == 0x2E:  # STOP
                 (found,) = stack
+                if found is _MARK:
+                    raise ValueError("a mark, and no object")
                 return found
             work = _CODES.get(code)
             if work is None:

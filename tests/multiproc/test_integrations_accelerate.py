@@ -1,0 +1,88 @@
+"""PipelineAccelerator beside accelerate in one process: accumulation, clipping, schedules, and saved states, bit by bit."""
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+
+from accelerate_jobs import SPLIT, start, train
+from executor_harness import run_workers
+from hugging_face_jobs import as_rank, build
+
+import smpc.v1 as smp
+from smpc.errors import ConfigUnsupportedError
+
+PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 4}
+
+
+def train_all(rank, folder, names, world_size, config, options):
+    as_rank(rank, world_size)
+    found = {}
+    for name in names:
+        found[name] = train(name, folder / name, config, **options)
+        smp.shutdown()
+    return found
+
+
+def check(found, expected):
+    for own, other in zip(found["seen"], expected["seen"], strict=True):
+        assert own == pytest.approx(other, rel=1e-5)
+    assert found["weights"].keys() == expected["weights"].keys()
+    for key, value in expected["weights"].items():  # Adam divides by what may be 0 but for rounding
+        torch.testing.assert_close(found["weights"][key], value, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("names", [["gpt2", "vit"], pytest.param(["llama", "bert"], marks=pytest.mark.slow)])
+def test_a_loop_of_accelerate_trains_as_in_one_process(tmp_path, names):
+    expected = {name: train(name, tmp_path / "plain" / name) for name in names}
+    for found in run_workers(train_all, 2, tmp_path, names, 2, PIPELINE, {}):
+        for name in names:
+            assert [line[3] for line in found[name]["seen"]] == [False, True, True, False, True, True]
+            check(found[name], expected[name])
+
+
+@pytest.mark.slow
+def test_replicas_divide_the_batches(tmp_path):
+    expected = train("gpt2", tmp_path / "plain", **SPLIT)
+    for found in run_workers(train_all, 4, tmp_path, ["gpt2"], 4, {**PIPELINE, "ddp": True}, SPLIT):
+        check(found["gpt2"], expected)
+
+
+def resume(rank, folder):
+    as_rank(rank, 2)
+    whole = train("vit", folder / "states", PIPELINE, dropout=0.1)
+    smp.shutdown()
+    parts = train("vit", folder / "states", PIPELINE, dropout=0.1, resume=True)
+    smp.shutdown()
+    return whole, parts
+
+
+def test_a_saved_state_goes_on_bit_by_bit_with_dropout(tmp_path):
+    for whole, parts in run_workers(resume, 2, tmp_path):
+        assert len(parts["seen"]) == 3
+        assert parts["seen"] == whole["seen"][3:]
+        assert all(torch.equal(value, parts["weights"][name]) for name, value in whole["weights"].items())
+
+
+def refused(rank, folder):
+    as_rank(rank, 2)
+    accelerator, _ = start(PIPELINE, gradient_accumulation_steps=2)
+    model = accelerator.prepare(build("vit"))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    errors = []
+    for call in (lambda: accelerator.prepare(optimizer), lambda: accelerator.save_state(str(folder))):
+        with pytest.raises(ConfigUnsupportedError) as caught:
+            call()
+        errors.append(str(caught.value))
+    smp.shutdown()
+    return errors
+
+
+@pytest.mark.slow
+def test_what_would_count_wrongly_is_refused(tmp_path):
+    for steps, states in run_workers(refused, 2, tmp_path):
+        assert "gradient_accumulation_steps: expected 1 with an smp.DistributedOptimizer of the script's own" in steps
+        assert (
+            "expected one prepared model and optimizer, no hooks of states and no stateful data loader, found 1 and 0"
+            in states
+        )
