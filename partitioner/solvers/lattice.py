@@ -84,28 +84,37 @@ class Lattice:
             ]
         return self._open[prefix]
 
-    def costs(self, start: int, stop: int, scale: Scale, stage: int, in_flight: int, bound: float) -> FloatArray:
-        """Cost of a stage that runs what prefix p has beyond `start`, for p = start..stop - 1; inf, or more than `bound`, where there is no
-        such stage within the bound."""
+    def least_costs(self, start: int, stop: int, scale: Scale, stage: int, in_flight: int) -> FloatArray:
+        """Cost of a stage that runs what prefix p has beyond `start`, for p = start..stop - 1, shared items on both sides left out."""
         rows = slice(start, stop)
         static, activation = self.static[rows] - self.static[start], self.activation[rows] - self.activation[start]
+        return scale.cost_on(stage, self.time[rows] - self.time[start], static + in_flight * activation)
+
+    def containing(self, start: int, targets: IntArray) -> IntArray:
+        """Those of the prefixes that contain `start`."""
+        lacking = np.flatnonzero(self.words[start])  # words that have members
+        lacks = (self.words[start, lacking] & ~self.words[targets[:, None], lacking]) != 0
+        return targets[~lacks.any(axis=1)]
+
+    def costs(self, start: int, targets: IntArray, scale: Scale, stage: int, in_flight: int) -> FloatArray:
+        """Cost of a stage that runs what each of `targets`, which contain `start`, has beyond it."""
+        static, activation = (column[targets] - column[start] for column in (self.static, self.activation))
         for k, users in self.open_items(start) if scale.counts_memory else ():
-            used = ((self.words[rows] & users) != 0).any(axis=1)
+            used = np.zeros(len(targets), dtype=np.bool_)
+            for word in np.flatnonzero(users):
+                used |= (self.words[targets, word] & users[word]) != 0
             static = static + used * self.units.shared[k].static_bytes
             activation = activation + used * self.units.shared[k].activation_bytes
-        found = scale.cost_on(stage, self.time[rows] - self.time[start], static + in_flight * activation)
-        within = np.flatnonzero(found <= bound)
-        lacks = ((self.words[start] & ~self.words[rows][within]) != 0).any(axis=1)
-        found[within[lacks]] = np.inf
-        return found
+        return scale.cost_on(stage, self.time[targets] - self.time[start], static + in_flight * activation)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixChain:
-    """No placement has a smaller bottleneck than `bound`; with fluid units there is one of `possible`."""
+    """No placement has a smaller bottleneck than `bound`; with fluid units there is one of `possible`, by `stages`, if it was looked for."""
 
     bound: float
     possible: float
+    stages: tuple[int, ...] | None = None  # of each unit of the lattice
 
 
 def build_lattice(
@@ -135,14 +144,37 @@ def build_lattice(
 
 def best_chain(lattice: Lattice, scale: Scale, in_flight: Sequence[int], low: float, high: float) -> PrefixChain:
     """Bisect between a proven bound and a bottleneck that is known to be possible (finite)."""
+    chains: dict[float, list[int] | None] = {}
+
+    def within(bound: float) -> bool:
+        """Looks for a chain unless what is known of other bounds tells: what goes within one goes within all larger ones."""
+        if any(chain is not None and known <= bound for known, chain in chains.items()):
+            return True
+        if any(chain is None and known >= bound for known, chain in chains.items()):
+            return False
+        chains[bound] = _chain_within(lattice, scale, in_flight, bound)
+        return chains[bound] is not None
+
     middle = high * (1.0 - _ACCURACY / 2)
+    if low < high * (1.0 - _ACCURACY) and within(middle):
+        within(_last_middle(low, middle))  # often the least that is asked for goes, and nothing between needs a look
     while low < high * (1.0 - _ACCURACY):
-        if _chain_within(lattice, scale, in_flight, middle) is None:
-            low = middle
-        else:
+        if within(middle):
             high = middle
+        else:
+            low = middle
         middle = (low + high) / 2
-    return PrefixChain(min(low, high), high)
+    chain = chains.get(high)
+    return PrefixChain(min(low, high), high, None if chain is None else _stages(lattice, chain))
+
+
+def _last_middle(low: float, high: float) -> float:
+    """The last bound that bisection looks at if every one before was possible."""
+    middle = high
+    while low < high * (1.0 - _ACCURACY):
+        middle = (low + high) / 2
+        high = middle
+    return middle
 
 
 def chain_stages(lattice: Lattice, scale: Scale, in_flight: Sequence[int], bound: float) -> tuple[int, ...] | None:
@@ -356,14 +388,18 @@ def _chain_within(lattice: Lattice, scale: Scale, in_flight: Sequence[int], boun
         window = _windows(lattice, scale, stage, in_flight[stage], bound)
         reached, parent = np.full(size, -np.inf), np.full(size, -1, dtype=np.int64)
         for prefix in frontier:
-            stop = min(window(prefix), allowed)
-            row = lattice.costs(prefix, stop, scale, stage, in_flight[stage], bound)
-            rows = slice(prefix, stop)
-            amount = np.minimum(released[rows], done[prefix] + (bound - row) / rate)
-            better = (row <= bound) & (amount >= needed[rows]) & (amount > reached[rows])
-            if lattice.is_exact:
-                better[:1] = False  # the stage would be empty
-            reached[rows][better], parent[rows][better] = amount[better], prefix
+            rows = slice(prefix, min(window(prefix), allowed))
+            least = lattice.least_costs(prefix, rows.stop, scale, stage, in_flight[stage])
+            amount = np.minimum(released[rows], done[prefix] + (bound - least) / rate)
+            targets = prefix + np.flatnonzero((least <= bound) & (amount >= needed[rows]) & (amount > reached[rows]))
+            if lattice.is_exact and len(targets) and targets[0] == prefix:
+                targets = targets[1:]  # the stage would be empty
+            targets = lattice.containing(prefix, targets)
+            row = lattice.costs(prefix, targets, scale, stage, in_flight[stage])
+            amount = np.minimum(released[targets], done[prefix] + (bound - row) / rate)
+            better = (row <= bound) & (amount >= needed[targets]) & (amount > reached[targets])
+            targets = targets[better]
+            reached[targets], parent[targets] = amount[better], prefix
         frontier, done = _frontier(lattice, reached), reached
         came_from.append(parent)
     if came_from[-1][-1] < 0:
@@ -455,7 +491,8 @@ def place(
         bound = smallest.possible * (1.0 + larger)
         if bound >= (high if best is None else best.bottleneck):
             break
-        stages = chain_stages(lattice, scale, in_flight, bound)
+        stages = smallest.stages if bound == smallest.possible else None
+        stages = stages or chain_stages(lattice, scale, in_flight, bound)
         if stages is None:
             continue
         found = _complete(units, dag, lattice, stages, scale, in_flight, bound)

@@ -67,7 +67,8 @@ def test_with_all_prefixes_the_smallest_bottleneck_is_found(case):
         return
     assert found.bound <= best * (1 + 1e-12)
     assert best <= found.possible * (1 + 1e-12) <= best * 1.001 + 1e-12
-    stages = dict(zip(lattice.kept, chain_stages(lattice, scale, in_flight, found.possible), strict=True))
+    assert found.stages == chain_stages(lattice, scale, in_flight, found.possible)
+    stages = dict(zip(lattice.kept, found.stages, strict=True))
     assert all(stages[u] <= stages[w] for u, w in dag.edges)
     costs = stage_costs(units, scale, in_flight, [stages[u] for u in range(len(units))])
     assert float(costs.max()) <= found.possible
