@@ -1,14 +1,7 @@
 """Chooses a strategy for every operation: the cheapest of all that fit together.
 
 Equal blocks get the same strategies, so a model of a hundred layers is as large a problem as one of one. It is solved exactly: by
-elimination, or, where a value has too many users for that, as an integer program.
-
-`eliminate` takes out one part after another (bucket elimination). Each value gives a table of costs over the options of its producer and
-its users, each part a table over its own. To eliminate a part, the tables that depend on it are added up, and for all options of the
-others the best of its own is kept. Traces are long and thin: few parts depend on each other at any point, so the tables stay small. The
-part whose elimination makes the smallest table goes first.
-
-For x -> a -> b -> y, eliminating a leaves a table over (x, b), eliminating b one over (x, y).
+elimination (`smpc.codegen.rewrite.tensor_parallel.elimination`), or, where tables would be too large for that, as an integer program.
 
 `solve_ilp` solves an integer program to proof by HiGHS through pulp. Variables, for part n, option k, value v and layouts a, b (see
 `smpc.codegen.rewrite.tensor_parallel.layout_problem`):
@@ -22,14 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import pulp
 
+from smpc.codegen.rewrite.tensor_parallel.elimination import eliminate
 from smpc.codegen.rewrite.tensor_parallel.layout_problem import LayoutProblem, Restriction, Weights, collect
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Layout
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy
@@ -64,6 +55,8 @@ def choose(
     problem = collect(trace, degree, allowed, weights or Weights(), share_blocks, facts)
     picked, proven = eliminate(problem), True
     if picked is None:
+        picked = eliminate(problem, drop_dead_ends=True)
+    if picked is None:
         picked, proven = solve_ilp(problem, time_limit)
     if not picked and problem.options:
         raise CodegenError(
@@ -92,135 +85,6 @@ def _renamed(problem: LayoutProblem, position: int, strategy: Strategy) -> Strat
     node, first = problem.trace.nodes[position], problem.trace.nodes[problem.part[position]]
     state = tuple((node.target + name.removeprefix(first.target), layout) for name, layout in strategy.state)
     return dataclasses.replace(strategy, state=state)
-
-
-_LARGEST = 16_000_000  # entries of a table
-_MOST_AXES = 16  # of a table that one value gives
-_LARGEST_VALUE = 300  # ... that one value gives; beyond, the layouts that it is had in are a part of their own
-
-Table = npt.NDArray[np.float64]
-Factor = tuple[tuple[int, ...], Table]  # parts, ascending, and the costs over their options
-
-
-def eliminate(problem: LayoutProblem) -> dict[int, int] | None:
-    """The index of each part's option; empty if nothing fits together, None if a table would be too large."""
-    sizes = {part: len(options) for part, options in problem.options.items()}
-    factors: list[Factor] = []
-    for part, options in problem.options.items():
-        factors.append(((part,), np.asarray([problem.option_cost(part, option) for option in options])))
-    for producer, users in problem.users().items():
-        parts = dict.fromkeys((producer, *(user for user, _ in users)))
-        if len(parts) <= _MOST_AXES and math.prod(sizes[part] for part in parts) <= _LARGEST_VALUE:
-            factors.append(_value_factor(problem, producer, users))
-        else:
-            factors += _value_star(problem, producer, users, sizes)
-    done: list[tuple[int, Factor]] = []
-    by_part: dict[int, list[Factor]] = {part: [] for part, size in sizes.items() if size > 1}
-    for factor in (_of_choices(factor, sizes) for factor in factors):
-        if not factor[0] and not np.isfinite(factor[1]):
-            return {}
-        for part in factor[0]:
-            by_part[part].append(factor)
-    width = {part: _joint_size(found, sizes) for part, found in by_part.items()}
-    while width:
-        part = min(width, key=lambda p: (width[p], p))
-        if width.pop(part) > _LARGEST:
-            return None
-        joint = _sum(by_part.pop(part), sizes)
-        done.append((part, joint))
-        left = tuple(other for other in joint[0] if other != part)
-        reduced = (left, joint[1].min(axis=joint[0].index(part)))
-        if not left and not np.isfinite(reduced[1]):
-            return {}
-        for other in left:
-            by_part[other] = [factor for factor in by_part[other] if part not in factor[0]] + [reduced]
-            width[other] = _joint_size(by_part[other], sizes)
-    picked = _read_back(done)
-    return {part: picked.get(part, 0) for part in sorted(problem.options)}
-
-
-def _of_choices(factor: Factor, sizes: dict[int, int]) -> Factor:
-    """Without the parts that have one option alone: arrays have few axes."""
-    parts, table = factor
-    left = tuple(part for part in parts if sizes[part] > 1)
-    return left, table.reshape(tuple(sizes[part] for part in left))
-
-
-def _read_back(done: list[tuple[int, Factor]]) -> dict[int, int]:
-    """The options, from the part that was eliminated last to the first."""
-    picked: dict[int, int] = {}
-    for part, (parts, table) in reversed(done):
-        index = tuple(slice(None) if other == part else picked[other] for other in parts)
-        picked[part] = int(np.argmin(table[index]))
-    return dict(sorted(picked.items()))
-
-
-def _value_factor(problem: LayoutProblem, producer: int, users: list[tuple[int, int]]) -> Factor:
-    """What the conversions of one value cost: each layout that is needed once."""
-    parts = tuple(sorted({producer, *(user for user, _ in users)}))
-    shape = tuple(len(problem.options[part]) for part in parts)
-    needs: dict[Layout, npt.NDArray[np.bool_]] = {}
-    for user, index in users:
-        for k, option in enumerate(problem.options[user]):
-            needed = needs.setdefault(option.inputs[index], np.zeros(shape, dtype=np.bool_))
-            needed[_at(parts, user, k)] = True
-    if producer in problem.returned:
-        needs[REPLICATED] = np.ones(shape, dtype=np.bool_)
-    table = np.zeros(shape)
-    for target, needed in needs.items():
-        axes = [-1 if part == producer else 1 for part in parts]
-        table += np.where(needed, _conversion_costs(problem, producer, target).reshape(axes), 0.0)
-    return parts, table
-
-
-def _conversion_costs(problem: LayoutProblem, producer: int, target: Layout) -> Table:
-    """By option of the producer."""
-    costs = [problem.conversion_cost(producer, option.output, target) for option in problem.options[producer]]
-    return np.asarray([math.inf if cost is None else cost for cost in costs])
-
-
-def _value_star(
-    problem: LayoutProblem, producer: int, users: list[tuple[int, int]], sizes: dict[int, int]
-) -> list[Factor]:
-    """The same for a value with many users: the set of layouts that it is had in is a part of its own, which every user looks into.
-
-    Such parts have negative numbers, and are added to `sizes`.
-    """
-    always = [REPLICATED] if producer in problem.returned else []
-    targets = list(dict.fromkeys(option.inputs[i] for user, i in users for option in problem.options[user]))
-    targets = [target for target in targets if target not in always]
-    star, num_sets = min(0, *sizes) - 1, 1 << len(targets)
-    sizes[star] = num_sets
-    has = {target: (np.arange(num_sets) >> i) & 1 == 1 for i, target in enumerate(targets)}
-    factors: list[Factor] = []
-    for user, index in users:
-        table = np.zeros((num_sets, len(problem.options[user])))
-        for k, option in enumerate(problem.options[user]):
-            if option.inputs[index] in has:
-                table[~has[option.inputs[index]], k] = math.inf
-        factors.append(((star, user), table))
-    costs = np.zeros((num_sets, len(problem.options[producer])))
-    for target in (*always, *targets):
-        needed = has.get(target, np.ones(num_sets, dtype=np.bool_))
-        costs += np.where(needed[:, None], _conversion_costs(problem, producer, target)[None, :], 0.0)
-    factors.append(((star, producer), costs))
-    return factors
-
-
-def _at(parts: tuple[int, ...], part: int, option: int) -> tuple[slice | int, ...]:
-    return tuple(option if other == part else slice(None) for other in parts)
-
-
-def _joint_size(factors: list[Factor], sizes: dict[int, int]) -> int:
-    return math.prod(sizes[part] for part in dict.fromkeys(part for parts, _ in factors for part in parts))
-
-
-def _sum(factors: list[Factor], sizes: dict[int, int]) -> Factor:
-    parts = tuple(sorted({part for own, _ in factors for part in own}))
-    table = np.zeros(tuple(sizes[part] for part in parts))
-    for own, costs in factors:
-        table += costs.reshape(tuple(sizes[part] if part in own else 1 for part in parts))
-    return parts, table
 
 
 _Variables = dict[int, tuple[pulp.LpVariable, ...]]
