@@ -110,7 +110,7 @@ class Lattice:
 
 @dataclass(frozen=True, slots=True)
 class PrefixChain:
-    """No placement has a smaller bottleneck than `bound`; with fluid units there is one of `possible`, by `stages`, if it was looked for."""
+    """No placement has a smaller bottleneck than `bound`; with fluid units there is one of `possible`: `stages`, if looked for."""
 
     bound: float
     possible: float

@@ -105,7 +105,7 @@ class Recurrence(nn.Module):
 
 
 def test_dead_ends_go_where_tables_would_be_too_large(monkeypatch):
-    """Mamba's recurrences needed tables of 18 million entries, and the integer program ended at its time limit: plans depended on the clock."""
+    """Mamba's recurrences needed tables of 18 million entries, and the integer program ended by the clock."""
     problem = problem_of(Recurrence(12, 3), torch.randn(2, 4, 12), share_blocks=False)
     best = total_cost(problem, eliminate(problem))
     monkeypatch.setattr(elimination, "_LARGEST", 1_000)
