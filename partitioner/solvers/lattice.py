@@ -94,7 +94,8 @@ class Lattice:
         """Those of the prefixes that contain `start`."""
         lacking = np.flatnonzero(self.words[start])  # words that have members
         lacks = (self.words[start, lacking] & ~self.words[targets[:, None], lacking]) != 0
-        return targets[~lacks.any(axis=1)]
+        found: IntArray = targets[~lacks.any(axis=1)]
+        return found
 
     def costs(self, start: int, targets: IntArray, scale: Scale, stage: int, in_flight: int) -> FloatArray:
         """Cost of a stage that runs what each of `targets`, which contain `start`, has beyond it."""
