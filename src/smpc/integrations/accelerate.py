@@ -36,11 +36,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
-from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import GradientState
-from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -48,6 +43,16 @@ from torch.utils.data import DataLoader
 
 import smpc.v1 as smp
 from smpc.errors import CheckpointError, ConfigUnsupportedError, UsageError
+
+try:
+    from accelerate import Accelerator
+    from accelerate.data_loader import prepare_data_loader
+    from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.state import GradientState
+    from accelerate.utils import recursively_apply
+except ModuleNotFoundError as error:
+    needed = f"smpc.integrations.accelerate needs {error.name}: pip install 'smpc[accelerate]'"
+    raise ModuleNotFoundError(needed, name=error.name) from error
 
 _TAG = "state"  # of what save_state writes into a folder that is named
 

@@ -31,15 +31,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import smpc.v1 as smp
 from smpc.errors import ConfigError, ConfigUnsupportedError, UsageError
 from smpc.integrations.accelerate import PipelineAccelerator
 from smpc.integrations.batches import divides, joined, start, warn_of_uneven_labels
+
+try:
+    from safetensors.torch import save_file
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+except ModuleNotFoundError as error:
+    needed = f"smpc.integrations.huggingface needs {error.name}: pip install 'smpc[hf,accelerate]'"
+    raise ModuleNotFoundError(needed, name=error.name) from error
 
 
 class PipelineTrainer(Trainer):  # type: ignore[misc]

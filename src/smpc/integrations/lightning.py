@@ -30,12 +30,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
@@ -44,6 +38,17 @@ import smpc.v1 as smp
 from smpc.checkpoint import capture_rng, restore_rng
 from smpc.errors import ConfigUnsupportedError, UsageError
 from smpc.integrations.batches import divides, joined, microbatches_of, start, warn_of_uneven_labels
+
+try:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.plugins import Precision
+    from lightning.pytorch.strategies import Strategy
+    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+except ModuleNotFoundError as error:
+    needed = f"smpc.integrations.lightning needs {error.name}: pip install 'smpc[lightning]'"
+    raise ModuleNotFoundError(needed, name=error.name) from error
 
 _RANDOM = "smpc_random_state"  # in a checkpoint: of every rank
 

@@ -1,5 +1,8 @@
 """What Hugging Face's Trainer and accelerate cannot do with a pipeline is refused before anything begins, all of it at once."""
 
+import importlib
+import sys
+
 import pytest
 from torch import nn
 
@@ -40,3 +43,19 @@ def test_the_pipeline_comes_first(tmp_path, model):
 def test_an_accelerator_needs_a_session():
     with pytest.raises(UsageError, match=r"call smp.init\(config\) first, on every rank"):
         PipelineAccelerator()
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [
+        ("accelerate", "accelerate", "accelerate"),
+        ("huggingface", "transformers", "hf,accelerate"),
+        ("lightning", "lightning.pytorch", "lightning"),
+    ],
+)
+def test_a_package_that_is_not_there_is_named(monkeypatch, name, package, extra):
+    monkeypatch.delitem(sys.modules, f"smpc.integrations.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        importlib.import_module(f"smpc.integrations.{name}")
+    assert str(caught.value) == f"smpc.integrations.{name} needs {package}: pip install 'smpc[{extra}]'"
