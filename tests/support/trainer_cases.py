@@ -66,10 +66,8 @@ def trainer(batch_size, count=NUM_SAMPLES, model=None, **options):
     model = model or classifier()
     data = dataset(count)
     loader = DataLoader(data, batch_size=batch_size, sampler=dist.get_sampler(data))
-    options = {"max_duration": "4ba", "device": "cpu", **options}
-    return Trainer(
-        model=model, optimizers=torch.optim.AdamW(model.parameters(), lr=0.01), train_dataloader=loader, **options
-    )
+    options = {"max_duration": "4ba", "device": "cpu", "train_dataloader": loader, **options}
+    return Trainer(model=model, optimizers=torch.optim.AdamW(model.parameters(), lr=0.01), **options)
 
 
 def everything(made):

@@ -2,30 +2,57 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from smpc import dist
 from smpc.checkpoint.torch_format.places import is_url, place_of
+from smpc.composer.duration import Duration
 from smpc.composer.model import ComposerModel
+from smpc.composer.saving import named
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError, ConfigUnsupportedError
 from smpc.fsdp import FSDPConfig, TensorConfig, translate
 from smpc.fsdp.tensor import data_sizes
 
 PRECISIONS = ("fp32", "amp_fp16", "amp_bf16")
 SYNC_STRATEGIES = ("single_auto_sync", "multi_auto_sync", "forced_sync")
+T = TypeVar("T")
 _ELSEWHERE = {
     "algorithms": "change the model or the batch in the script",
     "loggers": "give a function to callbacks",
     "profiler": "use smpc run --report and --trace, or torch.profiler around fit",
 }
+
+
+class Together:
+    """Makes several checks, and raises what they found wrong as one error."""
+
+    def __init__(self) -> None:
+        self._errors: list[ConfigError] = []
+
+    def __call__(self, check: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
+        """What the check returns; None if it found something."""
+        try:
+            return check(*args, **kwargs)
+        except ConfigError as error:
+            self._errors.append(error)
+            return None
+
+    def finish(self) -> None:
+        """Raise the error, if there is one: of the checks' kind, if all found that kind."""
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            kinds = {type(error) for error in self._errors}
+            raise (kinds.pop() if len(kinds) == 1 else ConfigError)("\n".join(map(str, self._errors)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +92,80 @@ class Training:
         return self.config.sharded_ckpt_prefix_dir if self.config is not None and self.is_sharded_on_disk else None
 
 
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """All of the Trainer's arguments that are not taken as they are."""
+
+    how: Training
+    optimizer: torch.optim.Optimizer
+    schedulers: tuple[torch.optim.lr_scheduler.LRScheduler, ...]
+    callbacks: tuple[Callable[[Any], None], ...]
+    save_interval: Duration
+    eval_interval: Duration
+    max_duration: Duration | None
+    ignored: tuple[str, ...]
+
+
+_FLAGS = (
+    "step_schedulers_every_batch",
+    "accumulate_train_batch_on_tokens",
+    "save_overwrite",
+    "save_weights_only",
+    "load_weights_only",
+    "load_strict_model_weights",
+    "autoresume",
+)
+_NAMES = ("save_filename", "save_latest_filename", "save_best_filename")
+
+
+def check(given: Mapping[str, Any], others: Mapping[str, Any]) -> Arguments:
+    """All arguments, by name, checked together; no process group is needed. `others`: those that this Trainer does not have.
+
+    Raises ConfigError, ConfigTypeError or ConfigUnsupportedError, with a line or more for each that cannot be.
+    """
+    ok, loader = Together(), given["train_dataloader"]
+    ok(refuse_others, others)
+    ok(check_kinds, given)
+    ok(check_names, given)
+    ok(check_words, given["ddp_sync_strategy"], given["autoresume"], given["save_folder"], given["run_name"])
+    ok(check_places, save_folder=given["save_folder"], load_path=given["load_path"])
+    ok(check_best, given["save_best_filename"], given["save_folder"], given["eval_dataloader"])
+    zero = given["deepspeed_config"]
+    parallelism = ok(parallelism_of, given["fsdp_config"], given["parallelism_config"], zero)
+    how = None
+    if parallelism is not None:
+        size = given["device_train_microbatch_size"]
+        how = ok(training_of, *parallelism, zero, given["device"], given["precision"], size, loader)
+    if how is not None and how.prefix is not None:
+        ok(check_name, "sharded_ckpt_prefix_dir", how.prefix, given["run_name"])
+    ok(
+        check_loaders,
+        1 if how is None else how.slices,
+        train_dataloader=loader,
+        eval_dataloader=given["eval_dataloader"],
+    )
+    every = {name: ok(Duration.parse, given[name], name) for name in ("save_interval", "eval_interval")}
+    end = None if given["max_duration"] is None else ok(Duration.parse, given["max_duration"], "max_duration")
+    callbacks = ok(callbacks_of, given["callbacks"])
+    ignored = ok(ignored_keys, given["load_ignore_keys"])
+    optimizer = None
+    if ok(check_model, given["model"]):
+        optimizer = ok(optimizer_of, given["optimizers"], given["model"])
+    schedulers = ok(schedulers_of, given["schedulers"], optimizer, is_given=given["optimizers"] is not None)
+    ok.finish()
+    found: Any = (
+        how,
+        optimizer or sgd_of(given["model"]),
+        schedulers,
+        callbacks,
+        every["save_interval"],
+        every["eval_interval"],
+        end,
+        ignored,
+    )
+    return Arguments(*found)
+
+
 def training_of(
     fsdp: Any,
     tensor: TensorConfig | None,
@@ -83,7 +184,7 @@ def training_of(
         batch_size, world_size = getattr(loader, "batch_size", None), dist.get_world_size()
         plan = translate(zero, batch_size=batch_size, world_size=world_size, precision=precision)
         for line in plan.told if dist.get_global_rank() == 0 else ():
-            warnings.warn(line, stacklevel=4)
+            warnings.warn(line, stacklevel=5)
         if size is not None and plan.microbatch_size not in (None, size):
             raise ConfigError(
                 f"deepspeed_config: expected microbatches of {size}, as device_train_microbatch_size says, found {plan.microbatch_size}"
@@ -91,12 +192,75 @@ def training_of(
         fsdp, precision, clipping, scale = plan.fsdp, plan.precision, plan.clipping, plan.scale
         size = size or plan.microbatch_size
     config = None if fsdp is None else FSDPConfig.read(fsdp)
+    if config is not None:
+        config.degrees(*data_sizes(1 if tensor is None else tensor.tensor_parallel_degree))
     if tensor is not None and is_automatic:
         raise ConfigUnsupportedError(
             "device_train_microbatch_size: 'auto' is not supported beside tp: a rank without memory would leave the others in a collective "
             "call; give a number"
         )
     return Training(config, tensor, kind, precision_of(precision, kind), size, is_automatic, clipping, scale)
+
+
+def check_kinds(given: Mapping[str, object]) -> None:
+    """Raise ConfigTypeError or ConfigError for values that flags, texts and numbers cannot have."""
+    wrong = [
+        f"{name}: expected True or False, found {given[name]!r}" for name in _FLAGS if type(given[name]) is not bool
+    ]
+    for name in (*_NAMES, "save_folder", "load_path", "run_name"):
+        if not (given[name] is None or isinstance(given[name], str | os.PathLike)):
+            wrong.append(f"{name}: expected text, found {given[name]!r}")
+    seed, timeout, keep = given["seed"], given["dist_timeout"], given["save_num_checkpoints_to_keep"]
+    if not (seed is None or _is_number(seed, int)):
+        wrong.append(f"seed: expected a whole number, found {seed!r}")
+    if not _is_number(timeout, int | float):
+        wrong.append(f"dist_timeout: expected seconds, found {timeout!r}")
+    if not _is_number(keep, int):
+        wrong.append(f"save_num_checkpoints_to_keep: expected a whole number, found {keep!r}")
+    if wrong:
+        raise ConfigTypeError("\n".join(wrong))
+    if keep != -1 and keep < 1:  # type: ignore[operator]
+        raise ConfigError(f"save_num_checkpoints_to_keep: expected at least 1, or -1 for all, found {keep}")
+    if not timeout > 0:  # type: ignore[operator]
+        raise ConfigError(f"dist_timeout: expected seconds above 0, found {timeout}")
+
+
+def _is_number(value: object, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def check_names(given: Mapping[str, object]) -> None:
+    """Raise ConfigError for names of files with fields that there are not, or that leave the folder of the run."""
+    for name in _NAMES:
+        check_name(name, given[name], given["run_name"])
+
+
+def check_name(argument: str, template: object, run_name: object) -> None:
+    """See `check_names`."""
+    if not isinstance(template, str):
+        return
+    try:
+        found = named(template, {"run_name": run_name or "run"})
+    except ConfigError as error:
+        raise ConfigError(f"{argument}: {error}") from None
+    if os.path.isabs(found) or ".." in found.split("/") or not found.strip("./"):
+        raise ConfigError(f"{argument}: expected a name inside of save_folder, found {found!r}")
+
+
+def ignored_keys(given: object) -> tuple[str, ...]:
+    """Patterns of names that are not loaded."""
+    if given is None:
+        return ()
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigTypeError(
+            f"load_ignore_keys: expected a list of patterns such as 'state/model/head.*', found {given!r}"
+        )
+    keys = tuple(given)
+    if any(not isinstance(key, str) for key in keys):
+        raise ConfigTypeError(
+            f"load_ignore_keys: expected a list of patterns such as 'state/model/head.*', found {given!r}"
+        )
+    return keys
 
 
 def check_words(ddp_sync_strategy: object, autoresume: bool, save_folder: object, run_name: object) -> None:
@@ -156,8 +320,14 @@ def precision_of(precision: object, device: str) -> str:
     return str(precision)
 
 
-def optimizer_of(given: object, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The one optimizer; SGD without one, told."""
+def sgd_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """What trains without an optimizer, told."""
+    warnings.warn("optimizers: none is given; the Trainer uses SGD with a learning rate of 0.1", stacklevel=4)
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def optimizer_of(given: object, model: torch.nn.Module) -> torch.optim.Optimizer | None:
+    """The one optimizer; None without one."""
     if isinstance(given, Sequence) and len(given) == 1:
         given = given[0]
     if isinstance(given, torch.optim.Optimizer):
@@ -169,19 +339,29 @@ def optimizer_of(given: object, model: torch.nn.Module) -> torch.optim.Optimizer
             )
         return given
     if given is None:
-        warnings.warn("optimizers: none is given; the Trainer uses SGD with a learning rate of 0.1", stacklevel=3)
-        return torch.optim.SGD(model.parameters(), lr=0.1)
+        return None
     if isinstance(given, Sequence):
         raise ConfigError(f"optimizers: expected one optimizer, found {len(given)}")
     raise ConfigTypeError(f"optimizers: expected an optimizer of torch, found {type(given).__name__}")
 
 
-def schedulers_of(given: object) -> tuple[torch.optim.lr_scheduler.LRScheduler, ...]:
-    """The schedulers as a tuple."""
+def schedulers_of(
+    given: object, optimizer: torch.optim.Optimizer | None, *, is_given: bool
+) -> tuple[torch.optim.lr_scheduler.LRScheduler, ...]:
+    """The schedulers as a tuple. `optimizer`: that of the run, None if it is not known; `is_given`: whether there is one."""
     found = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
     for scheduler in found:
         if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
             raise ConfigTypeError(f"schedulers: expected those of torch, found {type(scheduler).__name__}")
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ConfigUnsupportedError("schedulers: ReduceLROnPlateau steps by a metric; step it in a callback")
+        if not is_given:
+            raise ConfigError("schedulers: expected their optimizer in optimizers beside them, found none")
+        if optimizer is not None and scheduler.optimizer is not optimizer:
+            raise ConfigError(
+                f"schedulers: expected schedulers of the optimizer in optimizers, found a {type(scheduler).__name__} of another, whose "
+                "learning rate would change without effect"
+            )
     return found
 
 
@@ -229,16 +409,17 @@ def parallelism_of(
         return fsdp, None
     tensor = TensorConfig.read(parallelism_config["tp"])
     if tensor.tensor_parallel_degree == 1:
-        warnings.warn("tp: tensor_parallel_degree 1 slices nothing", stacklevel=4)
+        warnings.warn("tp: tensor_parallel_degree 1 slices nothing", stacklevel=5)
         return fsdp, None
     data_sizes(tensor.tensor_parallel_degree)
     return {"sharding_strategy": "NO_SHARD"} if fsdp is None else fsdp, tensor
 
 
-def check_model(model: object) -> None:
-    """Raise ConfigTypeError for what is no ComposerModel."""
+def check_model(model: object) -> bool:
+    """True; raises ConfigTypeError for what is no ComposerModel."""
     if not isinstance(model, ComposerModel):
         raise ConfigTypeError(f"model: expected a ComposerModel, found {type(model).__name__}")
+    return True
 
 
 def check_values(model: torch.nn.Module) -> None:
@@ -253,8 +434,18 @@ def check_values(model: torch.nn.Module) -> None:
 
 
 def check_loaders(slices: int, **loaders: object) -> None:
-    """Raise ConfigError where ranks of a larger world would read the same samples, or those that slice layers together others."""
+    """Raise ConfigError where ranks of a larger world would read the same samples, or those that slice layers together others.
+
+    Raises ConfigTypeError for what gives no batches.
+    """
     for name, loader in loaders.items():
+        if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+            raise ConfigTypeError(
+                f"{name}: expected batches, found {type(loader).__name__}, which gives samples one by one; use "
+                "DataLoader(dataset, batch_size=...)"
+            )
+        if loader is not None and not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+            raise ConfigTypeError(f"{name}: expected a DataLoader, or what can be iterated over, found {loader!r}")
         _check_loader(loader, name, slices)
 
 

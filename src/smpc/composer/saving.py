@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -16,6 +16,23 @@ from smpc.composer.duration import Duration, Timestamp
 from smpc.composer.state import State
 from smpc.dist.place import known_local_size
 from smpc.errors import ConfigError, UsageError
+
+
+def named(template: str, known: Mapping[str, object]) -> str:
+    """The name that a template makes of a run's fields; those that are not known are 0. Raises ConfigError for other fields."""
+    fields = {
+        "rank": 0,
+        "local_rank": 0,
+        "world_size": dist.get_world_size(),
+        "local_world_size": known_local_size(),
+        "node_rank": 0,
+        **dict.fromkeys(("run_name", *Timestamp().fields()), 0),
+        **known,
+    }
+    try:
+        return template.format(**fields)
+    except (KeyError, ValueError, IndexError, AttributeError) as error:
+        raise ConfigError(f"{template!r}: expected the fields {', '.join(fields)}: {error}") from None
 
 
 class Saving:
@@ -40,19 +57,7 @@ class Saving:
         self._saved: list[str] = []
 
     def _named(self, template: str, state: State) -> str:
-        fields = {
-            "rank": 0,
-            "local_rank": 0,
-            "world_size": dist.get_world_size(),
-            "local_world_size": known_local_size(),
-            "node_rank": 0,
-            "run_name": state.run_name,
-            **state.timestamp.fields(),
-        }
-        try:
-            return template.format(**fields)
-        except (KeyError, ValueError, IndexError) as error:
-            raise ConfigError(f"{template!r}: expected the fields {', '.join(fields)}: {error}") from None
+        return named(template, {"run_name": state.run_name, **state.timestamp.fields()})
 
     def latest(self, state: State) -> str | None:
         """The link to the newest checkpoint."""

@@ -78,24 +78,17 @@ class Trainer:
         ddp_sync_strategy: str | None = None,
         **others: Any,
     ) -> None:
-        checked.refuse_others(others)
-        checked.check_model(model)
-        fsdp, tensor = checked.parallelism_of(fsdp_config, parallelism_config, deepspeed_config)
-        loader, size = train_dataloader, device_train_microbatch_size
-        how = checked.training_of(fsdp, tensor, deepspeed_config, device, precision, size, loader)
-        checked.check_words(ddp_sync_strategy, autoresume, save_folder, run_name)
-        checked.check_places(save_folder=save_folder, load_path=load_path)
-        checked.check_best(save_best_filename, save_folder, eval_dataloader)
-        intervals = {"save_interval": save_interval, "eval_interval": eval_interval}
-        self._save_interval, self._eval_interval = (Duration.parse(value, name) for name, value in intervals.items())
-        self._max_duration = None if max_duration is None else Duration.parse(max_duration, "max_duration")
-        checked.check_loaders(how.slices, train_dataloader=train_dataloader, eval_dataloader=eval_dataloader)
+        given = {name: value for name, value in locals().items() if name not in ("self", "others")}
+        found = checked.check(given, others)
+        how, loader = found.how, train_dataloader
+        self._save_interval, self._eval_interval = found.save_interval, found.eval_interval
+        self._max_duration = found.max_duration
         dist.initialize_dist(how.device, timeout=dist_timeout)
         _seed(seed)
         self._train, self._eval, self._by_batch = loader, eval_dataloader, step_schedulers_every_batch
         self._device = torch.device("cuda", dist.get_local_rank()) if how.device == "gpu" else torch.device("cpu")
-        self._callbacks = checked.callbacks_of(callbacks)
-        self.state = State(model, checked.optimizer_of(optimizers, model), checked.schedulers_of(schedulers))
+        self._callbacks = found.callbacks
+        self.state = State(model, found.optimizer, found.schedulers)
         self.state.device_train_microbatch_size, self.state.run_name = how.microbatch_size, run_name or _drawn_name()
         names = (save_filename, save_latest_filename, how.prefix, save_best_filename)
         self._save = Saving(
@@ -103,7 +96,7 @@ class Trainer:
         )
         self._stepper = self._made(how, ddp_sync_strategy, by_tokens=accumulate_train_batch_on_tokens)
         newest = self._save.newest(self.state) if autoresume else None
-        options = (load_strict_model_weights, tuple(load_ignore_keys or ()))
+        options = (load_strict_model_weights, found.ignored)
         self._load(newest or load_path, how, *options, weights_only=load_weights_only and newest is None)
 
     def _made(self, how: checked.Training, strategy: str | None, *, by_tokens: bool) -> Stepper:

@@ -8,6 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.trainer_cases import classifier, trainer
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import TensorDataset
 
 from smpc.composer.duration import Duration, Timestamp
 from smpc.composer.loss_scale import LossScale
@@ -111,6 +113,9 @@ def test_the_scale_that_a_run_begins_with(options, expected):
     assert trainer(4, **options).state.scale == expected
 
 
+OTHER = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
@@ -140,11 +145,48 @@ def test_the_scale_that_a_run_begins_with(options, expected):
             "load_path: cannot reach nowhere://bucket/run: .*install the fsspec package",
         ),
         ({"callbacks": 3}, ConfigTypeError, "callbacks: expected functions of the state, found int"),
+        ({"save_folder": 3}, ConfigTypeError, "save_folder: expected text, found 3"),
+        ({"save_filename": "{epock}.pt"}, ConfigError, "save_filename: '{epock}.pt': expected the fields rank, "),
+        ({"save_filename": "{epoch.pt"}, ConfigError, "save_filename: '{epoch.pt': expected the fields rank, "),
+        ({"save_filename": "../{epoch}.pt"}, ConfigError, "expected a name inside of save_folder, found '../0.pt'"),
+        (
+            {"save_filename": "{run_name}.pt", "run_name": "/etc/x"},
+            ConfigError,
+            "inside of save_folder, found '/etc/x.pt'",
+        ),
+        (
+            {"fsdp_config": {"state_dict_type": "sharded", "sharded_ckpt_prefix_dir": "{day}"}},
+            ConfigError,
+            "sharded_ckpt_prefix_dir: '{day}': expected the fields",
+        ),
+        ({"save_num_checkpoints_to_keep": 0}, ConfigError, "expected at least 1, or -1 for all, found 0"),
+        ({"save_overwrite": "no"}, ConfigTypeError, "save_overwrite: expected True or False, found 'no'"),
+        ({"load_ignore_keys": "state/model/*"}, ConfigTypeError, "load_ignore_keys: expected a list of patterns"),
+        ({"load_ignore_keys": [3]}, ConfigTypeError, "load_ignore_keys: expected a list of patterns"),
+        ({"seed": "7"}, ConfigTypeError, "seed: expected a whole number, found '7'"),
+        ({"dist_timeout": "5min"}, ConfigTypeError, "dist_timeout: expected seconds, found '5min'"),
+        ({"dist_timeout": 0}, ConfigError, "dist_timeout: expected seconds above 0, found 0"),
+        ({"fsdp_config": {"data_parallel_shard_degree": 3}}, ConfigError, "= 1 processes, found None x 3"),
+        ({"schedulers": "cosine"}, ConfigTypeError, "schedulers: expected those of torch, found str"),
+        (
+            {"schedulers": StepLR(OTHER, 1)},
+            ConfigError,
+            "schedulers: expected schedulers of the optimizer in optimizers",
+        ),
+        ({"schedulers": ReduceLROnPlateau(OTHER)}, ConfigUnsupportedError, "ReduceLROnPlateau steps by a metric"),
+        ({"train_dataloader": 5}, ConfigTypeError, "train_dataloader: expected a DataLoader"),
+        ({"eval_dataloader": TensorDataset(torch.ones(2, 2))}, ConfigTypeError, "which gives samples one by one"),
+        (
+            {"seed": 1.5, "precision": "fp64", "algorithms": [], "max_duration": -1},
+            ConfigError,
+            r"algorithms: no argument.*\nseed: expected.*\nprecision: expected.*\nmax_duration: expected",
+        ),
     ],
 )
 def test_arguments_that_cannot_be(options, error, says):
     with pytest.raises(error, match=says):
         trainer(4, **options)
+    assert not torch.distributed.is_initialized()
 
 
 def test_models_and_optimizers_that_cannot_be():

@@ -80,7 +80,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PATH", f"{sys.prefix}/bin", prepend=":")
-    (tmp_path / "train.py").write_text(SCRIPT)
+    for name in ("train.py", "model.py"):
+        (tmp_path / name).write_text(SCRIPT)
     (tmp_path / "module.py").write_text(EXPERTS)
     for name in ("package", "path/to", "before", "after", "logs", "examples"):
         (tmp_path / name).mkdir(parents=True)
@@ -96,7 +97,7 @@ def folder(tmp_path, monkeypatch):
     device = next(b.text for b in BLOCKS if b.page == "docs/planner.md" and b.language == "toml")
     (tmp_path / "my-device.toml").write_text(device)
     yield tmp_path
-    for name in ("train", "module"):
+    for name in ("train", "model", "module"):
         sys.modules.pop(name, None)
 
 
