@@ -100,6 +100,16 @@ class StageReplicas:
         self._overlapping = False
         return _Replica(nn.ParameterList(others), others[0])
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The replicas that gradients are averaged over."""
+        return self._group
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """The steps whose gradients are averaged together."""
+        return self._passes
+
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Replace the all-reduce of every stage: see DistributedDataParallel.register_comm_hook."""
         for replica in self._replicas.values():

@@ -98,6 +98,11 @@ class StageShards:
                 self._first.update(dict.fromkeys(members, members[0]))
                 self.exchanged.update(made.exchanged)
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The replicas that gradients are averaged over."""
+        return self._group
+
     def modules(self, stages: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
         """What an interpreter runs in place of the stage modules of a program."""
         return {index: _Member(stage, self._roots[index]) for index, stage in stages.items()}

@@ -38,6 +38,7 @@ from smpc.compile.result import Compilation
 from smpc.errors import StepError, UsageError
 from smpc.executor.program.interpreter import Interpreter
 from smpc.executor.program.loopback import run_loopback
+from smpc.executor.replicas.context_sums import ContextSums
 from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.executor.replicas.tensor_replicas import TensorReplicas
@@ -107,6 +108,7 @@ class RankPrograms:
         _compile(self.stages, program, model)
         labels = _labels(compilation.trace)
         made = hooks(self.stages)  # may put other parameters in the places of the model's
+        trains = _summing(made, self.stages, compilation, model)
         parameters = shared_parameters(model, program)
         shards = _shards_of(made)
         modules = self.stages if shards is None else shards.modules(self.stages)
@@ -117,7 +119,7 @@ class RankPrograms:
                 transport,
                 device=device,
                 parameters=parameters,
-                hooks=made if training else None,
+                hooks=trains if training else None,
                 labels=labels,
                 peers=programs,
             )
@@ -502,6 +504,17 @@ def restored(
         return on_output(microbatch, trace.output.unflatten(leaves))
 
     return call
+
+
+def _summing(
+    hooks: StepHooks | None, stages: Mapping[int, StageModule], compilation: Compilation, model: nn.Module
+) -> StepHooks | None:
+    """The hooks, with sums over the ranks that share sequences of what is a summand on each."""
+    if compilation.context is None or not compilation.context.sharded.summed:
+        return hooks
+    names = frozenset(compilation.context.sharded.summed)
+    found = {id(p): p for stage in stages.values() for name, p in stage.named_parameters() if name in names}
+    return ContextSums(found.values(), vars(model)[group_attribute(CONTEXT)], hooks)
 
 
 def _shards_of(hooks: StepHooks | None) -> StageShards | None:

@@ -32,15 +32,11 @@ AUTO, P2P, ALL_GATHER, A2A = METHODS
 
 def with_rings(trace: Trace, degree: int, method: str, weights: Weights) -> Trace:
     """The trace with those attentions as `flash_attention` that are to go around in a ring, and can."""
-    wanted = (
-        frozenset(
-            node.name
-            for node in trace.nodes
-            if short_name(node.target) == ATTENTION and _way(Facts(trace, degree), node, method, weights) == P2P
-        )
-        if method in (AUTO, P2P)
-        else frozenset()
-    )
+    attentions = [node for node in trace.nodes if short_name(node.target) == ATTENTION]
+    if method not in (AUTO, P2P) or not attentions:
+        return trace
+    facts = Facts(trace, degree)
+    wanted = frozenset(node.name for node in attentions if _way(facts, node, method, weights) == P2P)
     if not wanted:
         return trace
 

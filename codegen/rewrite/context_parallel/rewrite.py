@@ -44,12 +44,14 @@ class ContextPlan:
     """How ranks share the sequence. `dims`: by input, dimensions that are the sequence's; inputs left out: all but the first.
 
     `attention`: a way of `smpc.codegen.rewrite.context_parallel.methods`. `output_dim`: outputs whose slices lie along it stay slices.
+    `sums_later`: what runs the trace sums gradients of parameters once a step (`ShardedTrace.summed`), not each backward.
     """
 
     layout: str = AUTO
     attention: str = AUTO
     dims: tuple[tuple[str, tuple[int, ...]], ...] = ()
     output_dim: int | None = None
+    sums_later: bool = False
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -118,7 +120,7 @@ def share_sequence(
         return sequence.allows(node, strategy) and fits(ways, node, strategy)
 
     choice = choose(trace, degree, allowed, WEIGHTS, facts=facts)
-    sharded, whole = rewrite(trace, choice, facts, CONTEXT), _whole(facts, sequence, choice)
+    sharded, whole = rewrite(trace, choice, facts, CONTEXT, sums_later=plan.sums_later), _whole(facts, sequence, choice)
     if plan.output_dim is None:
         return ContextTrace(sharded, layout, whole)
     return ContextTrace(*_with_slices(sharded, sequence, trace, plan.output_dim, layout, whole))

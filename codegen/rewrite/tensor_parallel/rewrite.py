@@ -23,6 +23,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smpc.codegen.rewrite.tensor_parallel.layouts import (
+    BROADCAST,
     REPLICATED,
     Kind,
     Layout,
@@ -79,19 +80,29 @@ class ShardedTrace:
     collectives: tuple[Collective, ...]
     proven: bool = True
     axis: str = TENSOR
+    summed: tuple[str, ...] = ()  # parameters whose gradients are summands: what runs the trace sums them once a step
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that a rank sends in one forward and backward."""
         return sum(item.forward_bytes + item.backward_bytes for item in self.collectives)
 
+    @property
+    def summed_bytes(self) -> int:
+        """Bytes that a rank sends in one step for the gradients that are summed then, of all stages."""
+        sizes = (state.spec.num_bytes for state in self.trace.state if state.name in self.summed)
+        return round(2 * sum(sizes) * (self.degree - 1) / self.degree)
 
-def rewrite(trace: Trace, choice: ShardingChoice, facts: Facts | None = None, axis: str = TENSOR) -> ShardedTrace:
+
+def rewrite(
+    trace: Trace, choice: ShardingChoice, facts: Facts | None = None, axis: str = TENSOR, *, sums_later: bool = False
+) -> ShardedTrace:
     """The trace that each of `choice.degree` ranks runs. Raises CodegenError if a shape does not come out right.
 
-    `facts`: those that the choice was made by.
+    `facts`: those that the choice was made by. `sums_later`: the gradient of a whole parameter of which every rank has a summand stays
+    one (`ShardedTrace.summed`), where otherwise each backward sums it.
     """
-    return _Writer(trace, choice, facts or Facts(trace, choice.degree), axis).write()
+    return _Writer(trace, choice, facts or Facts(trace, choice.degree), axis, sums_later).write()
 
 
 def describe(rewritten: ShardedTrace) -> str:
@@ -100,6 +111,10 @@ def describe(rewritten: ShardedTrace) -> str:
     lines = [
         f"{rewritten.axis} parallel: {rewritten.degree} ranks, {rewritten.sent_bytes:,} bytes sent by each in a forward and backward"
     ]
+    if rewritten.summed:
+        lines.append(
+            f"and once a step {rewritten.summed_bytes:,} bytes for the gradients of {len(rewritten.summed)} parameters"
+        )
     blocks: dict[tuple[str, ...], list[str]] = {}
     for module, rows in of_module.items():
         blocks.setdefault(tuple(rows), []).append(module)
@@ -139,6 +154,7 @@ class _Writer:
     choice: ShardingChoice
     facts: Facts
     axis: str
+    sums_later: bool = False
     strategies: Mapping[str, Strategy] = field(init=False)
     parameters: Mapping[str, Layout] = field(init=False)
     nodes: list[Node] = field(default_factory=list)
@@ -151,6 +167,7 @@ class _Writer:
     collectives: list[Collective] = field(default_factory=list)
     taken: dict[str, None] = field(default_factory=dict)
     group_name: str = ""
+    summands: Mapping[str, str] = field(default_factory=dict)  # reads of parameters in `ShardedTrace.summed`, with those names
     fakes: dict[str, Any] = field(default_factory=dict)
     results: dict[str, Any] = field(default_factory=dict)  # of calls on fakes, by all that they depend on
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
@@ -160,6 +177,29 @@ class _Writer:
         self.storages = list(self.trace.storages)
         self.outputs = frozenset(node.storage for node in self.trace.nodes)
         self.taken = dict.fromkeys(node.name for node in self.trace.nodes)
+        self.summands = self._find_summands() if self.sums_later else {}
+
+    def _find_summands(self) -> dict[str, str]:
+        """The reads of parameters that every use takes with a gradient that is a summand, and the parameters' names."""
+        trainable = {
+            name: state.name
+            for state in self.trace.state
+            if state.is_parameter and state.spec.requires_grad and state.name not in self.facts.read_inside
+            for name in state.names
+        }
+        read = {
+            node.name: trainable[node.target]
+            for node in self.trace.nodes
+            if node.kind is NodeKind.GET_ATTR and node.target in trainable
+        }
+        others = [*self.trace.output_names, *(name for node in self.trace.nodes for name in node.mutates)]
+        for node in self.trace.nodes:
+            strategy = self.strategies.get(node.name)
+            layouts = [None] * len(node.inputs) if strategy is None else strategy.inputs
+            others += [name for name, layout in zip(node.inputs, layouts, strict=True) if layout != BROADCAST]
+        wanted = {read[name] for node in self.trace.nodes for name in node.inputs if name in read}
+        wanted -= {read[name] for name in others if name in read}
+        return {name: parameter for name, parameter in read.items() if parameter in wanted}
 
     def write(self) -> ShardedTrace:
         begins, changed = [], []
@@ -195,7 +235,13 @@ class _Writer:
             regions=tuple(regions),
         )
         return ShardedTrace(
-            rewritten, degree, tuple(layouts.items()), tuple(self.collectives), self.choice.proven, self.axis
+            rewritten,
+            degree,
+            tuple(layouts.items()),
+            tuple(self.collectives),
+            self.choice.proven,
+            self.axis,
+            tuple(sorted({*self.summands.values()})),
         )
 
     def _takes_slices(self, call: ModuleCall) -> bool:
@@ -331,7 +377,8 @@ class _Writer:
             return self.made[name, layout]
         whole = self.facts.spec(name)
         source = self.own[name]
-        if whole is None or self.facts.is_tuple(name):
+        is_summand = layout == BROADCAST and name in self.summands
+        if whole is None or self.facts.is_tuple(name) or is_summand:
             self.made[name, layout] = name
             return name
         steps = conversion(source, layout, whole, self.choice.degree)

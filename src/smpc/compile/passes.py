@@ -99,7 +99,7 @@ class ContextSharing:
         """As the options say; None where sequences are whole."""
         if options.context_parallel_degree == 1:
             return None
-        plan = ContextPlan(options.context_parallel_layout, options.context_parallel_attention)
+        plan = ContextPlan(options.context_parallel_layout, options.context_parallel_attention, sums_later=True)
         outputs, experts = options.tensor_parallel_outputs, parts_of_experts(model)
         return cls(options.context_parallel_degree, plan, outputs, experts=experts)
 

@@ -1,0 +1,102 @@
+"""Gradients of parameters of which context-parallel ranks have summands: summed once, at the end of a step.
+
+Every rank of a context-parallel group has the whole model and a part of the sequence, so what its backwards leave in a parameter is a summand
+(`ShardedTrace.summed`). `inner` are the hooks that average over replicas. Sums and averages commute:
+
+    inner averages over other ranks                 the group sums what they leave, in one call for each large gradient
+    ... over ranks with the whole group among them  times the size of the group that is the sum: nothing is sent
+
+Gradients that are there when a step begins are sums already. They are divided by the size of the group, so that its end restores them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from smpc.errors import UsageError
+from smpc.executor.collectives import TensorGroup, sum_over
+from smpc.executor.replicas.data_parallel import StageReplicas
+from smpc.executor.replicas.fully_shard import StageShards
+from smpc.executor.replicas.step_hooks import StepHooks
+from smpc.executor.replicas.tensor_replicas import TensorReplicas
+from smpc.sharding.tensors import local
+
+_TOGETHER = 2**20  # bytes: gradients that are smaller travel in one message
+
+
+class ContextSums:
+    """The hooks of an interpreter for stages over a context-parallel group, around those of replicas.
+
+    UsageError where replicas average over some of the group's ranks only.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], group: TensorGroup, inner: StepHooks | None) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._group, self.inner = group, inner
+        self._is_averaged = _averages_over(inner, group)
+        own = inner.inner if isinstance(inner, TensorReplicas) else inner
+        self._passes = own.backward_passes_per_step if isinstance(own, StageReplicas) else 1
+        self._num_steps, self._is_divided = 0, False
+
+    def start_of_step(self) -> None:
+        """Count the step."""
+        if not self._is_divided:
+            for grad in self._gradients():
+                grad.div_(self._group.size)
+        self._is_divided = True
+        self._num_steps += 1
+        if self.inner is not None:
+            self.inner.start_of_step()
+
+    def did_not_train(self) -> None:
+        """The step that has just ended does not count."""
+        self._num_steps -= 1
+        if self.inner is not None:
+            self.inner.did_not_train()
+
+    def before_last_backward(self, stage: int, roots: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+        """What the replicas' hooks add."""
+        return None if self.inner is None else self.inner.before_last_backward(stage, roots)
+
+    def end_of_step(self) -> None:
+        """Sum over the group."""
+        if self.inner is not None:
+            self.inner.end_of_step()
+        if self._num_steps % self._passes:
+            return
+        self._is_divided = False
+        small: dict[torch.dtype, list[Tensor]] = {}
+        for grad in self._gradients():
+            if self._is_averaged:
+                grad.mul_(self._group.size)
+            elif grad.nbytes < _TOGETHER or not grad.is_contiguous():
+                small.setdefault(grad.dtype, []).append(grad)
+            else:
+                sum_over(grad, self._group)
+        for grads in small.values():
+            flat = sum_over(torch.cat([grad.reshape(-1) for grad in grads]), self._group)
+            for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+                grad.copy_(part.view(grad.shape))
+
+    def _gradients(self) -> list[Tensor]:
+        return [local(parameter.grad).detach() for parameter in self._parameters if parameter.grad is not None]
+
+
+def _averages_over(hooks: StepHooks | None, group: TensorGroup) -> bool:
+    """Whether the hooks average over ranks with all of the group among them."""
+    inner = hooks.inner if isinstance(hooks, TensorReplicas) else hooks
+    if not isinstance(inner, StageReplicas | StageShards) or group.process_group is None:
+        return False
+    replicas = {*dist.get_process_group_ranks(inner.group)}
+    own = {*dist.get_process_group_ranks(group.process_group)}
+    common = own & replicas
+    if 1 < len(common) < len(own):
+        raise UsageError(
+            f"expected replicas that are averaged over all of the context-parallel ranks {sorted(own)} or over one of them, found "
+            f"{sorted(common)} among them; take the groups from one `smpc.mesh.Mesh`"
+        )
+    return own <= replicas
