@@ -167,7 +167,9 @@ class _Writer:
     collectives: list[Collective] = field(default_factory=list)
     taken: dict[str, None] = field(default_factory=dict)
     group_name: str = ""
-    summands: Mapping[str, str] = field(default_factory=dict)  # reads of parameters in `ShardedTrace.summed`, with those names
+    summands: Mapping[str, str] = field(
+        default_factory=dict
+    )  # reads of parameters in `ShardedTrace.summed`, with those names
     fakes: dict[str, Any] = field(default_factory=dict)
     results: dict[str, Any] = field(default_factory=dict)  # of calls on fakes, by all that they depend on
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))

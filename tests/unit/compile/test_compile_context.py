@@ -12,6 +12,8 @@ from smpc.compile import PipelineOptions, compile_model
 from smpc.config import Config
 from smpc.context_parallel import place
 from smpc.errors import ConfigError, ScheduleError, UsageError
+from smpc.executor.collectives import sum_over
+from smpc.executor.replicas import context_sums
 from smpc.runtime import LoopbackRuntime
 
 
@@ -56,6 +58,39 @@ def test_a_pipeline_of_context_parallel_ranks_trains_as_one_process(compiled):
     for losses, found in run_ranks(2, work):
         for m, loss in enumerate(expected):
             assert_alike((losses[m], found), (loss, gradients))
+
+
+def test_gradients_are_summed_once_a_step_and_add_up_over_steps(compiled, monkeypatch):
+    """They were all-reduced in every backward, and a plan could leave a parameter's sum on another stage than its use."""
+    model, inputs, compilation = compiled
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    parts = [inputs | {name: value.chunk(2)[m] for name, value in tensors.items()} for m in range(2)]
+    whole = copy.deepcopy(model)
+    for part in (*parts, *parts):
+        loss, _ = trained(whole, part)
+    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    groups, models = tensor_groups(2), [copy.deepcopy(model) for _ in range(2)]
+    sums = []
+
+    def counted(tensor, group):
+        sums.append(group.rank)
+        return sum_over(tensor, group)
+
+    monkeypatch.setattr(context_sums, "sum_over", counted)
+
+    def work(rank):
+        place(models[rank], compilation.context, groups[rank])
+        runtime = LoopbackRuntime(models[rank])
+        program = runtime.install(compilation)
+        for _ in range(2):
+            runtime.run(program, [((), part) for part in parts], lambda _, output: [(output.loss, None)], training=True)
+        return {name: parameter.grad for name, parameter in models[rank].named_parameters()}
+
+    for found in run_ranks(2, work):
+        assert_alike((loss, found), (loss, gradients))
+    assert sorted(compilation.context.sharded.summed) == sorted(gradients)
+    assert "replicate_in" not in {node.target.rpartition(".")[2] for node in compilation.trace.nodes}
+    assert sorted(sums) == [0] * 4 + [1] * 4  # two steps of two stages, whose gradients are all small
 
 
 def test_a_rank_computes_half_and_its_program_has_the_ring(compiled):
