@@ -1,7 +1,7 @@
 """Gradients of parameters of which context-parallel ranks have summands: summed once, at the end of a step.
 
-Every rank of a context-parallel group has the whole model and a part of the sequence, so what its backwards leave in a parameter is a summand
-(`ShardedTrace.summed`). `inner` are the hooks that average over replicas. Sums and averages commute:
+Every rank of a context-parallel group has the whole model and a part of the sequence, so what its backwards leave in a parameter is a
+summand (`ShardedTrace.summed`). `inner` are the hooks that average over replicas. Sums and averages commute:
 
     inner averages over other ranks                 the group sums what they leave, in one call for each large gradient
     ... over ranks with the whole group among them  times the size of the group that is the sum: nothing is sent
