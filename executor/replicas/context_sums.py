@@ -79,7 +79,7 @@ class ContextSums:
                 sum_over(grad, self._group)
         for grads in small.values():
             flat = sum_over(torch.cat([grad.reshape(-1) for grad in grads]), self._group)
-            for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
                 grad.copy_(part.view(grad.shape))
 
     def _gradients(self) -> list[Tensor]:
