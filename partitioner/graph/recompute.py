@@ -94,6 +94,10 @@ def _generators(trace: Trace, region: Region) -> list[str]:
 
 def region_inputs(trace: Trace, region: Region) -> tuple[str, ...]:
     """Names of the values that a region reads and that are no parameters, buffers or attributes, in order of reading."""
+    return trace.remembered((region_inputs, region), lambda: _region_inputs(trace, region))
+
+
+def _region_inputs(trace: Trace, region: Region) -> tuple[str, ...]:
     names: dict[str, None] = {}
     for call in trace.calls:
         if call.parent == region.call and region.first <= call.first and call.last <= region.last:

@@ -152,9 +152,12 @@ def live_forward(graph: Graph, positions: Sequence[int], kept: set[int] | frozen
     saver: dict[int, int] = {}
     own: dict[int, int] = {}
     # Regions keep what they read; while they are run again, what their nodes save.
-    for saved in (graph.saved, [node.saved for node in nodes]):
-        for i, position in enumerate(positions):
-            for storage in saved[position]:
+    for by_node in (
+        [graph.saved[position] for position in positions],
+        [nodes[position].saved for position in positions],
+    ):
+        for i, saved in enumerate(by_node):
+            for storage in saved:
                 own.setdefault(storage, i)
         saver, own = {**own, **saver}, {}
     first: dict[int, int] = {}

@@ -197,6 +197,10 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
     )
 
 
+def _input_storages(trace: Trace) -> frozenset[int]:
+    return frozenset(node.storage for node in trace.nodes if node.kind is NodeKind.PLACEHOLDER)
+
+
 @dataclass(frozen=True, slots=True)
 class _Activations:
     """What one microbatch holds between its forward and its backward."""
@@ -229,7 +233,7 @@ class _Activations:
         outputs = outputs if use.is_last else set()
         ignored = {state.storage for state in trace.state} | {-1}
         made = {trace.nodes[i].storage for i in use.positions} - received.keys()
-        inputs = {node.storage: node for node in trace.nodes if node.kind is NodeKind.PLACEHOLDER}
+        inputs = trace.remembered(_input_storages, lambda: _input_storages(trace))
 
         def size(storage: int) -> int:
             whole = storage in made or storage not in received
@@ -243,13 +247,13 @@ class _Activations:
         sent = {trace.node(name).storage for edge in edges if edge.source == use.index for name in edge.values}
         if use.is_last:
             sent.update(trace.node(name).storage for name in trace.output_names)
-        away = found.offloadable - kept.keys() - outputs - sent - inputs.keys() - ignored
+        away = found.offloadable - kept.keys() - outputs - sent - inputs - ignored
         return cls(
             saved + rest,
             found,
             sum(size(storage) for storage in sorted(away)) if use.num_resident is not None else 0,
             sum(trace.storages[storage] for storage in inputs),
-            sum(trace.storages[storage] for storage in sorted(inputs.keys() & found.kept - ignored)),
+            sum(trace.storages[storage] for storage in sorted(inputs & found.kept - ignored)),
             sum(size(storage) for storage in alone),
             sum(kept[storage] * size(storage) for storage in alone),
         )

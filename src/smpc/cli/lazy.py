@@ -33,6 +33,12 @@ COMMANDS: Mapping[str, tuple[str, str, str, Mapping[str, Any]]] = {
         "Measure this machine, and describe it in a file that --device takes.",
         {},
     ),
+    "solve": (
+        "solve",
+        "solve_command",
+        "Place the nodes of a graph on devices, so that the largest load is smallest, with a proven bound.",
+        {},
+    ),
     "run": ("run", "run_command", "Start a script on N ranks of this host.", {"allow_interspersed_args": False}),
     "env": ("env", "env_command", "Print versions, devices and backends.", {}),
     "checkpoint": (

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from smpc.cli.app import main
 from smpc.errors import SmpcError
 from smpc.partitioner import Link, Node, Processor, read_instance, solve_instance
 
@@ -102,3 +103,34 @@ def test_what_is_no_instance_is_an_error_of_one_line(tmp_path, case):
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+def test_the_command_shows_what_it_found(tmp_path, capsys):
+    path = str(written(tmp_path, published()))
+    assert main(["solve", path]) == 0
+    shown = capsys.readouterr().out
+    assert "4 nodes, 3 edges, contiguous splits" in shown
+    assert "largest time 10.75" in shown
+    assert [row.split()[1] for row in shown.splitlines() if row.strip()[:1].isdecimal()][1:] == [
+        "accelerator",
+        "accelerator",
+        "cpu",
+    ]
+    assert main(["solve", path, "--split", "free", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert max(found["times"]) == 10.75
+    assert found["stage_of"]["1"] == found["stage_of"]["3"]
+
+
+@pytest.mark.parametrize(
+    ("content", "options"),
+    [("{", ()), ('{"nodes": 3}', ()), (json.dumps(published(edges=3)), ()), (json.dumps(published()), ("--split", "round")),
+     (json.dumps(published(maxCPUs=0)), ()), (json.dumps(published()), ("--gap", "-1")), (None, ())],
+)  # fmt: skip
+def test_the_command_says_in_one_line_what_is_wrong(tmp_path, capsys, content, options):
+    path = tmp_path / "none.json" if content is None else written(tmp_path, content)
+    assert main(["solve", str(path), *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("smpc: error: ")
+    assert err.count("\n") == 1

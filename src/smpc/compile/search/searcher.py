@@ -337,10 +337,34 @@ class _Searcher:
         first = min(fitting, key=lambda waiting: waiting.guess.step, default=None) if self.best is None else None
         for waiting in entries:
             if waiting is first:
-                self.turns += 1
-                heapq.heappush(self.queue, (False, 0.0, self.turns, replace(waiting, is_corrected=True)))
+                self._push_first(waiting)
             else:
                 self._push(waiting)
+
+    def _push_first(self, waiting: Waiting) -> None:
+        """To be planned next."""
+        self.turns += 1
+        heapq.heappush(self.queue, (False, 0.0, self.turns, replace(waiting, is_corrected=True)))
+
+    def _look_for_one_that_fits(self, shape: Shape) -> None:
+        """Of a shape's candidates, the one that looks best of those that seem to fit by what is known now, to be planned next.
+
+        Another shape may have to be rewritten first, which takes longer than a plan.
+        """
+        fuller = max(found for (load, _), found in self.fullness.items() if load == Load.of(shape))
+        fitting = [
+            entry
+            for entry in self.queue
+            if entry[3].shape == shape
+            and entry[3].candidate is not None
+            and not entry[3].breaks_limit
+            and entry[3].guess.peak * fuller <= self.setting.limit
+        ]
+        if fitting:
+            best = min(fitting, key=lambda entry: (entry[3].guess.step, entry[2]))
+            self.queue.remove(best)
+            heapq.heapify(self.queue)
+            self._push_first(best[3])
 
     def _guessed(self, candidate: Candidate, place: Place, plain: Sample | None) -> Guess:
         """By the sample of the candidate's load, or by that of the smallest microbatch."""
@@ -476,6 +500,8 @@ class _Searcher:
                 bound = max(waiting.bound, result.step_time)
                 again = replace(waiting, bound=bound, guess=look, breaks_limit=True)
                 self._push(again, deferred=sum(peaks) > self.setting.limit * len(peaks))
+                if self.best is None and not waiting.breaks_limit:
+                    self._look_for_one_that_fits(waiting.shape)
                 return
         self.results.append(result)
         if plan is not None:

@@ -29,7 +29,7 @@ from smpc.tracer.ir import Trace
 from smpc.tracer.record import record
 from smpc.tracer.structure import flatten
 
-_RECORDED, _SHARED, _SEQUENCES = 1.3, 0.25, 1.0  # milliseconds for each operation
+_RECORDED, _SHARED, _SEQUENCES = 1.3, 0.25, 0.5  # milliseconds for each operation
 _CHECKED = 800.0  # milliseconds, once: attention over slices of a sequence is run beside the recorded one
 
 
