@@ -321,8 +321,8 @@ def _function_calls(recorder: Recorder, transforms: Transforms) -> Iterator[None
         transforms.check_function(cls, (args, kwargs))
         is_inside = recorder.muted or current_recorder() is None  # the latter in a torch call
         if is_inside or cls.__module__ in (checkpoint.__name__, _CUSTOM_OPS):
-            return apply.__func__(cls, *args, **kwargs)
-        return functions.call(cls, lambda: apply.__func__(cls, *args, **kwargs), args, kwargs)
+            return apply.__get__(None, cls)(*args, **kwargs)
+        return functions.call(cls, lambda: apply.__get__(None, cls)(*args, **kwargs), args, kwargs)
 
     def around(run: Any, preserve_rng_state: bool = True, *args: Any, **kwargs: Any) -> Iterator[None]:
         if recorder.muted:

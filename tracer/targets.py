@@ -26,8 +26,8 @@ SETITEM = "_operator.setitem"
 TENSOR_OPS = "smpc.executor.tensor_ops"  # what tensor-parallel stages call
 APPLY = ".apply"  # how the names of custom autograd functions end
 
-# As torch defines it: while a model is recorded, another one stands in its place.
-_TORCH_APPLY: Callable[..., Any] = torch.autograd.Function.__dict__["apply"].__func__
+# As torch defines it, in Python or from 2.14 on in C++: while a model is recorded, another one stands in its place.
+_TORCH_APPLY: Any = torch.autograd.Function.__dict__["apply"]
 
 _OWN_OPS = "torch.ops.smpc."
 
@@ -84,7 +84,7 @@ def name_of(func: Callable[..., Any]) -> str:
 def name_of_apply(cls: type[torch.autograd.Function]) -> str:
     """The name under which a custom autograd function is called. Raises KeyError when the class cannot be reached by its name."""
     name = f"{cls.__module__}.{cls.__qualname__}{APPLY}"
-    apply = types.MethodType(_TORCH_APPLY, cls)
+    apply = _TORCH_APPLY.__get__(None, cls)
     if _reaches(name, apply):
         return name
     function.cache_clear()  # a class that a notebook has defined again has the name of the one before
@@ -112,7 +112,7 @@ def function(name: str) -> Callable[..., Any]:
         if not callable(found):
             break
         if name.endswith(APPLY) and isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-            return types.MethodType(_TORCH_APPLY, owner)
+            return _TORCH_APPLY.__get__(None, owner)  # type: ignore[no-any-return]
         return found  # type: ignore[no-any-return]
     raise KeyError(
         f"{name}, which a traced model calls, is not defined here; import what defines it before the model runs"

@@ -1,6 +1,6 @@
 """`make matrix`: a short choice of tests on every Python and torch that can be had here, each in an environment of its own.
 
-    make matrix                                      Python 3.11 to 3.13, torch 2.11 to 2.13
+    make matrix                                      Python 3.11 to 3.13, torch 2.11 to 2.14
     make matrix PYTHONS="3.13" TORCHES="2.12 2.13"
 
 Environments are in build/matrix, and are kept. A Python that is not on the path, or a torch that pip does not find for it, is told, and
@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "matrix"
-PYTHONS, TORCHES = "3.11 3.12 3.13", "2.11 2.12 2.13"
+PYTHONS, TORCHES = "3.11 3.12 3.13", "2.11 2.12 2.13 2.14"
 OF_TORCH = re.compile(r"(torch|triton|nvidia|cuda|sympy|networkx|filelock|fsspec|jinja2)", re.IGNORECASE)
 TESTS = (
     "tests/unit/facade",
