@@ -67,6 +67,8 @@ def test_a_saved_state_goes_on_bit_by_bit_with_dropout(tmp_path):
 def refused(rank, folder):
     as_rank(rank, 2)
     accelerator, _ = start(PIPELINE, gradient_accumulation_steps=2)
+    with accelerator.split_between_processes(["first", "second"]) as own:
+        assert own == ["first", "second"]  # ranks of one pipeline need the same
     model = accelerator.prepare(build("vit"))
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     errors = []

@@ -225,6 +225,16 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
 
         return recursively_apply(one, tensor, error_on_other_type=True)
 
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """The inputs, which all ranks of a pipeline need. Raises ConfigUnsupportedError with replicas."""
+        if smp.dp_size() > 1:
+            raise ConfigUnsupportedError(
+                f"accelerator.split_between_processes: expected one pipeline, found {smp.dp_size()} replicas of it; take what belongs to "
+                "smp.dp_rank() of smp.dp_size()"
+            )
+        yield inputs
+
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step did nothing, as gradients were not finite; fp16 only."""
