@@ -57,6 +57,13 @@ class ExpertTrace:
     collectives: tuple[Collective, ...]
 
     @property
+    def parameters(self) -> frozenset[str]:
+        """The canonical names of the parameters and buffers of experts."""
+        members = (name for found in self.experts for member in found.members for name in member)
+        own = {*members, *(name for found in self.experts for name in found.tensors)}
+        return frozenset(state.name for state in self.trace.state if not own.isdisjoint(state.names))
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes that a rank sends in one forward and backward."""
         return sum(item.forward_bytes + item.backward_bytes for item in self.collectives)

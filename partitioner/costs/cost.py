@@ -65,6 +65,8 @@ class CostModel:
     kernel_overhead: float = 1e-6  # s to run one node once more; used to judge recomputation only
     optimizer: Optimizer = ADAM
     holds_sent: bool = False  # sent tensors stay until the receiver is known to have them: gloo
+    apart: frozenset[str] = frozenset()  # parameters that fewer ranks hold, such as experts, by canonical names
+    optimizer_apart: Optimizer = ADAM  # theirs
 
     @classmethod
     def of(cls, device: Device, num_ranks: int, optimizer: Optimizer = ADAM, microbatches: int = 1) -> CostModel:
@@ -152,34 +154,40 @@ class CostModel:
         shapes = ((batch, m, k, n), (batch, k, n, m))[:products] if is_backward else (shape,)
         return sum(self.kernels.product_time(one, peak, dtype) for one in shapes)
 
+    def optimizer_of(self, state: StateSpec) -> Optimizer:
+        """What the optimizer keeps of a parameter, and how it is divided over ranks."""
+        return self.optimizer_apart if state.name in self.apart else self.optimizer
+
     def held_bytes(self, state: StateSpec) -> int:
         """Bytes of a parameter or buffer in a step."""
-        return self.optimizer.parameter_bytes(state.spec) if state.is_parameter else state.spec.num_bytes
+        return self.optimizer_of(state).parameter_bytes(state.spec) if state.is_parameter else state.spec.num_bytes
 
     def gathered_bytes(self, state: StateSpec) -> int:
         """Bytes that ranks which have parts of a parameter send each other to make it whole; 0 for a buffer."""
-        return self.optimizer.gathered_bytes(state.spec) if state.is_parameter else 0
+        return self.optimizer_of(state).gathered_bytes(state.spec) if state.is_parameter else 0
 
     def averaging_bytes(self, state: StateSpec) -> int:
         """Bytes at work while gradients of which every rank keeps a part are averaged: whole ones, as much to send, gloo's results."""
-        whole = self.gradient_bytes(state)
-        return 2 * whole + (-(-whole // self.optimizer.shards) if self.holds_sent else 0)
+        whole, optimizer = self.gradient_bytes(state), self.optimizer_of(state)
+        if not optimizer.in_parts:
+            return 0
+        return 2 * whole + (-(-whole // optimizer.shards) if self.holds_sent else 0)
 
     def copy_bytes(self, state: StateSpec) -> int:
         """Bytes of what two stages that share a parameter tell each other of its gradient."""
-        return self.optimizer.part_bytes(state.spec) if state.is_parameter else 0
+        return self.optimizer_of(state).part_bytes(state.spec) if state.is_parameter else 0
 
     def apart_bytes(self, state: StateSpec) -> int:
         """Bytes of the gradient of a parameter that is added up only when its backward pass ends."""
-        return self.optimizer.apart_bytes(state.spec) if _is_trained(state) else 0
+        return self.optimizer_of(state).apart_bytes(state.spec) if _is_trained(state) else 0
 
     def gradient_bytes(self, state: StateSpec) -> int:
         """Bytes of the gradient of a parameter."""
-        return self.optimizer.gradient_bytes(state.spec) if _is_trained(state) else 0
+        return self.optimizer_of(state).gradient_bytes(state.spec) if _is_trained(state) else 0
 
     def optimizer_bytes(self, state: StateSpec) -> int:
         """Bytes of optimizer state of a parameter."""
-        return self.optimizer.state_bytes(state.spec) if _is_trained(state) else 0
+        return self.optimizer_of(state).state_bytes(state.spec) if _is_trained(state) else 0
 
     def optimizer_scratch(self, parameter_bytes: int, largest: int) -> int:
         """Bytes that an optimizer step makes and drops: for all parameters at once, on a CPU for one after another."""

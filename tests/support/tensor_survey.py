@@ -2,7 +2,8 @@
 
 Ranks are threads. A model is right if the loss and every gradient are those of one process: within 1e-4 of the tensor's largest entry in
 fp32, or else within 1e-9 in fp64. Only there can rounding be told from a fault: gradients that cancel out, such as those of a bias before
-a norm, are nothing but rounding in fp32.
+a norm, are nothing but rounding in fp32. A model that computes in fp32 even then (norms, rotary tables) rounds there: within 1e-6.
+What draws random numbers is left out: threads share one generator.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from smpc.tracer.record import record
 
 MICROBATCHES = 2
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}
+WITH_FLOAT32 = 1e-6  # in fp64, where the model itself computes in fp32 in between
 
 
 @dataclass
@@ -48,14 +50,15 @@ class Comparison:
     share_of_all: float
     search_s: float
     proven: bool
+    narrow: bool  # whether something is computed in fp32
 
 
 def _as(value, dtype):
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _results(model, batch):
-    torch.manual_seed(3)
+def _results(model, batch, seed=3):
+    torch.manual_seed(seed)
     loss = survey.loss_of(model(**batch))
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -94,15 +97,16 @@ def _search(model, batch, degree):
     trace = record(model, (), batch)
     begun = time.process_time()
     choice = choose(trace, degree)
-    return time.process_time() - begun, choice.proven
+    narrow = any(node.spec is not None and node.spec.dtype == "float32" for node in trace.nodes)
+    return time.process_time() - begun, choice.proven, narrow
 
 
 def compare(model, batch, degree):
     """A Comparison; None for a model that draws random numbers or adds up in another order every time."""
-    wanted, again = (_results(copy.deepcopy(model), batch) for _ in range(2))
+    wanted, again = (_results(copy.deepcopy(model), batch, seed) for seed in (3, 4))
     if largest_error(again, wanted)[1] > 0:
         return None
-    search_s, proven = _search(model, batch, degree)
+    searched = _search(model, batch, degree)
     modules = [shard(copy.deepcopy(model), batch, group) for group in tensor_groups(degree)]
 
     def work(rank):
@@ -113,7 +117,7 @@ def compare(model, batch, degree):
     torch.manual_seed(3)
     errors = [largest_error(found, wanted) for found in run_ranks(degree, work)]
     name, error = max(errors, key=lambda item: item[1])
-    return Comparison(name, error, *_shares(modules[0], model, wanted[1]), search_s, proven)
+    return Comparison(name, error, *_shares(modules[0], model, wanted[1]), *searched)
 
 
 def outcome(name, degree):
@@ -136,7 +140,8 @@ def outcome(name, degree):
             if result is None:
                 return Outcome(name, "left out")
             numbers = (result.share, result.share_of_all, result.search_s, result.proven)
-            if result.error <= TOLERANCES[dtype]:
+            narrow = dtype is torch.float64 and result.narrow
+            if result.error <= (WITH_FLOAT32 if narrow else TOLERANCES[dtype]):
                 return Outcome(name, "right" if found is None else "right in fp64", *numbers)
             found = Outcome(name, f"wrong: {result.name} by {result.error:.1e} in {dtype}", *numbers)
         return found

@@ -34,6 +34,8 @@ from smpc.partitioner.sizes import at_least
 from smpc.partitioner.solve import plan_from_assignment, solve_partition
 from smpc.tracer.ir import Trace
 
+_HOPELESS = 1.5  # of the memory that there is: where contiguous cuts need more, no other way to cut fits
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -104,7 +106,9 @@ class Cut:
     @cached_property
     def _model(self) -> CostModel:
         """What nodes and messages cost."""
-        model = self.options.cost_model
+        model, divided = self.options.cost_model, self.traced.divided
+        if divided is not None:
+            model = dataclasses.replace(model, apart=divided.parameters, optimizer_apart=self.options.expert_optimizer)
         return (
             dataclasses.replace(model, device=f"{model.device}, times measured") if self.traced.is_measured else model
         )
@@ -121,6 +125,8 @@ class Cut:
         if options.memory_weight is not None or self._models or options.limit_bytes is not None:
             return self._weighted(options.memory_weight or 0.0, options.limit_bytes, prove)
         room = options.devices[0].memory_bytes
+        if (least := self._least_peak(room)) > _HOPELESS * room:
+            return self._balanced(least, prove)
         fastest = self._weighted(0.0, None, prove)
         peak = max(rank_peaks(fastest).values())
         if peak <= room:
@@ -129,10 +135,19 @@ class Cut:
         try:
             return with_note(self._weighted(0.0, room, prove), f"{needs}: this is the fastest found that fits")
         except MemoryLimitError as error:
-            least = self._weighted(1.0, None, prove)
-            return with_note(
-                least, f"no plan fits: the least memory is {at_least(error.least_bytes)}, and memory alone was balanced"
-            )
+            return self._balanced(error.least_bytes, prove)
+
+    def _least_peak(self, room: int) -> int:
+        """The least memory of a contiguous cut, if none is within the room; else 0. No proof of the fastest plan is needed to know it."""
+        try:
+            self._weighted(0.0, room, prove=False)
+        except MemoryLimitError as error:
+            return error.least_bytes
+        return 0
+
+    def _balanced(self, least: int, prove: bool) -> Plan:
+        note = f"no plan fits: the least memory is {at_least(least)}, and memory alone was balanced"
+        return with_note(self._weighted(1.0, None, prove), note)
 
     def _weighted(self, memory_weight: float, memory_limit: int | None, prove: bool) -> Plan:
         """The plan with the best cut at a weight of memory, within a limit if there is one."""

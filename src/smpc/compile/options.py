@@ -78,7 +78,7 @@ class PipelineOptions(CompilationKeys):
         degree, replicas, context = self.expert_parallel_degree, self.data_parallel_degree, self.context_parallel_degree
         if degree <= 1:
             return []
-        others = ("fully_shard", "shard_optimizer_state", "trace_execution_times", "trace_memory_usage")
+        others = ("shard_optimizer_state", "trace_execution_times", "trace_memory_usage")
         wrong = [name for name in others if getattr(self, name)]
         found = [f"{name}: not with expert_parallel_degree above 1; leave one of them out" for name in wrong]
         if replicas * context % degree:
@@ -118,6 +118,16 @@ class PipelineOptions(CompilationKeys):
         shards = replicas if self.fully_shard else self.sharded_data_parallel_degree
         in_parts = optimizer.fully_sharded(shards) if shards > 1 else None
         return self._cost_models(in_parts or optimizer.replicated(replicas, self.shard_optimizer_state))[0]
+
+    @property
+    def expert_optimizer(self) -> Optimizer:
+        """What it keeps of experts: fewer ranks hold the same ones, and divide them further if they divide parameters."""
+        optimizer, context = find_optimizer(self.optimizer), self.context_parallel_degree
+        shards = self.data_parallel_degree if self.fully_shard else self.sharded_data_parallel_degree
+        holders = self.data_parallel_degree * context // self.expert_parallel_degree
+        if shards > 1:
+            return optimizer.fully_sharded(max(1, shards * context // self.expert_parallel_degree))
+        return optimizer.replicated(holders, self.shard_optimizer_state)
 
     @property
     def expert_group(self) -> Group:

@@ -122,11 +122,14 @@ def _more_microbatches(planned: Planned, now: _Way) -> str:
 
 
 def _planned(options: PipelineOptions, planned: Planned) -> _Way | None:
-    """Another way; None if there is none."""
+    """Another way; None if there is none, or none that fits."""
     traced = planned.traced
     assert traced is not None
+    limited = options
+    if options.memory_weight is None and options.limit_bytes is None and not options.rank_cost_models:
+        limited = dataclasses.replace(options, memory_limit=options.devices[0].memory_bytes)
     try:
-        return _way(options, plan_trace(dataclasses.replace(traced, times=None), options, prove=False))
+        return _way(options, plan_trace(dataclasses.replace(traced, times=None), limited, prove=False))
     except SmpcError:
         return None
 

@@ -102,6 +102,22 @@ def test_experts_are_divided_beside_weights_and_sequences():
     assert any(found.module.endswith("mlp.experts") or "experts" in found.function for found in whole.context.whole)
 
 
+@pytest.mark.parametrize(("replicas", "holders"), [(2, 1), (4, 2)])
+def test_experts_are_divided_further_by_the_ranks_that_hold_the_same(replicas, holders):
+    """Of what all replicas hold a rank has the whole in a step and one of `replicas` parts; of its experts one of `holders`, if there are
+    several."""
+    options = {"data_parallel_degree": replicas, "expert_parallel_degree": 2, "fully_shard": True, "microbatches": 1}
+    found = compiled("MixtralForCausalLM", **options, pipeline_parallel_degree=1)
+    (stage,), held, state = found.plan.stages, 0, 0
+    for key, parameter in make("MixtralForCausalLM", torch.float32).named_parameters():
+        is_expert = ".experts." in key and parameter.dim() == 3
+        rows, shards = (2, holders) if is_expert else (parameter.shape[0], replicas)
+        num_bytes, part = 4 * parameter[:rows].numel(), 4 * parameter[: -(-rows // shards)].numel()
+        held += num_bytes if shards == 1 else part * (shards + 1)
+        state += -(-2 * num_bytes // shards)
+    assert (stage.parameter_bytes, stage.optimizer_bytes) == (held, state)
+
+
 def test_a_plan_that_divides_experts_does_not_run():
     model = make("MixtralForCausalLM", torch.float32)
     found = smpc.compile_model(
@@ -158,7 +174,6 @@ def test_a_block_some_of_whose_experts_are_elsewhere_is_not_recorded():
     ("options", "match"),
     [
         ({"data_parallel_degree": 3}, "expected a divisor of data_parallel_degree 3, .* found 2"),
-        ({"data_parallel_degree": 2, "fully_shard": True}, "fully_shard: not with expert_parallel_degree"),
         ({"data_parallel_degree": 1, "context_parallel_degree": 3}, "1 x context_parallel_degree 3, .* found 2"),
     ],
 )
