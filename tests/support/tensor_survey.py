@@ -59,7 +59,7 @@ def _as(value, dtype):
 
 def _results(model, batch, seed=3):
     torch.manual_seed(seed)
-    loss = survey.loss_of(model(**batch))
+    loss = survey.loss_of(model(**copy.deepcopy(batch)))
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -110,7 +110,7 @@ def compare(model, batch, degree):
     modules = [shard(copy.deepcopy(model), batch, group) for group in tensor_groups(degree)]
 
     def work(rank):
-        loss = survey.loss_of(modules[rank](**batch))
+        loss = survey.loss_of(modules[rank](**copy.deepcopy(batch)))  # models write into their inputs
         loss.backward()
         return loss.detach(), modules[rank].whole_gradients()
 

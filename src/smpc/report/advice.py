@@ -8,7 +8,7 @@
 Looked at are the memory weight, where it is above 0, and, where a tenth of the ranks' time or more is bubble, other schedules and more
 stages on a rank. Each is planned as it stands otherwise, without proof; one that does not fit the device's memory (or the limit), or
 gains less than one percent, is not worth a word. A bubble over a quarter always has a way out: if nothing else helps, more microbatches
-do, and the finding says how far.
+do, and the finding says how far. A plan that needs far more memory than there is has other troubles: nothing is looked for.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from smpc.report.tables import memory_line, step_lines
 _MOST = 3
 _WORTH = 0.01  # of the step
 _BUBBLE, _LARGE_BUBBLE = 0.1, 0.25
+_NEAR = 1.5  # of the memory that there is: beyond, no schedule makes a plan fit, and a step that cannot run is not worth a shorter one
 _OTHERS = (("zb-h1", 1), ("interleaved-1f1b", 2), ("zb-v", 2), ("interleaved-1f1b", 4))
 
 
@@ -54,7 +55,7 @@ def advice(options: PipelineOptions, planned: Planned) -> tuple[str, ...]:
         other = _planned(dataclasses.replace(options, memory_weight=0.0), planned)
         if other is not None and other.peak <= limit and _gain(now, other) > _WORTH:
             found.append((_gain(now, other), f"--memory-weight 0: {_difference(now, other, limit)}"))
-    if now.bubble >= _BUBBLE and options.pipeline_parallel_degree > 1:
+    if now.bubble >= _BUBBLE and options.pipeline_parallel_degree > 1 and now.peak <= _NEAR * limit:
         found += _schedules(options, planned, now, limit)
         if not found and now.bubble > _LARGE_BUBBLE:
             found.append((0.0, _more_microbatches(planned, now)))

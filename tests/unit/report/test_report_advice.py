@@ -50,6 +50,19 @@ def test_what_is_advised_gains_what_is_said(traced):
         assert gain > 0.01
 
 
+def test_where_nothing_nearly_fits_no_other_way_is_planned(traced, monkeypatch):
+    """405 billion parameters without recomputation: a minute went into four schedules that could not fit either."""
+    options = PipelineOptions(4, 4)
+    planned = plan_trace(traced, options)
+    peak = max(stage.peak_memory_bytes for stage in planned.plan.stages)
+    asked = []
+    monkeypatch.setattr("smpc.report.advice.plan_trace", lambda *given, **how: asked.append(given) or planned)
+    assert advice(dataclasses.replace(options, memory_limit=peak // 2), planned) == ()
+    assert not asked
+    advice(dataclasses.replace(options, memory_limit=peak), planned)
+    assert asked
+
+
 def test_what_does_not_fit_is_not_advised(traced):
     options = PipelineOptions(4, 4, memory_weight=0.8)
     planned = plan_trace(traced, options)
