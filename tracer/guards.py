@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from smpc.tracer import targets
 from smpc.tracer.constants import Ref, references, register
-from smpc.tracer.effects.differentiation import severed
+from smpc.tracer.effects.differentiation import joined
 from smpc.tracer.effects.torch_calls import tensors_in
 from smpc.tracer.ir import Guard, Node, NodeKind, Trace
 from smpc.tracer.recording.untraceable import current_line
@@ -248,10 +248,10 @@ class Questions:
         target: str,
         args: tuple[Any, ...],
         kwargs: tuple[tuple[str, Any], ...],
-        requires_grad: bool,
+        used: Sequence[torch.Tensor],
         size: str = "",
     ) -> Any:
-        """What a call gives: a number or fakes, which require grad if asked to. `size`: its key. Raises NoAnswerError."""
+        """What a call gives: a number or fakes, made of the `used` that require grad. `size`: its key. Raises NoAnswerError."""
         fixed = is_fixed(nodes, references((args, dict(kwargs))))
         if self._answers is not None and not fixed:
             if len(self.guards) == len(self._answers.given):
@@ -271,7 +271,7 @@ class Questions:
             torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
             for shape, dtype in zip(expected, dtypes, strict=True)
         ]
-        fakes = [severed(fake) if requires_grad and fake.is_floating_point() else fake for fake in fakes]
+        fakes = [joined(fake, used) if used and fake.is_floating_point() else fake for fake in fakes]
         return fakes[0] if len(fakes) == 1 else tuple(fakes)
 
     def _read_buffer(self, fqn: str) -> torch.Tensor:

@@ -14,6 +14,7 @@ import effect_runs
 import numpy
 import pytest
 import torch
+from effect_autograd import ForceOf
 from effect_base import EFFECTS, REFUSED, WIDTH, linear
 from effect_runs import SCHEDULES, Case, outcome, random_case
 from torch import nn
@@ -97,18 +98,18 @@ def test_a_refusal_says_what_where_and_what_to_do(name):
 
 def check_seeds(seeds):
     """No model of these seeds is wrong; returns how many there are of every outcome."""
-    count = collections.Counter()
+    count, bad = collections.Counter(), []
     for seed in seeds:
         case = random_case(seed)
         found = outcome(case)
         kind = found.partition(":")[0]
-        assert kind in ("equal", "refused"), f"seed {seed}, {case}: {found}"
         must_be_refused = any(EFFECTS[name].expected == REFUSED for name in case.names)
         may_be_refused = must_be_refused or "hooks on parameters that several stages use" in found
-        assert kind == "refused" if must_be_refused else kind == "equal" or may_be_refused, (
-            f"seed {seed}, {case}: {found}"
-        )
-        count[kind] += 1
+        if (kind == "refused" and may_be_refused) or (kind == "equal" and not must_be_refused):
+            count[kind] += 1
+        else:
+            bad.append(f"seed {seed}, {case}: {found}")
+    assert not bad, f"{len(bad)} of {len(seeds)}:\n" + "\n".join(bad)
     return count
 
 
@@ -138,6 +139,31 @@ def test_what_differentiates_is_one_node_that_no_stage_splits():
     compilation = effect_runs.compile_cut(trace, case)
     sources = [code.source for program in compilation.programs for code in program.stages]
     assert sum("differentiates = True" in source for source in sources) == 1
+
+
+def test_what_differentiates_may_follow_a_module_whose_graph_is_not_recorded():
+    """A norm that averages over all batches needs the value of its counter, so it is called whole."""
+    model = nn.Sequential(
+        linear(), nn.BatchNorm1d(WIDTH, momentum=None, dtype=torch.float64), Case(("ForcesByTwoWays",)).model()
+    )
+    trace = record(model, (torch.zeros(4, WIDTH, dtype=torch.float64),))
+    assert [node.target for node in trace.nodes if node.kind is NodeKind.CALL_MODULE] == ["1", "2.layers.0"]
+
+
+def test_what_such_a_module_has_computed_is_not_differentiated_elsewhere():
+    class Joins(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(WIDTH, momentum=None, dtype=torch.float64)
+            self.force = ForceOf()
+
+        def forward(self, x):
+            place = x * 2
+            return place - self.force(self.norm(place), place)
+
+    model = nn.Sequential(linear(), Joins(), linear())
+    trace = record(model, (torch.zeros(4, WIDTH, dtype=torch.float64),))
+    assert [node.target for node in trace.nodes if node.kind is NodeKind.CALL_MODULE] == ["1"]
 
 
 def test_traces_without_such_effects_have_their_old_form():

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.autograd import graph
 
 _MARKS = ("requires_grad_", "detach_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "set_")
-_SEVERED = "_smpc_severed"
 _READ = ("grad", "grad_fn", "is_leaf")
 _MARKED_ATTRIBUTES = ("requires_grad", "data", "grad")
 
@@ -103,18 +102,23 @@ def watching_backward(differentiates: Callable[[Sequence[Any], Sequence[Any], bo
             home._engine_run_backward = original
 
 
-def severed(fake: Tensor) -> Tensor:
-    """A tensor that requires grad and stands for one with a graph that was not recorded; no leaf, so that it may be written into."""
-    fake.requires_grad_()
-    vars(fake)[_SEVERED] = True
-    return fake.clone()
+def joined(fake: Tensor, sources: Iterable[Tensor]) -> Tensor:
+    """The tensor, with a history that leads to those of the sources that require grad, as if it were computed from them.
+
+    It stands for one that was computed where nothing was recorded. Without such sources it is the result of a clone, and no leaf either.
+    """
+    with torch.enable_grad():
+        history = [tensor for tensor in sources if tensor.requires_grad and tensor.layout is torch.strided]
+        if not history:
+            return fake.requires_grad_().clone()
+        for tensor in history:
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            fake.add_(real.sum().to(fake.dtype))
+    return fake
 
 
 def leads_to(origins: Iterable[Tensor], targets: Sequence[Any]) -> bool:
-    """Whether autograd's graph leads from one of the origins to one of the targets, which are tensors or edges.
-
-    Also if it ends where no graph was recorded (`severed`).
-    """
+    """Whether autograd's graph leads from one of the origins to one of the targets, which are tensors or edges."""
     wanted = {id(node) for node in map(_node_of, targets) if node is not None}
     variables = {id(target) for target in targets if isinstance(target, Tensor)}
     pending = [tensor.grad_fn for tensor in origins if tensor.grad_fn is not None]
@@ -124,8 +128,7 @@ def leads_to(origins: Iterable[Tensor], targets: Sequence[Any]) -> bool:
         if id(node) in seen:
             continue
         seen[id(node)] = node
-        variable = getattr(node, "variable", None)
-        if id(node) in wanted or (variable is not None and (id(variable) in variables or _SEVERED in vars(variable))):
+        if id(node) in wanted or id(getattr(node, "variable", None)) in variables:
             return True
         pending.extend(following for following, _ in node.next_functions if following is not None)
     return False

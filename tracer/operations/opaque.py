@@ -45,7 +45,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from smpc.errors import TraceError
 from smpc.tracer.effects import differentiation
-from smpc.tracer.effects.differentiation import severed
+from smpc.tracer.effects.differentiation import joined
 from smpc.tracer.effects.torch_calls import tensors_in, version_of
 from smpc.tracer.ir import TensorSpec
 from smpc.tracer.operations.measure import Meter
@@ -257,14 +257,14 @@ def _line(values: list[int], size: int, class_name: str) -> int:
     return y0 + slope * (size - x0) + rest * (size - x0) // (x1 - x0)
 
 
-def fake_of(described: Any, inputs: Sequence[Any], device: torch.device) -> Any:
-    """A fake tensor for what a real run returned; what is no tensor, as it is."""
+def fake_of(described: Any, inputs: Sequence[Any], used: Sequence[Tensor], device: torch.device) -> Any:
+    """A fake tensor for what a real run returned, computed from what it `used`; what is no tensor, as it is."""
     if isinstance(described, Same):
         return inputs[described.position]
     if not isinstance(described, TensorSpec):
         return described
     fake = torch.empty_strided(described.shape, described.stride, dtype=described.torch_dtype, device=device)
-    return severed(fake) if described.requires_grad else fake
+    return joined(fake, used) if described.requires_grad else fake
 
 
 Run = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]

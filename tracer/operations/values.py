@@ -36,7 +36,7 @@ from torch._subclasses.fake_tensor import (
 
 from smpc.tracer import targets
 from smpc.tracer.constants import references
-from smpc.tracer.effects.differentiation import severed
+from smpc.tracer.effects.differentiation import joined
 from smpc.tracer.effects.torch_calls import tensors_in
 from smpc.tracer.guards import NoAnswerError, is_fixed, origins, written_state
 from smpc.tracer.recording.untraceable import UntraceableError
@@ -81,11 +81,13 @@ class Values:
     def ask(self, func: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], size: str = "") -> Any:
         """What a call gives, known from the sample inputs or from earlier answers; a guard says on what it rests."""
         recorder = self._recorder
-        wanting = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+        used = (
+            [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad] if torch.is_grad_enabled() else []
+        )
         target, args = targets.name_call(func, args)
         arguments = recorder.arguments(target, args, kwargs)
         with recorder.inside_call():
-            found = recorder.questions.ask(recorder.nodes, target, *arguments, wanting, size)
+            found = recorder.questions.ask(recorder.nodes, target, *arguments, used, size)
         if len(recorder.questions.guards) > len(self._askers):
             self._askers.append((recorder.open[-1].module if recorder.open else None, recorder.place))
         return found
@@ -186,5 +188,5 @@ def run_packed(args: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], int]:
     width = states[0].shape[-1] * (2 if bidirectional else 1)
     found = (data.new_empty(data.shape[0], width), *(torch.empty_like(state) for state in states))
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(args)):
-        found = tuple(map(severed, found))
+        found = tuple(joined(output, tensors_in(args)) for output in found)
     return found, sum(2 * data.shape[0] * weight.numel() for weight in weights if weight.dim() == 2)

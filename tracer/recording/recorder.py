@@ -508,7 +508,7 @@ class Recorder(TorchFunctionMode):
             self._saved.append(
                 self._tensors.storage(inputs[position]) if position >= 0 else self._tensors.new_storage(num_bytes)
             )
-        leaves = [fake_of(leaf, inputs, self.device) for leaf in found.leaves]
+        leaves = [fake_of(leaf, inputs, tensors, self.device) for leaf in found.leaves]
         return found.structure.unflatten(leaves), [tensors[i] for i in found.written]
 
     def _note_rebound_buffers(self, opened: OpenCall) -> None:
