@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -94,6 +95,8 @@ class Run:
     listed: frozenset[int]
     names: tuple[Names, ...]  # of the attributes of the objects that were reached
     outside: tuple[OutsideRead, ...]
+    of_torch: tuple[ModuleType, ...]  # whose functions the code that ran may name,
+    named: frozenset[str]  # and the names in that code
 
 
 def record_once(subject: Subject) -> Run:
@@ -216,6 +219,8 @@ def _finished(model: nn.Module, recorder: Recorder, output: Any, before: _Submod
         frozenset(reads.listed),
         tuple(reads.names),
         tuple(reads.outside),
+        tuple(reads.of_torch),
+        frozenset(reads.named()),
     )
 
 

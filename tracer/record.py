@@ -30,6 +30,7 @@ from smpc.tracer.effects.module_hooks import check_hooks, hook_of
 from smpc.tracer.environment.aliased import Aliases
 from smpc.tracer.environment.guarded import Environment, TableLike, tables_of
 from smpc.tracer.environment.memory_words import DictVersions
+from smpc.tracer.environment.of_torch import guards_of_torch
 from smpc.tracer.environment.state_changes import Survivors, common_module, is_same, settled
 from smpc.tracer.guards import Answers
 from smpc.tracer.ir import Autocast, NodeKind, Trace
@@ -114,7 +115,10 @@ def record_guarded(
     # Elsewhere than on the CPU, tensors that have been evaluated are on the wrong device: there every call computes them anew.
     is_left = run.leftovers is not None and (request.device.type == "cpu" or not run.leftovers.cached)
     leave = run.leftovers.leave if run.leftovers is not None and is_left else None
-    return Recording(run.trace, Environment(run.guards, tables, versions, leave))
+    values = (guard.place.read() for guard in run.guards)
+    layers = [*model.modules(), *(value for value in values if isinstance(value, nn.Module))]
+    guards = (*run.guards, *guards_of_torch(layers, run.of_torch, run.named))
+    return Recording(run.trace, Environment(guards, tables, versions, leave))
 
 
 def _read_tensors(trace: Trace) -> frozenset[str]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import array
 import ctypes
 import functools
+import mmap
 import random
 import weakref
 from abc import ABC, abstractmethod
@@ -411,11 +412,13 @@ def freeze(
     if isinstance(value, GENERATORS):
         contents.generators.setdefault(id(value), (value, generator_state(value)))
         return Content(type(value), repr(generator_state(value)), lambda generator: repr(generator_state(generator)))
+    if isinstance(value, numpy.ndarray) and value.dtype.hasobject:
+        return Seen(value, inner(_seen(value)))
     if isinstance(value, (numpy.ndarray, numpy.generic)):
         return Content(type(value), _array(value), _array)
     if isinstance(value, _MEMORY):
         return Content(type(value), bytes(value), bytes)
-    if isinstance(value, _SEEN):
+    if isinstance(value, _SEEN) or _class_path(value) in _SHARED:
         return Seen(value, inner(_seen(value)))
     if isinstance(value, functools.partial):
         return _Partial(value, inner((value.func, value.args, value.keywords)))
@@ -525,14 +528,35 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 
 def _array(value: Any) -> tuple[str, tuple[int, ...], Any]:
-    # An array of objects is compared by identity of its elements.
-    content = tuple(map(id, value.flat)) if value.dtype.hasobject else value.tobytes()
-    return str(value.dtype), value.shape, content
+    return str(value.dtype), value.shape, value.tobytes()
 
 
-_MEMORY = (bytearray, memoryview, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union)
+_MEMORY = (
+    bytearray, memoryview, array.array, mmap.mmap,
+    ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union,
+)  # fmt: skip
 _WEAK = (weakref.WeakValueDictionary, weakref.WeakKeyDictionary)
 _SEEN = (ContextVar, MappingProxyType, weakref.WeakSet, *_WEAK)
+
+
+_SHARED: dict[
+    tuple[str, str], Callable[[Any], Any]
+] = {  # between threads or processes, by module and name of the class
+    ("threading", "Event"): lambda event: event.is_set(),
+    ("threading", "Semaphore"): lambda semaphore: semaphore._value,
+    ("threading", "BoundedSemaphore"): lambda semaphore: semaphore._value,
+    ("multiprocessing.synchronize", "Event"): lambda event: event.is_set(),
+    ("multiprocessing.synchronize", "Semaphore"): lambda semaphore: semaphore.get_value(),
+    ("multiprocessing.sharedctypes", "Synchronized"): lambda value: value.value,
+    ("multiprocessing.sharedctypes", "SynchronizedArray"): lambda array: array[:],
+    ("multiprocessing.sharedctypes", "SynchronizedString"): lambda string: string.raw,
+    ("multiprocessing.shared_memory", "SharedMemory"): lambda memory: bytes(memory.buf),
+    ("multiprocessing.shared_memory", "ShareableList"): lambda shared: list(shared),
+}
+
+
+def _class_path(value: Any) -> tuple[str, str]:
+    return type(value).__module__, type(value).__name__
 
 
 def _seen(value: Any) -> Any:
@@ -541,7 +565,12 @@ def _seen(value: Any) -> Any:
         return value.get(MISSING)
     if isinstance(value, MappingProxyType):
         return dict(value)
-    return tuple(value.items()) if isinstance(value, _WEAK) else tuple(value)
+    if isinstance(value, numpy.ndarray):
+        return value.shape, tuple(value.flat)
+    if isinstance(value, _WEAK):
+        return tuple(value.items())
+    shared = _SHARED.get(_class_path(value))
+    return tuple(value) if shared is None else shared(value)
 
 
 def _all_plain(items: Sequence[Frozen]) -> tuple[Any, ...] | None:

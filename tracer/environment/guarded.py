@@ -39,6 +39,11 @@ CLASS, CODE, BASES = (
     "__code__",
     "__mro__",
 )  # of an object, a function, a class: nothing counts the writes to these
+NAMES = ("__name__", "__qualname__")  # of a function or a class, alike
+_OF_CLASSES = frozenset(
+    {"__abstractmethods__", "__annotations__", "__dict__", "__doc__", "__firstlineno__", "__module__", "__orig_bases__",
+     "__parameters__", "__slotnames__", "__slots__", "__static_attributes__", "__weakref__", "_abc_impl"}
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,7 @@ class GuardSource:
     key: Any
     text: str  # for people
     is_shown: bool = True  # False: messages do not hold its values, which may be passwords
+    is_answer: bool = False  # what a function says: nobody can put another value there
 
     def read(self) -> Any:
         """The value now; MISSING if there is none."""
@@ -64,7 +70,7 @@ class GuardSource:
             return type(holder)
         if self.key == BASES:
             return holder.__mro__
-        if isinstance(holder, type):
+        if isinstance(holder, type) and self.key not in NAMES:
             return vars(holder).get(self.key, MISSING)
         if isinstance(holder, dict):
             return holder.get(self.key, MISSING)
@@ -75,7 +81,7 @@ class GuardSource:
         """The dict that is written to when another value comes there; None if there is none."""
         if isinstance(self.holder, dict):
             return self.holder
-        if self.key in (CLASS, BASES):
+        if self.key in (CLASS, BASES, *NAMES):
             return None
         found = gc.get_referents(vars(self.holder)) if isinstance(self.holder, type) else ()
         return found[0] if len(found) == 1 and type(found[0]) is dict else None  # behind the read-only view of a class
@@ -83,7 +89,7 @@ class GuardSource:
     def write(self, value: Any) -> None:
         """Puts a value there, or takes it away. The base classes of a class stay what they are: their guard does not hold then."""
         holder = self.holder
-        if self.key == BASES:
+        if self.key == BASES or self.is_answer:
             return
         if isinstance(holder, CellType):
             holder.cell_contents = value
@@ -223,14 +229,33 @@ class Table(_OfOneDict):
         return type(value).__name__ if isinstance(value, nn.Module) else "None" if value is True else "there"
 
 
+def is_special(name: str) -> bool:
+    """Whether Python itself looks for this name in a class, such as `__len__`."""
+    return name.startswith("__") and name.endswith("__") and name not in _OF_CLASSES
+
+
 class Names(_OfOneDict):
     """The names of an object's attributes, in its dict. `used`: those that count, None if any may; `known`: those that are there.
 
-    `are_all_read`: the object was asked for all of them.
+    `are_all_read`: the object was asked for all of them. `is_class`: Python looks for special methods there, whoever names them.
     """
 
-    def __init__(self, holder: dict[str, Any], text: str, owner: str | None, *, are_all_read: bool = False) -> None:
-        self.holder, self.text, self.owner, self.are_all_read = holder, text, owner, are_all_read
+    def __init__(
+        self,
+        holder: dict[str, Any],
+        text: str,
+        owner: str | None,
+        *,
+        are_all_read: bool = False,
+        is_class: bool = False,
+    ) -> None:
+        self.holder, self.text, self.owner, self.are_all_read, self.is_class = (
+            holder,
+            text,
+            owner,
+            are_all_read,
+            is_class,
+        )
         self.known = set(holder)
         self.used: set[str] | None = None
 
@@ -238,8 +263,12 @@ class Names(_OfOneDict):
         """The names that have come."""
         if len(self.known) == len(self.holder) and self.known.issuperset(self.holder):
             return []
-        found = (name for name in self.holder if name not in self.known and (self.used is None or name in self.used))
-        return [name for name in found if not str(name).startswith("__")]
+        return [name for name in self.holder if name not in self.known and self._counts(str(name))]
+
+    def _counts(self, name: str) -> bool:
+        if name.startswith("__"):
+            return self.is_class and is_special(name)
+        return self.used is None or name in self.used
 
     def difference(self) -> Difference | None:
         """The first name that has come, and whose attribute is there."""
@@ -379,7 +408,7 @@ class _Fixed:
         self._read = attrgetter("cell_contents" if is_cell else key)
         self._holders = [place.holder for place in self._places]
         self._values = self._now()
-        self._are_comparable = key == CODE  # a list compares code faster than `is`, and alike
+        self._are_comparable = key in (CODE, *NAMES)  # a list compares these faster than `is`, and alike
 
     def _now(self) -> list[Any]:
         try:

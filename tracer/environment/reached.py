@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from smpc.tracer.environment.frozen import Entries, Frozen, Items, freeze
-from smpc.tracer.environment.guarded import BASES, CLASS, CODE, Guard, GuardSource
+from smpc.tracer.environment.guarded import BASES, CLASS, CODE, NAMES, Guard, GuardSource, is_special
 
 _TRUSTED = frozenset({"torch", "smpc", "numpy", *sys.stdlib_module_names}) - {"__main__"}
 _OPAQUE = frozenset(
@@ -30,6 +30,9 @@ _OPAQUE = frozenset(
 )
 
 _CONSTANTS = (bool, int, float, complex, str)
+_OF_PYTHON = (*_CONSTANTS, list, tuple, dict, set, FunctionType, BuiltinFunctionType, type, ModuleType)
+_OF_FUNCTION = (*NAMES, "__doc__", "__annotations__")
+_EVER_CHANGING = {("sys", "modules"), ("sys", "path_importer_cache"), ("warnings", "filters")}
 
 CACHE: Any = type(functools.lru_cache(lambda: None))
 MUTABLE = (list, dict, set, deque)
@@ -59,11 +62,15 @@ Read = Callable[..., Guard | None]
 
 
 class Reached:
-    """Finds what is behind values. `known`: guards that are there already, by (id of the holder, key); `read` makes others."""
+    """Finds what is behind values. `known`: guards that are there already, by (id of the holder, key); `read` makes others.
+
+    `of_torch`: torch's modules of Python that were met, see `smpc.tracer.environment.of_torch`.
+    """
 
     def __init__(self, codes: Mapping[CodeType, Called], known: Mapping[tuple[int, Any], Guard], read: Read) -> None:
         self._codes, self._known, self._read = codes, known, read
         self._queue: list[Any] = []
+        self.of_torch: list[ModuleType] = []
 
     def guards(self, names: set[str] | None, values: list[Any]) -> Iterator[Guard]:
         """Guards of what is behind `values`; `names` are those that the code uses, None if it may use any."""
@@ -76,12 +83,17 @@ class Reached:
                 continue
             seen[id(value)] = value
             if isinstance(value, FunctionType):
+                for name in (name for name in _OF_FUNCTION if name in used and not is_trusted(str(value.__module__))):
+                    yield from self._one(
+                        GuardSource(value, name, f"{name} of {value.__qualname__}"), getattr(value, name)
+                    )
                 yield from self._of_function(value)
             elif isinstance(value, ModuleType):
-                holder = vars(value)
-                trusted = is_trusted(value.__name__)
-                own = {name for name in used if type(holder.get(name)) in _CONSTANTS} if trusted else used
-                yield from self._of_names(holder, f"of {value.__name__}", own)
+                if value.__name__.partition(".")[0] == "torch":
+                    self.of_torch.append(value)
+                    queue += [item for name in used if isinstance(item := vars(value).get(name), ModuleType)]
+                own = used if not is_trusted(value.__name__) else _of_trusted_module(value, used)
+                yield from self._of_names(vars(value), f"of {value.__name__}", own)
             elif isinstance(value, type):
                 yield from self._of_class(value, used)
             else:
@@ -143,8 +155,10 @@ class Reached:
             if issubclass(base, torch.autograd.Function):
                 continue
             for name, value in list(vars(base).items()):
-                if name in used:
+                if name in used or (is_special(name) and isinstance(value, FunctionType)):
                     yield from self._one(GuardSource(base, name, f"{base.__qualname__}.{name}"), value)
+            for name in (name for name in NAMES if name in used):
+                yield from self._one(GuardSource(base, name, f"{name} of {base.__qualname__}"), getattr(base, name))
 
     def _one(self, place: GuardSource, value: Any) -> Iterator[Guard]:
         if (id(place.holder), place.key) in self._known:
@@ -153,6 +167,19 @@ class Reached:
         if guard is not None:
             self._queue.append(value)
             yield guard
+
+
+def _of_trusted_module(module: ModuleType, used: set[str]) -> set[str]:
+    """The names that count: a script may put functions and lists into Python's and numpy's modules, too; torch's the recorder replaces."""
+    name = module.__name__.partition(".")[0]
+    kinds = _CONSTANTS if name in ("torch", "smpc") else _OF_PYTHON
+    found = {key: vars(module)[key] for key in used if key in vars(module) and (name, key) not in _EVER_CHANGING}
+    return {key for key, value in found.items() if isinstance(value, kinds) and not _is_method(value)}
+
+
+def _is_method(value: Any) -> bool:
+    """Whether it is a method of an object that Python holds, such as `random.random`, whose state is looked after elsewhere."""
+    return isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, (ModuleType, type(None)))
 
 
 def _parts(value: Any) -> list[Any]:
@@ -230,11 +257,13 @@ def tables_in(value: Any) -> Iterator[tuple[dict[str, Any], str]]:
             if table is not None:
                 yield table, f"of {base.__qualname__}"
     elif isinstance(value, ModuleType):
-        if not is_trusted(value.__name__):
+        if value.__name__.partition(".")[0] not in ("torch", "smpc"):
             yield vars(value), f"of {value.__name__}"
     elif isinstance(value, FunctionType):
         if not is_trusted(str(value.__module__)):
             yield vars(value), f"of {value.__qualname__}"
+    elif isinstance(value, torch.Tensor):
+        yield vars(value), "of a tensor"
     elif is_looked_into(value):
         attributes = _attributes(value)
         if type(attributes) is dict:

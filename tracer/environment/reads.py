@@ -14,6 +14,8 @@ watched by `smpc.tracer.effects.randomness`.
 
 from __future__ import annotations
 
+import operator
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +26,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from smpc.tracer.environment.asked import (
+    DECIMAL,
+    Question,
+    asked,
+    depends_on_decimal,
+    is_asked,
+    is_question,
+    question_of,
+)
 from smpc.tracer.environment.frozen import (
     MISSING,
     AnyTensor,
@@ -37,15 +48,7 @@ from smpc.tracer.environment.frozen import (
     freeze_tensor,
 )
 from smpc.tracer.environment.guarded import BASES, CLASS, Guard, GuardSource, Names, hook_tables
-from smpc.tracer.environment.outside import (
-    OutsideRead,
-    is_environment,
-    is_outside,
-    is_setting,
-    read_of,
-    setting_of,
-    variable_of,
-)
+from smpc.tracer.environment.outside import OutsideRead, is_outside, model_frame, read_of
 from smpc.tracer.environment.reached import (
     CACHE,
     MUTABLE,
@@ -54,6 +57,7 @@ from smpc.tracer.environment.reached import (
     global_values,
     has_unseen_code,
     imported_modules,
+    is_looked_into,
     is_trusted,
     is_trusted_class,
     places_in,
@@ -66,6 +70,9 @@ _MODULE_FILE = nn.Module.__call__.__code__.co_filename
 _LOOKS = frozenset(
     {"getattr", "hasattr", "vars", "__dict__", "attrgetter", "__getattribute__", "eval", "exec", "globals"}
 )
+_LOOKING = (getattr, hasattr, vars, dir, object.__getattribute__)
+_WORD = re.compile(r"[^\W\d]\w*")
+_GETTERS = (operator.attrgetter, operator.methodcaller)
 _INTERNAL = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"} | {
     "_call_impl", "_slow_forward", "_compiled_call_impl", "__class__",
 }  # fmt: skip
@@ -103,11 +110,14 @@ class Reads:
         self._reaching: dict[int, list[Guard]] = {}  # object or container -> guards of the values that it was found in
         self._alive: list[Any] = []
         self._constants: dict[int, Guard] = {}
-        self._variables: dict[int, Guard] = {}  # of the environment
+        self._variables: dict[int, Guard] = {}  # that count whatever the code names
+        self._questions: dict[Question, GuardSource] = {}
+        self._looks = False  # whether attributes were looked up by names that no code names
         self.outside: list[OutsideRead] = []
         self._specs: dict[int, list[Spec]] = {}  # of tensors that were found in attributes, by id
         self._names_of: list[Names] = []  # of the objects and classes that were reached
         self._unseen: set[int | None] = {None}  # objects any of whose attributes may count; what is none of an object's
+        self.of_torch: list[ModuleType] = []  # modules of Python, see `smpc.tracer.environment.of_torch`
         self.listed: dict[
             int, nn.Module
         ] = {}  # modules that were asked for all their members, or for one that they have not
@@ -212,12 +222,14 @@ class Reads:
         if event == "c_call":
             if is_outside(argument) and not self._run.is_unseen and not _is_importing(frame):
                 self.outside += filter(None, (read_of(argument, frame, self._run.context()),))
-            elif is_setting(argument):
-                self._variable(setting_of(argument, frame))
+            elif is_question(argument):
+                self._answer(question_of(argument, frame))
+            elif argument in _LOOKING:
+                self._looked_at(frame)
             return
         code = frame.f_code
-        if event == "call" and is_environment(code) and not _is_importing(frame):
-            self._variable(variable_of(frame))
+        if event == "call" and is_asked(code) and not _is_importing(frame):
+            self._answer(asked(frame))
         if event != "call" or code in self._trusted:
             return
         if code not in self._codes and is_trusted(str(frame.f_globals.get("__name__", ""))):
@@ -240,12 +252,28 @@ class Reads:
             called.free.append([(value, self._freeze(value, self.contents, False)) for value in values])
         self._globals_of(code, frame.f_globals, self._run.context())
 
-    def _variable(self, place: GuardSource | None) -> None:
-        """Notes an environment variable, or a setting of torch, that is about to be read."""
-        guard = None if place is None or self._run.is_unseen else self._read(place, place.read(), None)
+    def _answer(self, place: GuardSource | None) -> None:
+        """Notes what is about to be asked of the process."""
+        if place is None or self._run.is_unseen:
+            return
+        if isinstance(place.holder, Question):
+            place = self._questions.setdefault(place.holder, place)
+        guard = self._read(place, place.read(), None)
         if guard is not None:
             guard.readers[self._run.context()] = None
             self._variables[id(guard)] = guard
+
+    def _looked_at(self, frame: FrameType) -> None:
+        """Code is about to look an attribute up by a name that it has computed: of what Python's own code has, all attributes count."""
+        if self._run.is_unseen:
+            return
+        if not is_trusted(str(frame.f_globals.get("__name__", ""))):
+            self._looks |= _LOOKS.isdisjoint(frame.f_code.co_names)  # it has another name for the function
+        elif model_frame(frame) is not None:
+            for value in frame.f_locals.values():
+                if is_looked_into(value) and not is_trusted_class(type(value)):
+                    self._unseen.add(id(value))
+                    self._alive.append(value)
 
     def _globals_of(self, code: CodeType, namespace: dict[str, Any], context: str) -> None:
         """Notes the globals that a function names, all of them if it asks for their dict, and the modules that it imports."""
@@ -253,7 +281,9 @@ class Reads:
         names = [name for name in code.co_names if name in namespace or name in stored_variables(code)]
         names += global_values(namespace) if "globals" in code.co_names else []
         places = [GuardSource(namespace, name, f"global {name!r} of {module}") for name in dict.fromkeys(names)]
-        imported = [name for name in imported_modules(code, namespace) if name in sys.modules]
+        imported = [
+            name for name in imported_modules(code, namespace) if name in sys.modules or "modules" in code.co_names
+        ]
         for place in (*places, *(GuardSource(sys.modules, name, f"module {name!r}") for name in imported)):
             guard = self._read(place, place.read(), None)
             if guard is not None:
@@ -284,7 +314,7 @@ class Reads:
         def tensor(found: torch.Tensor) -> Frozen:
             if id(found) in self._state:
                 return AnyTensor()
-            if not isinstance(found, FakeTensor) and vars(found):
+            if not isinstance(found, FakeTensor):
                 contents.objects.setdefault(id(found), found)
             # The stages read the tensors that modules hold; of others the values are part of the trace.
             if isinstance(found, FakeTensor) or not (is_attribute and id(found) not in self._constants):
@@ -305,6 +335,10 @@ class Reads:
             return known
         if isinstance(value, FunctionType) and str(value.__module__).startswith("smpc.tracer."):
             return None  # ours, for the time of the recording
+        if isinstance(value, _GETTERS) or any(value is getter for getter in _GETTERS):
+            self._looks = True
+        if depends_on_decimal(value):
+            self._answer(DECIMAL)
         contents = Contents()
         frozen = self._freeze(value, contents, is_attribute)
         if frozen is None:
@@ -328,7 +362,9 @@ class Reads:
         self._alive.append(value)
         if not isinstance(value, (type, ModuleType)) and has_unseen_code(value):
             self._unseen.add(id(value))
-        self._names_of += (Names(table, text, owner) for table, text in tables_in(value))
+        self._names_of += (
+            Names(table, text, owner, is_class=isinstance(value, type)) for table, text in tables_in(value)
+        )
         for place in places_in(value):
             is_new = (id(place.holder), place.key) not in self._guards
             guard = self._read(place, place.read(), owner)
@@ -360,7 +396,10 @@ class Reads:
         kept += self._constants.values()
         objects = [item for item in self._alive if id(item) in self._of_objects]
         values = [*(guard.value for guard in kept), *objects, *self._hooks]
-        return [*kept, *Reached(self._codes, self._guards, self._read).guards(names, values)]
+        reached = Reached(self._codes, self._guards, self._read)
+        guards = [*kept, *reached.guards(names, values)]
+        self.of_torch = reached.of_torch
+        return guards
 
     def _appeared(self, names: Names) -> None:
         """Notes the names that the run itself has given to an object."""
@@ -399,13 +438,18 @@ class Reads:
                         queue.append(other)
         return found or {""}
 
-    def _names_used(self) -> set[str] | None:
-        """Names in the code that ran; None if it looks attributes up by names that it computes."""
+    def named(self) -> set[str]:
+        """Names in the code that ran, and words in its strings."""
         found: set[str] = set()
         for code in self._codes:
             found.update(code.co_names)
             found.update(_strings(code.co_consts))
-        return None if found & _LOOKS else found
+        return found
+
+    def _names_used(self) -> set[str] | None:
+        """The names that count; None if the code looks attributes up by names that it computes."""
+        found = self.named()
+        return None if self._looks or found & _LOOKS else found
 
 
 def _of(module: nn.Module, names: Mapping[int, str]) -> str:
@@ -430,6 +474,8 @@ def _strings(constants: tuple[Any, ...]) -> Iterator[str]:
     for constant in constants:
         if isinstance(constant, str):
             yield constant
+            if "{" in constant:  # "{0.scale}".format(settings)
+                yield from _WORD.findall(constant)
         elif isinstance(constant, (tuple, frozenset)):
             yield from _strings(tuple(constant))
 

@@ -1,0 +1,206 @@
+"""What the process answers when the model's code asks Python, numpy or torch about it: each answer is guarded.
+
+    torch.get_default_dtype(), os.getcwd()                     a setting
+    os.environ["SCALE"]                                       an environment variable
+    isinstance(layer, Sparse), with an ABC                    `Sparse.register` may say otherwise later
+    Base.__subclasses__()                                     another class may be derived
+    logger.isEnabledFor(DEBUG)                                the logger's level, or that of one above it
+    Decimal(1) / 3                                            the precision of decimal's context
+
+Such calls are seen by a profile function. What torch, a logger or an import asks for itself is left out.
+"""
+
+from __future__ import annotations
+
+import abc
+import decimal
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy
+import torch
+
+from smpc.tracer.environment.guarded import GuardSource
+from smpc.tracer.environment.outside import model_frame
+from smpc.tracer.environment.reached import is_trusted, is_trusted_class
+
+
+@dataclass(frozen=True)
+class Question:
+    """What `ask()` says now. `key` tells questions apart."""
+
+    key: tuple[Any, ...]
+    ask: Callable[[], Any] = field(compare=False)
+
+    @property
+    def answer(self) -> Any:
+        """What it says now."""
+        return self.ask()
+
+    def place(self, text: str) -> GuardSource:
+        """The place of a guard."""
+        return GuardSource(self, "answer", text, is_answer=True)
+
+
+def setting(name: str, ask: Callable[[], Any]) -> GuardSource:
+    """The guarded place of a setting."""
+    return Question((name,), ask).place(name)
+
+
+_OF_TORCH: dict[Any, str] = {
+    getattr(home, name): name
+    for home in (torch, torch._C)
+    for name in (
+        "get_default_dtype", "get_num_threads", "get_num_interop_threads", "_get_float32_matmul_precision",
+        "_get_deterministic_algorithms", "_get_deterministic_algorithms_warn_only", "_get_mkldnn_enabled", "_get_cudnn_enabled",
+        "_get_cudnn_benchmark", "_get_cudnn_deterministic", "_get_cudnn_allow_tf32", "_get_cublas_allow_tf32", "_get_flash_sdp_enabled",
+        "_get_math_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_cudnn_sdp_enabled", "_get_default_device",
+    )
+    if hasattr(home, name)
+}  # fmt: skip
+_OF_PYTHON: dict[Any, str] = {
+    os.getcwd: "os.getcwd()",
+    sys.getrecursionlimit: "sys.getrecursionlimit()",
+    sys.getswitchinterval: "sys.getswitchinterval()",
+}
+DECIMAL = setting("decimal's context", lambda: repr(decimal.getcontext()))
+
+
+def depends_on_decimal(value: Any) -> bool:
+    """Whether what is computed with a value depends on decimal's context."""
+    return value is decimal or value is decimal.Decimal or isinstance(value, decimal.Decimal)
+
+
+def is_question(function: Any) -> bool:
+    """Whether a C function answers a question about the process."""
+    return (
+        function in _OF_TORCH
+        or function in _OF_PYTHON
+        or (getattr(function, "__name__", "") == "__subclasses__" and isinstance(function.__self__, type))
+    )
+
+
+def question_of(function: Any, frame: FrameType) -> GuardSource | None:
+    """What a C function is about to be asked; None if the model's code is not the one that asks."""
+    if function in _OF_TORCH:
+        name = _OF_TORCH[function].removeprefix("_get_").removeprefix("get_")
+        return setting(f"torch's setting {name}", function) if _asks_torch(frame) else None
+    if model_frame(frame) is None:
+        return None
+    if function in _OF_PYTHON:
+        return setting(_OF_PYTHON[function], function)
+    cls = function.__self__
+    question = Question(("subclasses", id(cls)), partial(_subclasses, cls))
+    return question.place(f"the classes derived from {cls.__qualname__}")
+
+
+def _subclasses(cls: type) -> tuple[type, ...]:
+    return tuple(type.__subclasses__(cls))
+
+
+def _asks_torch(frame: FrameType | None) -> bool:
+    """Whether code of the model asks torch, by no more than torch's functions for that."""
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if not is_trusted(module):
+            return True
+        if module not in ("torch", "torch.utils.deterministic") and not module.startswith("torch.backends"):
+            return False
+        frame = frame.f_back
+    return False
+
+
+# -- functions of Python that are asked --------------------------------------------------------------------------------
+
+
+def _of_variable(frame: FrameType) -> GuardSource | None:
+    """The environment variable that is about to be read; `os.environb`, on systems that have it, has the same data."""
+    environment: Any = frame.f_locals.get("self")
+    if not _is_environment(environment):
+        return None
+    try:
+        key = environment.encodekey(frame.f_locals["key"])
+    except TypeError:
+        return None  # the call will say so
+    text = f"environment variable {os.fsdecode(key)!r}"
+    return GuardSource(vars(environment)["_data"], key, text, is_shown=False)
+
+
+def _of_environment(frame: FrameType) -> GuardSource | None:
+    environment: Any = frame.f_locals.get("self")
+    if not _is_environment(environment):
+        return None
+    return GuardSource(vars(environment), "_data", "the environment", is_shown=False)
+
+
+def _is_environment(value: Any) -> bool:
+    return value is not None and vars(value).get("_data") is vars(os.environ)["_data"]
+
+
+def _of_instance(frame: FrameType) -> GuardSource | None:
+    """Whether an object's class counts as derived from an abstract one."""
+    return _of_classes(frame, type(frame.f_locals.get("instance")))
+
+
+def _of_subclass(frame: FrameType) -> GuardSource | None:
+    return _of_classes(frame, frame.f_locals.get("subclass"))
+
+
+def _of_classes(frame: FrameType, other: Any) -> GuardSource | None:
+    cls, asker = frame.f_locals.get("cls"), frame.f_back
+    if asker is None or is_trusted(str(asker.f_globals.get("__name__", ""))):
+        return None
+    if not (isinstance(cls, type) and isinstance(other, type)) or (is_trusted_class(cls) and is_trusted_class(other)):
+        return None
+    question = Question(("instance", id(cls), id(other)), partial(issubclass, other, cls))
+    return question.place(f"whether a {other.__qualname__} is a {cls.__qualname__}")
+
+
+def _of_logger(frame: FrameType) -> GuardSource | None:
+    logger: Any = frame.f_locals.get("self")
+    if not isinstance(logger, logging.Logger):
+        return None
+    return Question(("logger", id(logger)), partial(_level, logger)).place(f"the level of logger {logger.name}")
+
+
+def _level(logger: logging.Logger) -> tuple[int, int, bool]:
+    return logging.Logger.getEffectiveLevel(logger), logger.manager.disable, logger.disabled
+
+
+def _of_signal(frame: FrameType) -> GuardSource | None:
+    number: Any = frame.f_locals.get("signalnum")
+    return setting(f"signal.getsignal({number!r})", partial(signal.getsignal, number))
+
+
+def _of_numpy(_: FrameType) -> GuardSource | None:
+    return setting("numpy.geterr()", numpy.geterr)
+
+
+_QUESTIONS: dict[CodeType, Callable[[FrameType], GuardSource | None]] = {
+    type(os.environ).__getitem__.__code__: _of_variable,
+    type(os.environ).__iter__.__code__: _of_environment,
+    type(os.environ).copy.__code__: _of_environment,
+    abc.ABCMeta.__instancecheck__.__code__: _of_instance,
+    abc.ABCMeta.__subclasscheck__.__code__: _of_subclass,
+    logging.Logger.isEnabledFor.__code__: _of_logger,
+    logging.Logger.getEffectiveLevel.__code__: _of_logger,
+    signal.getsignal.__code__: _of_signal,
+    numpy.geterr.__code__: _of_numpy,
+}
+
+
+def is_asked(code: CodeType) -> bool:
+    """Whether a function of Python answers a question about the process."""
+    return code in _QUESTIONS
+
+
+def asked(frame: FrameType) -> GuardSource | None:
+    """What a call of such a function is asked; None if the model's code is not the one that asks."""
+    return None if model_frame(frame.f_back) is None else _QUESTIONS[frame.f_code](frame)
