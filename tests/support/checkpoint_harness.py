@@ -70,14 +70,14 @@ def values_of(outcomes):
 
 
 def _outcome(process, pipe, deadline):
-    process.join(max(0.0, deadline - time.monotonic()))
-    assert not process.is_alive(), "a rank hangs"
     value, error, classes = None, "ended without a word", []
-    try:
-        if pipe.poll():
+    try:  # before its end: a rank waits while the pipe is full
+        if pipe.poll(max(0.0, deadline - time.monotonic())):
             value, error, classes = pipe.recv()
     except EOFError:
         pass
+    process.join(max(0.0, deadline - time.monotonic()))
+    assert not process.is_alive(), "a rank hangs"
     return Outcome(value, error, classes, process.exitcode)
 
 

@@ -125,7 +125,8 @@ def test_simple_chains_and_evaluation_need_no_buffers(num_stages):
         (evaluation(num_stages, placement, 4), False),
     ):
         programs = lower(schedule, channels, num_ranks=num_stages)
-        verify(programs, Expectation(channels, placement, num_stages, 4, trains), rendezvous=True)
+        assert len(programs) == num_stages
+        verify(programs, Expectation(channels, placement, num_stages, 4, trains), rendezvous=True)  # raises, or all is well
 
 
 def test_reduces_in_another_order_deadlock():

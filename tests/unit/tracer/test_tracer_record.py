@@ -322,7 +322,9 @@ def test_shape_rules_say_what_a_run_cannot():
 
 def test_custom_functions_work_inside_leaf_modules():
     model, args = Custom(), (torch.ones(2, 2),)
-    verify(record(model, args, leaf_modules=("square",)), model, args)
+    trace = record(model, args, leaf_modules=("square",))
+    assert [node.target for node in trace.nodes if node.kind is NodeKind.CALL_MODULE] == ["square"]
+    verify(trace, model, args)
 
 
 def test_marked_modules_are_leaves():
