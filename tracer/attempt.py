@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -26,7 +27,7 @@ from smpc.tracer.effects.torch_calls import tensors_in
 from smpc.tracer.effects.uncompiled import uncompiled
 from smpc.tracer.environment.frozen import AnyTensor, Frozen, freeze
 from smpc.tracer.environment.guarded import Guard, Names
-from smpc.tracer.environment.outside import OutsideRead
+from smpc.tracer.environment.outside import PARALLEL, OutsideRead
 from smpc.tracer.environment.reads import noting_reads
 from smpc.tracer.environment.state_changes import Leftovers, Survivors, UnsettledError, refusal
 from smpc.tracer.guards import Answers
@@ -141,11 +142,14 @@ def record_once(subject: Subject) -> Run:
             dtype = getattr(torch, autocast.dtype)
             stack.enter_context(torch.autocast(autocast.device_type, dtype, autocast.enabled))
         stack.enter_context(recorder.watch.active())
-        output = _called(recorder, subject, args, kwargs)
-        if recorder.watch.must_look_closely:
-            raise LookCloselyError
-        with torch._C.DisableTorchFunction():
-            run = _finished(model, recorder, output, submodules)
+        try:
+            output = _called(recorder, subject, args, kwargs)
+            if recorder.watch.must_look_closely:
+                raise LookCloselyError
+            with torch._C.DisableTorchFunction():
+                run = _finished(model, recorder, output, submodules)
+        except UntraceableError as error:
+            raise _cause(recorder, model, error) from error.__cause__
     for guard in run.guards:
         guard.value = None
     subject.sizes.forget()
@@ -167,6 +171,16 @@ def _called(recorder: Recorder, subject: Subject, args: tuple[Any, ...], kwargs:
         raise recorder.error(what, line=innermost_line(error), way_out=_CHECK_INPUTS) from error
     finally:
         subject.survivors.watch(recorder.fakes())
+
+
+def _cause(recorder: Recorder, model: nn.Module, error: UntraceableError) -> UntraceableError:
+    """The error, or that of the module whose work for other threads was not recorded."""
+    handed = next((read for read in recorder.reads.outside if read.what == PARALLEL), None)
+    if handed is None:
+        return error
+    return UntraceableError.inside(
+        model.get_submodule(handed.fqn), handed.fqn, handed.line, f"forward {handed.what}, whose code is not recorded"
+    )
 
 
 _Submodules = list[tuple[str, nn.Module, dict[str, nn.Module | None]]]
@@ -278,9 +292,12 @@ def _python_calls(recorder: Recorder) -> Iterator[None]:
 @contextmanager
 def _module_calls(recorder: Recorder) -> Iterator[None]:
     original, set_attribute = nn.Module.__call__, nn.Module.__setattr__
-    calls = recorder.reads.calls
+    calls, thread = recorder.reads.calls, threading.get_ident()
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return original(module, *args, **kwargs)  # see `smpc.tracer.environment.outside`
+
         def run() -> Any:
             calls.resume()
             try:
@@ -295,7 +312,8 @@ def _module_calls(recorder: Recorder) -> Iterator[None]:
             calls.resume()
 
     def noting(module: nn.Module, name: str, value: Any) -> None:
-        recorder.note_write(module, name, value)
+        if threading.get_ident() == thread:
+            recorder.note_write(module, name, value)
         set_attribute(module, name, value)
 
     nn.Module.__call__ = call  # type: ignore[method-assign]

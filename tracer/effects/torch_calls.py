@@ -81,6 +81,11 @@ def works_on_elements(func: Callable[..., Any]) -> bool:
     return getattr(func, "__name__", "") in _ON_ELEMENTS
 
 
+def is_of_memory(func: Callable[..., Any]) -> bool:
+    """Whether the function says where in memory a tensor is, which a fake does not know."""
+    return getattr(func, "__name__", "") in ("data_ptr", "untyped_storage", "storage", "_typed_storage")
+
+
 def is_of_real(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     """Whether the function gives the values of a tensor that is real, such as an attribute of a module."""
     is_real = bool(args) and isinstance(args[0], torch.Tensor) and not isinstance(args[0], FakeTensor)

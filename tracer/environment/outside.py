@@ -1,12 +1,13 @@
-"""What forward reads from outside the process: the clock, entropy, files.
+"""What forward reads from outside the process: the clock, entropy, files. What it hands to other threads, whose code nobody sees.
 
     the clock, entropy      a number that is another one in every run. Often only measured and logged: so the model is recorded once more,
                             and where both traces are the same, it does not matter
     files                   may hold something else in the next step
+    threads, processes      compute what is not recorded
 
-A module whose trace depends on one of them is called whole. Reads are seen as calls of C functions by code of the model, directly
-or through Python's standard library. What torch reads for itself, what loggers put in front of a line and what an import does is left
-out.
+A module whose trace depends on one of them is called whole, and so is one that hands work to others.
+Reads are seen as calls of C functions by code of the model, directly or through Python's standard library. What torch reads for itself,
+what loggers put in front of a line and what an import does is left out.
 """
 
 from __future__ import annotations
@@ -14,9 +15,13 @@ from __future__ import annotations
 import datetime
 import io
 import os
+import queue
+import threading
 import time
+from concurrent.futures.thread import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import FrameType
+from multiprocessing.process import BaseProcess
+from types import CodeType, FrameType
 from typing import Any
 
 from smpc.tracer.environment.reached import is_trusted
@@ -36,7 +41,16 @@ _FUNCTIONS: dict[Any, str] = {
     **dict.fromkeys((io.open, io.open_code), _FILE),
     **{getattr(os, name): _FILE for name in _OF_FILES if hasattr(os, name)},
 }
-_CONNECTED = frozenset({"sqlite3", "_socket", "socket", "select"})  # modules of types
+_CONNECTED = frozenset({"sqlite3", "_socket", "socket", "select", "_queue"})  # modules of types
+PARALLEL = "hands work to another thread or process"
+_PARALLEL: frozenset[CodeType] = frozenset(
+    function.__code__
+    for function in (
+        threading.Thread.start, threading.Condition.wait, queue.Queue.put, queue.Queue.get,
+        ThreadPoolExecutor.submit, BaseProcess.start,
+    )
+)  # fmt: skip
+_ALONE = frozenset({"torch", "smpc", "logging", "importlib", "_frozen_importlib", "warnings"})  # nothing of the model's
 _PASSING = ("torch.serialization", "numpy")  # read what they are told to
 _FOR_ITSELF = frozenset(
     {"torch", "smpc", "logging", "warnings", "importlib", "_frozen_importlib", "threading", "linecache", "traceback", "tokenize",
@@ -56,6 +70,23 @@ class OutsideRead:
     def is_of_files(self) -> bool:
         """Whether it may give something else in the next step, though a second run gives the same."""
         return self.what not in (_CLOCK, _ENTROPY)
+
+
+def is_parallel(code: CodeType) -> bool:
+    """Whether a function of Python hands work to another thread or process, or waits for one."""
+    return code in _PARALLEL
+
+
+def handed_over(frame: FrameType, fqn: str) -> OutsideRead | None:
+    """The call of such a function for the model's code; None if torch, a logger or an import has called it."""
+    origin = frame.f_back
+    while origin is not None and is_trusted(name := str(origin.f_globals.get("__name__", ""))):
+        if name.partition(".")[0] in _ALONE:
+            return None
+        origin = origin.f_back
+    if origin is None:
+        return None
+    return OutsideRead(fqn, f"{os.path.basename(origin.f_code.co_filename)}:{origin.f_lineno}", PARALLEL)
 
 
 def is_outside(function: Any) -> bool:

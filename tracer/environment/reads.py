@@ -35,6 +35,7 @@ from smpc.tracer.environment.asked import (
     is_question,
     question_of,
 )
+from smpc.tracer.environment.classes import TensorClasses
 from smpc.tracer.environment.frozen import (
     MISSING,
     AnyTensor,
@@ -48,7 +49,7 @@ from smpc.tracer.environment.frozen import (
     freeze_tensor,
 )
 from smpc.tracer.environment.guarded import BASES, CLASS, Guard, GuardSource, Names, hook_tables
-from smpc.tracer.environment.outside import OutsideRead, is_outside, model_frame, read_of
+from smpc.tracer.environment.outside import OutsideRead, handed_over, is_outside, is_parallel, model_frame, read_of
 from smpc.tracer.environment.reached import (
     CACHE,
     MUTABLE,
@@ -97,6 +98,7 @@ class Reads:
         self._names, self._run = names, run
         self._state = {id(tensor) for tensor in (*state.fakes, *state.originals.values())}
         self.calls = CallHook(self._called)
+        self.classes = TensorClasses(state.originals)
         self._hooks: list[Any] = []  # of the model's modules
         self.contents = Contents()
         self._guards: dict[tuple[int, Any], Guard] = {}
@@ -230,6 +232,8 @@ class Reads:
         code = frame.f_code
         if event == "call" and is_asked(code) and not _is_importing(frame):
             self._answer(asked(frame))
+        if event == "call" and is_parallel(code) and not self._run.is_unseen:
+            self.outside += filter(None, (handed_over(frame, self._run.context()),))
         if event != "call" or code in self._trusted:
             return
         if code not in self._codes and is_trusted(str(frame.f_globals.get("__name__", ""))):
@@ -251,6 +255,8 @@ class Reads:
             values = [local.get(name, MISSING) for name in code.co_freevars]
             called.free.append([(value, self._freeze(value, self.contents, False)) for value in values])
         self._globals_of(code, frame.f_globals, self._run.context())
+        if "type" in code.co_names:
+            self.classes.show_in(frame.f_globals)
 
     def _answer(self, place: GuardSource | None) -> None:
         """Notes what is about to be asked of the process."""
@@ -377,6 +383,7 @@ class Reads:
 
     def finish(self) -> list[Guard]:
         """The guards, with the closures and class attributes that were reached, and without what no code names."""
+        self.classes.end()
         for code, called in list(self._codes.items()):  # what was imported for the first time while it ran
             self._globals_of(code, called.namespace, "")
         self._behind_caches()
@@ -500,7 +507,8 @@ def noting_reads(reads: Reads, model: nn.Module) -> Iterator[None]:
     reads.of_model(model)
     nn.Module.__getattribute__ = reading  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with reads.classes.active():
+            yield
     finally:
         del nn.Module.__getattribute__
         reads.restore()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,7 +37,14 @@ from smpc.tracer.operations.opaque import WholeCall, fake_of, shape_rule
 from smpc.tracer.operations.probes import Probes
 from smpc.tracer.operations.values import UNTRACEABLE, Values, is_ctc, is_packed, run_ctc, run_packed
 from smpc.tracer.recording.nodes import Identities, NodeNames, parts_of, short_name
-from smpc.tracer.recording.untraceable import BUILD_WHOLE, CALL_WHOLE, UntraceableError, current_line, innermost_line
+from smpc.tracer.recording.untraceable import (
+    BUILD_WHOLE,
+    CALL_WHOLE,
+    UntraceableError,
+    current_line,
+    innermost_line,
+    is_users,
+)
 from smpc.tracer.regions import RegionLog, checkpoint_mark
 from smpc.tracer.state.fakes import FakeState
 from smpc.tracer.state.generators import HOLD_GENERATOR, Generators, generators_of
@@ -188,6 +196,8 @@ class Recorder(TorchFunctionMode):
             raise self.error(
                 f"torch.{getattr(func, '__name__', func)} is called under torch.vmap, torch.func.grad or the like"
             )
+        if torch_calls.is_of_memory(func) and is_users(sys._getframe(2)):
+            raise self.error(f"torch.Tensor.{func.__name__} says where a tensor is in memory")
         other = torch_calls.override(tuple(types))
         if other is not None:
             with self:

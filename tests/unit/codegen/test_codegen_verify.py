@@ -126,7 +126,9 @@ def test_simple_chains_and_evaluation_need_no_buffers(num_stages):
     ):
         programs = lower(schedule, channels, num_ranks=num_stages)
         assert len(programs) == num_stages
-        verify(programs, Expectation(channels, placement, num_stages, 4, trains), rendezvous=True)  # raises, or all is well
+        verify(
+            programs, Expectation(channels, placement, num_stages, 4, trains), rendezvous=True
+        )  # raises, or all is well
 
 
 def test_reduces_in_another_order_deadlock():

@@ -1,0 +1,123 @@
+"""What forward sees of the fakes that stand for tensors, and what it hands to other threads."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from smpc import compile_model
+from smpc.errors import TraceError
+from smpc.runtime import LoopbackRuntime
+from smpc.tracer import record
+from smpc.tracer.ir import NodeKind
+
+
+class Block(nn.Module):
+    """Applies a function to itself and its input."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(4, 4), function
+        self.register_buffer("buffer", torch.ones(4))
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def model_of(function):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), Block(function), nn.Linear(4, 4))
+
+
+def whole_modules(model):
+    nodes = record(model, (torch.ones(2, 4),)).nodes
+    return [node.target for node in nodes if node.kind is NodeKind.CALL_MODULE]
+
+
+def assert_equal_to_eager(model):
+    x = torch.randn(4, 4)
+    expected = model(x)
+    found = {}
+    runtime = LoopbackRuntime(model)
+    program = runtime.install(compile_model(model, (x,), pipeline_parallel_degree=2, microbatches=1))
+    runtime.run(program, [((x,), {})], lambda m, output: found.update({m: output.detach()}) or [], training=False)
+    assert torch.equal(found[0], expected)
+
+
+ASK_FOR_THE_CLASS = {
+    "type is": lambda block, x: x * (2 if type(x) is torch.Tensor else 3),
+    "type is, of what was computed": lambda block, x: x * (2 if type(block.linear(x)) is torch.Tensor else 3),
+    "type in": lambda block, x: x * (2 if type(x) in (torch.Tensor, nn.Parameter) else 3),
+    "type as a key": lambda block, x: x * {torch.Tensor: 2}.get(type(x), 3),
+    "the name of the type": lambda block, x: x * len(type(x).__name__),
+    "__class__": lambda block, x: x * (2 if x.__class__ is torch.Tensor else 3),
+    "a parameter": lambda block, x: x * (2 if type(block.linear.weight) is nn.Parameter else 3),
+    "a buffer": lambda block, x: x * (2 if type(block.buffer) is torch.Tensor else 3),
+    "what else type does": lambda block, x: (
+        x * (2 if isinstance(nn.Linear, type) and type("Made", (), {}).__name__ == "Made" else 3)
+    ),
+    "the type of a class": lambda block, x: x * (2 if type(nn.Linear) is type and issubclass(type, object) else 3),
+}
+
+
+@pytest.mark.parametrize("name", ASK_FOR_THE_CLASS)
+def test_fakes_have_the_class_of_what_they_stand_for(name):
+    model = model_of(ASK_FOR_THE_CLASS[name])
+    assert whole_modules(model) == []
+    assert_equal_to_eager(model)
+
+
+def test_afterwards_fakes_have_their_own_class_and_code_has_its_own_type():
+    record(model_of(ASK_FOR_THE_CLASS["__class__"]), (torch.ones(2, 4),))
+    record(model_of(ASK_FOR_THE_CLASS["type is"]), (torch.ones(2, 4),))
+    assert "type" not in globals()
+    assert "__class__" not in vars(FakeTensor)
+    with pytest.raises(TraceError):
+        record(Block(lambda block, x: type(x).nothing), (torch.ones(2, 4),))
+    assert "type" not in globals()
+    assert "__class__" not in vars(FakeTensor)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda block, x: x * (2 if x.data_ptr() == block.buffer.data_ptr() else 3),
+        lambda block, x: x * (2 if x.untyped_storage().data_ptr() == block.buffer.untyped_storage().data_ptr() else 3),
+    ],
+)
+def test_who_asks_where_a_tensor_is_in_memory_is_called_whole(function):
+    model = model_of(function)
+    assert whole_modules(model) == ["1"]
+    assert_equal_to_eager(model)
+    with pytest.raises(TraceError, match="says where a tensor is in memory"):
+        record(Block(function), (torch.ones(2, 4),))
+
+
+def in_a_thread(work):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+pool = ThreadPoolExecutor(1)
+IN_THREADS = {
+    "a number": lambda block, x: block.linear(x) * in_a_thread(lambda: 2.0),
+    "an operation": lambda block, x: block.linear(x) + in_a_thread(lambda: x * 2),
+    "a module": lambda block, x: in_a_thread(lambda: block.linear(x)),
+    "a write": lambda block, x: (h := block.linear(x), in_a_thread(lambda: h.mul_(2)), h + 1)[-1],
+    "a pool": lambda block, x: x + pool.submit(block.linear, x).result(),
+}
+
+
+@pytest.mark.parametrize("name", IN_THREADS)
+def test_who_hands_work_to_a_thread_is_called_whole(name):
+    model = model_of(IN_THREADS[name])
+    assert whole_modules(model) == ["1"]
+    assert_equal_to_eager(model)
+    with pytest.raises(TraceError, match="hands work to another thread"):
+        record(Block(IN_THREADS[name]), (torch.ones(2, 4),))
