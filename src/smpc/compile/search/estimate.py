@@ -31,7 +31,7 @@ from smpc.partitioner.graph.recompute import requested_regions
 from smpc.partitioner.memory.peak import distinct_state
 from smpc.partitioner.problem import FloatArray, Scale
 from smpc.partitioner.solvers.coarsen import chain_problem
-from smpc.tracer.ir import Node, NodeKind, Trace
+from smpc.tracer.ir import NodeKind, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +190,6 @@ def least_seconds(trace: Trace, costs: CostModel, exchanged: float = 0.0) -> Lea
         memory=((1.0, max(share for _, share in kernels.memory)),),
     )
     read = [sum(trace.node(name).kind is NodeKind.GET_ATTR for name in node.inputs) for node in trace.nodes]
-    weights = [
-        sum(_weight_bytes(trace.node(name)) for name in node.inputs) if node.flops else 0.0 for node in trace.nodes
-    ]
     reads, flops = np.asarray(read) > 0, np.asarray([node.flops > 0 for node in trace.nodes])
     arithmetic = replace(costs, kernels=best, accumulated=0.0, memory_bandwidth=math.inf)
     products = node_times(trace, arithmetic)
@@ -201,42 +198,31 @@ def least_seconds(trace: Trace, costs: CostModel, exchanged: float = 0.0) -> Lea
     others = (memory.forward + memory.backward)[~flops & ~reads].sum()
     launched = 2 * int((flops & reads).sum()) * kernels.launch
     is_fused = any(is_attention(node) for node in trace.nodes)
-    return Least(seconds, np.asarray(weights)[flops], float(others), exchanged, launched, is_fused)
-
-
-def _weight_bytes(node: Node) -> float:
-    """Bytes of a trained parameter; 0 of anything else."""
-    spec = node.spec
-    is_weight = node.kind is NodeKind.GET_ATTR and spec is not None and spec.requires_grad
-    return float(spec.num_bytes) if is_weight and spec is not None else 0.0
+    return Least(float(seconds.sum()), float(others), exchanged, launched, is_fused)
 
 
 @dataclass(frozen=True, slots=True)
 class Least:
     """Seconds of one microbatch that no rewrite gets below: those of products, of other operations, and of collectives' bytes.
 
-    weights: bytes of the parameters of each product. launched: of products with parameters alone, which are there however small they are.
+    launched: of products with parameters alone, which are there however small they are.
     is_fused: attention is one operation.
     """
 
-    products: FloatArray
-    weights: FloatArray
+    products: float
     others: float
     exchanged: float
     launched: float
     is_fused: bool
 
-    def of(self, times: float, tensor: int = 1, context: int = 1, rate: float = math.inf) -> float:
+    def of(self, times: float, tensor: int = 1, context: int = 1) -> float:
         """Seconds of a microbatch of so many times the size, shared by ranks that it is not shared by yet.
 
-        Context-parallel ranks compute a product whole, or a part of it each and then sum the gradients of its parameters, at `rate` bytes
-        a second. Where attention is made of several operations, they may have it as one: others do not count.
+        Where attention is made of several operations, context-parallel ranks may have it as one: others do not count.
         """
         others = self.others if self.is_fused or context == 1 else 0.0
-        whole = self.products * (times / tensor)
-        summed = 2 * (context - 1) / context * self.weights / tensor / rate
-        products = float(np.minimum(whole, whole / context + summed).sum())
-        return max(self.launched, products + (others + self.exchanged) * times / tensor / context)
+        seconds = self.products + others + self.exchanged
+        return max(self.launched, seconds * times / tensor / context)
 
 
 @dataclass(frozen=True, slots=True)

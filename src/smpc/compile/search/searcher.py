@@ -74,7 +74,7 @@ from smpc.compile.search.workloads import Load, Workloads
 from smpc.compile.step import Around, Sharding, StepParts, step_parts
 from smpc.errors import CodegenError, ConfigError, MemoryLimitError, PartitionError
 from smpc.mesh import Axis
-from smpc.partitioner.costs.collectives import Kind, bandwidth, collective_time
+from smpc.partitioner.costs.collectives import bandwidth
 from smpc.partitioner.costs.cost import node_times
 from smpc.partitioner.costs.description import Device, Group
 from smpc.partitioner.costs.device import find_device
@@ -265,13 +265,12 @@ class _Searcher:
                 (item.forward_bytes + item.backward_bytes) / bandwidth(group, self.setting.device)
                 for collectives, group in exchanges
                 for item in collectives
-                if not item.overlaps and known.context == 1  # which sends gradients of parameters as well
+                if not item.overlaps
             )
             options = PipelineOptions(1, device=self.setting.device)
             self.leasts[key] = least_seconds(self.loads.traced(known).trace, options.cost_model, sent)
         amount = shape.microbatch_size / known.size
-        rate = bandwidth(Group.of(shape.mesh, Axis.CP, self.setting.device), self.setting.device)
-        one = self.leasts[key].of(amount, tensor, context, rate)
+        one = self.leasts[key].of(amount, tensor, context)
         bound = shape.microbatches * one / shape.pipeline_parallel_degree * (1.0 + self._place(shape).slowdown)
         state = self.base["model"].state
         split = shape.tensor_parallel_degree * shape.expert_parallel_degree * shape.pipeline_parallel_degree
@@ -379,10 +378,6 @@ class _Searcher:
             else:
                 amount, parts = load.size / self.base_load.size, tensor * candidate.expert_parallel_degree
                 plain = base.scaled(amount / tensor / context, amount / context, 1 / parts)
-                device = self.setting.device
-                group = Group.of(candidate.mesh, Axis.CP, device)  # whose ranks sum their gradients for each microbatch
-                summed = collective_time(Kind.ALL_REDUCE, plain.state.gradients, group, device)
-                plain = plain.longer(summed)
         if candidate.recompute != "model":
             modules = self.again[candidate.recompute]
             before = plain.activation_bytes

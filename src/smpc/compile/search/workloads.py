@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from smpc.codegen.rewrite.context_parallel.rewrite import collectives_of
+from smpc.codegen.rewrite.context_parallel.rewrite import ContextPlan, collectives_of
 from smpc.compile.experts import experts_to_divide
 from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import ContextSharing, Sharing, rewrite_trace
@@ -116,7 +116,7 @@ class Workloads:
             trace,
             options,
             Sharing(load.tensor) if load.tensor > 1 else None,
-            context=ContextSharing(load.context) if load.context > 1 else None,
+            context=ContextSharing(load.context, ContextPlan(sums_later=True)) if load.context > 1 else None,
             experts=experts_to_divide(self.model, load.expert) if load.expert > 1 else (),
         )
         if found.sharded is not None and not found.sharded.layouts:
