@@ -247,8 +247,8 @@ class _Writer:
         )
 
     def _takes_slices(self, call: ModuleCall) -> bool:
-        """Whether a module that computes what every rank computes is given slices of a sequence, of which it may ask for the length."""
-        given = references(call.argument_leaves) if self.axis == CONTEXT and call.first < call.last else ()
+        """Whether a module that computes what every rank computes is given slices, of which it may ask for the size."""
+        given = references(call.argument_leaves) if call.first < call.last else ()
         return any(self.own.get(name, REPLICATED).kind is Kind.SHARDED for name in given)
 
     # -- nodes ---------------------------------------------------------------------------------------------------------

@@ -211,6 +211,28 @@ def test_models_without_annotations(make, degree):
     check(make, degree)
 
 
+class Widths(nn.Module):
+    """Numbers for every feature, of which it asks for the number alone."""
+
+    def forward(self, hidden):
+        return torch.arange(hidden.shape[-1], dtype=hidden.dtype) / hidden.shape[-1]
+
+
+class Weighed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.widths, self.down = nn.Linear(HIDDEN, 8 * HIDDEN), Widths(), nn.Linear(8 * HIDDEN, HIDDEN)
+
+    def forward(self, hidden):
+        hidden = self.up(hidden)
+        return self.down(torch.tanh(hidden + self.widths(hidden))).square().mean()
+
+
+def test_a_module_that_asks_for_the_width_alone_is_not_called_with_a_slice():
+    """Nothing inside of it differs between ranks, so it was called as it is, and gave the numbers of half of the features."""
+    check(lambda: (Weighed(), {"hidden": torch.randn(BATCH, HIDDEN)}), 2)
+
+
 def functions_of(module):
     return [item.function for item in module.rewritten.collectives if item.forward_bytes]
 
