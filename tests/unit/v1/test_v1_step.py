@@ -1,6 +1,7 @@
 """`smp.step` in one process, against the same microbatches in plain PyTorch."""
 
 import copy
+import traceback
 
 import pytest
 import torch
@@ -232,3 +233,16 @@ def test_loss_backward_in_a_pipeline_is_refused():
     torch.autograd.backward(*zip(*tail.roots, strict=True))
     expected = torch.autograd.grad(layer(torch.ones(1, 3)).sum(), layer.bias)[0] / 2
     assert torch.equal(layer.bias.grad, expected)
+
+
+def test_an_error_of_the_script_begins_with_its_line(model):
+    @smp.step
+    def step(model, x):
+        raise KeyError("a mistake of mine")
+
+    with pytest.raises(KeyError, match="a mistake of mine") as caught:
+        step(model, torch.randn(8, 4))
+    assert [frame.name for frame in traceback.extract_tb(caught.tb)] == [
+        "test_an_error_of_the_script_begins_with_its_line",
+        "step",
+    ]

@@ -3,7 +3,8 @@
 An error travels as a description: its class and text if it is one of smpc's, so that it is raised as the same class
 everywhere, with the script's line as a note; of any other exception the whole traceback, in a PeerError.
 
-A StepError is about the script, so its traceback has the lines of the script alone, without those of smpc and torch between them.
+A StepError is about the script, so its traceback has the lines of the script alone, without those of smpc and torch between them. That of
+an error that the script's own code raises begins with that code.
 """
 
 from __future__ import annotations
@@ -75,6 +76,14 @@ def user_part(trace: TracebackType | None) -> TracebackType | None:
     if _is_ours(trace):
         return rest
     return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+
+
+def from_script(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first frame of the script on; all of it where the script has none."""
+    rest = trace
+    while rest is not None and _is_ours(rest):
+        rest = rest.tb_next
+    return rest or trace
 
 
 def user_line(error: BaseException) -> str | None:

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from smpc.errors import CheckpointError, ConfigTypeError, NonFiniteLossError, StepError, UsageError
 from smpc.observe.observer import Watch
 from smpc.v1.session.state import Script, state
-from smpc.v1.session.step_errors import user_part
+from smpc.v1.session.step_errors import from_script, user_part
 from smpc.v1.steps.arguments import Arguments, StepBody
 from smpc.v1.steps.calls import ModelCalls, current_autocast
 from smpc.v1.steps.context import StepContext
@@ -61,8 +61,9 @@ class StepFunction:
         try:
             with state.acting(script):
                 return script.model.run_step(self._body, args, kwargs)
-        except StepError as error:
-            error.__traceback__ = user_part(error.__traceback__)
+        except Exception as error:
+            cut = user_part if isinstance(error, StepError) else from_script
+            error.__traceback__ = cut(error.__traceback__)
             raise
 
     def _script(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Script:
