@@ -54,6 +54,10 @@ class TensorClasses:
         self._type = _SeenAsType(_NAME, (type,), {"originals": originals})
         self._namespaces: list[dict[str, Any]] = []
 
+    def is_shown(self, value: Any) -> bool:
+        """Whether a value is what stands for Python's `type`."""
+        return value is self._type
+
     def show_in(self, namespace: dict[str, Any]) -> None:
         """Code with these globals is about to ask for types."""
         if _NAME not in namespace:

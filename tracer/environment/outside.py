@@ -41,7 +41,7 @@ _FUNCTIONS: dict[Any, str] = {
     **dict.fromkeys((io.open, io.open_code), _FILE),
     **{getattr(os, name): _FILE for name in _OF_FILES if hasattr(os, name)},
 }
-_CONNECTED = frozenset({"sqlite3", "_socket", "socket", "select", "_queue"})  # modules of types
+_CONNECTED = frozenset({"sqlite3", "_socket", "socket", "select"})  # modules of types
 PARALLEL = "hands work to another thread or process"
 _PARALLEL: frozenset[CodeType] = frozenset(
     function.__code__

@@ -339,7 +339,8 @@ class Reads:
         known = self._guards.get((id(place.holder), place.key))
         if known is not None:
             return known
-        if isinstance(value, FunctionType) and str(value.__module__).startswith("smpc.tracer."):
+        is_function = isinstance(value, FunctionType) and str(value.__module__).startswith("smpc.tracer.")
+        if is_function or self.classes.is_shown(value):
             return None  # ours, for the time of the recording
         if isinstance(value, _GETTERS) or any(value is getter for getter in _GETTERS):
             self._looks = True

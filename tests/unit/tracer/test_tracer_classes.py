@@ -12,7 +12,9 @@ from smpc import compile_model
 from smpc.errors import TraceError
 from smpc.runtime import LoopbackRuntime
 from smpc.tracer import record
+from smpc.tracer.attempt import Request
 from smpc.tracer.ir import NodeKind
+from smpc.tracer.record import record_guarded
 
 
 class Block(nn.Module):
@@ -67,6 +69,22 @@ ASK_FOR_THE_CLASS = {
 def test_fakes_have_the_class_of_what_they_stand_for(name):
     model = model_of(ASK_FOR_THE_CLASS[name])
     assert whole_modules(model) == []
+    assert_equal_to_eager(model)
+
+
+def test_two_functions_of_one_file_may_ask():
+    """The second found what stands for `type` among its globals, and a guard put it back there."""
+
+    def also(x):
+        return 2 if type(x) is torch.Tensor else 3
+
+    def both(block, x):
+        return x * also(x) * (2 if type(x) is torch.Tensor else 3)
+
+    model = model_of(both)
+    recording = record_guarded(model, Request((torch.ones(2, 4),), {}))
+    assert "type" not in globals()
+    assert recording.environment.difference() is None
     assert_equal_to_eager(model)
 
 
