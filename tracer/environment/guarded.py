@@ -39,6 +39,7 @@ CLASS, CODE, BASES = (
     "__code__",
     "__mro__",
 )  # of an object, a function, a class: nothing counts the writes to these
+_IMMUTABLE, _ON_HEAP = 1 << 8, 1 << 9  # Py_TPFLAGS_IMMUTABLETYPE, Py_TPFLAGS_HEAPTYPE
 NAMES = ("__name__", "__qualname__")  # of a function or a class, alike
 _OF_CLASSES = frozenset(
     {"__abstractmethods__", "__annotations__", "__dict__", "__doc__", "__firstlineno__", "__module__", "__orig_bases__",
@@ -89,7 +90,7 @@ class GuardSource:
     def write(self, value: Any) -> None:
         """Puts a value there, or takes it away. The base classes of a class stay what they are: their guard does not hold then."""
         holder = self.holder
-        if self.key == BASES or self.is_answer:
+        if self.key == BASES or self.is_answer or _is_immutable(holder):
             return
         if isinstance(holder, CellType):
             holder.cell_contents = value
@@ -102,6 +103,11 @@ class GuardSource:
             delattr(holder, self.key)
         else:
             setattr(holder, self.key, value)
+
+
+def _is_immutable(value: Any) -> bool:
+    """Whether it is a class that Python lets nobody write into; some of C give another object whenever they are asked."""
+    return isinstance(value, type) and bool(value.__flags__ & _IMMUTABLE or not value.__flags__ & _ON_HEAP)
 
 
 @dataclass(slots=True, eq=False)

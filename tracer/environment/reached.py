@@ -85,7 +85,8 @@ class Reached:
             if isinstance(value, FunctionType):
                 for name in (name for name in _OF_FUNCTION if name in used and not is_trusted(str(value.__module__))):
                     yield from self._one(
-                        GuardSource(value, name, f"{name} of {value.__qualname__}"), getattr(value, name)
+                        GuardSource(value, name, f"{name} of {value.__qualname__}", is_answer=True),
+                        getattr(value, name),
                     )
                 yield from self._of_function(value)
             elif isinstance(value, ModuleType):
@@ -155,10 +156,12 @@ class Reached:
             if issubclass(base, torch.autograd.Function):
                 continue
             for name, value in list(vars(base).items()):
-                if name in used or (is_special(name) and isinstance(value, FunctionType)):
+                if name not in NAMES and (name in used or (is_special(name) and isinstance(value, FunctionType))):
                     yield from self._one(GuardSource(base, name, f"{base.__qualname__}.{name}"), value)
             for name in (name for name in NAMES if name in used):
-                yield from self._one(GuardSource(base, name, f"{name} of {base.__qualname__}"), getattr(base, name))
+                yield from self._one(
+                    GuardSource(base, name, f"{name} of {base.__qualname__}", is_answer=True), getattr(base, name)
+                )
 
     def _one(self, place: GuardSource, value: Any) -> Iterator[Guard]:
         if (id(place.holder), place.key) in self._known:

@@ -12,6 +12,7 @@ import mmap
 import multiprocessing
 import operator
 import os
+import re
 import signal
 import sqlite3
 import string
@@ -224,4 +225,12 @@ def test_answers_that_nobody_asked_for_do_not_count(monkeypatch):
     monkeypatch.setattr(logging.getLogger("smpc.test"), "level", logging.ERROR)
     monkeypatch.setattr(math, "sqrt", lambda value: 7.0)
     monkeypatch.chdir("/")
+    assert environment.difference() is None
+
+
+def test_names_of_classes_that_cannot_be_written_stay():
+    """Those of C give another string, equal to the last, whenever they are asked."""
+    zero = decimal.Decimal(0)
+    holder = types.SimpleNamespace(matcher=re.compile("a"), number=zero, array=numpy.float64(1.0), made=Named)
+    environment = recorded(lambda x: x * len(type(holder.number).__name__ + holder.made.__name__)).environment
     assert environment.difference() is None
