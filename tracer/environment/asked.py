@@ -1,6 +1,6 @@
 """What the process answers when the model's code asks Python, numpy or torch about it: each answer is guarded.
 
-    torch.get_default_dtype(), os.getcwd()                     a setting
+    torch.get_default_dtype(), os.getcwd()                    a setting
     os.environ["SCALE"]                                       an environment variable
     isinstance(layer, Sparse), with an ABC                    `Sparse.register` may say otherwise later
     Base.__subclasses__()                                     another class may be derived

@@ -265,7 +265,8 @@ class _Searcher:
                 (item.forward_bytes + item.backward_bytes) / bandwidth(group, self.setting.device)
                 for collectives, group in exchanges
                 for item in collectives
-                if not item.overlaps
+                # Where sequences are shared, gradients of parameters that are used whole as well do not grow with the microbatch.
+                if not item.overlaps and known.context == 1
             )
             options = PipelineOptions(1, device=self.setting.device)
             self.leasts[key] = least_seconds(self.loads.traced(known).trace, options.cost_model, sent)
