@@ -11,6 +11,8 @@ from support.checkpoint_harness import peak_of
 from support.executor_harness import run_workers
 from support.trainer_cases import Block, Classifier, Net, classifier, eager, everything, trainer
 from torch import distributed, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from smpc.composer import ComposerModel, Trainer
 from smpc.errors import ConfigError, ConfigUnsupportedError
@@ -129,7 +131,10 @@ def _wide(count, rows, is_meta=False):
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def monolith(rank, folder, count, rows):
+SLICED = {"tensor_parallel_degree": 2, "layer_plan": {"model.*": ColwiseParallel(output_layouts=Replicate())}}
+
+
+def monolith(rank, folder, count, rows, parallelism):
     _place(rank)
     ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is freed goes back, and is not kept for later
     for name, size in (("small", 4), ("large", rows)):
@@ -145,17 +150,22 @@ def monolith(rank, folder, count, rows):
     def load(name, size):
         model, optimizer = _wide(count, size, is_meta=rank > 0)
         path = str(folder / name)
-        found.append(Trainer(model=model, optimizers=optimizer, device="cpu", fsdp_config=ALONE, load_path=path))
+        given = {"parallelism_config": {"fsdp": ALONE, **parallelism}, "load_path": path}
+        found.append(Trainer(model=model, optimizers=optimizer, device="cpu", **given))
 
     load("small", 4)  # what is imported and kept once
     return peak_of(lambda: load("large", rows))
 
 
-@pytest.mark.parametrize("rows", [2048, pytest.param(16384, marks=pytest.mark.slow)])
-def test_memory_of_a_monolith(tmp_path, rows):
+@pytest.mark.parametrize(
+    ("rows", "parallelism"),
+    [(2048, {}), (2048, {"tp": SLICED}), pytest.param(16384, {}, marks=pytest.mark.slow)],
+    ids=["parts", "slices", "large"],
+)
+def test_memory_of_a_monolith(tmp_path, rows, parallelism):
     """Weights and both moments: the others' peak is their part, the largest tensor, and 5%."""
     count, tensor = 8, rows * 1024 * 4
-    _, *others = run_workers(monolith, 2, tmp_path, count, rows)
+    _, *others = run_workers(monolith, 2, tmp_path, count, rows, parallelism)
     part = 3 * count * tensor / 2
     for peak in others:
         print(f"part {part / 1e6:.1f} MB, largest tensor {tensor / 1e6:.1f} MB, peak {peak / 1e6:.1f} MB")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.executor_harness import run_workers
-from support.trainer_cases import Block, Classifier, classifier, eager, everything, trainer
+from support.trainer_cases import Block, Classifier, FullMemory, classifier, dataset, eager, everything, trainer
 from torch import distributed, nn
 
 from smpc.composer import readers
@@ -87,27 +87,6 @@ def test_space_and_time(tmp_path, world):
             torch.testing.assert_close(values, expected, rtol=1e-5, atol=2e-6)
 
 
-class FullMemory:
-    """Fails where more than `most` samples run, on one rank, in forward or in backward."""
-
-    def __init__(self, where, most, rank):
-        self.where, self.most, self.rank, self.failures = where, most, rank, 0
-
-    def __call__(self, module, inputs, output):
-        if len(output) <= self.most or distributed.get_rank() != self.rank:
-            return
-        if self.where == "forward":
-            self._fail()
-        output.register_hook(lambda gradient: self._fail())
-        return
-
-    def _fail(self):
-        self.failures += 1
-        if self.failures % 2:
-            raise torch.OutOfMemoryError("CUDA out of memory (pretended)")
-        raise RuntimeError("CUDA error: out of memory (pretended)")
-
-
 AUTOMATIC = {
     "replicas": {},
     **{name: STRATEGIES[name] for name in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD", "recomputed")},
@@ -167,8 +146,10 @@ def refusals(rank, folder):
     junk = folder / "junk.pt"
     junk.write_bytes(b"no checkpoint")
     alone = {"sync_module_states": True, "load_monolith_rank0_only": True}
+    wider = classifier()
+    wider.model.head = nn.Linear(8, 5)
     other = classifier()
-    other.model.fsdp_wrap_fn = lambda module: {"sharding_strategy": "NO_SHARD"}
+    other.model.fsdp_wrap_fn = lambda module: {"sharding_strategy": "NO_SHARD"} if module is other.model.head else False
     cases = (
         (
             StepError,
@@ -184,6 +165,18 @@ def refusals(rank, folder):
         (ConfigUnsupportedError, "sharding_strategy NO_SHARD beside FULL_SHARD", {"model": other, "fsdp_config": {}}),
         (CheckpointError, "junk.pt", {"load_path": str(junk), "fsdp_config": alone}),
         (CheckpointError, "no checkpoint at", {"load_path": str(folder / "absent")}),
+        (ConfigError, "max_duration: '1ba' on rank 0, '2ba' on rank 1", {"max_duration": f"{rank + 1}ba"}),
+        (ConfigError, "eval_dataloader: one on rank 0, none on rank 1", {"eval_dataloader": None if rank else [()]}),
+        (
+            ConfigError,
+            "{'mixed_precision': 'FULL'} on rank 0, {'mixed_precision': 'PURE'}",
+            {"fsdp_config": {"mixed_precision": ("FULL", "PURE")[rank]}},
+        ),
+        (
+            ConfigError,
+            "head.weight: torch.float32 (4, 8) on rank 0, torch.float32 (5, 8) on rank 1",
+            {"model": wider if rank else classifier()},
+        ),
     )
     for error, says, options in cases:
         try:
@@ -194,7 +187,7 @@ def refusals(rank, folder):
 
 
 def test_what_is_refused_on_all_ranks(tmp_path):
-    assert run_workers(refusals, 2, tmp_path) == [[True] * 6] * 2
+    assert run_workers(refusals, 2, tmp_path) == [[True] * 10] * 2
 
 
 SHARDED = {"state_dict_type": "sharded", "sharded_ckpt_prefix_dir": "ba{batch}-shards"}
@@ -350,3 +343,86 @@ def test_units_in_groups_of_their_own(tmp_path, group):
     assert not all(torch.equal(tensor, same) for tensor, same in zip(one, other, strict=True))
     assert all(torch.equal(tensor, same) for tensor, same in zip(shared, again, strict=True))
     assert f"unit model.blocks.1: {'self' if group == 'self' else '[0]'}" in Path(tmp_path / "0.log").read_text()
+
+
+def pairs(rank, folder):
+    _place(rank)
+    groups = [distributed.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))]
+    own = groups[rank // 2], groups[2 + rank % 2]
+    found = {}
+    for name, pair in {
+        "names": ("set2", "mod2"),
+        "lists": ([rank // 2 * 2, rank // 2 * 2 + 1], "mod2"),
+        "groups": own,
+    }.items():
+        made = trainer(2, fsdp_config={"process_group": pair}, save_folder=str(folder / name), save_interval="2ba")
+        made.fit()
+        found[name] = everything(made), made.state.model.model.blocks[0].up.weight.to_local().numel()
+    hybrid = {"sharding_strategy": "HYBRID_SHARD", "data_parallel_shard_degree": 2}
+    resumed = trainer(2, fsdp_config=hybrid, load_path=str(folder / "names" / "latest-rank0.pt"))
+    made = trainer(2, fsdp_config=hybrid)
+    made.fit()
+    with pytest.raises(
+        ConfigError, match=r"make a grid, found shards \[0, 1\], \[2, 3\] and replicas \[0, 1\], \[2, 3\]"
+    ):
+        trainer(2, fsdp_config={"process_group": ("set2", "set2")})
+    return found, everything(resumed), everything(made)
+
+
+def test_shards_and_replicas_as_a_pair_of_groups(tmp_path):
+    """What HYBRID_SHARD has; all ranks are in one grid, so that it can be saved."""
+    for found, resumed, expected in run_workers(pairs, 4, tmp_path):
+        for values, held in found.values():
+            assert torch.equal(values, expected)
+            assert held == 16 * 8 / 2
+        assert torch.equal(resumed, expected)
+
+
+class Listed(Classifier):
+    """Lists and dictionaries of modules are direct children."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.heads = self.model.blocks, nn.ModuleDict({"a": nn.ModuleList([self.model.head])})
+        del self.model
+
+    def forward(self, batch):
+        x = batch[0]
+        for block in self.blocks:
+            x = block(x)
+        return self.heads["a"][0](x)
+
+
+def listed(rank, folder):
+    _place(rank)
+    torch.manual_seed(0)
+    made = trainer(4, model=Listed(), fsdp_config={})
+    made.fit()
+    assert made.state.model.blocks[0].up.weight.to_local().numel() == 64
+    return everything(made)
+
+
+def test_lists_of_modules_are_looked_through(tmp_path):
+    for values in run_workers(listed, 2, tmp_path):
+        assert torch.equal(values, eager(2, 4))
+
+
+def evaluations(rank, folder):
+    _place(rank)
+    batches = [tuple(tensor[first : first + 4] for tensor in dataset().tensors) for first in (0, 4, 8)]
+    own = batches[:2] if rank == 0 else batches[2:]
+    found = []
+    for options in ({}, {"fsdp_config": {}}):
+        made = trainer(4, eval_dataloader=own, **options)
+        found += [made.eval(), made.eval()]
+    with pytest.raises(ConfigError, match="expected at least one batch on every rank, found none on rank 1"):
+        trainer(4, eval_dataloader=own if rank == 0 else [], fsdp_config={}).eval()
+    return found
+
+
+def test_evaluations_of_unequal_length(tmp_path):
+    """The mean over all samples, sharded or not."""
+    model, (inputs, labels) = classifier(), (tensor[:12] for tensor in dataset().tensors)
+    expected = model.loss(model((inputs,)), (inputs, labels)).item()
+    for found in run_workers(evaluations, 2, tmp_path):
+        assert found == pytest.approx([expected] * 4, rel=1e-5)

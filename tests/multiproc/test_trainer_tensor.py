@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from support.executor_harness import run_workers
-from support.trainer_cases import Classifier, classifier, dataset, eager, everything
+from support.trainer_cases import Classifier, FullMemory, classifier, dataset, eager, everything
 from torch import distributed, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInputOutput, RowwiseParallel
@@ -141,6 +141,73 @@ def test_the_norm_of_slices_and_of_what_is_whole(tmp_path):
         assert norm == pytest.approx(float(expected), rel=1e-5)
 
 
+def _full(where):
+    """A model that fails on rank 1, where more than one sample runs."""
+    model = classifier()
+    block = model.model.blocks[1]
+    (block.up if where == "inside of slices" else block).register_forward_hook(
+        FullMemory("backward" if where == "backward" else "forward", 1, 1)
+    )
+    return model
+
+
+def automatic(rank, folder, where):
+    _place(rank)
+    found = {}
+    for name, fsdp in STRATEGIES.items():
+        values = []
+        for model, size in ((_full(where), "auto"), (classifier(), 1)):
+            made = _trainer(
+                4, {"fsdp": fsdp, "tp": _tensor()}, model, device_train_microbatch_size=size, max_duration="1ba"
+            )
+            made.fit()
+            values.append(everything(made))
+            assert made.state.device_train_microbatch_size == 1
+        found[name] = torch.equal(*values)
+    return found
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "inside of slices"])
+def test_out_of_memory_on_one_rank_of_slices(tmp_path, where):
+    """The ranks that wait for its slices take the smaller size with it, and all have the bits of one that was given from the start."""
+    for found in run_workers(automatic, 4, tmp_path, where):
+        assert found == dict.fromkeys(STRATEGIES, True)
+
+
+def _dropped_on(device):
+    torch.manual_seed(0)
+    with torch.device(device):
+        return Dropped()
+
+
+def values_of_rank_0(rank, folder):
+    _place(rank)
+    found, elsewhere = [], "meta" if rank else "cpu"
+    for fsdp in STRATEGIES.values():
+        for device in ("cpu", elsewhere):
+            model = _dropped_on(device)
+            given = fsdp | {"sync_module_states": True, "ignored_modules": [model.model.head]}
+            made = _trainer(4, {"fsdp": given, "tp": _tensor()}, model, max_duration="2ba", seed=1)
+            assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+            made.fit()
+            found.append(everything(made))
+    made.save_checkpoint(str(folder / "whole.pt"))
+    made.fit("2ba")
+    alone = {"sync_module_states": True, "load_monolith_rank0_only": True}
+    path = {"load_path": str(folder / "whole.pt")}
+    other = _trainer(4, {"fsdp": alone, "tp": _tensor()}, _dropped_on(elsewhere), **path)
+    other.fit()
+    return found, everything(made), everything(other)
+
+
+def test_slices_of_values_that_rank_0_alone_has(tmp_path):
+    """As if every rank had had them; and resumed from a file that rank 0 alone reads."""
+    for found, end, resumed in run_workers(values_of_rank_0, 4, tmp_path):
+        for wanted, values in zip(found[::2], found[1::2], strict=True):
+            assert torch.equal(values, wanted)
+        torch.testing.assert_close(resumed, end)
+
+
 def refusals(rank, folder):
     _place(rank)
     tied = classifier()
@@ -155,14 +222,16 @@ def refusals(rank, folder):
     )
     stranger = _tensor(2, {"model.block.up": ColwiseParallel()})
     parting = _tensor(2, {"model.blocks.0.up": ColwiseParallel(), "model.blocks.0.down": RowwiseParallel()})
-    alone = {"sync_module_states": True, "load_monolith_rank0_only": True}
+    expert = classifier()
+    expert.model.fsdp_wrap_fn = lambda module: {"process_group": "self"} if module is expert.model.head else False
+    sharded_already = {"auto_wrap": False}
     cases = (
         (ConfigError, "expected a divisor of the 2 processes", {}, {"tp": _tensor(3)}),
         (ConfigError, "layer_plan: expected names of modules, found 'model.block.up'", {}, {"tp": stranger}),
         (ConfigUnsupportedError, "blocks.0.up.weight and model.blocks.1.up.weight are one parameter", {"model": tied}, {"tp": parting}),
-        (ConfigError, "expected no tp beside it", {}, {"tp": _tensor(), "fsdp": alone}),
+        (ConfigUnsupportedError, "auto_wrap: False is not supported", {}, {"tp": _tensor(), "fsdp": sharded_already}),
+        (ConfigUnsupportedError, "process_group: units in groups", {"model": expert}, {"tp": _tensor(), "fsdp": {}}),
         (ConfigUnsupportedError, "process_group: units in groups", {}, {"tp": _tensor(), "fsdp": {"process_group": "self"}}),
-        (ConfigUnsupportedError, "'auto' is not supported beside tp", {"device_train_microbatch_size": "auto"}, {"tp": _tensor()}),
         (ConfigError, "batch: expected the same one on ranks 0, 1", {"train_dataloader": others}, {"tp": _tensor()}),
         (ConfigError, "expected a sampler of replica 0 of 1", {"degree": 1}, {"tp": _tensor()}),
         (StepError, "expected equal gradients on all ranks", {}, {"tp": _tensor(2, {"model.blocks.1": scattered})}),

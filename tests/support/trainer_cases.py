@@ -1,7 +1,7 @@
 """A small model for the Trainer, its data, and what one process makes of it without any of smpc."""
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from smpc import dist
@@ -48,6 +48,27 @@ class Classifier(ComposerModel):
 
     def loss(self, outputs, batch):
         return nn.functional.cross_entropy(outputs, batch[1])
+
+
+class FullMemory:
+    """Fails where more than `most` samples run, on one rank, in forward or in backward."""
+
+    def __init__(self, where, most, rank):
+        self.where, self.most, self.rank, self.failures = where, most, rank, 0
+
+    def __call__(self, module, inputs, output):
+        if len(output) <= self.most or distributed.get_rank() != self.rank:
+            return
+        if self.where == "forward":
+            self._fail()
+        output.register_hook(lambda gradient: self._fail())
+        return
+
+    def _fail(self):
+        self.failures += 1
+        if self.failures % 2:
+            raise torch.OutOfMemoryError("CUDA out of memory (pretended)")
+        raise RuntimeError("CUDA error: out of memory (pretended)")
 
 
 def dataset(count=NUM_SAMPLES):

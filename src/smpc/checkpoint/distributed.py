@@ -9,7 +9,8 @@ level itself has the kind "model". An optimizer's state is written as torch's `g
     {"optimizer": {"state": {parameter: {key: tensor}}, "param_groups": [...]}}     kind "optimizer", name "parameter::key";
                                                                                    metadata["optimizer"]["param_groups"]
 
-A Trainer's folder, with {"state": {"model": {...}, "optimizers": {class: {"state": ...}}}, "rng": ...}, is read as such a dict, too.
+A Trainer's folder, with {"state": {"model": {...}, "optimizers": {class: {"state": ...}}}, "rng": ...}, is read as such a dict, too; for
+where its groups are see `smpc.checkpoint.sources.trained`.
 Extra state of modules comes as `metadata["extra_state"]`, other values that are no tensors as
 `metadata["torch.distributed.checkpoint"]`, by key.
 
@@ -42,12 +43,14 @@ from smpc.checkpoint.sources.distributed_metadata import Described, Stored, read
 from smpc.checkpoint.sources.export import new_path
 from smpc.checkpoint.sources.renamed_source import with_tied
 from smpc.checkpoint.sources.sources import Item, Source
+from smpc.checkpoint.sources.trained import groups_of
 from smpc.errors import CheckpointError
 
 METADATA = ".metadata"
 OTHERS = "torch.distributed.checkpoint"  # key in metadata of the values that are no tensors
 _OWN = "smpc_metadata"  # key of our metadata in a folder that we write
 _STATE, _GROUPS = (OPTIMIZER, "state"), (OPTIMIZER, "param_groups")
+_TRAINED = "state.plain"  # key of what a Trainer's folder has as JSON
 _EXTRA = "_extra_state"  # what keys of torch's extra state end in
 
 
@@ -102,7 +105,7 @@ class DistributedSource:
         for key, entry in self._found.entries.items():
             if entry is None:
                 others[key] = self._load(key, ())
-                where[key] = paths.get(key, (key,))
+                where[key] = _untrained(paths.get(key, (key,)))
                 continue
             item = self._item(key, paths.get(key, (key,)), entry)
             self._keys[item.kind, item.name] = key
@@ -167,8 +170,8 @@ def _untrained(path: tuple[Any, ...]) -> tuple[Any, ...]:
     """The path of a tensor, where a Trainer has put model and optimizers below `state` (`smpc.composer`, mosaicml)."""
     if path[0] == "state" and len(path) > 2 and path[1] == "model":
         return path[1:]
-    if path[:2] == ("state", "optimizers") and path[3:4] == ("state",) and len(path) == 6:
-        return (*_STATE, *path[4:])
+    if path[:2] == ("state", "optimizers") and path[3:4] in (("state",), ("param_groups",)) and len(path) == 6:
+        return (_STATE[0], *path[3:])
     return path
 
 
@@ -187,6 +190,9 @@ def _known(others: dict[str, Any], where: Mapping[str, tuple[Any, ...]]) -> dict
             for part in path[1:-1]:
                 inner = inner.setdefault(part, {})
             inner[path[-1]] = others.pop(key)
+    groups = groups_of({"plain": others[_TRAINED]}) if _TRAINED in others else None
+    if groups is not None:
+        found[_GROUPS[0]] = {_GROUPS[1]: groups}
     return found | ({OTHERS: others} if others else {})
 
 

@@ -17,10 +17,12 @@ from smpc import dist
 from smpc.checkpoint.torch_format.places import is_url, place_of
 from smpc.composer.duration import Duration
 from smpc.composer.model import ComposerModel
+from smpc.composer.readers import find_checkpoint
 from smpc.composer.saving import named
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError, ConfigUnsupportedError
 from smpc.fsdp import FSDPConfig, TensorConfig, translate
-from smpc.fsdp.tensor import data_sizes
+from smpc.fsdp.meshes import check_name as check_group
+from smpc.fsdp.tensor import check_beside, data_sizes
 
 PRECISIONS = ("fp32", "amp_fp16", "amp_bf16")
 SYNC_STRATEGIES = ("single_auto_sync", "multi_auto_sync", "forced_sync")
@@ -82,6 +84,27 @@ class Training:
         return self.config is not None and self.config.state_dict_type == "sharded"
 
     @property
+    def is_sharded(self) -> bool | None:
+        """Whether what is loaded must be a folder; None for either."""
+        return None if self.config is None else self.is_sharded_on_disk
+
+    @property
+    def reads_alone(self) -> bool:
+        """Whether rank 0 reads checkpoints for all."""
+        return self.config is not None and self.config.load_monolith_rank0_only
+
+    def check_there(self, path: str) -> None:
+        """Raise CheckpointError if this rank is to read what is not there; no process group is needed."""
+        if self.reads_alone and dist.get_global_rank():
+            return
+        try:
+            find_checkpoint(path, self.is_sharded)
+        except CheckpointError:
+            raise
+        except Exception as error:  # of storage it may be of any class
+            raise CheckpointError(f"load_path {path!r}: {type(error).__name__}: {error}") from error
+
+    @property
     def save_planner(self) -> SavePlanner | None:
         """What plans them, if the script has a planner of its own."""
         return None if self.config is None else self.config.save_planner
@@ -94,7 +117,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """All of the Trainer's arguments that are not taken as they are."""
+    """All of the Trainer's arguments that are not taken as they are. `places`: of the run's checkpoints, and of the one that is loaded."""
 
     how: Training
     optimizer: torch.optim.Optimizer
@@ -104,6 +127,7 @@ class Arguments:
     eval_interval: Duration
     max_duration: Duration | None
     ignored: tuple[str, ...]
+    places: tuple[str | None, str | None]
 
 
 _FLAGS = (
@@ -162,6 +186,7 @@ def check(given: Mapping[str, Any], others: Mapping[str, Any]) -> Arguments:
         every["eval_interval"],
         end,
         ignored,
+        tuple(None if given[name] is None else os.fspath(given[name]) for name in ("save_folder", "load_path")),
     )
     return Arguments(*found)
 
@@ -193,12 +218,10 @@ def training_of(
         size = size or plan.microbatch_size
     config = None if fsdp is None else FSDPConfig.read(fsdp)
     if config is not None:
+        check_group(config.process_group)
         config.degrees(*data_sizes(1 if tensor is None else tensor.tensor_parallel_degree))
-    if tensor is not None and is_automatic:
-        raise ConfigUnsupportedError(
-            "device_train_microbatch_size: 'auto' is not supported beside tp: a rank without memory would leave the others in a collective "
-            "call; give a number"
-        )
+        if tensor is not None:
+            check_beside(config)
     return Training(config, tensor, kind, precision_of(precision, kind), size, is_automatic, clipping, scale)
 
 

@@ -16,6 +16,7 @@ import fnmatch
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -36,10 +37,12 @@ from smpc.checkpoint.torch_format.writer import Writer
 from smpc.composer import storage
 from smpc.composer.duration import Timestamp
 from smpc.composer.plain import decoded, encoded
-from smpc.composer.readers import Reader
+from smpc.composer.readers import ANY, Reader
 from smpc.composer.state import State
 from smpc.errors import CheckpointError
 from smpc.sharding.tensors import local, sharded_like, whole
+
+_OPTIMIZERS, _SCHEDULERS, _TIMESTAMP, _RNG = "state/optimizers", "state/schedulers", "state/timestamp", "rng"
 
 
 def _plain(state: State, groups: bool = True) -> dict[str, Any]:
@@ -53,7 +56,10 @@ def _plain(state: State, groups: bool = True) -> dict[str, Any]:
         "scale": None if state.scale is None else [state.scale.factor, state.scale.good, state.scale.bad],
         "schedulers": [_jsonable(scheduler.state_dict()) for scheduler in state.schedulers],
         "groups": [
-            {key: _jsonable(value) for key, value in group.items() if key != "params"}
+            {
+                key: [names[parameter] for parameter in value] if key == "params" else _jsonable(value)
+                for key, value in group.items()
+            }
             for group in (state.optimizer.param_groups if groups else ())
         ],
         "values": {
@@ -225,45 +231,64 @@ def load_model(state: State, reader: Reader, *, strict: bool, ignore: Sequence[s
     ]
     if wrong:
         raise CheckpointError("the checkpoint does not fit the model: " + "; ".join(wrong[:8]))
+    strangers = [
+        pattern
+        for pattern in ignore
+        if not any(fnmatch.fnmatch(f"state/model/{name}", pattern) for name in {*own, *there})
+        and not any(_is_left_out(part, [pattern]) for part in (_OPTIMIZERS, _SCHEDULERS, _TIMESTAMP, _RNG))
+    ]
+    if strangers:
+        warnings.warn(f"load_ignore_keys: nothing is called {', '.join(strangers[:8])}", stacklevel=4)
     reader.fill({f"model.{name}": target for name, target in targets.items()})
+
+
+def _is_left_out(part: str, ignore: Sequence[str]) -> bool:
+    """Whether patterns name a part of a checkpoint, or all below it."""
+    return any(fnmatch.fnmatch(part, each) for pattern in ignore for each in (pattern, pattern.removesuffix("/*")))
 
 
 def load_rest(state: State, reader: Reader, ignore: Sequence[str]) -> None:
     """The optimizer, the schedulers, how far the run has come, and random states. Collective if only rank 0 reads."""
     if not reader.plain.get("timestamp"):
-        raise CheckpointError(
-            "the checkpoint does not say how far a run has come; give load_weights_only=True for its weights"
+        if not any(name.startswith("optimizers.") for name in reader.shapes):
+            raise CheckpointError(
+                "the checkpoint does not say how far a run has come; give load_weights_only=True for its weights"
+            )
+        warnings.warn(
+            "the checkpoint has weights and an optimizer's state, and does not say how far a run has come: it begins at batch 0",
+            stacklevel=4,
         )
-    if not any(fnmatch.fnmatch("state/optimizers", pattern) for pattern in ignore):
+    if not _is_left_out(_OPTIMIZERS, ignore):
         _load_optimizer(state, reader)
-    for scheduler, saved in zip(state.schedulers, reader.plain.get("schedulers", ()), strict=False):
-        scheduler.load_state_dict(dict(saved))
-    state.timestamp = Timestamp(**reader.plain["timestamp"])
+    if not _is_left_out(_SCHEDULERS, ignore):
+        for scheduler, saved in zip(state.schedulers, reader.plain.get("schedulers", ()), strict=False):
+            scheduler.load_state_dict(dict(saved))
+    if not _is_left_out(_TIMESTAMP, ignore):
+        state.timestamp = Timestamp(**reader.plain.get("timestamp", {}))
     state.device_train_microbatch_size = state.device_train_microbatch_size or reader.plain.get("microbatch")
     state.best = reader.plain.get("best")
     if state.scale is not None and reader.plain.get("scale"):
         state.scale.factor, state.scale.good, state.scale.bad = reader.plain["scale"]
+    if _is_left_out(_RNG, ignore):
+        return
     rng = reader.rng(dist.get_global_rank())
     if rng is not None and reader.plain.get("world_size") == dist.get_world_size():
         restore_rng(_captured(rng))
-        state.begun = _captured(rng["begun"]) if rng.get("begun") else None
-        state.loader = decoded(rng.get("loader", "null"))
+        if not _is_left_out(_TIMESTAMP, ignore):
+            state.begun = _captured(rng["begun"]) if rng.get("begun") else None
+            state.loader = decoded(rng.get("loader", "null"))
 
 
 def _load_optimizer(state: State, reader: Reader) -> None:
     optimizer, kind = state.optimizer, type(state.optimizer).__name__
-    saved_kinds = {name.split(".")[1] for name in reader.shapes if name.startswith("optimizers.")}
+    saved_kinds = {name.split(".")[1] for name in reader.shapes if name.startswith("optimizers.")} - {ANY}
     if saved_kinds and saved_kinds != {kind}:
         raise CheckpointError(f"the optimizer: expected a checkpoint of {kind}, found {', '.join(sorted(saved_kinds))}")
-    groups = reader.plain.get("groups", ())
-    if groups and len(groups) != len(optimizer.param_groups):
-        raise CheckpointError(
-            f"the optimizer: expected {len(optimizer.param_groups)} groups of parameters, found {len(groups)}"
-        )
-    names = _parameter_names(state)
+    names, groups = _parameter_names(state), reader.plain.get("groups", ())
+    _check_groups([[names[p] for p in group["params"]] for group in optimizer.param_groups], groups)
     targets: dict[str, Tensor] = {}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        prefix = f"optimizers.{kind}.state.{names[parameter]}."
+        prefix = f"optimizers.{kind if saved_kinds else ANY}.state.{names[parameter]}."
         keys = [name.removeprefix(prefix) for name in reader.shapes if name.startswith(prefix)]
         values = {key: _room_for(parameter, reader.shapes[prefix + key]) for key in keys if "." not in key}
         targets |= {prefix + key: value for key, value in values.items()}
@@ -278,7 +303,21 @@ def _load_optimizer(state: State, reader: Reader) -> None:
     reader.fill(targets)
     for group, saved in zip(optimizer.param_groups, groups, strict=False):
         for key, value in saved.items():
-            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+            if key != "params":
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def _check_groups(own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Raise CheckpointError for options of other groups than the optimizer has."""
+    if saved and len(saved) != len(own):
+        raise CheckpointError(f"the optimizer: expected {len(own)} groups of parameters, found {len(saved)}")
+    for index, (names, group) in enumerate(zip(own, saved, strict=False)):
+        others = sorted(set(names) ^ set(group.get("params", names)))
+        if others:
+            raise CheckpointError(
+                f"the optimizer: expected group {index} to have the parameters that it had when it was saved; they differ in "
+                f"{', '.join(others[:5])}; make the optimizer as it was, or give load_ignore_keys=['state/optimizers']"
+            )
 
 
 def _room_for(parameter: Tensor, described: Tensor) -> Tensor:

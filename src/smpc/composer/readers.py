@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,6 +38,8 @@ from smpc.sharding.tensors import local, own_part
 
 _METADATA = ".metadata"
 _PREFIX = "state."
+_STATE, _MASTER = "optimizer.state.", ".master"  # in folders of other programs, and converted ones
+ANY = "*"  # in place of an optimizer's class, where a checkpoint does not say it
 _PLAIN_CLASSES: list[Any] = [  # in files of mosaicml's Trainer, beside tensors: times, versions, NumPy's random state
     datetime.timedelta, TorchVersion, np.ndarray, np.dtype, type(np.dtype(np.uint32)), np.empty(0).__reduce__()[0],
 ]  # fmt: skip
@@ -123,20 +126,20 @@ class FolderReader:
         self._prefix = (
             _PREFIX if any(name.startswith(_PREFIX) for name in entries) else ""
         )  # a script's own, or converted
-        self.shapes: Mapping[str, Tensor] = {
-            name.removeprefix(self._prefix): t for name, t in self._tensors.items() if name.startswith(self._prefix)
-        }
+        self._names = _trained(self._tensors, self._prefix)
+        self.shapes: Mapping[str, Tensor] = {name: self._tensors[key] for name, key in self._names.items()}
         self.plain: Mapping[str, Any] = {}
         if f"{_PREFIX}plain" in self._plain:
             self.plain = json.loads(self._values([f"{_PREFIX}plain"])[f"{_PREFIX}plain"])
-        elif self._prefix:
-            paths = {name: tuple(found.planner_data.get(name, name.split("."))) for name in self._plain}
-            known = [name for name, at in paths.items() if _is_known(at[1:])]
-            self.plain = _of_another({paths[name][1:]: value for name, value in self._values(known).items()}, path)
+        else:
+            paths = {name: _path(tuple(found.planner_data.get(name, name.split(".")))) for name in self._plain}
+            known = self._values([name for name, at in paths.items() if _is_known(at)])
+            values = {paths[name]: value for name, value in known.items()}
+            self.plain = _of_another(values, path) if self._prefix else {"groups": _groups(values)}
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """See Reader."""
-        state = {f"{self._prefix}{name}": target for name, target in targets.items()}
+        state = {self._names[name]: target for name, target in targets.items()}
         group = distributed.group.WORLD if distributed.is_initialized() else None
         if state:
             load_state(state, FolderFiles(self._path), Ranks(group), self._planner, same_keys=False)
@@ -165,6 +168,22 @@ class FolderReader:
         return state
 
 
+def _trained(keys: Iterable[str], prefix: str) -> dict[str, str]:
+    """The keys of a folder's tensors by the names that a Trainer has for them."""
+    names = {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
+    if prefix:
+        return names
+    state = {name.removeprefix(_STATE): key for name, key in names.items() if name.startswith(_STATE)}
+    found = {name: key for name, key in names.items() if not name.startswith(_STATE)}
+    for name, key in state.items():
+        of_model = f"model.{name.removesuffix(_MASTER)}"
+        if name.endswith(_MASTER) and of_model in found:  # of a half-precision parameter
+            found[of_model] = key
+        else:
+            found[f"optimizers.{ANY}.state.{name}"] = key
+    return found
+
+
 def _nested(state: Any) -> dict[tuple[Any, ...], Any]:
     """What is known of another Trainer's file, by path, as a folder has it."""
     found: dict[tuple[Any, ...], Any] = {
@@ -176,7 +195,14 @@ def _nested(state: Any) -> dict[tuple[Any, ...], Any]:
     return {path: value for path, value in found.items() if _is_known(path)}
 
 
+def _path(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of a value that is no tensor, as a Trainer has it below `state`."""
+    return ("optimizers", ANY, *path[1:]) if path[0] == "optimizer" else path[1:]
+
+
 def _is_known(path: tuple[Any, ...]) -> bool:
+    if path[-1:] == ("params",) and path[1:2] != (ANY,):  # mosaicml's names
+        return False
     if path[:2] == ("timestamp", "Timestamp"):
         return len(path) == 3 and path[2] in Timestamp.__dataclass_fields__
     return path[:1] == ("optimizers",) and path[2:3] == ("param_groups",) and len(path) == 5
@@ -184,52 +210,63 @@ def _is_known(path: tuple[Any, ...]) -> bool:
 
 def _of_another(found: Mapping[tuple[Any, ...], Any], path: str) -> dict[str, Any]:
     """What is plain in another Trainer's checkpoint, as ours has it; told."""
-    groups: dict[int, dict[str, Any]] = {}
-    for at, value in found.items():
-        if at[0] == "optimizers" and at[4] != "params":
-            groups.setdefault(int(at[3]), {})[str(at[4])] = value
     warnings.warn(
         f"{path} is another Trainer's: its random states, schedulers, callbacks and data loaders are not taken",
         stacklevel=2,
     )
     return {
         "timestamp": {at[2]: int(value) for at, value in found.items() if at[0] == "timestamp"},
-        "groups": [groups[index] for index in sorted(groups)],
+        "groups": _groups(found),
     }
 
 
-def open_checkpoint(path: str, *, sharded: bool | None, alone: bool, planner: LoadPlanner | None = None) -> Reader:
-    """A reader of a file or a folder, verified first. `sharded`: what the configuration says; None: either. Collective.
+def _groups(found: Mapping[tuple[Any, ...], Any]) -> list[dict[str, Any]]:
+    groups: dict[int, dict[str, Any]] = {}
+    for at, value in found.items():
+        if at[0] == "optimizers":
+            groups.setdefault(int(at[3]), {})[str(at[4])] = value
+    return [groups[index] for index in sorted(groups)]
 
-    `{rank}` in the path is 0, as rank 0 writes what it names; files of several ranks are of an old format, and a CheckpointError.
+
+def find_checkpoint(path: str, sharded: bool | None) -> tuple[str, bool]:
+    """Where a checkpoint is, behind links, and whether it is a folder; of this rank alone. Raises CheckpointError unless it is one.
+
+    `{rank}` in the path is 0, as rank 0 writes what it names; files of several ranks are of an old format. `sharded`: what the
+    configuration says; None: either.
     """
-    found: list[Any] = [None, False]
     template, path = path, path.replace("{rank}", "0")
+    other = template.replace("{rank}", "1")
+    if other != path and storage.exists(other) and not storage.is_folder(storage.followed(other)):
+        raise CheckpointError(
+            f"load_path {template!r}: checkpoints with a file for each rank, as torch 1.13 has them, are not read; convert them "
+            "with the version that wrote them"
+        )
+    if not storage.exists(path) and not os.path.islink(path):
+        raise CheckpointError(f"load_path: no checkpoint at {path}")
+    real = storage.followed(path)
+    if not storage.exists(real):
+        raise CheckpointError(f"load_path: no checkpoint at {path}, which leads to {real}")
+    is_folder = storage.is_folder(real)
+    if sharded is not None and sharded != is_folder:
+        wanted, is_there = ("a folder", "a file") if sharded else ("a file", "a folder")
+        raise CheckpointError(
+            f"load_path {path!r}: expected {wanted}, as state_dict_type {'sharded' if sharded else 'full'} has it, found {is_there}; "
+            f"give state_dict_type {'full' if sharded else 'sharded'}"
+        )
+    if is_folder and not storage.exists(f"{real}/{_METADATA}"):
+        raise CheckpointError(f"load_path {path!r}: expected {_METADATA} in the folder, found none")
+    return real, is_folder
+
+
+def open_checkpoint(path: str, *, sharded: bool | None, alone: bool, planner: LoadPlanner | None = None) -> Reader:
+    """A reader of a file or a folder, verified first; see `find_checkpoint`. Collective."""
+    found: list[Any] = [None, False]
 
     def check() -> None:
-        other = template.replace("{rank}", "1")
-        if other != path and storage.exists(other) and not storage.is_folder(storage.followed(other)):
-            raise CheckpointError(
-                f"load_path {template!r}: checkpoints with a file for each rank, as torch 1.13 has them, are not read; convert them "
-                "with the version that wrote them"
-            )
-        if not storage.exists(path):
-            raise CheckpointError(f"no checkpoint at {path}")
-        real = storage.followed(path)
-        if not storage.exists(real):
-            raise CheckpointError(f"no checkpoint at {path}, which leads to {real}")
-        found[:] = [real, storage.is_folder(real)]
-        if sharded is not None and sharded != found[1]:
-            wanted, is_there = ("a folder", "a file") if sharded else ("a file", "a folder")
-            raise CheckpointError(
-                f"load_path {path!r}: expected {wanted}, as state_dict_type {'sharded' if sharded else 'full'} has it, found {is_there}; "
-                f"give state_dict_type {'full' if sharded else 'sharded'}"
-            )
-        if found[1] and not storage.exists(f"{real}/{_METADATA}"):
-            raise CheckpointError(f"load_path {path!r}: expected {_METADATA} in the folder, found none")
-        storage.check_files(real)
+        found[:] = find_checkpoint(path, sharded)
+        storage.check_files(found[0])
 
     storage.on_rank_0(check)
     dist.broadcast_object_list(found)
-    real = found[0] if is_url(path) else storage.followed(path)
+    real = found[0] if is_url(path) else storage.followed(path.replace("{rank}", "0"))
     return FolderReader(real, planner) if found[1] else FileReader(real, alone=alone)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Callable, Mapping
+from string import Formatter
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -16,6 +18,8 @@ from smpc.composer.duration import Duration, Timestamp
 from smpc.composer.state import State
 from smpc.dist.place import known_local_size
 from smpc.errors import ConfigError, UsageError
+
+_DIGITS = re.compile(r"(0?[0-9]{1,2}d?|d)?")
 
 
 def named(template: str, known: Mapping[str, object]) -> str:
@@ -30,9 +34,17 @@ def named(template: str, known: Mapping[str, object]) -> str:
         **known,
     }
     try:
+        wrong = [f"{name}:{how}" for _, name, how, kind in Formatter().parse(template) if _is_wrong(name, how, kind)]
+        if wrong:
+            raise ValueError(f"expected a plain field, as {{batch}} or {{batch:06d}}, found {wrong[0]}")
         return template.format(**fields)
-    except (KeyError, ValueError, IndexError, AttributeError) as error:
+    except (KeyError, ValueError, IndexError) as error:
         raise ConfigError(f"{template!r}: expected the fields {', '.join(fields)}: {error}") from None
+
+
+def _is_wrong(name: str | None, how: str | None, kind: str | None) -> bool:
+    """Whether a field of a template says more than a name, and how many digits."""
+    return name is not None and not (name.isidentifier() and kind is None and _DIGITS.fullmatch(how or ""))
 
 
 class Saving:
@@ -84,21 +96,19 @@ class Saving:
         return functools.partial(checkpoint.save_sharded, planner=self._planner)
 
     def check_first(self, state: State, interval: Duration, batches: int | None) -> None:
-        """Before a new run trains: raise CheckpointError if its first checkpoint is there already. Collective.
+        """Before a run trains: raise CheckpointError if nothing can be written, or, of a new one, its first checkpoint is there.
 
-        `batches`: of an epoch; None where that is not known, and then nothing is checked.
+        Collective. `batches`: of an epoch; None where that is not known, and then no name is looked for.
         """
-        if (
-            self.folder is None
-            or self._overwrite
-            or not batches
-            or interval.unit not in ("ba", "ep")
-            or state.timestamp.batch
-        ):
+        folder = self.folder
+        if folder is None:
+            return
+        storage.on_rank_0(lambda: storage.check_writable(folder))
+        if self._overwrite or not batches or interval.unit not in ("ba", "ep") or state.timestamp.batch:
             return
         batch = interval.count * (batches if interval.unit == "ep" else 1)
         first = dataclasses.replace(state, timestamp=Timestamp(batch // batches, batch, batch_in_epoch=batch % batches))
-        target = os.path.join(self.folder, self._named(self._prefix or self._filename, first))
+        target = os.path.join(folder, self._named(self._prefix or self._filename, first))
         storage.on_rank_0(lambda: storage.check_free(target, overwrite=False))
 
     def save(self, state: State, path: str | None) -> str:

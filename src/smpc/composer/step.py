@@ -168,7 +168,8 @@ class Stepper:
             size = min(self.state.device_train_microbatch_size or largest, largest)
             loss, error = torch.zeros((), dtype=torch.float64, device=self.device), None
             try:
-                loss = self._microbatches(batch, size, counts)
+                with agreement.watched():
+                    loss = self._microbatches(batch, size, counts)
                 failed = agreement.tell(False)
             except PeerMemoryError:
                 failed = True

@@ -76,6 +76,18 @@ def check_free(path: str, *, overwrite: bool) -> None:
         raise CheckpointError(f"{path} is there already; give save_overwrite=True, or another save_folder or name")
 
 
+def check_writable(folder: str) -> None:
+    """Make a folder of this machine, and raise CheckpointError unless files can be written into it."""
+    if is_url(folder):
+        return
+    try:
+        os.makedirs(folder or ".", exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder or "."):
+            pass
+    except OSError as error:
+        raise CheckpointError(f"save_folder {folder!r}: cannot be written to: {error.strerror}") from error
+
+
 @contextlib.contextmanager
 def written(path: str) -> Iterator[str]:
     """A file of this machine to write to, which then lies at the path."""

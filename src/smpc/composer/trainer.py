@@ -6,7 +6,7 @@ import dataclasses
 import random
 import string
 import time
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,13 @@ from smpc import dist
 from smpc.checkpoint.rng import capture_rng, restore_rng
 from smpc.composer import arguments as checked
 from smpc.composer import checkpoint
+from smpc.composer.alike import check_alike, check_same_batch, share_random_state
 from smpc.composer.duration import Duration
 from smpc.composer.loss_scale import LossScale
 from smpc.composer.microbatches import moved, num_samples
 from smpc.composer.model import ComposerModel
 from smpc.composer.readers import open_checkpoint
 from smpc.composer.saving import Saving
-from smpc.composer.slices import check_same_batch, share_random_state
 from smpc.composer.state import State
 from smpc.composer.step import Stepper
 from smpc.errors import CheckpointError, ConfigError, ConfigUnsupportedError, UsageError
@@ -81,10 +81,10 @@ class Trainer:
         given = {name: value for name, value in locals().items() if name not in ("self", "others")}
         found = checked.check(given, others)
         how, loader = found.how, train_dataloader
+        save_folder, load_path = found.places
         self._save_interval, self._eval_interval = found.save_interval, found.eval_interval
         self._max_duration = found.max_duration
-        dist.initialize_dist(how.device, timeout=dist_timeout)
-        _seed(seed)
+        _begin(given, found)
         self._train, self._eval, self._by_batch = loader, eval_dataloader, step_schedulers_every_batch
         self._device = torch.device("cuda", dist.get_local_rank()) if how.device == "gpu" else torch.device("cpu")
         self._callbacks = found.callbacks
@@ -114,6 +114,9 @@ class Trainer:
                     f"save_folder: expected units over all ranks, found {', '.join(prepared.own_groups)}, which have other values in each "
                     "group: they cannot be saved"
                 )
+        agreement = None
+        if how.is_automatic:
+            agreement = Agreement.over(model, self._device, is_sliced=how.slices > 1)
         by_hand = prepared is None and (how.is_automatic or strategy == "forced_sync")
         scale = None
         if how.precision == "amp_fp16":
@@ -128,7 +131,7 @@ class Trainer:
             scale,
             how.clipping,
             by_hand,
-            Agreement.over(model, self._device) if how.is_automatic else None,
+            agreement,
             strategy == "multi_auto_sync",
             by_tokens,
         )
@@ -138,11 +141,9 @@ class Trainer:
     ) -> None:
         if path is None:
             return
-        sharded = None if how.config is None else how.is_sharded_on_disk
-        alone = how.config is not None and how.config.load_monolith_rank0_only
         try:
             planner = None if how.config is None else how.config.load_planner
-            reader = open_checkpoint(path, sharded=sharded, alone=alone, planner=planner)
+            reader = open_checkpoint(path, sharded=how.is_sharded, alone=how.reads_alone, planner=planner)
             checkpoint.load_model(self.state, reader, strict=strict, ignore=ignore)
             if not weights_only:
                 checkpoint.load_rest(self.state, reader, ignore)
@@ -173,6 +174,8 @@ class Trainer:
             for batch, following in self._epoch():
                 before = dataclasses.replace(self.state.timestamp)
                 self._batch(batch, following)
+                if self.state.timestamp.token == before.token:
+                    self._check_units(end)
                 for callback in self._callbacks:
                     callback(self.state)
                 if self._eval is not None and self._eval_interval.passed(before, self.state.timestamp):
@@ -183,6 +186,20 @@ class Trainer:
                     break
             if self.state.timestamp.batch == began:
                 raise ConfigError("train_dataloader: expected at least one batch, found none")
+
+    def _check_units(self, end: Duration) -> None:
+        """Of a batch without tokens: raise ConfigError, if something is to happen after so many of them."""
+        units = {"max_duration": end.unit, "save_interval": None, "eval_interval": None}
+        if self._save.folder is not None:
+            units["save_interval"] = self._save_interval.unit
+        if self._eval is not None:
+            units["eval_interval"] = self._eval_interval.unit
+        wrong = [name for name, unit in units.items() if unit == "tok"]
+        if wrong:
+            raise ConfigError(
+                f"{', '.join(wrong)}: expected batches with tokens, in input_ids or a tensor of integers with two dimensions, found none; "
+                "give samples, batches or epochs"
+            )
 
     def _end(self, duration: int | str | None) -> Duration:
         if duration is not None:
@@ -254,19 +271,49 @@ class Trainer:
         model, was_training = self.state.model, self.state.model.training
         model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for given in self._eval:
+        for given, counts in self._evaluated(self._eval):
             check_same_batch(given, self._stepper.tensor_group)
             batch = moved(given, self._device)
-            sums += torch.tensor([float(self._stepper.mean_loss(batch)), 1.0], device=self._device) * num_samples(batch)
+            loss = float(self._stepper.mean_loss(batch))
+            if counts:
+                sums += torch.tensor([loss, 1.0], device=self._device) * num_samples(batch)
         dist.all_reduce(sums)
         model.train(was_training)
         if not float(sums[1]):
             raise ConfigError("eval_dataloader: expected at least one batch, found none")
         return float(sums[0] / sums[1])
 
+    def _evaluated(self, loader: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+        """The evaluation's batches, and whether they count: a sharded model runs on all ranks, and those without data repeat their last."""
+        batches, last = iter(loader), None
+        while True:
+            batch = next(batches, _END)
+            if self._stepper.prepared is None and batch is _END:
+                return
+            if self._stepper.prepared is not None:
+                there = [bool(each) for each in dist.all_gather(torch.tensor([int(batch is not _END)]))]
+                if not any(there):
+                    return
+                if last is None and not all(there):
+                    raise ConfigError(
+                        f"eval_dataloader: expected at least one batch on every rank, found none on rank {there.index(False)}"
+                    )
+            last = last if batch is _END else batch
+            yield last, batch is not _END
+
     def save_checkpoint(self, path: str | None = None) -> str:
         """Save the run now, in `save_folder` or at `path`; where it is. Collective."""
         return self._save.save(self.state, path)
+
+
+def _begin(given: Mapping[str, Any], found: checked.Arguments) -> None:
+    """Process groups, where nothing is wrong that is known before; equal arguments on all ranks; seeds."""
+    load_path = found.places[1]
+    if load_path is not None and not given["autoresume"]:  # that may have a newer one
+        found.how.check_there(load_path)
+    dist.initialize_dist(found.how.device, timeout=given["dist_timeout"])
+    check_alike(given, given["model"], found.optimizer)
+    _seed(given["seed"])
 
 
 def _seed(given: int | None) -> None:

@@ -14,11 +14,12 @@ Source: the FSDP section of the public documentation of the Trainer that these d
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError
@@ -106,6 +107,8 @@ class FSDPConfig:
         """Check a dictionary. Raises ConfigError with a line for each mistake: ConfigTypeError, if all are of types."""
         if not isinstance(given, Mapping):
             raise ConfigTypeError(f"fsdp_config: expected a dict, found {given!r}")
+        if isinstance(given.get("ignored_modules"), Iterable):  # perhaps once alone
+            given = {**given, "ignored_modules": list(given["ignored_modules"])}
         known = {each.name: each.default for each in fields(cls) if each.name != "told"}
         faults: list[tuple[type[ConfigError], str]] = []
         for name, value in given.items():
@@ -175,6 +178,8 @@ def _faults(name: str, value: Any, known: Mapping[str, Any]) -> list[tuple[type[
     if name in _PLANNERS and value is not None and not isinstance(value, _PLANNERS[name]):
         kind = f"torch.distributed.checkpoint.{_PLANNERS[name].__name__}"
         return [(ConfigTypeError, f"{name}: expected a {kind}, found {value!r}")]
+    if name == "ignored_modules" and not _are_modules(value):
+        return [(ConfigTypeError, f"ignored_modules: expected a list of modules, found {value!r}")]
     if name in _UNSUPPORTED and value:
         return [(ConfigUnsupportedError, f"{name}: {_UNSUPPORTED[name]}")]
     choices = {
@@ -199,6 +204,10 @@ def _faults(name: str, value: Any, known: Mapping[str, Any]) -> list[tuple[type[
         except ConfigError as error:
             return [(type(error), str(error))]
     return []
+
+
+def _are_modules(value: object) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(each, nn.Module) for each in value))
 
 
 def _contradictions(given: Mapping[str, Any]) -> list[tuple[type[ConfigError], str]]:

@@ -14,7 +14,7 @@ import functools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,15 +26,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from smpc import dist
-from smpc.dist.place import known_local_size
-from smpc.errors import ConfigError, ConfigUnsupportedError
+from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError
 from smpc.fsdp.config import FSDPConfig, MixedPrecision
-from smpc.fsdp.groups import joined, partition
-from smpc.fsdp.tensor import AXIS, TensorConfig, data_sizes, slice_layers
+from smpc.fsdp.meshes import Over, key_of, meshes_of, over_all
+from smpc.fsdp.tensor import AXIS, TensorConfig, check_beside, data_sizes
+from smpc.fsdp.values import Values
 from smpc.fsdp.wrapping import Wrapped, recomputed, units_of
 from smpc.sharding import Keep, ShardingOptions, Unit, shard
 from smpc.sharding.incoming import Incoming
-from smpc.sharding.tensors import as_state_of, local, own_part
+from smpc.sharding.tensors import as_state_of, local
 
 
 @dataclass(slots=True)
@@ -105,24 +105,23 @@ def prepare(
     slices = 1 if tensor is None else tensor.tensor_parallel_degree
     degrees = config.degrees(*data_sizes(slices))
     _check_options(units, config)
-    own = _partitions(units, config.process_group)
-    _check_slices(own, config, slices)
+    own = over_all(unit.options.get("process_group", config.process_group) for each in units.values() for unit in each)
+    if slices > 1:
+        check_beside(config, has_groups=bool(own))
     ignored = _ignored(model, config)
-    policies = {
-        (root, unit.name): MixedPrecision.of(unit.options.get("mixed_precision", config.mixed_precision), precision)
-        for root, wrapped in units.items()
-        for unit in wrapped
-    }
-    _check_meta(model, config, slices)
+    policies = _policies(units, config, precision)
+    is_meta = _check_meta(model, config)
     for line in config.told:
         warnings.warn(line, stacklevel=3)
     is_hybrid = config.is_hybrid or config.sharding_strategy == "NO_SHARD"
     prepared = Prepared(model, config, _mesh(device_type, degrees, slices, is_hybrid=is_hybrid))
-    meshes = {groups: _mesh_of_groups(device_type, groups) for groups in dict.fromkeys(own.values())}
+    meshes = meshes_of(own.values(), device_type)
     before = dict(model.named_parameters(remove_duplicate=False))
     source = Incoming.of(model.parameters(), 0, device_type)
+    values = None
     if tensor is not None and slices > 1:
-        _slice(model, tensor, prepared.mesh, source)
+        values = Values(model, source, device_type)
+        values.slice(tensor, prepared.mesh, is_meta=is_meta)
     if config.activation_checkpointing or config.activation_cpu_offload:
         _save_less(roots.values(), config)
     whole = MixedPrecision.of(config.mixed_precision, precision)
@@ -131,14 +130,14 @@ def prepare(
     over = prepared.mesh[axes] if slices > 1 else prepared.mesh
     for name, root in roots.items():
         asked = [_asked(name, unit, prepared, policies, meshes, own) for unit in units[name]]
-        shard(root, asked, over, options, ignored=ignored, source=source if slices == 1 else None).settle()
+        shard(root, asked, over, options, ignored=ignored, source=source if values is None else None).settle()
         _prefetch(root, config, units[name])
+    if values is not None:
+        values.settle()
     if config.auto_wrap:
         _sync_buffers(model, device_type)
     after = dict(model.named_parameters(remove_duplicate=False))
     exchanged = {old: after[name] for name, old in before.items() if old is not after[name]}
-    if slices > 1:
-        _let_go(before, after)
     if optimizer is not None:
         hand_over(optimizer, exchanged)
     if config.verbose and dist.get_global_rank() == 0:
@@ -146,47 +145,18 @@ def prepare(
     return prepared
 
 
-def _check_slices(own: Mapping[Any, Any], config: FSDPConfig, slices: int) -> None:
-    if slices == 1:
-        return
-    if config.load_monolith_rank0_only:
-        raise ConfigError(
-            "fsdp_config: load_monolith_rank0_only: expected no tp beside it, found tensor_parallel_degree above 1"
+def _policies(
+    units: Mapping[str, Sequence[Wrapped]], config: FSDPConfig, precision: str
+) -> dict[tuple[str, str], MixedPrecision]:
+    return {
+        (root, unit.name): MixedPrecision.of(
+            unit.options.get("mixed_precision", config.mixed_precision),
+            precision,
+            f"fsdp_wrap_fn({root}.{unit.name}): mixed_precision",
         )
-    if own:
-        raise ConfigUnsupportedError(
-            "fsdp_config: process_group: units in groups of their own are not supported beside tp"
-        )
-    if not config.auto_wrap:
-        raise ConfigUnsupportedError(
-            "fsdp_config: auto_wrap: False is not supported beside tp; slice and shard the model in the script"
-        )
-
-
-@torch.no_grad()
-def _slice(model: nn.Module, tensor: TensorConfig, mesh: DeviceMesh, source: Incoming) -> None:
-    """Rank 0's values everywhere, then slices of the layers that the plan names."""
-    for parameter in model.parameters():
-        parameter.copy_(source.take(parameter))
-    slice_layers(model, tensor, mesh)
-
-
-@torch.no_grad()
-def _let_go(before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]) -> None:
-    """Let go of whole parameters, once it is sure that this rank has its part of each: torch has rules of its own for parts of slices."""
-    wrong = [
-        name
-        for name, old in before.items()
-        if old.numel() and old is not after[name] and not torch.equal(local(after[name]), own_part(after[name], old))
-    ]
-    if wrong:
-        raise ConfigUnsupportedError(
-            f"tp: torch {torch.__version__} does not divide the slices of {', '.join(wrong[:5])} as it says; choose degrees that divide "
-            "their dimensions"
-        )
-    for name, old in before.items():
-        if old is not after[name]:
-            old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+        for root, wrapped in units.items()
+        for unit in wrapped
+    }
 
 
 def _asked(
@@ -194,14 +164,15 @@ def _asked(
     unit: Wrapped,
     prepared: Prepared,
     policies: Mapping[tuple[str, str], MixedPrecision],
-    meshes: Mapping[Any, DeviceMesh],
-    own: Mapping[Any, Any],
+    meshes: Mapping[Over, DeviceMesh],
+    own: Mapping[Any, Over],
 ) -> Unit:
     group = unit.options.get("process_group", prepared.config.process_group)
-    if group is not None:
+    over = None if group is None else own[key_of(group)]
+    if over is not None and not over.is_whole:
         prepared.own_groups[f"{root}.{unit.name}".rstrip(".")] = str(group)
     keep = Keep.MICROBATCH if _keeps_whole(unit, prepared.config) else Keep.NEVER
-    mesh = None if group is None else meshes[own[_key(group)]]
+    mesh = None if over is None else meshes[over]
     return Unit(unit.name, mesh, keep=keep, policy=_policy(policies[root, unit.name]))
 
 
@@ -220,7 +191,7 @@ def _roots(model: nn.Module, config: FSDPConfig) -> dict[str, nn.Module]:
             "them into a module"
         )
     found = {}
-    for name, child in model.named_children():
+    for name, child in _children(model):
         if next(child.parameters(), None) is None or type(child).__module__.startswith("torchmetrics"):
             continue
         if getattr(child, "_fsdp_wrap", True) is False:
@@ -230,6 +201,15 @@ def _roots(model: nn.Module, config: FSDPConfig) -> dict[str, nn.Module]:
             )
         found[name] = child
     return found
+
+
+def _children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The direct children; of lists and dictionaries of modules, which are never called, their members."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) and type(child).forward is nn.Module.forward:
+            yield from _children(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
 
 
 def _check_shared(model: nn.Module, roots: Mapping[str, nn.Module]) -> None:
@@ -251,6 +231,11 @@ def _check_options(units: Mapping[str, Sequence[Wrapped]], config: FSDPConfig) -
                 name: unit.options[name] for name in ("sharding_strategy", "backward_prefetch") if name in unit.options
             }
             own = FSDPConfig.read(given)
+            resharding = unit.options.get("reshard_after_forward", True)
+            if not isinstance(resharding, bool):
+                raise ConfigTypeError(
+                    f"fsdp_wrap_fn({root}.{unit.name}): reshard_after_forward: expected True or False, found {resharding!r}"
+                )
             kinds = [
                 ("HYBRID" in each.sharding_strategy, each.sharding_strategy == "NO_SHARD") for each in (own, config)
             ]
@@ -261,32 +246,6 @@ def _check_options(units: Mapping[str, Sequence[Wrapped]], config: FSDPConfig) -
                 )
 
 
-def _partitions(units: Mapping[str, Sequence[Wrapped]], default: Any) -> dict[Any, tuple[tuple[int, ...], ...]]:
-    """The groups that units ask for, in the order of the units. Collective where ranks name their own members."""
-    found: dict[Any, tuple[tuple[int, ...], ...]] = {}
-    for wrapped in units.values():
-        for unit in wrapped:
-            group = unit.options.get("process_group", default)
-            if group is not None and _key(group) not in found:
-                found[_key(group)] = _partition_of(group)
-    return found
-
-
-def _key(group: Any) -> Any:
-    return tuple(group) if isinstance(group, list) else group
-
-
-def _partition_of(group: Any) -> tuple[tuple[int, ...], ...]:
-    if isinstance(group, distributed.ProcessGroup):
-        group = distributed.get_process_group_ranks(group)
-    is_list = isinstance(group, list | tuple) and all(
-        isinstance(rank, int) and not isinstance(rank, bool) for rank in group
-    )
-    if not is_list or not group:
-        return partition(group, dist.get_world_size(), known_local_size())
-    return joined(dist.all_gather_object(tuple(group)))
-
-
 def _ignored(model: nn.Module, config: FSDPConfig) -> frozenset[nn.Parameter]:
     modules = [] if config.ignored_modules is None else list(config.ignored_modules)
     strangers = [type(module).__name__ for module in modules if all(module is not own for own in model.modules())]
@@ -295,19 +254,21 @@ def _ignored(model: nn.Module, config: FSDPConfig) -> frozenset[nn.Parameter]:
     return frozenset(parameter for module in modules for parameter in module.parameters())
 
 
-def _check_meta(model: nn.Module, config: FSDPConfig, slices: int) -> None:
-    """Raise ConfigError on all ranks, unless rank 0 has all values, and the others too where they must. Collective."""
+def _check_meta(model: nn.Module, config: FSDPConfig) -> bool:
+    """Whether some rank has meta tensors. Collective.
+
+    Raises ConfigError on all ranks, unless rank 0 has all values, and the others too where they must.
+    """
     tensors = [*model.parameters(), *model.buffers()]
-    is_own = (
-        not config.auto_wrap or slices > 1
-    )  # the script has sharded the model and filled it, or all of it is sliced
+    is_own = not config.auto_wrap  # the script has sharded the model and filled it
     meta = dist.all_gather_object(any(tensor.is_meta for tensor in tensors))
     if meta[0] or (any(meta) and (is_own or not config.sync_module_states)):
         where = ", ".join(str(rank) for rank, is_meta in enumerate(meta) if is_meta)
-        elsewhere = " beside auto_wrap False or tp" if is_own else " unless sync_module_states is True"
+        elsewhere = " beside auto_wrap False" if is_own else " unless sync_module_states is True"
         raise ConfigError(
             f"fsdp_config: expected parameters with values on rank 0, and elsewhere too{elsewhere}; found meta tensors on ranks {where}"
         )
+    return any(meta)
 
 
 @torch.no_grad()
@@ -330,13 +291,6 @@ def _mesh(device_type: str, degrees: tuple[int, int], slices: int, *, is_hybrid:
     axes = {"replica": degrees[0], "shard": degrees[1]} if is_hybrid else {"shard": degrees[1]}
     axes |= {AXIS: slices} if slices > 1 else {}
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
-def _mesh_of_groups(device_type: str, groups: tuple[tuple[int, ...], ...]) -> DeviceMesh:
-    rank = dist.get_global_rank()
-    made = [distributed.new_group(list(members)) for members in groups]
-    own = next(group for group, members in zip(made, groups, strict=True) if rank in members)
-    return DeviceMesh.from_group(own, device_type, mesh_dim_names=("shard",))
 
 
 def _keeps_whole(unit: Wrapped, config: FSDPConfig) -> bool:

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from smpc import dist
 from smpc.dist.place import known_local_size
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError, StepError
+from smpc.fsdp.config import FSDPConfig
 from smpc.sharding.tensors import local
 
 AXIS = "tensor"
@@ -77,6 +78,18 @@ def data_sizes(slices: int) -> tuple[int, int]:
             f"{slices}"
         )
     return world_size // slices, max(local_size // slices, 1)
+
+
+def check_beside(config: FSDPConfig, *, has_groups: bool = False) -> None:
+    """Raise ConfigUnsupportedError for what cannot be beside slices. `has_groups`: whether units ask for groups of their own."""
+    if has_groups or config.process_group is not None:
+        raise ConfigUnsupportedError(
+            "fsdp_config: process_group: units in groups of their own are not supported beside tp"
+        )
+    if not config.auto_wrap:
+        raise ConfigUnsupportedError(
+            "fsdp_config: auto_wrap: False is not supported beside tp; slice and shard the model in the script"
+        )
 
 
 def slice_layers(model: nn.Module, config: TensorConfig, mesh: DeviceMesh) -> None:

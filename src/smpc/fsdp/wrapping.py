@@ -4,7 +4,8 @@
     child.fsdp_wrap_fn(module) -> bool | dict         decides for every module below a direct child; a dict is True with options
     module._activation_checkpointing, activation_checkpointing_fn(module)             the same for recomputing
 
-Direct children of the model are units, unless `_fsdp_wrap` is False or they have no parameters.
+Direct children of the model, and members of lists and dictionaries of modules that are some, are units, unless `_fsdp_wrap` is False or
+they have no parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def units_of(root: nn.Module) -> tuple[Wrapped, ...]:
     """The units of one child of the model, inner ones first, the child itself last.
 
     A module that shares a parameter with what is outside of it is none: its parameters go to the unit around that has all uses of them.
-    Raises ConfigTypeError for answers that are neither bool nor dict, and ConfigError for options that are unknown.
+    Raises ConfigTypeError for answers that are neither bool nor dict, and ConfigError for options that are unknown, and for lists and
+    dictionaries of modules, which are never called.
     """
     chosen: dict[str, Mapping[str, Any]] = {}
     for name, module in root.named_modules():
@@ -46,6 +48,11 @@ def units_of(root: nn.Module) -> tuple[Wrapped, ...]:
             raise ConfigError(
                 f"fsdp_wrap_fn({name}): unknown options {', '.join(map(repr, unknown))}; known are {', '.join(OPTIONS)}"
             )
+        module = root.get_submodule(name)
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+            raise ConfigError(
+                f"fsdp_wrap_fn({name}): expected a module that is called, found a {type(module).__name__}; answer True for its members"
+            )
     return tuple(Wrapped(name, chosen.get(name, {})) for name in holding_all_uses(root, list(chosen)))
 
 
@@ -53,8 +60,12 @@ def recomputed(root: nn.Module) -> list[str]:
     """The names of the modules whose activations are recomputed; none inside of another."""
     found: list[str] = []
     for name, module in root.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if name and not inside and _answer(root, module, "_activation_checkpointing", "activation_checkpointing_fn"):
+        inside = "" in found or any(name.startswith(f"{outer}.") for outer in found)
+        if not name:
+            is_chosen = bool(getattr(module, "_activation_checkpointing", False))
+        else:
+            is_chosen = bool(_answer(root, module, "_activation_checkpointing", "activation_checkpointing_fn"))
+        if is_chosen and not inside:
             found.append(name)
     return found
 

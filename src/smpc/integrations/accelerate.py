@@ -86,6 +86,11 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
                 f"tensor_parallel_degree: expected 1 with accelerate and its Trainer, found {smp.tp_size()}; use a loop of your own, as in "
                 "README.md"
             )
+        if smp.cp_size() > 1:
+            raise ConfigUnsupportedError(
+                f"context_parallel_degree: expected 1 with accelerate and its Trainer, found {smp.cp_size()}; use a loop of your own, as "
+                "in docs/context_parallelism.md"
+            )
         if self.mixed_precision != "no":
             raise ConfigUnsupportedError(
                 f"mixed_precision: expected 'no', found {self.mixed_precision!r}; set bf16: true or fp16: true in smp.init, which keeps "

@@ -453,6 +453,11 @@ def _check(module: LightningModule, name: str | None, precision: Precision) -> s
             f"precision: expected '32-true', found {precision.precision!r}; set bf16: true or fp16: true in the configuration, which keeps "
             "fp32 masters"
         )
+    if smp.cp_size() > 1:
+        wrong.append(
+            f"context_parallel_degree: expected 1 with Lightning, found {smp.cp_size()}; use a loop of your own, as in "
+            "docs/context_parallelism.md"
+        )
     if smp.tp_size() > 1 and not smp.state.cfg.prescaled_batch:
         wrong.append(
             "prescaled_batch: expected true with tensor_parallel_degree above 1, whose ranks get the same batch"

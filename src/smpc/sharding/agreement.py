@@ -2,7 +2,8 @@
 
     agreement = Agreement.over(model)                 every rank, once; the model works as before
     try:
-        loss(model(batch)).backward()                 raises PeerMemoryError, where another rank has failed
+        with agreement.watched():
+            loss(model(batch)).backward()             raises PeerMemoryError, where another rank has failed
         failed = agreement.tell(False)
     except torch.OutOfMemoryError:
         failed = agreement.tell(True)
@@ -14,13 +15,15 @@
     told      no      .        no      .              yes: rank 0 does not begin what rank 1 would never join
 
 All tell in one order, because all communicate in one order. What may fail lies before the telling: the memory of a call is there when it
-is told. `recover` puts torch's own state back (`reset_iter_state`) and drops gradients of whole parameters, which the next backward would
-add to: without that, training goes on with wrong numbers.
+is told. Layers that are sliced communicate as they compute: `watched` tells before those calls, too. `recover` puts torch's own state back
+(`reset_iter_state`) and drops gradients of whole parameters, which the next backward would add to: without that, training goes on with
+wrong numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -28,6 +31,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from smpc.errors import ConfigUnsupportedError, PeerMemoryError
 from smpc.sharding.shard import own_parameters
@@ -35,14 +40,18 @@ from smpc.sharding.shard import own_parameters
 
 @dataclass(slots=True)
 class Agreement:
-    """`modules`: the units of a sharded model, outer ones first. Made by `over`."""
+    """`modules`: the units of a sharded model, outer ones first. `is_sliced`: whether layers are. Made by `over`."""
 
     modules: tuple[FSDPModule, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    is_sliced: bool = False
 
     @classmethod
-    def over(cls, model: nn.Module, device: torch.device) -> Agreement:
-        """For all units of a model, none if it is not sharded. Raises ConfigUnsupportedError, if this torch cannot give up a backward."""
+    def over(cls, model: nn.Module, device: torch.device, *, is_sliced: bool = False) -> Agreement:
+        """For all units of a model, none if it is not sharded. `is_sliced`: whether its layers communicate, too.
+
+        Raises ConfigUnsupportedError, if this torch cannot give up a backward.
+        """
         modules = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
         if modules and not callable(getattr(FSDPModule, "reset_iter_state", None)):
             raise ConfigUnsupportedError(
@@ -50,7 +59,7 @@ class Agreement:
                 "not have; give a number, or use a newer torch"
             )
         has_gloo = "gloo" in str(distributed.get_backend_config())
-        found = cls(modules, torch.device("cpu") if has_gloo else device)
+        found = cls(modules, torch.device("cpu") if has_gloo else device, is_sliced)
         for module in modules if distributed.get_world_size() > 1 else ():
             module.set_custom_all_gather(cast("Any", _Gather(found)))
             module.set_custom_reduce_scatter(cast("Any", _Reduce(found, _num_shards(module) == 1)))
@@ -67,6 +76,10 @@ class Agreement:
         if self.tell(False):
             raise PeerMemoryError("another rank has run out of memory")
 
+    def watched(self) -> contextlib.AbstractContextManager[object]:
+        """Where forward and backward run: calls of sliced layers are told before, as those of units are."""
+        return _Watch(self.check) if self.is_sliced else contextlib.nullcontext()
+
     def recover(self) -> None:
         """Put all units back to where a forward begins. Collective; gradients of parts are the caller's."""
         for module in self.modules:
@@ -77,6 +90,28 @@ class Agreement:
             for parameter in own_parameters(cast("nn.Module", module)):
                 parameter.grad = None
             module.reshard()
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has something done before each collective call that DTensors make, with the memory of the call set aside."""
+
+    def __init__(self, before: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._before = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Called by torch for every operation."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it is made of comes here by itself
+        if func.namespace == "_c10d_functional" and func.overloadpacket.__name__ != "wait_tensor":
+            times = args[1] if "all_gather" in func.overloadpacket.__name__ else 1
+            own = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+            room = [torch.empty(each.numel() * times, dtype=each.dtype, device=each.device) for each in own]
+            self._before()
+            del room
+        return func(*args, **(kwargs or {}))
 
 
 class _Call:

@@ -148,6 +148,15 @@ OTHER = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         ({"save_folder": 3}, ConfigTypeError, "save_folder: expected text, found 3"),
         ({"save_filename": "{epock}.pt"}, ConfigError, "save_filename: '{epock}.pt': expected the fields rank, "),
         ({"save_filename": "{epoch.pt"}, ConfigError, "save_filename: '{epoch.pt': expected the fields rank, "),
+        ({"fsdp_config": {"process_group": "set3"}}, ConfigError, "process_group 'set3': expected a K that divides"),
+        ({"fsdp_config": {"process_group": ("set1", "some")}}, ConfigError, "expected self, node, .* found 'some'"),
+        (
+            {"save_filename": "{rank:99999}.pt"},
+            ConfigError,
+            "expected a plain field, as {batch} or {batch:06d}, found rank:99999",
+        ),
+        ({"save_filename": "{rank.real}.pt"}, ConfigError, "found rank.real:"),
+        ({"save_filename": "{rank:{batch}}.pt"}, ConfigError, "found rank:{batch}"),
         ({"save_filename": "../{epoch}.pt"}, ConfigError, "expected a name inside of save_folder, found '../0.pt'"),
         (
             {"save_filename": "{run_name}.pt", "run_name": "/etc/x"},

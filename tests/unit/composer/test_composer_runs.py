@@ -166,6 +166,27 @@ def _load(path, **options):
     return trainer(4, **{"fsdp_config": SHARDED, "load_path": str(path), **options})
 
 
+def test_a_folder_that_cannot_be_written_to_is_told_before_training(tmp_path):
+    (tmp_path / "file").touch()
+    made = trainer(4, save_folder=str(tmp_path / "file" / "run"), save_overwrite=True)
+    with pytest.raises(CheckpointError, match=r"save_folder '.*run': cannot be written to: Not a directory"):
+        made.fit()
+    assert made.state.timestamp.batch == 0
+    padded = trainer(4, save_folder=str(tmp_path / "new" / "run"), save_filename="ba{batch:04d}.pt", max_duration="1ep")
+    padded.fit()
+    assert (tmp_path / "new" / "run" / "ba0004.pt").exists()
+
+
+@pytest.mark.parametrize("name", ["max_duration", "save_interval", "eval_interval"])
+def test_batches_without_tokens_are_no_clock(tmp_path, name):
+    """A run that ends after so many tokens would never end."""
+    options = {"save_folder": str(tmp_path), "eval_dataloader": [], name: "10tok"}
+    with pytest.raises(
+        ConfigError, match=f"{name}: expected batches with tokens, in input_ids or a tensor of integers"
+    ):
+        trainer(4, **options).fit()
+
+
 def test_weights_alone_and_names_to_leave_out(saved):
     made, path = saved
     fresh = classifier()
@@ -176,6 +197,23 @@ def test_weights_alone_and_names_to_leave_out(saved):
     for name, value in made.state.model.state_dict().items():
         expected = fresh.state_dict()[name] if "head" in name else value.full_tensor()
         assert torch.equal(own[name], expected), name
+
+
+def test_parts_to_leave_out(saved):
+    path = saved[1]
+    every = {"optimizers": "state/optimizers/*", "timestamp": "state/timestamp", "schedulers": "state/schedulers/*"}
+    for left_out in every:
+        found = _load(path, load_ignore_keys=[every[left_out], "rng"])
+        assert bool(found.state.optimizer.state) == (left_out != "optimizers")
+        assert found.state.timestamp.batch == (0 if left_out == "timestamp" else 2)
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    _load(path, seed=4, load_ignore_keys=["rng/*"])
+    assert torch.equal(torch.get_rng_state(), before)
+    _load(path, seed=4)
+    assert not torch.equal(torch.get_rng_state(), before)
+    with pytest.warns(UserWarning, match="load_ignore_keys: nothing is called state/modle/x, model.head.weight"):
+        _load(path, load_ignore_keys=["state/modle/x", "state/model/model.head.*", "model.head.weight"])
 
 
 def test_models_that_do_not_fit(saved):

@@ -160,5 +160,9 @@ def test_conversion_both_ways(tmp_path, options):
     loaded = trainer(4, load_path=back, load_weights_only=True)
     for one, other in zip(loaded.state.model.parameters(), made.state.model.parameters(), strict=True):
         assert torch.equal(one, whole(other))
+    weights, alone = str(tmp_path / "weights.pt"), str(tmp_path / "alone")
+    torch.save(loaded.state.model.state_dict(), weights)
+    with open_source(weights) as source:
+        write_distributed(source, alone)
     with pytest.raises(CheckpointError, match="does not say how far a run has come; give load_weights_only=True"):
-        trainer(4, load_path=back)
+        trainer(4, load_path=alone)

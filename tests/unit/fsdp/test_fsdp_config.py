@@ -34,6 +34,12 @@ def test_all_fields_of_the_documentation():
         ({"device_mesh": 1}, ConfigError, "give data_parallel_shard_degree"),
         ({"sharding_strategy": "HALF"}, ConfigError, "expected one of FULL_SHARD, SHARD_GRAD_OP"),
         ({"sharding_strategy": 1}, ConfigTypeError, "sharding_strategy: expected str, found 1"),
+        ({"ignored_modules": 5}, ConfigTypeError, "ignored_modules: expected a list of modules, found 5"),
+        (
+            {"ignored_modules": ["head"]},
+            ConfigTypeError,
+            r"ignored_modules: expected a list of modules, found \['head'\]",
+        ),
         ({"verbose": 1}, ConfigTypeError, "verbose: expected bool, found 1"),
         ({"cpu_offload": True}, ConfigUnsupportedError, "CPU offloading is not supported yet"),
         ({"keep_low_precision_grads": True}, ConfigUnsupportedError, "gradients stay fp32"),

@@ -7,6 +7,7 @@ import pytest
 from smpc.errors import ConfigError, ConfigTypeError
 from smpc.fsdp import partition
 from smpc.fsdp.groups import joined
+from smpc.fsdp.meshes import Over
 
 
 @pytest.mark.parametrize("world", range(1, 17))
@@ -58,3 +59,31 @@ def test_lists_by_brute_force(world):
             with pytest.raises(ConfigError, match="expected lists that divide the ranks"):
                 joined(lists)
     assert taken == [1, 2, 5, 15][world - 1], "Bell's numbers"
+
+
+@pytest.mark.parametrize("world", [2, 4, 6, 8])
+def test_pairs_by_brute_force(world):
+    """Of all pairs of names, those are taken that make grids, with one part on the ranks of a replica group."""
+    names = [f"{kind}{size}" for kind in ("set", "mod") for size in range(1, world + 1) if world % size == 0]
+    for one, other in itertools.product(names, repeat=2):
+        shards, replicas = partition(one, world, 1), partition(other, world, 1)
+        own, copies = (
+            [{r for members in groups if rank in members for r in members} for rank in range(world)]
+            for groups in (shards, replicas)
+        )
+        reached = [{r for each in own[rank] for r in copies[each]} for rank in range(world)]
+        is_grid = all(
+            own[rank] & copies[rank] == {rank}
+            and len(reached[rank]) == len(own[rank]) * len(copies[rank])
+            and all(reached[r] == reached[rank] for r in reached[rank])
+            and all(sorted(own[r]).index(r) == sorted(own[rank]).index(rank) for r in copies[rank])
+            for rank in range(world)
+        )
+        if is_grid:
+            found = Over(shards, replicas)
+            for rank in range(world):
+                assert {r for row in found.grid(rank) for r in row} == reached[rank]
+            assert found.is_whole == (len(reached[0]) == world)
+        else:
+            with pytest.raises(ConfigError, match="shards and replicas that make a grid"):
+                Over(shards, replicas)

@@ -52,6 +52,10 @@ def test_options():
     ]
     with pytest.raises(ConfigError, match="unknown options 'group'; known are sharding_strategy, process_group"):
         units_of(Model(lambda module: {"group": "node"}))
+    with pytest.raises(
+        ConfigError, match=r"fsdp_wrap_fn\(blocks\): expected a module that is called, found a ModuleList"
+    ):
+        units_of(Model(lambda module: isinstance(module, nn.ModuleList)))
     with pytest.raises(ConfigTypeError, match="fsdp_wrap_fn: expected a bool or a dict for ModuleList, found 'yes'"):
         units_of(Model(lambda module: "yes"))
 
@@ -62,3 +66,5 @@ def test_recomputed():
     model.blocks[0]._activation_checkpointing = False
     assert recomputed(model) == ["blocks.0.inner", "blocks.1", "head"]
     assert recomputed(Model()) == []
+    model._activation_checkpointing = True
+    assert recomputed(model) == [""], "a child of the model says it of itself"

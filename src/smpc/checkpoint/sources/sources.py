@@ -31,6 +31,7 @@ from smpc.checkpoint.format.manifest import is_plain_name, without_duplicates
 from smpc.checkpoint.format.open_file import OWN, TensorFile
 from smpc.checkpoint.format.regular import is_file, printable, read_regular
 from smpc.checkpoint.reader import Checkpoint, verify
+from smpc.checkpoint.sources.trained import groups_of, tensors_of
 from smpc.errors import CheckpointError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -199,33 +200,50 @@ def damaged_of(source: Source, rank: int = 0, size: int = 1) -> list[str]:
 class LegacySource(_Closing):
     """A file of torch.save that holds a mapping of tensors, possibly under "model", "model_state_dict", "state_dict" or "module".
 
-    Of a Trainer's file, which has the model under "state", it is the model that is read.
+    Of a Trainer's file, which has the model under "state", the optimizer is read too.
     """
 
     def __init__(self, path: str) -> None:
         found = read_file(path, map_location="cpu", mmap="archives")  # older files cannot be mapped
+        trained: Mapping[str, Any] = {}
         if isinstance(found, Mapping) and isinstance(found.get("state"), Mapping) and "model" in found["state"]:
-            found = found["state"]
+            found = trained = found["state"]
         for key in ("model", "model_state_dict", "state_dict", "module"):
             if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
                 found = found[key]
                 break
         if not isinstance(found, Mapping) or not any(isinstance(value, Tensor) for value in found.values()):
             raise CheckpointError(f"{path}: expected a mapping of names to tensors, found {type(found).__name__}")
-        self._tensors = {str(key): value for key, value in found.items() if isinstance(value, Tensor)}
-        if len(self._tensors) != sum(isinstance(value, Tensor) for value in found.values()):
+        of_model = {str(key): value for key, value in found.items() if isinstance(value, Tensor)}
+        if len(of_model) != sum(isinstance(value, Tensor) for value in found.values()):
             raise CheckpointError(f"{path}: two of its tensors have the same name")
-        wrong = [printable(name) for name, tensor in self._tensors.items() if _is_stretched(tensor)]
+        self.metadata: Any = {}
+        of_optimizer = self._read_optimizer(trained, path)
+        everything = {**of_model, **of_optimizer}
+        wrong = [printable(name) for name, tensor in everything.items() if _is_stretched(tensor)]
         if wrong:
             raise CheckpointError(
                 f"{path}: {', '.join(wrong[:5])}: expanded tensors, of far more elements than the file has; save them with contiguous()"
             )
-        self.items = [Item("model", name, t.dtype, tuple(t.shape)) for name, t in self._tensors.items()]
-        self.metadata: Any = {}
+        self._of = {"model": of_model, "optimizer": of_optimizer}
+        self.items = [
+            Item(kind, name, t.dtype, tuple(t.shape)) for kind, own in self._of.items() for name, t in own.items()
+        ]
 
     def read(self, item: Item) -> Tensor:
         """See Source."""
-        return self._tensors[item.name].detach().contiguous()
+        return self._of[item.kind][item.name].detach().contiguous()
+
+    def _read_optimizer(self, state: Mapping[str, Any], path: str) -> dict[str, Tensor]:
+        try:
+            groups = groups_of(state)
+            if groups is not None:
+                self.metadata = {"optimizer": {"param_groups": groups}}
+            return tensors_of(state)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{path}: the optimizer is not as a Trainer writes it: {type(error).__name__}: {str(error)[:200]}"
+            ) from error
 
 
 def files_of(folder: str) -> list[str]:

@@ -5,9 +5,10 @@
 
 `data` has `state_dict()` and `load_state_dict(state)`, as stateful data loaders and samplers do; the state is plain values and tensors.
 
-A rank's samples follow from its dp_rank. So with as many data-parallel ranks as before, whatever the other degrees, a rank takes up the
-position that pipeline rank 0 of its dp_rank had: the other pipeline ranks may read other things, or nothing. With another number a position
-is taken up if all had the same one; otherwise none is, on any rank, with a warning.
+A rank's samples follow from its dp_rank, or, where ranks share sequences, from that of the first of these. So with as many parts of the
+data as before, whatever the other degrees, a rank takes up the position that pipeline rank 0 of its part had: the other pipeline ranks may
+read other things, or nothing. With another number a position is taken up if all had the same one; otherwise none is, on any rank, with a
+warning.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def restore(checkpoint: Checkpoint, data: StatefulData | None, session: Session,
 
     def read() -> None:
         if ranks is not None:
-            found.append(checkpoint.rank_state(ranks[session.mesh.axis_rank(Axis.DP, session.rank)])[DATA])
+            found.append(checkpoint.rank_state(ranks[_part_of(session.mesh, session.rank)])[DATA])
 
     together(channel, read)
     if not found:
@@ -77,24 +78,36 @@ def restore(checkpoint: Checkpoint, data: StatefulData | None, session: Session,
 
 
 def _sources(checkpoint: Checkpoint, mesh: Mesh) -> tuple[list[int] | None, str]:
-    """Of which saved rank each data-parallel rank takes the position; None, and why, if none can."""
+    """By part of the data, the saved rank whose position its readers take; None, and why, if they can take none."""
     states = [state if isinstance(state, Mapping) else {} for state in checkpoint.manifest.ranks]
     saved = checkpoint.metadata.get("topology")
     if not isinstance(saved, Mapping) or not any(DATA in state for state in states):
         return None, "no data position was saved"
-    old = Mesh(len(states), saved["pipeline"], saved["tensor"], saved["placement"])
-    first = next(group for group in old.groups(Axis.DP) if old.pp_rank(group[0]) == 0)
+    old = Mesh(len(states), saved["pipeline"], saved["tensor"], saved["placement"], saved.get("context", 1))
+    first, now = _readers(old), len(_readers(mesh))
     if any(DATA not in states[rank] for rank in first):
         return None, "the data position of some ranks was not saved"
-    if old.dp_size == mesh.dp_size:
-        return list(first), ""
+    if len(first) == now:
+        return first, ""
     values = [states[rank][DATA] for rank in first]
     if len(first) == 1 or (len(set(map(json.dumps, values))) == 1 and not _has_tensors(values)):
-        return [first[0]] * mesh.dp_size, ""
+        return [first[0]] * now, ""
     return (
         None,
-        f"saved with {old.dp_size} data-parallel ranks, of which each had its own data position, and there are {mesh.dp_size}",
+        f"saved with {len(first)} data-parallel ranks, of which each had its own data position, and there are {now}",
     )
+
+
+def _readers(mesh: Mesh) -> list[int]:
+    """The rank of pipeline rank 0 that reads each part of the data; the first one of those that share sequences."""
+    first = next(group for group in mesh.groups(Axis.DP) if mesh.pp_rank(group[0]) == 0)
+    return [rank for rank in first if mesh.axis_rank(Axis.CP, rank) == 0]
+
+
+def _part_of(mesh: Mesh, rank: int) -> int:
+    """Which of these parts a rank reads."""
+    first = mesh.group(Axis.CP, rank)[0]
+    return [other for other in mesh.group(Axis.DP, first) if mesh.axis_rank(Axis.CP, other) == 0].index(first)
 
 
 def _has_tensors(values: Any) -> bool:

@@ -24,11 +24,13 @@ RNG, STREAMS = "rng", "tensor_parallel_rng"
 def describe(session: Session) -> dict[str, Any]:
     """What must be equal for random state to be taken up."""
     mesh = session.mesh
+    context = {"context": mesh.cp_size} if mesh.cp_size > 1 else {}
     return {
         "pipeline": mesh.pp_size,
         "tensor": mesh.tp_size,
         "replicas": mesh.rdp_size,
         "placement": mesh.placement,
+        **context,
     }
 
 
