@@ -13,7 +13,9 @@ the whole model at the same time for `whole`, so that two cores are busy in ever
     contiguous    a ring over slices in a row: one rank waits for the other
 
 Bars, on idle cores: p2p / whole <= 0.60, all_gather / whole <= 0.62, ring alone: zigzag / contiguous <= 0.75 (0.67 is ideal).
-`ring` and `ring contiguous` are attention alone, without a model. Work of ranks, in pairs of pieces: `smpc.codegen.ring.pairs_of_work`.
+`busy` is the same ratio of the processor time of the busier rank, which says beside other work too how much each way computes, copies and
+sends, but not how long a rank waits. `ring` and `ring contiguous` are attention alone, without a model. Work of ranks, in pairs of
+pieces: `smpc.codegen.ring.pairs_of_work`.
 
 On GPUs, one process a GPU, over NCCL (not measured here: it needs several):
 
@@ -97,31 +99,33 @@ def _ring(whole: list[Tensor], mirrored: bool) -> Step:
     return step
 
 
-def measure(options: argparse.Namespace, device: torch.device) -> dict[str, list[float]]:
-    """Seconds by variant and round: until the slower rank is done."""
+def measure(options: argparse.Namespace, device: torch.device) -> dict[str, list[tuple[float, float]]]:
+    """Seconds by variant and round: until the slower rank is done, and of the processor time of the busier one."""
     steps = variants(options, device)
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for number in range(options.rounds + 1):
         for name, step in steps.items():
             dist.barrier()
-            start = time.perf_counter()
+            start, begin = time.perf_counter(), time.process_time()
             step()
-            took = torch.tensor(time.perf_counter() - start, device=device)
+            took = torch.tensor([time.perf_counter() - start, time.process_time() - begin], device=device)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             if number:  # the first is for warming up
-                times[name].append(took.item())
+                wall, busy = took.tolist()
+                times[name].append((wall, busy))
     return times
 
 
-def report(times: dict[str, list[float]], ranks: int) -> None:
+def report(times: dict[str, list[tuple[float, float]]], ranks: int) -> None:
     """A line for each variant."""
     for name, seconds in times.items():
         base = BASE.get(name)
-        text = f"{name:<16} {1e3 * statistics.median(seconds):9.1f} ms"
+        text = f"{name:<16} {1e3 * statistics.median(wall for wall, _ in seconds):9.1f} ms"
         if base is not None:
-            ratio = statistics.median(a / b for a, b in zip(seconds, times[base], strict=True))
+            pairs = list(zip(seconds, times[base], strict=True))
+            ratio, busy = (statistics.median(a[i] / b[i] for a, b in pairs) for i in range(2))
             bar = f"  (bar {BARS[name]:.2f})" if name in BARS else ""
-            text += f"   {ratio:5.2f} of {base}{bar}"
+            text += f"   {ratio:5.2f} of {base}{bar}, busy {busy:.2f}"
         print(text)
     work = [pairs_of_work(rank, ranks, causal=True, mirrored=True) for rank in range(ranks)]
     print(f"work of ranks, zigzag: {work}")

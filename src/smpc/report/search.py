@@ -137,8 +137,6 @@ def _not_settings(found: Search) -> tuple[tuple[str, str], ...]:
         names = found.options.recompute
         shown = ", ".join(map(printable, names[:2])) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
         rows.append(("", f"activation checkpointing of {shown} (docs/activation_checkpointing.md)"))
-    if candidate.context_parallel_degree > 1:
-        rows.append(("", "sequences shared by smpc.context_parallel.shard (docs/context_parallelism.md)"))
     if candidate.expert_parallel_degree > 1:
         rows.append(("", "experts divided by smpc.expert_parallel.shard (docs/expert_parallelism.md)"))
     return tuple(rows)

@@ -9,7 +9,6 @@ from tensor_ranks import run_ranks, tensor_groups
 
 from smpc.codegen import ring
 from smpc.compile import PipelineOptions, compile_model
-from smpc.config import Config
 from smpc.context_parallel import place
 from smpc.errors import ConfigError, ScheduleError, UsageError
 from smpc.executor.collectives import sum_over
@@ -125,8 +124,3 @@ def test_a_model_must_know_its_group(compiled):
 def test_options_that_do_not_go_together(asked, message):
     with pytest.raises(ConfigError, match=message):
         PipelineOptions(pipeline_parallel_degree=1, microbatches=1, **asked)
-
-
-def test_scripts_are_told_what_cuts_sequences():
-    with pytest.raises(ConfigError, match=r"context_parallel_degree.*smpc\.context_parallel\.shard"):
-        Config.parse({"context_parallel_degree": 2})

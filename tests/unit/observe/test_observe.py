@@ -210,6 +210,23 @@ def test_live_bytes_through_autograd():
     assert counter.peak > counter.live
 
 
+def test_what_is_written_before_it_is_made_was_there():
+    """Buckets, which a reducer makes in C++ before anybody counts, and writes when the first gradients are there."""
+    bucket = torch.zeros(1000)
+    with LiveBytes() as counter:
+        torch.ones(500)
+        bucket.add_(1)
+    assert (counter.peak, counter.live) == (4 * 1500, 4 * 1000)
+
+
+def test_memory_that_torch_did_not_allocate_counts_where_it_is_held():
+    shared = torch.frombuffer(bytearray(4000), dtype=torch.uint8)
+    with LiveBytes() as counter:
+        shared.add_(1)
+    assert counter.peak == 0
+    assert LiveBytes([shared]).peak == 4000
+
+
 @pytest.mark.parametrize("text", ["5", "5:", ":8", "8:5", "5:5", "a:b", "-1:3", "1:2:3", " 1:2"])
 def test_windows_that_are_none(text):
     with pytest.raises(ConfigError, match="steps: expected"):

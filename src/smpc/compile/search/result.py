@@ -21,8 +21,10 @@ from smpc.codegen.rewrite.context_parallel.rewrite import ContextTrace
 from smpc.codegen.rewrite.expert_parallel import ExpertTrace
 from smpc.codegen.rewrite.tensor_parallel.rewrite import ShardedTrace
 from smpc.compile.options import PipelineOptions
+from smpc.compile.search.setting import Setting
 from smpc.compile.search.space import Candidate
 from smpc.compile.step import Sharding, StepParts
+from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner.graph.plan import Plan
 from smpc.partitioner.sizes import at_least
 from smpc.tracer.ir import Trace
@@ -99,7 +101,7 @@ class Search:
         return self.results[0]
 
     def config(self) -> dict[str, Any]:
-        """The settings of `smpc.config.Config` that train this way. Context and expert parallelism are none of `smp.init`'s."""
+        """The settings of `smpc.config.Config` that train this way. Expert parallelism is none of `smp.init`'s."""
         found = self.best.candidate
         others = {
             name: degree
@@ -108,7 +110,7 @@ class Search:
         }
         return {
             "pipeline_parallel_degree": found.pipeline_parallel_degree,
-            "ddp": found.data_parallel_degree * found.tensor_parallel_degree > 1,
+            "ddp": found.data_parallel_degree * found.tensor_parallel_degree * found.context_parallel_degree > 1,
             "placement_strategy": found.placement_strategy,
             "microbatches": found.microbatches,
             "schedule": found.schedule,
@@ -168,3 +170,24 @@ def _why(result: Result, best: Result) -> str:
         ((name, a - b) for name, a, b in zip(_PARTS, result.parts, best.parts, strict=True)), key=lambda pair: pair[1]
     )
     return f": {name} {more / best.step_time:+.1%}"
+
+
+def nothing_fits(
+    setting: Setting, results: Sequence[Result], total: int, found: tuple[int, Candidate] | None, *, is_least: bool
+) -> Exception:
+    """The error, with the least memory that was found to do, and for which candidate; `is_least`: no other can need less."""
+    if found is None:
+        impossible = [result for result in results if result.verdict is Verdict.IMPOSSIBLE]
+        reason = impossible[0].reason if impossible else "no candidate"
+        return PartitionError(f"expected a way to train on {setting.world_size} ranks, found none: {reason}")
+    least, candidate = found
+    tensor = f" of {candidate.tensor_parallel_degree} ranks" if candidate.tensor_parallel_degree > 1 else ""
+    known = "would do" if is_least else "is known to do"
+    return MemoryLimitError(
+        f"expected a way to train within {at_least(setting.limit)} on each of {setting.world_size} ranks, found none among "
+        f"{total}: the least memory that {known} is {at_least(least)}, with pipelines of "
+        f"{candidate.pipeline_parallel_degree} stages{tensor}, {candidate.data_parallel_degree} replicas, "
+        f"{candidate.microbatches} microbatches "
+        f"and the {candidate.schedule} schedule; raise memory_limit, use more ranks, or a smaller batch",
+        least,
+    )

@@ -20,7 +20,7 @@ class Waiting:
     guess: Guess
     candidate: Candidate | None = None
     breaks_limit: bool = False
-    is_corrected: bool = False  # its guess is, by what others of its kind turned out to be
+    is_corrected: bool = False  # its place in the queue is, by what others of its kind turned out to be
     basis: Load | None = None  # what a shape's guess was made from
 
 

@@ -1,4 +1,4 @@
-"""`smpc simulate`: predict a plan's step again, under another schedule, without the model."""
+"""`smpc diff` and `smpc simulate`: what changed between two plans that were written, and one of them under another schedule."""
 
 from __future__ import annotations
 
@@ -6,6 +6,28 @@ import sys
 from typing import Annotated
 
 import typer
+
+
+def diff_command(
+    before: Annotated[
+        str, typer.Argument(metavar="A", help="A plan.json, or the folder it is in.", show_default=False)
+    ],
+    after: Annotated[str, typer.Argument(metavar="B", help="Another.", show_default=False)],
+) -> None:
+    """Show what changed between two plans: modules, memory, time, messages, objective, schedule.
+
+    Exit status: 0 if the plans are equal, 1 if they differ, 2 if one cannot be read.
+    """
+    from smpc.cli.plans import load_plan
+
+    plans = load_plan(before), load_plan(after)
+    from smpc.report.compare import compare
+    from smpc.report.terminal import print_changes
+
+    changes = compare(*plans)
+    if changes:
+        print_changes(before, after, changes)
+        raise typer.Exit(1)
 
 
 def simulate_command(

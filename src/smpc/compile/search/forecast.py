@@ -1,0 +1,178 @@
+"""What is known of shapes and candidates before they are planned: bounds, which no plan is below, and guesses, which say what comes first.
+
+    forecast = Forecast.of(setting, loads, 1)  records the smallest microbatch, from which all that has not been recorded is guessed
+    forecast.least(shape)                seconds and bytes that no candidate of a shape is below
+    forecast.guessed(candidate, ...)     about what it takes
+
+Both are made of `Sample`s, totals of one microbatch (`smpc.compile.search.estimate`): of the candidate's own, where its load has been
+recorded and rewritten, else of the nearest one.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+
+from smpc.compile.options import PipelineOptions
+from smpc.compile.result import Traced
+from smpc.compile.search.estimate import (
+    Guess,
+    Least,
+    Place,
+    Reruns,
+    Sample,
+    guess,
+    least_seconds,
+)
+from smpc.compile.search.setting import Setting
+from smpc.compile.search.space import (
+    Again,
+    Candidate,
+    Shape,
+    Tried,
+    candidate_of,
+    schedules,
+    shardings,
+    ways,
+    wire,
+)
+from smpc.compile.search.workloads import Load, Workloads
+from smpc.compile.step import Sharding
+from smpc.errors import PartitionError
+from smpc.mesh import Axis
+from smpc.partitioner.costs.collectives import bandwidth
+from smpc.partitioner.costs.cost import node_times
+from smpc.partitioner.costs.description import Group
+
+_Key = tuple[Load, bool, Group, Group, Group]
+
+
+@dataclass
+class Forecast:
+    """That of one search."""
+
+    setting: Setting
+    loads: Workloads
+    again: Again  # what may be computed again
+    base: dict[str, Sample]  # of the smallest microbatch, by what is computed again
+    base_load: Load
+    _leasts: dict[tuple[Load, tuple[Group, ...]], Least] = field(default_factory=dict)
+    _samples: dict[_Key, Sample] = field(default_factory=dict)
+    _reruns: dict[tuple[_Key, str], Reruns] = field(default_factory=dict)
+    _schedules: dict[tuple[int, int], int] = field(default_factory=dict)  # how many, by ranks and microbatches
+
+    @classmethod
+    def of(cls, setting: Setting, loads: Workloads, size: int) -> Forecast:
+        """Records the smallest microbatch, and what of it may be computed again. PartitionError if that cannot be planned."""
+        traced = loads.get(Load(size))
+        if isinstance(traced, str):
+            raise PartitionError(traced)
+        trace, options = traced.trace, PipelineOptions(1, device=setting.device, optimizer=setting.optimizer)
+        again = Again.of(trace, node_times(trace, options.cost_model).forward.tolist())
+        base: dict[str, Sample] = {}
+        for name in again.names:
+            state = next(iter(base.values())).state if base else None
+            base[name] = Sample.of(trace, options.cost_model, again[name], state=state)
+        return cls(setting, loads, again, base, Load(size))
+
+    def least(self, shape: Shape) -> tuple[float, int]:
+        """Seconds and bytes that no candidate of a shape is below, by the smallest microbatch that is known of such ranks."""
+        known, tensor, context = self.loads.nearest(Load.of(shape)), 1, 1
+        if known is None:
+            known, tensor, context = self.base_load, shape.tensor_parallel_degree, shape.context_parallel_degree
+        exchanges = self.loads.exchanges(known, shape.mesh)
+        key = known, tuple(group for _, group in exchanges)
+        if key not in self._leasts:
+            sent = sum(
+                (item.forward_bytes + item.backward_bytes) / bandwidth(group, self.setting.device)
+                for collectives, group in exchanges
+                for item in collectives
+                # Where sequences are shared, gradients of parameters that are used whole as well do not grow with the microbatch.
+                if not item.overlaps and known.context == 1
+            )
+            options = PipelineOptions(1, device=self.setting.device)
+            self._leasts[key] = least_seconds(self.loads.traced(known).trace, options.cost_model, sent)
+        amount = shape.microbatch_size / known.size
+        one = self._leasts[key].of(amount, tensor, context)
+        bound = shape.microbatches * one / shape.pipeline_parallel_degree * (1.0 + self.place(shape).slowdown)
+        state = self.base["model"].state
+        split = shape.tensor_parallel_degree * shape.expert_parallel_degree * shape.pipeline_parallel_degree
+        kept = min(state.kept(kind, shape.data_parallel_degree) for kind in shardings(shape, self.tried.sharding))
+        return bound, int((kept + state.gradients) / split)
+
+    @functools.cached_property
+    def tried(self) -> Tried:
+        """What is tried, with what may be computed again."""
+        return replace(self.setting.tried, again=self.again.names)
+
+    def num_ways(self, shape: Shape) -> int:
+        """Candidates of a shape."""
+        key = shape.pipeline_parallel_degree, shape.microbatches  # the schedules that there are depend on nothing else
+        if key not in self._schedules:
+            once = replace(self.tried, again=("model",), sharding=(Sharding.NONE,))
+            self._schedules[key] = sum(1 for _ in ways(shape, once))
+        return self._schedules[key] * len(shardings(shape, self.tried.sharding)) * len(self.tried.again)
+
+    def typical(self, shape: Shape) -> list[Candidate]:
+        """Some candidates of a shape, by which it is judged: the schedule with the smallest ramp, and what needs the least memory."""
+        known = list(schedules(shape.pipeline_parallel_degree, self.tried.schedules))
+        kinds = shardings(shape, self.tried.sharding)
+        shown = [known[-1], known[0]] if known[-1] != known[0] else known[:1]
+        pairs = [(again, kinds[-1]) for again in dict.fromkeys((self.tried.again[0], *self.tried.again[-2:]))]
+        return [candidate_of(shape, *way, *pair) for way in shown for pair in pairs]
+
+    def guessed(self, candidate: Candidate, place: Place, plain: Sample | None) -> Guess:
+        """By the sample of the candidate's load, or by that of the smallest microbatch."""
+        base, again, working = self.base["model"], self.base[candidate.recompute], 0.0
+        tensor, context = candidate.tensor_parallel_degree, candidate.context_parallel_degree
+        if plain is None:
+            load = Load.of(candidate.shape)
+            known = self.loads.nearest(load)
+            if known is not None:
+                amount = load.size / known.size
+                plain = self.sample(replace(candidate.shape, microbatch_size=known.size)).scaled(amount, amount, 1.0)
+            else:
+                amount, parts = load.size / self.base_load.size, tensor * candidate.expert_parallel_degree
+                plain = base.scaled(amount / tensor / context, amount / context, 1 / parts)
+        if candidate.recompute != "model":
+            modules = self.again[candidate.recompute]
+            before = plain.activation_bytes
+            plain = plain.like(base, again)
+            if candidate.num_stages > len(modules) + 2:  # a module that a cut goes through is not computed again
+                plain = replace(plain, activation_bytes=before)
+            working = (before - plain.activation_bytes) / len(modules)  # of the one that is being computed again
+        found = guess(plain, candidate, place)
+        return replace(found, peak=found.peak + working)
+
+    def sample(self, shape: Shape) -> Sample:
+        """Totals of what a rank of the shape computes, on its wires."""
+        load, mesh, device = Load.of(shape), shape.mesh, self.setting.device
+        key = self._key(shape)
+        if key not in self._samples:
+            traced = self.loads.get(load)
+            assert isinstance(traced, Traced), "asked for after it was looked at"
+            options = PipelineOptions(1, device=device, optimizer=self.setting.optimizer)
+            # as with the fewest microbatches
+            costs = replace(options.cost_model, accumulated=0.5 if shape.microbatches > 1 else 0.0)
+            times = self.loads.times(load, mesh, costs)
+            self._samples[key] = Sample.of(traced.trace, costs, (), times)
+            times = times or node_times(traced.trace, costs)
+            for name in self.again.names:
+                self._reruns[key, name] = Reruns.of(traced.trace, self.again[name], times)
+        return self._samples[key]
+
+    def reruns(self, shape: Shape, again: str) -> Reruns:
+        """What candidates of a shape compute again."""
+        self.sample(shape)
+        return self._reruns[self._key(shape), again]
+
+    def _key(self, shape: Shape) -> _Key:
+        """What the times of a rank's microbatch depend on."""
+        mesh, device = shape.mesh, self.setting.device
+        groups = [Group.of(mesh, axis, device) for axis in (Axis.TP, Axis.CP, Axis.EP)]
+        return Load.of(shape), shape.microbatches > 1, groups[0], groups[1], groups[2]
+
+    def place(self, shape: Shape) -> Place:
+        """Where its ranks are."""
+        mesh, device = shape.mesh, self.setting.device
+        return Place(wire(device, mesh, Axis.PP), Group.of(mesh, Axis.RDP, device), device, shape.world_size)

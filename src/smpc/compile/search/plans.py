@@ -1,0 +1,77 @@
+"""Plans of the candidates of a search, and what their steps take.
+
+planned = plans.planned(candidate, prove=False)     its best contiguous cut for balanced computation
+plans.result(candidate, planned)                    its step and its peak
+plans.foretold(candidate, least)                    of one that differs in its schedule alone from one that was planned
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from smpc.compile.options import PipelineOptions
+from smpc.compile.passes import plan_trace, schedule_plan
+from smpc.compile.result import Planned, Traced
+from smpc.compile.search.result import Result
+from smpc.compile.search.setting import Setting
+from smpc.compile.search.space import (
+    Again,
+    Candidate,
+)
+from smpc.compile.search.workloads import Load, Workloads
+from smpc.compile.step import Around, StepParts, step_parts
+from smpc.mesh import Axis
+from smpc.partitioner.costs.description import Group
+from smpc.partitioner.graph.plan import Plan
+from smpc.partitioner.memory_limit import rank_peaks
+
+
+@dataclass
+class Plans:
+    """Those of one search. `cuts`: the plans so far, by what their cut depends on."""
+
+    setting: Setting
+    loads: Workloads
+    again: Again
+    cuts: dict[Candidate, Plan] = field(default_factory=dict)
+
+    def traced(self, candidate: Candidate) -> Traced:
+        """What one rank of each stage runs."""
+        return self.loads.traced(Load.of(candidate.shape))
+
+    def options(self, candidate: Candidate, limit: int | None = None) -> PipelineOptions:
+        """How it is planned; `limit`: the memory of a rank, by default that of the search."""
+        return self.setting.options(candidate, limit or self.setting.limit, self.again[candidate.recompute])
+
+    def planned(self, candidate: Candidate, limit: int | None = None, *, prove: bool) -> Planned:
+        """Its plan. MemoryLimitError, PartitionError, ConfigError or CodegenError if it has none."""
+        options = self.options(candidate, limit)
+        times = self.loads.times(Load.of(candidate.shape), candidate.mesh, options.cost_model)
+        return plan_trace(replace(self.traced(candidate), times=times), options, prove=prove)
+
+    def foretold(self, candidate: Candidate, least: int) -> Result | None:
+        """What a candidate takes that differs in its schedule alone from one that was planned: the cut is the same, or a slower one."""
+        plan, choice = self.cuts.get(candidate.cut), self.options(candidate).choice
+        if plan is None or tuple(stage.rank for stage in plan.stages) != choice.placement:
+            return None
+        stages = tuple(
+            replace(stage, num_in_flight=number) for stage, number in zip(plan.stages, choice.in_flight, strict=True)
+        )
+        summary = replace(plan.schedule, name=choice.name, active_microbatches=choice.active_microbatches)
+        foretold = replace(plan, stages=stages, schedule=summary)
+        found = self.parts(candidate, schedule_plan(self.traced(candidate).trace, foretold))
+        return replace(Result.of(candidate, found, least), peak_is_bound=True)
+
+    def result(self, candidate: Candidate, planned: Planned) -> Result:
+        """What a plan takes."""
+        return Result.of(candidate, self.parts(candidate, planned), max(rank_peaks(planned.plan).values()))
+
+    def parts(self, candidate: Candidate, planned: Planned) -> StepParts:
+        """Where the time of a plan's step goes."""
+        device, mesh = self.setting.device, candidate.mesh
+        ranks = (device,) * candidate.pipeline_parallel_degree
+        around = Around.on(mesh, ranks, candidate.sharding)
+        if candidate.expert_parallel_degree > 1:
+            around = replace(around, experts=Group.of(mesh, Axis.EP, device))
+        traced = planned.traced or self.traced(candidate)
+        return step_parts(traced, planned.plan, planned.timeline, around, self.options(candidate).recompute)

@@ -1,0 +1,21 @@
+"""What ranks have recorded, beside what was predicted: as a table, as the parts of the bubble, as a trace."""
+
+from smpc.report.measured.bubble import Bubble, explain
+from smpc.report.measured.comparison import Comparison, Line, Messages, compare, whole_steps
+from smpc.report.measured.steps import Message, PipelineStep, messages_of, pipeline_steps
+from smpc.report.measured.trace import measured_json
+
+__all__ = [
+    "Bubble",
+    "Comparison",
+    "Line",
+    "Message",
+    "Messages",
+    "PipelineStep",
+    "compare",
+    "explain",
+    "measured_json",
+    "messages_of",
+    "pipeline_steps",
+    "whole_steps",
+]

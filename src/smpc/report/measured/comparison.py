@@ -1,0 +1,219 @@
+"""Predicted against measured: what a plan promised, and what the ranks that ran it have recorded.
+
+    found = compare(plan, records)      # records: one `smpc.observe.observer.RankRecord` of each rank, of as many replicas as there are
+    print(found)
+
+Terms
+    error       predicted / measured - 1: above 0 where the prediction was too high
+    pipeline    from the start of the first forward of a step to the end of the last instruction, over all ranks of a replica; what
+                the plan predicts as the time of a step, without the optimizer and whatever else a script does
+    whole step  what the script waits for: the pipeline, and what the step function does around it
+    bubble      1 - (time in F, B and W) / (ranks x pipeline), as simulated; `explain` says what the measured one
+                comes from
+    wire time   of a message: from the start of its send to the end of its receive, where the receiver had nothing else to do. That
+                happens in every step; the median of such messages of one edge and direction stands for all of it
+    waited      the part of its receive that a rank spends on a message that is on its way
+    hidden      the share of all wire time in which the receiver was computing: 1 - waited / wire time
+
+Measured times are medians over training steps of the first program (the plan's signature of inputs), those of a stage over its
+microbatches too. Times of ranks on several hosts are brought to one clock. What has not been measured is None, and a dash in the text.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from smpc.codegen.program import Op
+from smpc.codegen.simulate import Timeline
+from smpc.observe.observer import BUSY, RankRecord, StepRecord
+from smpc.partitioner.graph.plan import Plan
+from smpc.report.format import count, format_bytes, format_time
+from smpc.report.measured.bubble import Bubble, explain
+from smpc.report.measured.steps import PipelineStep, messages_of, pipeline_steps
+from smpc.report.memory import memory_curves
+from smpc.report.predict import plan_links, plan_timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One number, predicted and measured: seconds, bytes or a share."""
+
+    what: str
+    unit: str  # "time", "bytes" or "share"
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def error(self) -> float | None:
+        """Predicted / measured - 1."""
+        if self.predicted is None or not self.measured:
+            return None
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Messages of the measured steps, and how much of their time on the wire lay behind computation. Seconds of one step."""
+
+    num_messages: int  # in one step
+    wire: float
+    waited: float
+
+    @property
+    def hidden(self) -> float | None:
+        """The share of the wire time that cost nobody anything."""
+        return None if self.wire <= 0 else max(0.0, 1 - self.waited / self.wire)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """See the module docstring. `messages` and `bubble` are None where ranks do not run side by side."""
+
+    plan: str  # its fingerprint
+    device: str  # what was predicted for
+    num_steps: int
+    lines: tuple[Line, ...]
+    messages: Messages | None
+    bubble: Bubble | None  # where the measured one comes from
+
+    def line(self, what: str) -> Line:
+        """The line of that name. KeyError if there is none."""
+        return {line.what: line for line in self.lines}[what]
+
+    def to_json(self) -> str:
+        """All numbers, indented; seconds, bytes, shares."""
+        lines = [{**asdict(line), "error": line.error} for line in self.lines]
+        messages = None if self.messages is None else {**asdict(self.messages), "hidden": self.messages.hidden}
+        bubble = None if self.bubble is None else {**asdict(self.bubble), "other": self.bubble.other}
+        data = {
+            "plan": self.plan,
+            "device": self.device,
+            "num_steps": self.num_steps,
+            "lines": lines,
+            "messages": messages,
+            "bubble": bubble,
+        }
+        return json.dumps(data, indent=2) + "\n"
+
+    def __str__(self) -> str:
+        rows = [("", "predicted", "measured", "error"), *(_cells(line) for line in self.lines)]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        text = [
+            f"Predicted (for {self.device}) against measured (median of {count(self.num_steps, 'training step')})"
+            if self.num_steps
+            else f"Predicted (for {self.device}); no training step was measured",
+            "",
+            *(
+                "  ".join(
+                    [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
+                )
+                for row in rows
+            ),
+        ]
+        found = self.messages
+        if self.bubble is not None:
+            text += ["", str(self.bubble)]
+        if found is not None and found.hidden is not None:
+            text += [
+                f"{count(found.num_messages, 'message')} a step, {format_time(found.wire)} on the wire, of which ranks waited for "
+                f"{format_time(found.waited)}: {found.hidden:.0%} hidden behind computation",
+            ]
+        return "\n".join(text)
+
+
+def compare(plan: Plan, records: Sequence[RankRecord], *, is_parallel: bool = True) -> Comparison:
+    """The comparison. `is_parallel`: the ranks ran side by side; otherwise only the stages' times mean something."""
+    timeline = plan_timeline(plan)
+    trained = {record.rank: [s for s in record.steps if s.training and s.program == 0] for record in records}
+    num_steps = max(map(len, trained.values()), default=0)
+    lines = [
+        *_memory_lines(plan, timeline, records),
+        *_stage_lines(plan, [s for steps in trained.values() for s in steps]),
+    ]
+    messages, bubble = None, None
+    if is_parallel:
+        steps = list(pipeline_steps(records, plan.pipeline_parallel_degree))
+        lines += _step_lines(plan, steps)
+        messages, bubble = _messages(steps), explain(steps, plan_links(plan))
+    return Comparison(plan.fingerprint, plan.device, num_steps, tuple(lines), messages, bubble)
+
+
+def whole_steps(records: Sequence[RankRecord]) -> str:
+    """What can be said of a model that is not cut, of which nothing is predicted: memory and step time of every rank."""
+    lines = ["the model is not cut over ranks, so nothing is predicted; measured:"]
+    for record in sorted(records, key=lambda record: record.rank):
+        times = [(step.end - step.start) / 1e9 for step in record.steps if step.training]
+        step = _shown(_median(times), "time")
+        lines.append(
+            f"rank {record.rank}: step {step} (median of {len(times)}), peak {_shown(record.peak_bytes, 'bytes')}"
+        )
+    return "\n".join(lines)
+
+
+def _memory_lines(plan: Plan, timeline: Timeline, records: Sequence[RankRecord]) -> Iterator[Line]:
+    predicted = [curve.peak_bytes for curve in memory_curves(plan, timeline)]
+    several = len(records) > plan.pipeline_parallel_degree
+    for record in sorted(records, key=lambda record: record.rank):
+        if record.pipeline_rank < len(predicted):
+            where = f" (pipeline rank {record.pipeline_rank})" if several else ""
+            yield Line(f"rank {record.rank}{where}, peak", "bytes", predicted[record.pipeline_rank], record.peak_bytes)
+
+
+def _stage_lines(plan: Plan, steps: Sequence[StepRecord]) -> Iterator[Line]:
+    """Forward and backward of each stage; of a backward in two parts, both together."""
+    times: dict[tuple[int, Op], list[float]] = {}
+    for step in steps:
+        for span in step.spans:
+            if span.instruction.op in BUSY:
+                times.setdefault((span.instruction.stage, span.instruction.op), []).append(
+                    (span.end - span.start) / 1e9
+                )
+    medians = {key: statistics.median(values) for key, values in times.items()}
+    for stage in plan.stages:
+        forward, backward = medians.get((stage.index, Op.FORWARD)), medians.get((stage.index, Op.BACKWARD))
+        if backward is not None:
+            backward += medians.get((stage.index, Op.WEIGHT), 0.0)
+        yield Line(f"stage {stage.index}, forward", "time", stage.forward_time, forward)
+        yield Line(f"stage {stage.index}, backward", "time", stage.backward_time, backward)
+
+
+def _step_lines(plan: Plan, steps: Sequence[PipelineStep]) -> Iterator[Line]:
+    schedule = plan.schedule
+    yield Line("pipeline", "time", schedule.step_time, _median([step.makespan / 1e9 for step in steps]))
+    yield Line("bubble", "share", schedule.bubble_fraction, _median([step.bubble_fraction for step in steps]))
+    yield Line("whole step", "time", None, _median([(step.end - step.start) / 1e9 for step in steps]))
+
+
+def _messages(steps: Sequence[PipelineStep]) -> Messages | None:
+    found = [message for step in steps for message in messages_of(step)]
+    if not found:
+        return None
+    exposed: dict[tuple[int, Op], list[int]] = {}
+    for message in found:
+        if message.receive <= message.sent:
+            exposed.setdefault((message.instruction.edge, message.instruction.op), []).append(message.waited)
+    typical = {key: statistics.median(values) for key, values in exposed.items()}
+    known = [m for m in found if (m.instruction.edge, m.instruction.op) in typical]
+    wire = sum(max(typical[m.instruction.edge, m.instruction.op], m.waited) for m in known)
+    waited = sum(message.waited for message in known)
+    return Messages(len(found) // len(steps), wire / 1e9 / len(steps), waited / 1e9 / len(steps))
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _cells(line: Line) -> tuple[str, str, str, str]:
+    error = "" if line.error is None else f"{line.error:+.1%}"
+    return line.what, _shown(line.predicted, line.unit), _shown(line.measured, line.unit), error
+
+
+def _shown(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    if unit == "bytes":
+        return format_bytes(value)
+    return f"{value:.1%}" if unit == "share" else format_time(value)
