@@ -57,6 +57,11 @@ class Active:
 
 def requested_regions(trace: Trace, patterns: Sequence[str] = ()) -> Requested:
     """What the model and the patterns ask for. ConfigError for a pattern that matches nothing."""
+    wanted = tuple(patterns)
+    return trace.remembered((requested_regions, wanted), lambda: _requested(trace, wanted))
+
+
+def _requested(trace: Trace, patterns: tuple[str, ...]) -> Requested:
     found, notes = [], []
     last_write: dict[int, int] = {}
     for position, node in enumerate(trace.nodes):

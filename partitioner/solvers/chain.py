@@ -18,6 +18,7 @@ thousands of units are no problem.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,8 +28,8 @@ from smpc.errors import PartitionError
 from smpc.partitioner.exact import check_total
 from smpc.partitioner.problem import FloatArray, IntArray, Scale, SharedItem, Units, stage_costs
 
-_UNREACHED = np.iinfo(np.int64).max
 _ANY = float(np.finfo(np.float64).max)  # a bound that every finite cost is within
+_NO_BYTES = np.zeros(1, dtype=np.int64)  # of all intervals, where memory changes no cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,22 @@ class Intervals:
     def costs(self, start: int, stop: int, in_flight: int, stage: int = 0) -> FloatArray:
         """Cost of start..j on a stage for j = start + 1, ..., stop (exclusive ends). It never falls along the row."""
         time = self.time[start + 1 : stop + 1] - self.time[start]
-        return self.scale.cost_on(stage, time, self.memory(start, stop, in_flight))
+        memory = self.memory(start, stop, in_flight) if self.scale.counts_memory else _NO_BYTES
+        return self.scale.cost_on(stage, time, memory)
+
+    def ends(self, starts: Sequence[int], stop: int, bound: float, in_flight: int, stage: int) -> list[int]:
+        """How far intervals from these places get when none may cost more than `bound`: at most to `stop`."""
+        if self.scale.counts_memory:
+            rows = ((start, self.costs(start, stop, in_flight, stage)) for start in starts)
+            return [start + int(np.searchsorted(row, bound, side="right")) for start, row in rows]
+        first = np.asarray(starts, dtype=np.int64)
+        low, high = first, np.full(len(first), stop)
+        while (low < high).any():  # all at once: each is between an end that is within the bound and one that may be
+            middle = (low + high + 1) // 2
+            cost = self.scale.cost_on(stage, self.time[middle] - self.time[first], _NO_BYTES)
+            low, high = np.where(cost <= bound, middle, low), np.where(cost <= bound, high, middle - 1)
+        found: list[int] = low.tolist()
+        return found
 
     def memory(self, start: int, stop: int, in_flight: int = 1) -> IntArray:
         """Bytes of start..j for the same j, with so many microbatches in flight."""
@@ -251,36 +267,49 @@ def _cheapest_cuts(model: ChainModel, bound: float) -> tuple[int, ...] | None:
     if latest[-1] != n or mirrored[-1] != n:
         return None
     earliest = [n - mirrored[num_stages - 2 - stage] for stage in range(num_stages - 1)] + [n]
-    # labels of the cuts before the stage: for each position low + k its (depth, bytes) so far and the cut before it
-    low, depth, size = 0, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
-    parents: list[tuple[int, IntArray]] = []
+    depths, sizes = model.cut_depth.tolist(), model.cut_bytes.tolist()
+    reached = {0: (0, 0)}  # where the stage may start, in order: depth and bytes of the cheapest cuts so far
+    parents: list[dict[int, int]] = []
     for stage, multiplier in enumerate(model.in_flight):
-        low_end, width = earliest[stage], latest[stage] - earliest[stage] + 1
-        if width <= 0:
-            return None
-        new_depth = np.full(width, _UNREACHED)
-        new_size, parent = np.full(width, _UNREACHED), np.zeros(width, dtype=np.int64)
-        for k in np.flatnonzero(depth != _UNREACHED).tolist():
-            start = low + k
-            if start >= latest[stage]:
-                break
-            row = model.forward.costs(start, latest[stage], multiplier, stage)
-            fits = int(np.searchsorted(row, bound, side="right"))
-            span = slice(max(0, start + 1 - low_end), max(0, start + fits + 1 - low_end))
-            better = (new_depth[span] > depth[k]) | ((new_depth[span] == depth[k]) & (new_size[span] > size[k]))
-            new_depth[span][better], new_size[span][better], parent[span][better] = depth[k], size[k], start
-        parents.append((low_end, parent))
-        low, depth, size = low_end, new_depth, new_size
+        starts = [start for start in reached if start < latest[stage]]
+        farthest = model.forward.ends(starts, latest[stage], bound, multiplier, stage)
+        costs = [reached[start] for start in starts]
+        parent = _cheapest_starts(starts, farthest, costs, range(earliest[stage], latest[stage] + 1))
+        parents.append(parent)
         if stage < num_stages - 1:
-            reached = np.flatnonzero(depth != _UNREACHED)
-            depth[reached] += model.cut_depth[low + reached]
-            size[reached] += model.cut_bytes[low + reached]
-    if depth[0] == _UNREACHED:
+            reached = {
+                end: (reached[start][0] + depths[end], reached[start][1] + sizes[end]) for end, start in parent.items()
+            }
+    if n not in parents[-1]:
         return None
     ends = [n]
-    for low_end, parent in reversed(parents[1:]):
-        ends.append(int(parent[ends[-1] - low_end]))
+    for parent in reversed(parents[1:]):
+        ends.append(parent[ends[-1]])
     return tuple(reversed(ends))
+
+
+def _cheapest_starts(
+    starts: Sequence[int], farthest: Sequence[int], costs: Sequence[tuple[int, int]], ends: range
+) -> dict[int, int]:
+    """For each end that a stage can have, the start with the least cost, of equal ones the first.
+
+    A later start reaches at least as far, so those that an end can have lie side by side. Of these only the ones wait that nothing after
+    them is cheaper than: costs rise from the first to the last.
+    """
+    found: dict[int, int] = {}
+    waiting: deque[int] = deque()  # by index
+    following = 0
+    for end in ends:
+        while following < len(starts) and starts[following] < end:
+            while waiting and costs[waiting[-1]] > costs[following]:
+                waiting.pop()
+            waiting.append(following)
+            following += 1
+        while waiting and farthest[waiting[0]] < end:
+            waiting.popleft()
+        if waiting:
+            found[end] = starts[waiting[0]]
+    return found
 
 
 def _prefix_sums(values: Sequence[int] | IntArray) -> IntArray:

@@ -42,11 +42,11 @@ Values = dict[str, Any]
 
 
 class Checker:
-    """Checks replacements of one trace, each pattern once."""
+    """Checks replacements of one trace, each pattern once, however often the trace is rewritten."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._known: dict[str, str] = {}
+        self._known: dict[str, str] = graph.trace.remembered(Checker, dict)
 
     def objection(self, replacement: Replacement) -> str:
         """Why the replacement is no equal of what it replaces; "" if it is."""

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from smpc.cli import main
 from smpc.codegen.rewrite.kernels import REWRITES, rewrite_kernels, select_rewrites
+from smpc.codegen.rewrite.kernels.check import Checker
 from smpc.compile import PipelineOptions
 from smpc.errors import ConfigError
 from smpc.kernels.activations import swiglu
@@ -147,6 +148,17 @@ def test_a_replacement_that_computes_something_else_is_refused():
     text = reason(almost, inputs(), op="bias_gelu")
     assert text.startswith("its result differs from the op's by ")
     assert text.endswith(" of its size in fp64")
+
+
+def test_a_pattern_is_checked_once_for_a_trace(monkeypatch):
+    """The search for degrees rewrites one trace for each of them; running both sides took ten of its seconds."""
+    checks = []
+    once = Checker._check
+    monkeypatch.setattr(Checker, "_check", lambda self, *of: checks.append(of) or once(self, *of))
+    trace = record(Formula(llama), (inputs(),))
+    for _ in range(2):
+        assert len(calls(rewrite_kernels(trace, select_rewrites("rms_norm", on_gpu=True)).trace)) == 1
+    assert len(checks) == 1
 
 
 def test_gradients_count_in_the_comparison():

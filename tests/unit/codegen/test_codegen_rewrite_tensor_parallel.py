@@ -92,6 +92,13 @@ def mixtral():
     return transformers.MixtralForCausalLM(config), tokens(use_cache=False)
 
 
+def aria():
+    """Its experts' weights are multiplied from the left."""
+    experts = {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1, "pad_token_id": 0}
+    config = transformers.AriaTextConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=32, **experts)
+    return transformers.AriaTextForCausalLM(config), tokens(use_cache=False)
+
+
 class MixerBlock(nn.Module):
     def __init__(self, patches, channels):
         super().__init__()
@@ -204,9 +211,15 @@ def test_mixer():
     check(mixer, 2)
 
 
+def test_experts_whose_weights_are_multiplied_from_the_left_are_split():
+    layouts = check(aria, 2).layouts
+    own = {name.rpartition(".")[2]: str(layout) for name, layout in layouts.items() if ".mlp.experts." in name}
+    assert own == {"gate_up_proj": "S(2|64,64)", "down_proj": "S(1)"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("make", [gpt2, llama, bert, neox, t5, vit, mixer, mixtral])
+@pytest.mark.parametrize("make", [gpt2, llama, bert, neox, t5, vit, mixer, mixtral, aria])
 def test_models_without_annotations(make, degree):
     check(make, degree)
 
