@@ -164,6 +164,10 @@ def context_parallelism(names):
     gpt2(names)
     names["context_group"] = dist.group.WORLD
     yield
+    gpt2(names)
+    names |= {"data": TensorDataset(names["ids"]), "DataLoader": DataLoader}
+    yield
+    assert names["loss"] > 0
 
 
 @on(2, "docs/data_loading.md")

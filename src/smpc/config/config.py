@@ -175,12 +175,6 @@ class Config(PlannerKeys):
     fp16: bool = key(False, "Train in float16, with float32 masters and loss scaling")
     bf16: bool = key(False, "Train in bfloat16, with float32 masters")
     fp16_params: bool = key(False, "Create the parameters of distributed modules in float16")
-    context_parallel_degree: int = restated(
-        PlannerKeys,
-        "context_parallel_degree",
-        1,
-        unsupported="every rank computes on whole sequences: leave it out, or share them with smpc.context_parallel.shard",
-    )
     sdp_reduce_bucket_size: int = key(
         500_000_000,
         "Elements in a gradient bucket of sharded data parallelism",
@@ -314,10 +308,11 @@ class Config(PlannerKeys):
         config = cls(**report.values)
         if config._fp32_grad_accumulation and not (config.fp16 or config.bf16):
             ignored.append("_fp32_grad_accumulation: True has no effect here: it is for fp16: true and bf16: true")
-        if config.verify and (config.pipeline_parallel_degree == 1 or config.tensor_parallel_degree > 1):
+        groups = [name for name in ("tensor", "context") if getattr(config, f"{name}_parallel_degree") > 1]
+        if config.verify and (config.pipeline_parallel_degree == 1 or groups):
             why = (
-                "the ranks of a tensor-parallel group would have to run it together"
-                if config.tensor_parallel_degree > 1
+                f"the ranks of a {groups[0]}-parallel group would have to run it together"
+                if groups
                 else "without a pipeline the module itself is run"
             )
             ignored.append(f"verify: True has no effect here: {why}")

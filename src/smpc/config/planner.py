@@ -122,7 +122,8 @@ class PlannerKeys:
     )
     context_parallel_degree: int = key(
         1,
-        "Number of ranks that share every sequence: parameters are whole, plan and programs are those of one of them",
+        "Number of ranks that share every sequence (docs/context_parallelism.md): parameters are whole, plan and programs are those of one "
+        "of them; a script requires ddp",
         minimum=1,
         limit=MAX_RANKS,
         flag=Flag("Ranks that share every sequence.", "-c", "C", is_apart=True),

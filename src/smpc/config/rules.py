@@ -32,6 +32,7 @@ def broken_rules(sound: Sound, where: Where) -> Iterator[str]:
     yield from _plan(sound, where)
     if sound.get("tensor_parallel_degree", 1) > 1 and not sound.get("ddp", False):
         yield f"tensor_parallel_degree: {sound['tensor_parallel_degree']} requires ddp: true, found ddp: false"
+    yield from _context(sound, where)
     if sound.get("shard_optimizer_state", False) and not sound.get("ddp", False):
         yield "shard_optimizer_state: true requires ddp: true, found ddp: false"
     yield from _sharding(sound)
@@ -55,10 +56,23 @@ def _plan(sound: Sound, where: Where) -> Iterator[str]:
             f"tensor_parallel_plan: {plan} requires prescaled_batch: true, as all ranks of a tensor-parallel group compute on the same "
             f"batch, found prescaled_batch: false{where('tensor_parallel_plan')}"
         )
-    if plan == MODULES and sound.get("tensor_parallel_outputs", ""):
+    if plan == MODULES and sound.get("tensor_parallel_outputs", "") and sound.get("context_parallel_degree", 1) == 1:
         yield (
             f"tensor_parallel_outputs: {sound['tensor_parallel_outputs']} requires a tensor_parallel_plan, found {MODULES}"
             f"{where('tensor_parallel_outputs')}"
+        )
+
+
+def _context(sound: Sound, where: Where) -> Iterator[str]:
+    """What ranks that share sequences go with."""
+    degree, plan = sound.get("context_parallel_degree", 1), sound.get("tensor_parallel_plan", MODULES)
+    if degree > 1 and not sound.get("ddp", False):
+        yield f"context_parallel_degree: {degree} requires ddp: true, found ddp: false"
+    if degree > 1 and sound.get("tensor_parallel_degree", 1) > 1 and plan != "auto":
+        yield (
+            f"context_parallel_degree: {degree} beside tensor_parallel_degree: {sound['tensor_parallel_degree']} requires "
+            f"tensor_parallel_plan: auto, as only the compiler shares sequences and operations together, found {plan}"
+            f"{where('tensor_parallel_plan')}"
         )
 
 

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from smpc.dist.ending import watch_end
 from smpc.dist.place import is_available, is_initialized
-from smpc.errors import ConfigError, ConfigUnsupportedError, GroupError
+from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError, GroupError
 from smpc.launch.store import job_store, of_call
 from smpc.places import Launch
 
@@ -32,6 +32,8 @@ def initialize_dist(device: str | torch.device | None = None, timeout: float = 3
     kind = _kind(device)
     if not is_available():
         raise GroupError("this torch was built without torch.distributed")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise ConfigTypeError(f"timeout: expected seconds, found {timeout!r}")
     if not 0 < timeout < 1e9:
         raise ConfigError(f"timeout: expected seconds above 0, found {timeout!r}")
     watch_end()

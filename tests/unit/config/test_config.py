@@ -34,7 +34,6 @@ REFERENCE = [
     ("skip_tracing", bool, False),
 ]
 LATER = {
-    "context_parallel_degree": 2,
     "expert_parallel_degree": 2,
     "horovod": True,
 }
@@ -250,6 +249,20 @@ def test_all_violations_are_reported_together():
     assert [line.split(":")[0] for line in lines] == ["pipeline_parallel_degree", "ddp", "microbatches"]
 
 
+def test_ranks_that_share_sequences_need_ddp_and_the_compiler_s_plan():
+    assert error({"context_parallel_degree": 2}) == ["context_parallel_degree: 2 requires ddp: true, found ddp: false"]
+    both = {"context_parallel_degree": 2, "tensor_parallel_degree": 2, "ddp": True, "prescaled_batch": True}
+    for plan in ({}, {"tensor_parallel_plan": "modules"}, {"tensor_parallel_plan": "huggingface"}):
+        [line] = error({**both, **plan})
+        found = plan.get("tensor_parallel_plan", "modules")
+        assert line.startswith(
+            "context_parallel_degree: 2 beside tensor_parallel_degree: 2 requires tensor_parallel_plan: auto"
+        )
+        assert f"found {found}" in line
+    assert Config.parse({**both, "tensor_parallel_plan": "auto"}).context_parallel_degree == 2
+    assert Config.parse({"context_parallel_degree": 2, "ddp": True, "tensor_parallel_outputs": "loss"})
+
+
 def test_precisions_exclude_each_other_and_sharding_needs_replicas():
     lines = error({"partitions": 2, "fp16": True, "bf16": True, "fp16_params": True, "shard_optimizer_state": True})
     assert lines == [
@@ -301,6 +314,10 @@ def test_verify_is_a_bool(value):
             {"partitions": 2, "tensor_parallel_degree": 2, "ddp": True},
             "verify: True has no effect here: the ranks of a tensor",
         ),
+        (
+            {"partitions": 2, "context_parallel_degree": 2, "ddp": True},
+            "verify: True has no effect here: the ranks of a context",
+        ),
     ],
 )
 def test_verify_where_it_can_do_nothing_is_said(more, says):
@@ -327,6 +344,7 @@ def test_every_key_that_is_neither_used_nor_refused_nor_warned_about_is_known():
         "tensor_parallel_plan",
         "tensor_parallel_outputs",
         "draw_as_one_process",
+        "context_parallel_degree",
         "active_microbatches",
         "schedule",
         "virtual_pipeline_degree",

@@ -173,3 +173,10 @@ def test_importable_by_itself():
     code = "import sys, smpc.dist; print(sorted(name for name in sys.modules if name.startswith(('smpc.v1', 'smpc.v2', 'smpc.composer'))))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("timeout", ["300", None, True, 0, -1.0, float("nan")])
+def test_timeouts_that_cannot_be(timeout):
+    with pytest.raises(ConfigError, match="timeout: expected seconds"):
+        dist.initialize_dist("cpu", timeout=timeout)
+    assert not distributed.is_initialized()

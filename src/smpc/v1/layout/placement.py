@@ -148,11 +148,13 @@ class Placement:
         """Puts tensors of the original sizes in the model's place, for recording it."""
         state = FakeState()
         for name, tensor in self._state().items():
-            if name in self._parameters:
-                stand_in = nn.Parameter(self._skeleton[name], requires_grad=tensor.requires_grad)
-                state.by_original[id(tensor)] = stand_in
-            else:
-                state.by_original[id(tensor)] = _meta(tensor)
+            stand_in = (
+                nn.Parameter(self._skeleton[name], requires_grad=tensor.requires_grad)
+                if name in self._parameters
+                else _meta(tensor)
+            )
+            stand_in.__dict__ = tensor.__dict__  # attributes that scripts give it: guards watch this very dict
+            state.by_original[id(tensor)] = stand_in
         state.by_original.update(on_meta(self._model))
         with installed(self._model, state):
             yield

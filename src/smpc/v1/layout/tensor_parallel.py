@@ -14,11 +14,9 @@ Source: "Tensor Parallelism API for PyTorch" in the public reference of SMP v1.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from smpc.errors import StepError
@@ -30,6 +28,7 @@ from smpc.nn.distribution.registry import Registry
 from smpc.nn.parallel import DistributedModule, distributed_modules
 from smpc.nn.registration import StateHook, Translation
 from smpc.v1.layout.compiled_tensors import CompiledTensors
+from smpc.v1.layout.same_batch import digest_of
 from smpc.v1.layout.slices import Slices
 from smpc.v1.session.comm import gather_objects
 from smpc.v1.session.state import Session, state
@@ -138,7 +137,7 @@ class Distribution:
         self.checks_batch = False
         session = self._session
         digests = gather_objects(
-            {name: _digest(value) for name, value in arguments.items() if isinstance(value, Tensor)},
+            {name: digest_of(value) for name, value in arguments.items() if isinstance(value, Tensor)},
             session.groups[Axis.TP],
             session.message_device,
             session.device,
@@ -149,9 +148,3 @@ class Distribution:
                 f"step function {step_name}: prescaled_batch is set, so all ranks of a tensor-parallel group must be given the same batch; "
                 f"found different values of {', '.join(wrong)}; shard the data by smp.rdp_rank() and smp.rdp_size(), not smp.dp_rank()"
             )
-
-
-def _digest(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous()
-    content = data.view(torch.uint8).numpy().tobytes() if data.dim() else repr(data.item()).encode()
-    return hashlib.sha256(f"{data.dtype}{tuple(data.shape)}".encode() + content).hexdigest()

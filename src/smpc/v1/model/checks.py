@@ -12,7 +12,7 @@ from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError, Us
 from smpc.v1.declare.partition import manual_partition, read_marks
 from smpc.v1.model.wrapping import NotWrapped
 from smpc.v1.session.state import Session, state
-from smpc.v1.steps.context import StepContext
+from smpc.v1.steps.context import Measures, StepContext
 
 
 def check_marks(module: nn.Module, session: Session) -> None:
@@ -55,6 +55,20 @@ def check_fully_shard(options: Mapping[str, Any], session: Session) -> None:
         )
 
 
+def check_context(options: Mapping[str, Any], measures: Measures) -> None:
+    """Raise ConfigError or ConfigUnsupportedError for what does not go with sequences that ranks share."""
+    if measures:
+        raise ConfigError(
+            "trace_execution_times: not with context_parallel_degree above 1, nor is trace_memory_usage: they measure the whole model; "
+            "leave one of them out"
+        )
+    if options["backward_passes_per_step"] > 1:
+        raise ConfigUnsupportedError(
+            "context_parallel_degree: backward_passes_per_step must be 1 with a degree above 1, found "
+            f"{options['backward_passes_per_step']}; use more microbatches"
+        )
+
+
 def check_join(options: Mapping[str, Any], session: Session) -> None:
     """Raise ConfigUnsupportedError where replicas need each other in every step, so that `model.join` cannot let one go on alone."""
     config = session.config
@@ -62,6 +76,11 @@ def check_join(options: Mapping[str, Any], session: Session) -> None:
         raise ConfigUnsupportedError(
             "join: with shard_optimizer_state, replicas need each other's updates in every step; give all replicas as many batches, or "
             "leave shard_optimizer_state out"
+        )
+    if session.mesh.cp_size > 1:
+        raise ConfigUnsupportedError(
+            "join: with context_parallel_degree above 1, ranks need each other's slices in every step; give all as many batches, or leave "
+            "context_parallel_degree out"
         )
     if session.is_sharded:
         raise ConfigUnsupportedError(
@@ -82,6 +101,8 @@ def check_several(module: nn.Module) -> None:
         wrong.append("a loss scale (fp16, GradScaler): it belongs to one model; use bf16")
     if session.mesh.tp_size > 1:
         wrong.append("tensor parallelism")
+    if session.mesh.cp_size > 1:
+        wrong.append("context parallelism")
     if session.is_sharded or session.config.shard_optimizer_state:
         wrong.append("sharded parameters or optimizer state")
     if wrong:

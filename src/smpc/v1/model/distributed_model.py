@@ -31,7 +31,7 @@ from smpc.v1.declare.recompute import apply_marks
 from smpc.v1.layout.compiled_tensors import make_compiled_tensors
 from smpc.v1.layout.placement import Placement
 from smpc.v1.layout.tensor_parallel import Distribution
-from smpc.v1.model.checks import check_arguments, check_fully_shard, check_join, check_marks
+from smpc.v1.model.checks import check_arguments, check_context, check_fully_shard, check_join, check_marks
 from smpc.v1.model.looks import ShownModel
 from smpc.v1.model.observed import ObservedModel, held_tensors
 from smpc.v1.model.replicated import Replicated
@@ -48,6 +48,7 @@ from smpc.v1.session.watched import enter
 from smpc.v1.steps.arguments import StepBody
 from smpc.v1.steps.calls import Gradients, ModelCalls, Tensors
 from smpc.v1.steps.context import Measures, StepContext
+from smpc.v1.steps.context_parallel import make_shared_sequences
 from smpc.v1.steps.hooks import Hook, ModelHooks
 from smpc.v1.steps.join import Join
 from smpc.v1.steps.pipeline import Pipeline
@@ -104,6 +105,8 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         }
         if session.config.fully_shard or session.mesh.shard_size > 1:
             check_fully_shard(options, session)
+        if session.mesh.cp_size > 1:
+            check_context(options, Measures(trace_execution_times, trace_memory_usage))
         self._pipeline: Pipeline | None = None
         script = state.new_script()
         context, end_of_watch = self._begin(
@@ -135,7 +138,8 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         tensors = make_compiled_tensors(module, session, distribution.slices, measures=bool(measures))
         if tensors is not None:
             distribution.take_over(tensors)
-        has_pipeline = session.mesh.pp_size > 1 or tensors is not None
+        sequences = make_shared_sequences(module, session)
+        has_pipeline = session.mesh.pp_size > 1 or tensors is not None or sequences is not None
         held = partial(held_tensors, module, script, has_pipeline=has_pipeline)
         first = None if script is state.scripts[0] else state.scripts[0].model
         asked = session.observation if first is None else None  # what the launcher asks for is about the first model
@@ -152,6 +156,7 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
             hooks=ModelHooks(self, script),
             measures=measures,
             tensors=tensors,
+            sequences=sequences,
             divisor=divisor,
         )
         return context, end_of_watch
@@ -160,7 +165,7 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         """With a pipeline, the first step cuts the model; without one it is placed now, and made equal to that of replica 0."""
         context = self._context
         session, supervision = context.session, context.supervision
-        if session.mesh.pp_size > 1 or context.tensors is not None:
+        if context.has_program:
             transport, control = make_transport(session), make_control(session)
             pipeline = self._pipeline = Pipeline(context, transport, control, self._replication.make)
             self._exchange = StateExchange(context, make_state_control(session, control))

@@ -58,7 +58,7 @@ class Replication:
         group, mesh, buffers = session.groups[Axis.RDP], shard_mesh(session), self.options["broadcast_buffers"]
         shards: StageShards | ModuleShards
         with exchange("dividing parameters over the replicas"):
-            if session.mesh.pp_size == 1 and context.tensors is None:
+            if not context.has_program:
                 keep = partial(units_to_keep, config=session.config)
                 shards = ModuleShards(stages[0], group, mesh, keep, ShardingOptions(), broadcast_buffers=buffers)
             else:
@@ -79,6 +79,10 @@ class Replication:
             raise ConfigError(
                 "register_comm_hook: there are no data-parallel replicas; set ddp: true, and start several replicas"
             )
+        if session.mesh.cp_size > 1:
+            raise ConfigUnsupportedError(
+                "register_comm_hook: with context_parallel_degree above 1 gradients of replicas are summands; leave one of the two out"
+            )
         if session.is_sharded:
             raise ConfigUnsupportedError(
                 "register_comm_hook: with fully_shard there is no such hook; leave one of the two out"
@@ -95,7 +99,7 @@ def shard_mesh(session: Session) -> DeviceMesh:
     """The ranks over which parameters lie in parts, and the replicas of them if there are several."""
     mesh = session.mesh
     axes: tuple[Axis, ...] = (Axis.RDP,)
-    if mesh.fsdp_size > 1:
+    if mesh.shard_size > 1:
         axes = (Axis.REPLICA, Axis.FSDP) if mesh.replica_size > 1 else (Axis.FSDP,)
     # torch keeps layouts by meshes that are equal, even of groups that were destroyed: names of their own for each group.
     names = [f"{axis}_{session.groups[axis].group_name}" for axis in axes]

@@ -8,6 +8,8 @@
     rdp_rank, rdp_size               the holders of the same parameters     replicas of the model
     dp_rank, dp_size                 all that run the same stage            tp_size * rdp_size
     mp_rank, mp_size                 the processes of one replica           pp_size * tp_size
+    cp_rank, cp_size                 the slices of a sequence               they are among the rdp_size
+    data_rank, data_size             the parts of the data: processes that must be given the same batch have the same data_rank
 
 `get_<axis>_group()` lists the global ranks of the caller's group, ascending; `get_<axis>_process_group()` is the
 same as a `torch.distributed` group. Axes whose groups have the same members share one process group.
@@ -106,6 +108,34 @@ def mp_size() -> int:
     return _size(Axis.MP)
 
 
+def cp_rank() -> int:
+    """Context-parallel rank: which slice of sequences this process computes."""
+    return _rank(Axis.CP)
+
+
+def cp_size() -> int:
+    """Number of context-parallel ranks, `context_parallel_degree`."""
+    return _size(Axis.CP)
+
+
+def data_rank() -> int:
+    """Which part of the data this process reads.
+
+    Ranks of a pipeline and of a context-parallel group have the same; those of a tensor-parallel group, too, with `prescaled_batch`.
+    """
+    return _data_place()[0]
+
+
+def data_size() -> int:
+    """Of how many parts of the data each process reads one."""
+    return _data_place()[1]
+
+
+def get_cp_group() -> list[int]:
+    """Global ranks that have slices of this process's sequences."""
+    return _group(Axis.CP)
+
+
 def get_pp_group() -> list[int]:
     """Global ranks that run the stages of this replica, in the order of the stages."""
     return _group(Axis.PP)
@@ -159,6 +189,11 @@ def get_dp_process_group() -> dist.ProcessGroup:
 def get_mp_process_group() -> dist.ProcessGroup:
     """The `torch.distributed` group of `get_mp_group`."""
     return state.session.groups[Axis.MP]
+
+
+def _data_place() -> tuple[int, int]:
+    session = state.session
+    return session.mesh.data_place(session.rank, tensor_ranks_share=session.config.prescaled_batch)
 
 
 def _rank(axis: Axis) -> int:

@@ -21,6 +21,7 @@ from smpc.v1.session.precision import Precision
 from smpc.v1.session.state import Script, Session
 from smpc.v1.session.supervision import Supervision
 from smpc.v1.steps.calls import ModelCalls
+from smpc.v1.steps.context_parallel import SharedSequences
 from smpc.v1.steps.hooks import ModelHooks
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class Measures:
 
 @dataclass(slots=True)
 class StepContext:
-    """Of one model. `tensors`: None unless the compiler splits tensors over ranks. `join`: the one that is around the steps, if any."""
+    """Of one model. `tensors`: None unless the compiler splits tensors over ranks. `sequences`: None unless ranks share sequences. `join`:
+    the one that is around the steps, if any."""
 
     module: nn.Module
     session: Session
@@ -53,7 +55,13 @@ class StepContext:
     hooks: ModelHooks
     measures: Measures
     tensors: CompiledTensors | None
+    sequences: SharedSequences | None
     divisor: int
     is_cut: bool = False
     calls: ModelCalls | None = None
     join: Join | None = None
+
+    @property
+    def has_program(self) -> bool:
+        """Whether steps run what the compiler makes of the model, and not the model itself."""
+        return self.session.mesh.pp_size > 1 or self.tensors is not None or self.sequences is not None

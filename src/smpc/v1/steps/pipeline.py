@@ -50,6 +50,7 @@ from smpc.v1.session.step_errors import AGREED, Description, describe, raise_eve
 from smpc.v1.steps.arguments import ArgumentForm, Arguments, StepBody, form_of, merge_arguments
 from smpc.v1.steps.calls import Capture, Captured
 from smpc.v1.steps.context import StepContext
+from smpc.v1.steps.context_parallel import digests_of
 from smpc.v1.steps.last_stage import LastRank
 from smpc.v1.steps.nonfinite import agree
 from smpc.v1.steps.programs.compiler import Compiler
@@ -75,12 +76,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Request:
-    """A step as pipeline rank 0 begins it. `program`: by number, or that there is none yet."""
+    """A step as pipeline rank 0 begins it. `program`: by number, or that there is none yet. `arguments`: of the step function, whole."""
 
     inputs: list[Inputs]
     signature: Signature
     form: ArgumentForm
     tensors: list[Tensor]
+    arguments: Arguments
     program: int = _NEW
 
 
@@ -170,8 +172,8 @@ class Pipeline:
             try:
                 program, request = self._begin(body, own)
             except AGREED as error:
-                if self._session.mesh.rdp_size > 1:
-                    supervision.report(error)  # other replicas would wait for this one
+                if self._session.mesh.rdp_size > self._session.mesh.cp_size:
+                    supervision.report(error)  # replicas with other data would wait for this one
                 raise
             except BaseException as error:
                 with supervision.guard():
@@ -200,6 +202,8 @@ class Pipeline:
                 request = self._request(body, own)
             except Exception as error:
                 failure = error
+            failure = self._agree_on(body, request, failure)
+            request = None if failure is not None else request
         if self.first is None:
             self._partition(request, failure)
             if request is not None and self.programs.signature(0) == request.signature:
@@ -212,6 +216,8 @@ class Pipeline:
         signature = self.programs.signature(program)
         trains = self._may_train(body, program)
         self._phase = f"step function {body.name}, program {program}"
+        if self._context.sequences is not None:
+            self._context.sequences.begin_step(self.programs.recording(program).trace)
         form = memory.arguments
         assert form is not None, "the header brings it"
         if request is not None and not self._is_last:
@@ -294,8 +300,27 @@ class Pipeline:
         asked = signatures[0].with_ones(inputs)
         known = self.programs.lookup(asked, inputs, context.module)
         if known is not None:
-            return Request(inputs, self.programs.signature(known), form, tensors, known)
-        return Request(inputs, self._compiler.answered(asked, inputs), form, tensors)
+            return Request(inputs, self.programs.signature(known), form, tensors, arguments, known)
+        return Request(inputs, self._compiler.answered(asked, inputs), form, tensors, arguments)
+
+    def _agree_on(self, body: StepBody, request: Request | None, failure: Exception | None) -> Exception | None:
+        """Rank 0: the failure of this step, which is that of all ranks that share sequences, if there are such."""
+        sequences = self._context.sequences
+        if sequences is None:
+            return failure
+        asked: Any = None
+        digests: dict[str, str] = {}
+        try:
+            if request is not None and failure is None:
+                memory = self._memories.setdefault(body.number, Memory())
+                signature = request.signature if request.program == _NEW else None
+                form = None if memory.arguments == request.form else request.form
+                asked = body.number, request.program, signature, form
+                digests = digests_of(request.arguments, request.inputs)
+            sequences.agree(body.name, asked, digests, failure)
+        except Exception as error:
+            return error
+        return None
 
     def _announce(self, body: StepBody, request: Request | None, failure: Exception | None) -> int:
         """The header, and what it says is to follow."""
@@ -393,7 +418,7 @@ class Pipeline:
         if len(self.programs) and self._session.mesh.rdp_size > 1:
             self._modes.check_none_unfrozen(self.programs.signature(0).modes, signature.modes)
         compilation, recording = self._compiler.compile(signature, like=self.first, saved=self.saved_plan)
-        if self.first is None and self._session.config.verify and context.tensors is None:
+        if self.first is None and self._session.config.verify and context.tensors is None and context.sequences is None:
             compiled = compilation, recording
             verify_first(context.module, self._session, self._control, signature, compiled, microbatch)
         trace = compilation.trace
@@ -405,6 +430,8 @@ class Pipeline:
                 context.tensors.place(context.placement)
             self.first = compilation
             context.is_cut = True
+            if context.sequences is not None:
+                context.sequences.is_begun = True
         program = self.programs.next_number()
         for memory in self._memories.values():
             memory.trains.pop(program, None)  # what was known of the program that gives way

@@ -63,7 +63,7 @@ class Compiler:
         self._options = _options(context.session, context.measures)
         self._times: NodeTimes | None = None  # measured before the first plan
         self._traced: Traced | None = None  # what the last recording became
-        self._recorded: tuple[Signature, Recording] | None = None  # rank 0's last recording on real inputs
+        self._recorded: tuple[Signature, Recording, Traced] | None = None  # rank 0's last recording on real inputs
         self._num_recorded = 0  # on real inputs
         self._latest: Recording | None = None  # of the last program that was compiled
 
@@ -80,7 +80,8 @@ class Compiler:
                     f"{index}; the microbatches of one step run one program, so give them inputs that agree in this"
                 )
         signature = dataclasses.replace(signature.with_answers(trace), environment=self._num_recorded)
-        self._recorded, self._num_recorded = (signature, recording), self._num_recorded + 1
+        assert self._traced is not None, "it was recorded"
+        self._recorded, self._num_recorded = (signature, recording, self._traced), self._num_recorded + 1
         return signature
 
     def first_signature(self, own: tuple[Signature, Inputs] | None, failure: Exception | None) -> Signature:
@@ -124,11 +125,27 @@ class Compiler:
         `like`: what fixed which rank holds which parameter; None for the first of all, which may follow the plan `saved` by an earlier job.
         """
         self._context.supervision.allow_compilation()
-        recording = self._agreed_recording(signature)
+        recording = self._recording_of_group(signature)
         planned = self._agreed_plan(recording.trace, like, saved)
         enter(Phase.STEP, "compiling")
-        compilation = write_programs(planned)
+        assert self._traced is not None, "the model has been recorded"
+        compilation = write_programs(planned, context=self._traced.context)
         return compilation, recording
+
+    def _recording_of_group(self, signature: Signature) -> Recording:
+        """This rank's recording, whose trace is that of all, ranks of other pipelines that share sequences with this one included."""
+        sequences = self._context.sequences
+        if sequences is None:
+            return self._agreed_recording(signature)
+        recording: Recording | None = None
+        failure: Exception | None = None
+        try:
+            recording = self._agreed_recording(signature)
+        except Exception as error:
+            failure = error
+        sequences.check_model(None if recording is None else recording.trace, failure)
+        assert recording is not None, "whoever has no recording has raised"
+        return recording
 
     def _agreed_recording(self, signature: Signature) -> Recording:
         """This rank's recording, whose trace is that of all."""
@@ -138,11 +155,10 @@ class Compiler:
         try:
             self._modes.check(signature.modes)
             recorded = self._recorded
-            recording = (
-                recorded[1]
-                if recorded and recorded[0] == signature
-                else self._record(signature, signature.sample(), signature.decoded_answers())
-            )
+            if recorded and recorded[0] == signature:
+                _, recording, self._traced = recorded
+            else:
+                recording = self._record(signature, signature.sample(), signature.decoded_answers())
         except Exception as error:
             failure = error
         fingerprint = None if recording is None else recording.trace.fingerprint
@@ -230,7 +246,8 @@ class Compiler:
             context.script.job.tracing = False
         tensors, on_gpu = context.tensors, self._session.device.type == "cuda"
         sharing = None if tensors is None else tensors.sharing
-        self._traced = rewrite_trace(recording.trace, self._options, sharing, on_gpu=on_gpu)
+        sequences = None if context.sequences is None else context.sequences.sharing
+        self._traced = rewrite_trace(recording.trace, self._options, sharing, context=sequences, on_gpu=on_gpu)
         if tensors is not None:
             tensors.latest = self._traced.sharded
         return dataclasses.replace(recording, trace=self._traced.trace)
@@ -254,12 +271,11 @@ def _unlike(fingerprints: Sequence[str], changes: Sequence[str]) -> SmpcError:
 def _options(session: Session, measures: Measures) -> PipelineOptions:
     """How to cut and schedule a model in this session."""
     config = session.config
-    has_parts = config.shard_optimizer_state or config.fully_shard
     return PipelineOptions.of(
         config,
         device=_device_name(session.device),
         optimizer=planned_optimizer(config),
-        data_parallel_degree=session.mesh.dp_size if has_parts else 1,
+        data_parallel_degree=session.mesh.rdp_size,  # whose buckets, or parts, count as memory
         tensor_parallel_degree=1,  # the script's modules share operations, or `CompiledTensors` says how
         trace_execution_times=measures.times,
         trace_memory_usage=measures.memory,
