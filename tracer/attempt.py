@@ -21,7 +21,7 @@ from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
-from smpc.errors import SmpcError
+from smpc.errors import SmpcError, TraceError
 from smpc.tracer.effects.randomness import kept
 from smpc.tracer.effects.torch_calls import tensors_in
 from smpc.tracer.effects.uncompiled import uncompiled
@@ -108,7 +108,8 @@ def record_once(subject: Subject) -> Run:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state, submodules = make_fakes(model, mode, request.device), _submodules(model, subject.leaves)
     with ExitStack() as stack:
-        stack.callback(PythonState(model).restore)
+        python = PythonState(model)
+        stack.callback(python.restore)
         stack.enter_context(kept(model))
         # Ours, not the caller's, decides what is recorded: autograd on or off is part of the signature.
         stack.enter_context(installed(model, state))
@@ -141,9 +142,10 @@ def record_once(subject: Subject) -> Run:
         if autocast is not None:
             dtype = getattr(torch, autocast.dtype)
             stack.enter_context(torch.autocast(autocast.device_type, dtype, autocast.enabled))
-        stack.enter_context(recorder.watch.active())
+        stack.enter_context(recorder.watch.active(mode))
         try:
             output = _called(recorder, subject, args, kwargs)
+            _check_running(recorder.reads.running.found or python.begun())
             if recorder.watch.must_look_closely:
                 raise LookCloselyError
             with torch._C.DisableTorchFunction():
@@ -171,6 +173,14 @@ def _called(recorder: Recorder, subject: Subject, args: tuple[Any, ...], kwargs:
         raise recorder.error(what, line=innermost_line(error), way_out=_CHECK_INPUTS) from error
     finally:
         subject.survivors.watch(recorder.fakes())
+
+
+def _check_running(found: str) -> None:
+    if found:
+        raise TraceError(
+            f"cannot trace the model: forward goes on with {found}, which was there before, and which nobody can put back; "
+            "what to do: keep what it gives in a list, and a position in it, or pass it to the model as an input"
+        )
 
 
 def _cause(recorder: Recorder, model: nn.Module, error: UntraceableError) -> UntraceableError:

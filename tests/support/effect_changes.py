@@ -8,6 +8,7 @@ import dataclasses
 import random
 from dataclasses import dataclass
 
+import effect_baked
 import effect_holders
 import effect_python
 import effect_reads
@@ -26,7 +27,7 @@ from smpc.runtime import LoopbackRuntime
 from smpc.tracer.attempt import Request
 from smpc.tracer.record import record_guarded
 
-KINDS = (effect_holders, effect_python, effect_reads)  # files whose classes are in the list
+KINDS = (effect_baked, effect_holders, effect_python, effect_reads)  # files whose classes are in the list
 STEPS = 5
 MAY_BE_REFUSED = {  # why, and what the error says
     "a hook on a module that was cut": "register it before the first step, and it stays whole",

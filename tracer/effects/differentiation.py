@@ -11,6 +11,7 @@ A trace holds operations on values. It does not hold a graph that somebody walks
     x.grad              None, as in plain PyTorch; writing: whole      refused: other microbatches are under way
     retain_grad,        its module is called whole                     nothing to be done
     x.grad_fn, is_leaf
+    x._version          its module is called whole                     refused: recording and placing a model write, too
     torch.autograd.grad, backward, torch.func and what is built on them: the module whose code calls them is called whole
 
 Called whole, a module does all of this by itself, on one stage. That is plain PyTorch's result only if all of it happens inside:
@@ -27,11 +28,13 @@ import torch
 from torch import Tensor
 from torch.autograd import graph
 
+from smpc.tracer.recording.untraceable import calling_frame, is_users
+
 _MARKS = ("requires_grad_", "detach_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "set_")
-_READ = ("grad", "grad_fn", "is_leaf")
+_READ = ("grad", "grad_fn", "is_leaf", "_version")
 _MARKED_ATTRIBUTES = ("requires_grad", "data", "grad")
 
-OF_GRAPH = ("retain_grad", "grad_fn", "is_leaf", "grad =")  # marks that a trace cannot hold
+OF_GRAPH = ("retain_grad", "grad_fn", "is_leaf", "_version", "grad =")  # marks that a trace cannot hold
 OF_FLAG = ("requires_grad_", "requires_grad =", "detach_")  # marks that may change `requires_grad`
 OWN_MODULE = (
     "what to do: put what differentiates, with all that is differentiated, into a module of its own; it is then called whole, on one "
@@ -56,6 +59,7 @@ FORBIDDEN = {  # marks that no parameter or buffer may get in forward, wherever:
     "grad =": _GRADIENT,
     "data =": _MEMORY,
     "set_": _MEMORY,
+    "_version": ("counts the writes into {fqn}, of which others make some, too", OUTSIDE),
 }
 
 
@@ -70,7 +74,8 @@ def mark_of(func: Callable[..., Any]) -> str:
     getter = descriptor.fget if isinstance(descriptor, property) else descriptor
     attribute = str(getattr(getter, "__name__", ""))
     if name == "__get__":
-        return attribute if attribute in _READ else ""
+        is_asked = attribute in _READ and (attribute != "_version" or is_users(calling_frame()))
+        return attribute if is_asked else ""
     return f"{attribute} =" if attribute in _MARKED_ATTRIBUTES else ""
 
 

@@ -4,6 +4,7 @@
     smpc.tracer.effects.randomness          generators
     smpc.tracer.effects.surroundings        settings of the process
     smpc.tracer.effects.ownership           whose tensors a module reads
+    smpc.tracer.effects.other_threads       what threads do that forward hands work to
     smpc.tracer.operations.opaque           modules that are called whole
 
 What a trace cannot hold is an error of the module whose code does it (`Recorder.error`): it is called whole, where that is right, and the
@@ -13,16 +14,17 @@ recording refused where it is not. An error that the model's own code catches is
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smpc.errors import TraceError
 from smpc.tracer.constants import references
-from smpc.tracer.effects import differentiation, randomness, surroundings, torch_calls
+from smpc.tracer.effects import differentiation, other_threads, randomness, surroundings, torch_calls
 from smpc.tracer.effects.ownership import OpenCall, Ownership, tables_in
 from smpc.tracer.ir import Node, StateSpec
 from smpc.tracer.operations.opaque import Run, WholeCall
@@ -59,9 +61,10 @@ class Watch:
         self._overwritten: dict[int, str] = {}
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """While the model runs."""
+    def active(self, mode: FakeTensorMode) -> Iterator[None]:
+        """While the model runs, over fakes of that mode."""
         with ExitStack() as stack:
+            stack.enter_context(other_threads.watching_others(mode, self._note_others))
             stack.enter_context(differentiation.watching_backward(self._note_backward))
             stack.enter_context(surroundings.kept())
             stack.enter_context(randomness.watching(self._note_random))
@@ -212,8 +215,25 @@ class Watch:
         line = current_line()
         return f"{line}{' in ' if line else ''}{f'module {name}' if name else 'the model'}"
 
+    def _note_others(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Another thread has run an operation. An error waits until the module's code ends, which may wait for that thread."""
+        if not self._whole:
+            self._fail_later("another thread runs torch calls, which are not recorded")
+            return
+        self._recorder.meter.add(func, args, kwargs, out)
+        if self._whole[-1].failure is None:
+            with suppress(TraceError):
+                self._whole[-1].note_others(func, args, kwargs)
+
+    def _fail_later(self, what: str) -> None:
+        if self._failure is None:
+            self._failure = self._recorder.error(what)
+
     def _note_backward(self, outputs: Sequence[Any], inputs: Sequence[Any], accumulates: bool) -> None:
         if threading.get_ident() != self._thread:
+            if self._whole:
+                with suppress(TraceError):
+                    self._whole[-1].note_backward(inputs, accumulates)
             return
         if torch._C._are_functorch_transforms_active() and not self._whole:
             return  # an error, or recorded, as the operations that it comes down to

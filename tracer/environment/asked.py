@@ -73,6 +73,9 @@ _OF_PYTHON: dict[Any, str] = {
 DECIMAL = setting("decimal's context", lambda: repr(decimal.getcontext()))
 
 
+DEFAULT_DTYPE = setting("torch's setting default_dtype", torch.get_default_dtype)
+
+
 def depends_on_decimal(value: Any) -> bool:
     """Whether what is computed with a value depends on decimal's context."""
     return value is decimal or value is decimal.Decimal or isinstance(value, decimal.Decimal)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from types import CellType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -195,31 +195,39 @@ class _OfOneDict(ABC):
 
 
 class Table(_OfOneDict):
-    """The names of a module's parameters, buffers or submodules; of submodules, these themselves."""
+    """The names of a module's parameters, buffers or submodules; of submodules, these themselves, of buffers shapes and dtypes."""
 
     def __init__(self, fqn: str, what: str, holder: dict[str, Any]) -> None:
         self.fqn, self.what, self.holder = fqn, what, holder
         self._expected = self._content()
 
     def _content(self) -> tuple[tuple[str, Any], ...]:
-        keeps = self.what == "submodule"
-        return tuple((name, value if keeps else value is None) for name, value in self.holder.items())
+        if self.what == "submodule":
+            return tuple(self.holder.items())
+        if self.what == "buffer":
+            return tuple((name, _form(value)) for name, value in self.holder.items())
+        return tuple((name, value is None) for name, value in self.holder.items())
 
     def difference(self) -> Difference | None:
         """The first name that has changed."""
         found = self._content()
         if len(found) == len(self._expected) and all(
-            a[0] == b[0] and a[1] is b[1] for a, b in zip(found, self._expected, strict=True)
+            a[0] == b[0] and self._are_alike(a[1], b[1]) for a, b in zip(found, self._expected, strict=True)
         ):
             return None
         before, now = dict(self._expected), dict(found)
         names = [
-            name for name in dict.fromkeys((*before, *now)) if before.get(name, MISSING) is not now.get(name, MISSING)
+            name
+            for name in dict.fromkeys((*before, *now))
+            if not self._are_alike(before.get(name, MISSING), now.get(name, MISSING))
         ]
         name = names[0] if names else next(iter(now), "")
         where = f"of module {self.fqn!r}" if self.fqn else "of the model"
         text = f"{self.what} {name!r} {where}"
         return Difference(text, self._text(before, name), self._text(now, name), self.fqn)
+
+    def _are_alike(self, value: Any, other: Any) -> bool:
+        return bool(value == other) if self.what == "buffer" else value is other
 
     def modes(self) -> Iterator[tuple[Table, str, bool]]:
         """Which parameters are trained."""
@@ -232,7 +240,20 @@ class Table(_OfOneDict):
         if name not in table:
             return "missing"
         value = table[name]
+        if isinstance(value, _Form):
+            return f"a tensor {value.dtype}[{','.join(map(str, value.shape))}]".replace("torch.", "")
         return type(value).__name__ if isinstance(value, nn.Module) else "None" if value is True else "there"
+
+
+class _Form(NamedTuple):
+    """What a trace rests on of a buffer, whose values it reads in every step."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _form(buffer: torch.Tensor | None) -> _Form | bool:
+    return True if buffer is None else _Form(buffer.shape, buffer.dtype)
 
 
 def is_special(name: str) -> bool:

@@ -3,6 +3,7 @@
     the clock, entropy      a number that is another one in every run. Often only measured and logged: so the model is recorded once more,
                             and where both traces are the same, it does not matter
     files                   may hold something else in the next step
+    memory (`id`)           a fake is another object than the tensor that it stands for
     threads, processes      compute what is not recorded
 
 A module whose trace depends on one of them is called whole, and so is one that hands work to others.
@@ -13,9 +14,11 @@ what loggers put in front of a line and what an import does is left out.
 from __future__ import annotations
 
 import datetime
+import gc
 import io
 import os
 import queue
+import sys
 import threading
 import time
 from concurrent.futures.thread import ThreadPoolExecutor
@@ -27,6 +30,7 @@ from typing import Any
 from smpc.tracer.environment.reached import is_trusted
 
 _CLOCK, _ENTROPY, _FILE = "reads the clock", "draws from the system's entropy", "opens a file"
+_MEMORY = "asks where objects are in memory, or who holds them"
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time", "clock_gettime")
 _OF_FILES = (
     "open", "read", "pread", "stat", "lstat", "fstat", "statvfs", "access", "readlink", "listdir", "scandir", "getxattr", "getloadavg",
@@ -39,6 +43,7 @@ _FUNCTIONS: dict[Any, str] = {
     ),
     **{getattr(os, name): _ENTROPY for name in ("urandom", "getrandom") if hasattr(os, name)},
     **dict.fromkeys((io.open, io.open_code), _FILE),
+    **dict.fromkeys((id, sys.getrefcount, gc.get_objects, gc.get_referrers, gc.get_count), _MEMORY),
     **{getattr(os, name): _FILE for name in _OF_FILES if hasattr(os, name)},
 }
 _CONNECTED = frozenset({"sqlite3", "_socket", "socket", "select"})  # modules of types
@@ -100,8 +105,8 @@ def read_of(function: Any, frame: FrameType, fqn: str) -> OutsideRead | None:
         function, f"calls {function.__name__} of a {type(function.__self__).__qualname__}, which others may change"
     )
     origin = model_frame(frame)
-    if origin is None:
-        return None
+    if origin is None or (what == _MEMORY and origin is not frame):
+        return None  # Python's own code asks for more than it tells
     return OutsideRead(fqn, f"{os.path.basename(origin.f_code.co_filename)}:{origin.f_lineno}", what)
 
 

@@ -14,13 +14,15 @@ watched by `smpc.tracer.effects.randomness`.
 
 from __future__ import annotations
 
+import builtins
+import dataclasses
 import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from smpc.tracer.environment.asked import (
     DECIMAL,
+    DEFAULT_DTYPE,
     Question,
     asked,
     depends_on_decimal,
@@ -49,6 +52,7 @@ from smpc.tracer.environment.frozen import (
     freeze_tensor,
 )
 from smpc.tracer.environment.guarded import BASES, CLASS, Guard, GuardSource, Names, hook_tables
+from smpc.tracer.environment.identity import Identity, Run, compares_identity
 from smpc.tracer.environment.outside import OutsideRead, handed_over, is_outside, is_parallel, model_frame, read_of
 from smpc.tracer.environment.reached import (
     CACHE,
@@ -65,6 +69,7 @@ from smpc.tracer.environment.reached import (
     stored_variables,
     tables_in,
 )
+from smpc.tracer.environment.running import Running, is_generator
 from smpc.tracer.state.fakes import FakeState
 
 _MODULE_FILE = nn.Module.__call__.__code__.co_filename
@@ -80,24 +85,15 @@ _INTERNAL = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers
 _TABLES = frozenset({"_parameters", "_buffers", "_modules"})  # tables, which have guards of their own
 
 
-class Run(Protocol):
-    """What Reads asks of a recording."""
-
-    @property
-    def is_unseen(self) -> bool:
-        """Whether what happens is part of one call that runs again as it is."""
-
-    def context(self) -> str:
-        """The FQN of the module whose code runs."""
-
-
 class Reads:
     """The reads of one recording. `names`: FQNs of the model's modules by id."""
 
     def __init__(self, names: Mapping[int, str], state: FakeState, run: Run) -> None:
         self._names, self._run = names, run
         self._state = {id(tensor) for tensor in (*state.fakes, *state.originals.values())}
-        self.calls = CallHook(self._called)
+        self._originals = tuple(state.originals.values())
+        self.identity = Identity(state, run, lambda tensor: self._object(tensor, None))
+        self.calls, self.running = CallHook(self._called), Running()
         self.classes = TensorClasses(state.originals)
         self._hooks: list[Any] = []  # of the model's modules
         self.contents = Contents()
@@ -110,6 +106,11 @@ class Reads:
         self._of_objects: dict[int, list[Guard]] = {}  # guards of an object's attributes
         self._object_of: dict[int, int] = {}  # guard -> the object whose attribute it is
         self._reaching: dict[int, list[Guard]] = {}  # object or container -> guards of the values that it was found in
+        self._early: dict[
+            tuple[int, Any], tuple[Any, Frozen | None]
+        ] = {}  # by place: what it held when a function began
+        self._early_objects: dict[int, Any] = {}
+        self._early_names: dict[int, set[str]] = {}
         self._alive: list[Any] = []
         self._constants: dict[int, Guard] = {}
         self._variables: dict[int, Guard] = {}  # that count whatever the code names
@@ -118,6 +119,7 @@ class Reads:
         self.outside: list[OutsideRead] = []
         self._specs: dict[int, list[Spec]] = {}  # of tensors that were found in attributes, by id
         self._names_of: list[Names] = []  # of the objects and classes that were reached
+        self._shadows: dict[int, Names] = {}  # by namespace: globals that would hide what is Python's own
         self._unseen: set[int | None] = {None}  # objects any of whose attributes may count; what is none of an object's
         self.of_torch: list[ModuleType] = []  # modules of Python, see `smpc.tracer.environment.of_torch`
         self.listed: dict[
@@ -133,6 +135,9 @@ class Reads:
                 place = GuardSource(module, CLASS, f"the class of {f'module {fqn!r}' if fqn else 'the model'}")
                 self._read(place, type(module), fqn)
         self._hooks = [hook for module in modules for table in hook_tables(module) for hook in table.values()]
+        self._answer(DEFAULT_DTYPE)
+        for place in (place for original in self._originals for place in places_in(original)):
+            self._read(place, place.read(), None)
 
     # -- while the model runs ------------------------------------------------------------------------------------------
 
@@ -230,6 +235,8 @@ class Reads:
                 self._looked_at(frame)
             return
         code = frame.f_code
+        if event == "call" and is_generator(code) and not is_trusted(str(frame.f_globals.get("__name__", ""))):
+            self.running.resumed(frame)
         if event == "call" and is_asked(code) and not _is_importing(frame):
             self._answer(asked(frame))
         if event == "call" and is_parallel(code) and not self._run.is_unseen:
@@ -250,10 +257,10 @@ class Reads:
         for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
             value = local.get(name)
             if type(value) in MUTABLE and id(value) not in called.arguments:  # it may be a default
-                called.arguments[id(value)] = value, self._freeze(value, self.contents, False)
+                called.arguments[id(value)] = value, self._taken(value)
         if code.co_freevars:
             values = [local.get(name, MISSING) for name in code.co_freevars]
-            called.free.append([(value, self._freeze(value, self.contents, False)) for value in values])
+            called.free.append([(value, self._taken(value)) for value in values])
         self._globals_of(code, frame.f_globals, self._run.context())
         if "type" in code.co_names:
             self.classes.show_in(frame.f_globals)
@@ -284,6 +291,8 @@ class Reads:
     def _globals_of(self, code: CodeType, namespace: dict[str, Any], context: str) -> None:
         """Notes the globals that a function names, all of them if it asks for their dict, and the modules that it imports."""
         module = str(namespace.get("__name__", ""))
+        own = [name for name in code.co_names if name not in namespace and name in vars(builtins)]
+        self._of_python(own, namespace, module)
         names = [name for name in code.co_names if name in namespace or name in stored_variables(code)]
         names += global_values(namespace) if "globals" in code.co_names else []
         places = [GuardSource(namespace, name, f"global {name!r} of {module}") for name in dict.fromkeys(names)]
@@ -297,6 +306,15 @@ class Reads:
                 if place.holder is sys.modules:
                     self._variables[id(guard)] = guard
 
+    def _of_python(self, names: list[str], namespace: dict[str, Any], module: str) -> None:
+        """Notes functions of Python's own that code names: others may be put in their places, or globals before them."""
+        for name in names:
+            guard = self._read(GuardSource(vars(builtins), name, f"Python's {name}"), vars(builtins)[name], None)
+            if guard is not None:
+                self._variables[id(guard)] = guard
+        shadow = self._shadows.setdefault(id(namespace), Names(namespace, f"of {module}", None))
+        shadow.used = (shadow.used or set()).union(names)
+
     def _behind_caches(self) -> None:
         """Notes the globals of what functools' caches have answered for: an attempt before this one, or somebody else, has called it."""
         queue = [guard.value for guard in self._guards.values() if isinstance(guard.value, CACHE)]
@@ -309,7 +327,7 @@ class Reads:
             if code in self._codes:
                 continue
             values = [GuardSource(cell, "", "").read() for cell in function.__closure__ or ()]
-            free = [(value, self._freeze(value, self.contents, False)) for value in values]
+            free = [(value, self._taken(value)) for value in values]
             self._codes[code] = Called(function.__globals__, free=[free])
             self._globals_of(code, function.__globals__, "")
             queue += (function.__globals__[name] for name in code.co_names if name in function.__globals__)
@@ -319,6 +337,7 @@ class Reads:
 
         def tensor(found: torch.Tensor) -> Frozen:
             if id(found) in self._state:
+                self.identity.reached(found)
                 return AnyTensor()
             if not isinstance(found, FakeTensor):
                 contents.objects.setdefault(id(found), found)
@@ -346,11 +365,12 @@ class Reads:
             self._looks = True
         if depends_on_decimal(value):
             self._answer(DECIMAL)
+        value, early = self._early.get((id(place.holder), place.key), (value, None))
         contents = Contents()
         frozen = self._freeze(value, contents, is_attribute)
         if frozen is None:
             return None
-        guard = Guard(place, [frozen], value, owner=owner)
+        guard = Guard(place, [early or frozen], value, owner=owner)
         self._guards[id(place.holder), place.key] = guard
         self._alive.append(place.holder)
         for key, entry in contents.containers.items():
@@ -361,6 +381,28 @@ class Reads:
             self._object(item, owner)
         return guard
 
+    def _taken(self, value: Any) -> Frozen | None:
+        """A variable's value as it is before a function runs, with what it holds; None if the run has made it.
+
+        Whether the variable is one of the model's, or of a function that the run makes, is known in the end.
+        """
+        contents = Contents()
+        frozen = self._freeze(value, contents, False)
+        for key, entry in contents.containers.items():
+            self.contents.containers.setdefault(key, entry)
+        for item in contents.objects.values():
+            self._remember(item)
+        return frozen
+
+    def _remember(self, item: Any) -> None:
+        if id(item) in self._early_objects or id(item) in self._of_objects:
+            return
+        self._early_objects[id(item)] = item
+        self._early_names.update((id(table), set(table)) for table, _ in tables_in(item))
+        for place in places_in(item):
+            value = place.read()
+            self._early[id(place.holder), place.key] = value, self._taken(value)
+
     def _object(self, value: Any, owner: str | None) -> None:
         """Takes down the attributes of what is no nn.Module; which of them count is known in the end."""
         if id(value) in self._of_objects:
@@ -369,9 +411,10 @@ class Reads:
         self._alive.append(value)
         if not isinstance(value, (type, ModuleType)) and has_unseen_code(value):
             self._unseen.add(id(value))
-        self._names_of += (
-            Names(table, text, owner, is_class=isinstance(value, type)) for table, text in tables_in(value)
-        )
+        for table, text in tables_in(value):
+            names = Names(table, text, owner, is_class=isinstance(value, type))
+            names.known = self._early_names.get(id(table), names.known)
+            self._names_of.append(names)
         for place in places_in(value):
             is_new = (id(place.holder), place.key) not in self._guards
             guard = self._read(place, place.read(), owner)
@@ -389,10 +432,27 @@ class Reads:
             self._globals_of(code, called.namespace, "")
         self._behind_caches()
         names = self._names_used()
+        self.identity.check(self._codes)
         for item in self._names_of:
             item.used = None if item.are_all_read else names
             self._appeared(item)
-        kept = [
+        self._names_of += self._shadows.values()
+        kept = self._kept(names)
+        if any(map(compares_identity, self._codes)):
+            shown = [guard for guard in kept if type(guard.value) in (list, dict, set) and guard.holds()]
+            kept += [dataclasses.replace(guard, expected=[Identical(guard.value)]) for guard in shown]
+        kept += self._constants.values()
+        objects = [item for item in self._alive if id(item) in self._of_objects]
+        values = [*(guard.value for guard in kept), *objects, *self._hooks]
+        reached = Reached(self._codes, self._guards, self._read)
+        guards = {id(guard): guard for guard in (*kept, *reached.guards(names, values))}
+        guards.update((id(guard), guard) for guard in self._kept(names))  # of objects that were reached last
+        self.of_torch = reached.of_torch
+        return list(guards.values())
+
+    def _kept(self, names: set[str] | None) -> list[Guard]:
+        """The guards of what the code names, or might use without naming it."""
+        return [
             guard
             for guard in self._guards.values()
             if names is None
@@ -401,13 +461,6 @@ class Reads:
             or id(guard) in self._variables
             or self._object_of.get(id(guard)) in self._unseen
         ]
-        kept += self._constants.values()
-        objects = [item for item in self._alive if id(item) in self._of_objects]
-        values = [*(guard.value for guard in kept), *objects, *self._hooks]
-        reached = Reached(self._codes, self._guards, self._read)
-        guards = [*kept, *reached.guards(names, values)]
-        self.of_torch = reached.of_torch
-        return guards
 
     def _appeared(self, names: Names) -> None:
         """Notes the names that the run itself has given to an object."""
@@ -508,7 +561,7 @@ def noting_reads(reads: Reads, model: nn.Module) -> Iterator[None]:
     reads.of_model(model)
     nn.Module.__getattribute__ = reading  # type: ignore[method-assign, assignment]
     try:
-        with reads.classes.active():
+        with reads.classes.active(), reads.identity.watched():
             yield
     finally:
         del nn.Module.__getattribute__

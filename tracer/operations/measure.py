@@ -49,16 +49,20 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         check_dtypes(func, args, kwargs or {})
+        self.add(func, args, kwargs or {}, out)
+        return out
+
+    def add(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Adds an operation that has returned `out`."""
         if isinstance(func, torch._ops.HigherOrderOperator):
-            return out
+            return
         packet = func._overloadpacket
         if packet in flop_registry:
-            self.flops += int(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
+            self.flops += int(flop_registry[packet](*args, **kwargs, out_val=out))
         elif packet in _OWN_FORMULAS:
-            self.flops += _OWN_FORMULAS[packet](*args, **(kwargs or {}))
+            self.flops += _OWN_FORMULAS[packet](*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random = True
-        return out
 
 
 def moved_bytes(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], writes: bool) -> int:

@@ -42,10 +42,12 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from smpc.errors import TraceError
 from smpc.tracer.effects import differentiation
 from smpc.tracer.effects.differentiation import joined
+from smpc.tracer.effects.other_threads import written_by
 from smpc.tracer.effects.torch_calls import tensors_in, version_of
 from smpc.tracer.ir import TensorSpec
 from smpc.tracer.operations.measure import Meter
@@ -95,6 +97,9 @@ class Probe:
     kept: list[int]  # and of the parameters and buffers that autograd keeps for the backward
     flops: int
     random: bool
+    reached: list[
+        Tensor
+    ]  # of the recording's tensors, none of which it was given: those that its code has otherwise found
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +177,10 @@ def _run(
 
         real_args, real_kwargs = structure.unflatten(inputs)
         meter.reset()
-        with saved_tensors_hooks(note, lambda tensor: tensor):
+        generator = torch.get_rng_state()
+        with saved_tensors_hooks(note, lambda tensor: tensor), _Reached(state) as reached:
             output = copied(*real_args, **real_kwargs)
+        meter.random |= not torch.equal(generator, torch.get_rng_state())  # the meter does not see other threads
         written = [i for i, (tensor, version) in enumerate(watched) if tensor._version != version]
         found, shape = flatten(output)
         same = {id(t): i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)}
@@ -185,7 +192,23 @@ def _run(
             else TensorSpec.of(leaf)
             for leaf in found
         ]
-    return Probe(described, shape, saved, written, list(kept), meter.flops, meter.random)
+    return Probe(described, shape, saved, written, list(kept), meter.flops, meter.random, reached.found)
+
+
+class _Reached(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fakes, parameters and buffers of the model that operations of a real run take: the run has copies of all that it may use."""
+
+    def __init__(self, state: FakeState) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._state = state
+        self.found: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = [t for t in tensors_in((args, kwargs)) if isinstance(t, FakeTensor) or id(t) in self._state.names]
+        self.found += found
+        return func(*args, **(kwargs or {}))
 
 
 class _Values:
@@ -236,7 +259,7 @@ def _extend(runs: list[Probe], size: int, class_name: str) -> Probe:
         totals = [sum(num_bytes for p, num_bytes in run.saved if p == position) for run in runs]
         saved.append((position, _about(totals, size)))
     flops = _about([run.flops for run in runs], size)
-    return Probe(leaves, first.structure, saved, first.written, first.kept, flops, first.random)
+    return Probe(leaves, first.structure, saved, first.written, first.kept, flops, first.random, first.reached)
 
 
 def _about(values: list[int], size: int) -> int:
@@ -326,10 +349,19 @@ class WholeCall:
             ]
         out = self._run(func, args, kwargs)
         with torch._C.DisableTorchFunction():
-            for tensor, version in used:
-                if version_of(tensor) != version and tensor.layout is torch.strided:
-                    self.written.update(dict.fromkeys(self._in_memory.get(tensor.untyped_storage()._cdata, ())))
+            self._note_written([tensor for tensor, version in used if version_of(tensor) != version])
         return out
+
+    def note_reached(self, tensors: Sequence[Tensor]) -> None:
+        """A real run has found tensors of the recording."""
+        with torch._C.DisableTorchFunction():
+            self._note_used(tensors, {})
+
+    def note_others(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Another thread has run an operation inside."""
+        with torch._C.DisableTorchFunction():
+            self._note_used(args, kwargs)
+            self._note_written(written_by(func, args, kwargs))
 
     def note_backward(self, inputs: Sequence[Any], accumulates: bool) -> None:
         """Autograd's engine is about to run inside."""
@@ -357,7 +389,9 @@ class WholeCall:
             self.seeds = name
 
     def finish(self) -> None:
-        """Raises for what the module has not left as it was."""
+        """Raises for what its threads have done, and for what the module has not left as it was."""
+        if self.failure is not None:
+            raise self.failure
         changed = [tensor for tensor, flag in self._flags if tensor.requires_grad != flag]
         if changed:
             self.refuse(f"it changes whether {self._recorder.known(changed[0])} requires grad", differentiation.OUTSIDE)
@@ -375,11 +409,16 @@ class WholeCall:
                     continue
                 self.generators[f"torch.Generator at {id(value):#x}"] = None
 
+    def _note_written(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.layout is torch.strided:
+                self.written.update(dict.fromkeys(self._in_memory.get(tensor.untyped_storage()._cdata, ())))
+
     def _note_mark(self, mark: str, tensor: Tensor) -> None:
         fqn = self._state_name(tensor)
         if fqn:
             self._watch.check_state(mark, fqn)
-        elif id(tensor) in self._given and mark in ("grad_fn", "is_leaf"):
+        elif id(tensor) in self._given and mark in ("grad_fn", "is_leaf", "_version"):
             self.refuse("it uses the autograd graph of its arguments", differentiation.WHOLE)
         elif id(tensor) in self._given and mark != "grad":
             self.marked.append(tensor)

@@ -100,6 +100,7 @@ class Recorder(TorchFunctionMode):
         self._attributes: dict[str, str] = {}  # FQN -> node that reads it
         self._names = NodeNames()
         self._saved: list[int] = []
+        self._model = model
         self.watch = Watch(self, model, closely)
         self._inputs: tuple[Structure, tuple[Any, ...]] = (Structure(), ())
         self._modes = CallModes(device)
@@ -509,6 +510,7 @@ class Recorder(TorchFunctionMode):
         except Exception as error:
             what = f"{type(module).__name__} cannot be called whole either: {type(error).__name__}: {error}"
             raise self.error(what, line=innermost_line(error), way_out=_SHAPE_RULE) from error
+        whole.note_reached(found.reached)
         inputs = flatten((args, kwargs))[0]
         tensors = [*tensors_in(inputs), *module.parameters(), *module.buffers()]
         self.meter.flops, self.meter.random = found.flops, found.random
@@ -646,6 +648,10 @@ class Recorder(TorchFunctionMode):
     def _call_index(self) -> int:
         """Of the innermost module call that is open."""
         return self.open[-1].index if self.open else 0
+
+    def error_in(self, fqn: str, what: str) -> UntraceableError:
+        """An error that says in which module it happened."""
+        return UntraceableError.inside(self._model.get_submodule(fqn), fqn, "", what)
 
     def error(self, what: str, line: str | None = None, way_out: str = CALL_WHOLE) -> UntraceableError:
         """An error that says where in the model it happened."""

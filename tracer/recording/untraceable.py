@@ -40,6 +40,14 @@ def is_users(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("torch", "smpc", "contextlib")
 
 
+def calling_frame() -> FrameType:
+    """The frame that has made the torch call which `__torch_function__` is asked to run."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_name != "__torch_function__":
+        frame = frame.f_back
+    return frame.f_back or frame
+
+
 def innermost_line(error: BaseException) -> str:
     """file.py:line of the innermost frame of the model's code in a traceback."""
     found, traceback = "", error.__traceback__

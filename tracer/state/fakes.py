@@ -76,6 +76,7 @@ def make_fakes(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> 
                 fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             fake.requires_grad_(tensor.requires_grad and not is_hanging)
             fake._is_param = is_parameter  # isinstance(fake, nn.Parameter) asks for it
+            vars(fake).update({name: value for name, value in vars(tensor).items() if name not in vars(fake)})
             state.fakes.append(fake)
             state.specs.append(StateSpec(tuple(names), TensorSpec.of(fake), is_parameter, names[0] not in transient))
             state.names[id(fake)] = state.names[id(tensor)] = names[0]

@@ -4,19 +4,22 @@
     ...                             # self.settings.factor *= 1.1; self.history.append(1); self.table[0] += 1; next(self.steps)
     state.restore()
 
-Lists, dicts, sets, deques, attributes of objects, arrays of numpy, bytearrays, and iterators that can be copied are put back in place,
-wherever they are reached from the model's attributes. Tensors, modules, functions and classes are looked after elsewhere. A module that is
-called whole is the case in point: its Python runs as it is, and nothing else notes what it does.
+Lists, dicts, sets, deques, attributes of objects, arrays of numpy, bytearrays, open files and iterators that can be copied are put back in
+place, wherever they are reached from the model's attributes. Tensors, modules, functions and classes are looked after elsewhere. A module
+that is called whole is the case in point: its Python runs as it is, and nothing else notes what it does. Generators cannot be put back.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+import io
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from operator import is_
+from types import GeneratorType
 from typing import Any
 
 import numpy as np
@@ -39,11 +42,17 @@ class PythonState:
         self._undo: list[Callable[[], None]] = []
         self._seen: dict[int, Any] = {}
         self._queue: list[Any] = []
+        self._waiting: list[GeneratorType[Any, Any, Any]] = []  # generators that have not begun
         for module in model.modules():
             if not isinstance(module, torch.jit.ScriptModule):
                 self._attributes(vars(module))
         while self._queue and len(self._seen) < _MOST:
             self._look(self._queue.pop())
+
+    def begun(self) -> str:
+        """The name of a generator that has begun to run meanwhile, which nobody can put back; "" if none has."""
+        waiting = (each for each in self._waiting if inspect.getgeneratorstate(each) != inspect.GEN_CREATED)
+        return next((f"generator {each.__qualname__}" for each in waiting), "")
 
     def restore(self) -> None:
         """Puts everything back."""
@@ -70,6 +79,11 @@ class PythonState:
         elif isinstance(value, np.ndarray):
             before = value.copy()
             self._undo.append(lambda: _write_array(value, before))
+        elif isinstance(value, io.IOBase):
+            with suppress(OSError, ValueError):  # closed, or a pipe
+                self._undo.append(partial(_seek, value, value.tell()))
+        elif isinstance(value, GeneratorType):
+            self._waiting += [value] if inspect.getgeneratorstate(value) == inspect.GEN_CREATED else []
         elif isinstance(value, bytearray):
             data = bytes(value)
             self._undo.append(lambda: value.__setitem__(slice(None), data) if value != data else None)
@@ -109,6 +123,10 @@ def _copied(value: Any) -> Any:
         with suppress(TypeError):  # a generator, or an iterator over what has none
             return copy.copy(value)
     return value
+
+
+def _seek(file: io.IOBase, position: int) -> None:
+    file.seek(position)
 
 
 def _write_dict(value: dict[Any, Any], before: dict[Any, Any]) -> None:

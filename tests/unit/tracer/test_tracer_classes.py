@@ -1,7 +1,4 @@
-"""What forward sees of the fakes that stand for tensors, and what it hands to other threads."""
-
-import threading
-from concurrent.futures import ThreadPoolExecutor
+"""What forward sees of the fakes that stand for tensors."""
 
 import pytest
 import torch
@@ -112,30 +109,3 @@ def test_who_asks_where_a_tensor_is_in_memory_is_called_whole(function):
     assert_equal_to_eager(model)
     with pytest.raises(TraceError, match="says where a tensor is in memory"):
         record(Block(function), (torch.ones(2, 4),))
-
-
-def in_a_thread(work):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(work()))
-    thread.start()
-    thread.join()
-    return found[0]
-
-
-pool = ThreadPoolExecutor(1)
-IN_THREADS = {
-    "a number": lambda block, x: block.linear(x) * in_a_thread(lambda: 2.0),
-    "an operation": lambda block, x: block.linear(x) + in_a_thread(lambda: x * 2),
-    "a module": lambda block, x: in_a_thread(lambda: block.linear(x)),
-    "a write": lambda block, x: (h := block.linear(x), in_a_thread(lambda: h.mul_(2)), h + 1)[-1],
-    "a pool": lambda block, x: x + pool.submit(block.linear, x).result(),
-}
-
-
-@pytest.mark.parametrize("name", IN_THREADS)
-def test_who_hands_work_to_a_thread_is_called_whole(name):
-    model = model_of(IN_THREADS[name])
-    assert whole_modules(model) == ["1"]
-    assert_equal_to_eager(model)
-    with pytest.raises(TraceError, match="hands work to another thread"):
-        record(Block(IN_THREADS[name]), (torch.ones(2, 4),))
