@@ -33,10 +33,17 @@ def slice_parameters(model: nn.Module, layouts: Mapping[str, Layout], group: Ten
         if layout is None:
             continue
         whole = model.get_parameter(aliases[0])
-        part = nn.Parameter(slice_of(whole, layout, group).clone(), whole.requires_grad)
+        part = replacement(whole, slice_of(whole, layout, group).clone())
         for name in aliases:
             owner, _, own = name.rpartition(".")
             model.get_submodule(owner)._parameters[own] = part
+
+
+def replacement(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """A parameter for another one's place, with its attributes: what scripts set on one is set on both."""
+    made = nn.Parameter(data, parameter.requires_grad)
+    made.__dict__ = parameter.__dict__
+    return made
 
 
 def check_no_hooks(model: nn.Module, layouts: Mapping[str, Layout]) -> None:

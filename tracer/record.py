@@ -27,13 +27,13 @@ from torch import nn
 from smpc.errors import TraceError
 from smpc.tracer.attempt import LookCloselyError, Request, Run, Subject, record_once
 from smpc.tracer.effects.module_hooks import check_hooks, hook_of
-from smpc.tracer.environment.aliased import Aliases
+from smpc.tracer.environment.aliased import Aliases, read_tensors
 from smpc.tracer.environment.guarded import Environment, TableLike, tables_of
 from smpc.tracer.environment.memory_words import DictVersions
 from smpc.tracer.environment.of_torch import guards_of_torch
 from smpc.tracer.environment.state_changes import Survivors, common_module, is_same, settled
 from smpc.tracer.guards import Answers
-from smpc.tracer.ir import Autocast, NodeKind, Trace
+from smpc.tracer.ir import Autocast, Trace
 from smpc.tracer.operations.data_sized import DataSized, SizeAskedError
 from smpc.tracer.operations.opaque import shape_rule
 from smpc.tracer.recording.untraceable import UntraceableError
@@ -111,7 +111,7 @@ def record_guarded(
     except UntraceableError as error:
         raise TraceError(str(error)) from error.__cause__
     tables: list[TableLike] = [*tables_of(model, run.listed), *run.names]
-    tables.append(Aliases(model, _read_tensors(run.trace), run.guards))
+    tables.append(Aliases(model.named_modules(), read_tensors(run.trace), run.guards))
     # Elsewhere than on the CPU, tensors that have been evaluated are on the wrong device: there every call computes them anew.
     is_left = run.leftovers is not None and (request.device.type == "cpu" or not run.leftovers.cached)
     leave = run.leftovers.leave if run.leftovers is not None and is_left else None
@@ -119,12 +119,6 @@ def record_guarded(
     layers = [*model.modules(), *(value for value in values if isinstance(value, nn.Module))]
     guards = (*run.guards, *guards_of_torch(layers, run.of_torch, run.named))
     return Recording(run.trace, Environment(guards, tables, versions, leave))
-
-
-def _read_tensors(trace: Trace) -> frozenset[str]:
-    """The names of the buffers and tensor attributes that a trace reads."""
-    read = {node.target for node in trace.nodes if node.kind is NodeKind.GET_ATTR}
-    return frozenset(read.difference(name for spec in trace.state if spec.is_parameter for name in spec.names))
 
 
 @dataclass(frozen=True)

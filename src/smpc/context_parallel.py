@@ -29,6 +29,7 @@ from smpc.errors import ConfigError
 from smpc.executor.collectives import TensorGroup
 from smpc.recorded import RecordedModule, check_not_shared, record_modes
 from smpc.tracer.ir import Trace
+from smpc.tracer.record import Recording
 
 __all__ = ["ContextModule", "describe", "place", "shard"]
 
@@ -40,15 +41,15 @@ class ContextModule(RecordedModule):
         self,
         model: nn.Module,
         group: TensorGroup,
-        traces: Mapping[bool, Trace],
+        recordings: Mapping[bool, Recording],
         sharing: ContextSharing,
         draw_as_one_process: bool = False,
     ) -> None:
-        super().__init__(traces, draw_as_one_process)
+        super().__init__(recordings, draw_as_one_process)
         self.training = model.training
         self.group, self._sharing = group, sharing
         vars(model)[group_attribute(CONTEXT)] = group
-        self.model = model
+        self._begin(model)
         _ = self._program
 
     @property

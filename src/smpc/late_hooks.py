@@ -9,30 +9,29 @@ Torch numbers all hooks of a process, so that a step which comes after no new on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from smpc.codegen.printer import attribute_source
 from smpc.codegen.program import StageCode
-from smpc.compile.result import Compilation
 from smpc.errors import PartitionError, StepError
 from smpc.executor.sharded_state import has_hooks
 from smpc.tracer.effects.module_hooks import check_hooks, hook_of
+from smpc.tracer.ir import Trace
 
 
 class LateHooks:
-    """Watches the hooks of one compiled model."""
+    """Watches the hooks of one compiled model. `codes`: of all stages; `shared`: the parameters of several."""
 
-    def __init__(self, model: nn.Module, compilation: Compilation) -> None:
-        codes = [code for program in compilation.programs for code in program.stages]
+    def __init__(self, model: nn.Module, trace: Trace, codes: Sequence[StageCode], shared: Iterable[str] = ()) -> None:
         whole = {path for code in codes for path in code.modules}
-        calls = Counter(call.fqn for call in compilation.trace.calls[1:])
+        calls = Counter(call.fqn for call in trace.calls[1:])
         whole -= {path for path, number in calls.items() if path in whole and 1 < number != _num_calls(path, codes)}
         self._cut = [(fqn, model.get_submodule(fqn)) for fqn in calls if not _is_inside(fqn, whole)]
         self._model = model
-        self._shared = tuple(item.name for item in compilation.plan.shared_parameters)
+        self._shared = tuple(shared)
         self._last = -1
 
     def check(self) -> None:

@@ -1,6 +1,6 @@
 """A model that runs as it was recorded and rewritten, in one process: what modules of tensor- and context-parallel ranks have in common.
 
-A recording belongs to one signature of the inputs; it is made in training and in evaluation mode.
+A recording belongs to one signature of the inputs, and to what the model's Python has read; it is made in training and in evaluation mode.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from smpc.codegen.stage import StageModule, build_stage
 from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import plan_trace, write_programs
 from smpc.compile.result import Traced
-from smpc.errors import ConfigError, UsageError
+from smpc.errors import ConfigError, StepError, UsageError
+from smpc.late_hooks import LateHooks
 from smpc.sample_inputs import as_inputs
+from smpc.tracer.attempt import Request
 from smpc.tracer.constants import TraceDevice, map_references
+from smpc.tracer.environment.memory_words import DictVersions
+from smpc.tracer.environment.moved import moved
 from smpc.tracer.guards import broken_guard
 from smpc.tracer.ir import Trace
-from smpc.tracer.record import record
+from smpc.tracer.record import Recording, record_guarded
 from smpc.tracer.replay import input_values
 
 OPTIONS = PipelineOptions(kernels="off")
@@ -39,18 +43,28 @@ class Program:
     stage: StageModule
     source: str
     inputs: tuple[str, ...]
+    late_hooks: LateHooks
 
 
 class RecordedModule(nn.Module, ABC):
-    """Calls are those of the model, run by a program of each mode. `traces`: of the whole model, by `training`."""
+    """Calls are those of the model, run by a program of each mode. `recordings`: of the whole model, by `training`."""
 
-    def __init__(self, traces: Mapping[bool, Trace], draw_as_one_process: bool = False) -> None:
+    def __init__(self, recordings: Mapping[bool, Recording], draw_as_one_process: bool = False) -> None:
         super().__init__()
         self._options = dataclasses.replace(OPTIONS, draw_as_one_process=draw_as_one_process)
-        self._traces = dict(traces)
+        self._recordings = dict(recordings)
         self._programs: dict[bool, Program] = {}
 
     model: nn.Module
+
+    def _begin(self, model: nn.Module) -> None:
+        """The model has this rank's parameters now, and what recordings rest on is watched."""
+        self.model, versions = model, DictVersions()
+        self._versions = versions
+        self._environments = {
+            training: moved(each.environment, each.trace, model.named_modules(), versions=versions)
+            for training, each in self._recordings.items()
+        }
 
     @abstractmethod
     def _rewritten(self, trace: Trace) -> Traced:
@@ -62,8 +76,13 @@ class RecordedModule(nn.Module, ABC):
         return self._program.source
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the whole model returns, on every rank. TraceError for inputs of another signature than the sample's."""
+        """What the whole model returns, on every rank.
+
+        Raises TraceError for inputs of another signature than the sample's, StepError for a model that is another one than when it was
+        sharded.
+        """
         program = self._program
+        self._check_model(program)
         values = input_values(program.trace, args, kwargs)
         broken = broken_guard(program.trace, self.model, values) if program.trace.guards else None
         if broken is not None:
@@ -79,16 +98,25 @@ class RecordedModule(nn.Module, ABC):
         device = next(iter(values.values())).device if values else torch.device("cpu")
         return outputs_of(trace, by_name, device)
 
+    def _check_model(self, program: Program) -> None:
+        """StepError if the program is no longer the model's; else leaves in the model what a run of its own leaves there."""
+        self._versions.poll()
+        difference = self._environments[self.training].difference()
+        if difference is not None:
+            raise StepError(f"{difference} when the model was sharded; shard another copy of it, or put it back")
+        program.late_hooks.check()
+        self._recordings[self.training].environment.leave()
+
     @property
     def _program(self) -> Program:
         if self.training not in self._programs:
-            trace = self._traces[self.training]
+            trace = self._recordings[self.training].trace
             self._programs[self.training] = build_program(self.model, trace, self._rewritten(trace))
         return self._programs[self.training]
 
 
-def record_modes(model: nn.Module, sample_inputs: Any) -> dict[bool, Trace]:
-    """Traces of a model by `training`, the present mode first. `sample_inputs`: one batch, in the forms of `smpc.sample_inputs`."""
+def record_modes(model: nn.Module, sample_inputs: Any) -> dict[bool, Recording]:
+    """Recordings of a model by `training`, the present mode first. `sample_inputs`: one batch, in the forms of `smpc.sample_inputs`."""
     args, kwargs = as_inputs(sample_inputs)
     return {training: _recorded(model, training, args, kwargs) for training in (model.training, not model.training)}
 
@@ -98,7 +126,8 @@ def build_program(model: nn.Module, trace: Trace, traced: Traced) -> Program:
     (program,) = write_programs(plan_trace(traced, OPTIONS, prove=False)).programs
     (code,) = program.stages
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return Program(trace, traced, build_stage(code, model, device), code.source, code.inputs)
+    stage, late_hooks = build_stage(code, model, device), LateHooks(model, trace, [code])
+    return Program(trace, traced, stage, code.source, code.inputs, late_hooks)
 
 
 def check_not_shared(model: nn.Module, axis: str) -> None:
@@ -108,12 +137,12 @@ def check_not_shared(model: nn.Module, axis: str) -> None:
         raise ConfigError(f"expected a model without an attribute {name!r}, found one; has it been sharded before?")
 
 
-def _recorded(model: nn.Module, training: bool, args: Any, kwargs: Any) -> Trace:
+def _recorded(model: nn.Module, training: bool, args: Any, kwargs: Any) -> Recording:
     modes = [(module, module.training) for module in model.modules()]
     if training != model.training:
         model.train(training)
     try:
-        return record(model, args, kwargs)
+        return record_guarded(model, Request(tuple(args), dict(kwargs)))
     finally:
         for module, before in modes:
             module.training = before

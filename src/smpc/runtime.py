@@ -101,7 +101,9 @@ class RankPrograms:
         self.batch = _batch(compilation.trace, compilation.plan)
         self.flops = _flops(compilation.trace, compilation.plan)
         self.written_inputs = _written_inputs(compilation.trace)
-        self._late_hooks = LateHooks(model, compilation)
+        codes = [code for each in compilation.programs for code in each.stages]
+        shared = (item.name for item in compilation.plan.shared_parameters)
+        self._late_hooks = LateHooks(model, compilation.trace, codes, shared)
         self._late_hooks.check()
         program = compilation.programs[rank]
         self.stages = {code.index: build_stage(code, model, device) for code in program.stages}

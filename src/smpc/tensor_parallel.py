@@ -30,6 +30,7 @@ from smpc.executor.collectives import TensorGroup
 from smpc.executor.sharded_state import load_whole, slice_parameters, whole_of
 from smpc.recorded import RecordedModule, build_program, check_not_shared, record_modes
 from smpc.tracer.ir import Trace
+from smpc.tracer.record import Recording
 
 __all__ = ["ShardedModule", "describe", "place", "shard"]
 
@@ -37,27 +38,27 @@ __all__ = ["ShardedModule", "describe", "place", "shard"]
 class ShardedModule(RecordedModule):
     """One rank's part of a model: parameters are slices under their old names, calls are those of the model.
 
-    `traces`: of the whole model in training and in evaluation mode. The layouts that `plan` gives the first of them are those of both.
+    `recordings`: of the whole model in training and in evaluation mode. The layouts that `plan` gives the first of them are those of both.
     """
 
     def __init__(
         self,
         model: nn.Module,
         group: TensorGroup,
-        traces: Mapping[bool, Trace],
+        recordings: Mapping[bool, Recording],
         plan: StylePlan,
         outputs: Sequence[str] | None = None,
         draw_as_one_process: bool = False,
     ) -> None:
-        super().__init__(traces, draw_as_one_process)
+        super().__init__(recordings, draw_as_one_process)
         self.training = model.training
         self.group = group
-        trace = traces[model.training]
+        trace = recordings[model.training].trace
         traced = rewrite_trace(trace, self._options, Sharing(group.size, plan, outputs))
         rewritten = _sharded(traced)
         self._sharing = Sharing(group.size, dataclasses.replace(plan, layouts=rewritten.layouts), outputs)
         place(model, rewritten, group)
-        self.model = model
+        self._begin(model)
         self._programs[model.training] = build_program(model, trace, traced)
 
     @property

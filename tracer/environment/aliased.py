@@ -9,7 +9,7 @@ told as well: a write into one of them would be seen in the other. Parameters ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 
 from smpc.tracer.environment.frozen import MISSING
 from smpc.tracer.environment.guarded import Difference, Guard
+from smpc.tracer.ir import NodeKind, Trace
 from smpc.tracer.paths import item_path
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -43,11 +44,13 @@ class _Place:
 class Aliases:
     """Which buffers and tensor attributes of a model are the same tensor, of those that a recording has read.
 
-    `paths`: what its trace reads; `guards`: of what its Python has read.
+    `modules`: those of the model, by name. `paths`: what its trace reads; `guards`: of what its Python has read.
     """
 
-    def __init__(self, model: nn.Module, paths: frozenset[str], guards: Sequence[Guard]) -> None:
-        found = list(_places(model))
+    def __init__(
+        self, modules: Iterable[tuple[str, nn.Module]], paths: frozenset[str], guards: Sequence[Guard]
+    ) -> None:
+        found = list(_places(modules))
         read = {(id(guard.place.holder), guard.place.key) for guard in guards}
         tensors = {id(tensor) for place, tensor in found if place.path in paths or (place.owner, place.name) in read}
         self._places = [place for place, tensor in found if id(tensor) in tensors]
@@ -89,9 +92,15 @@ class Aliases:
         return "a tensor of its own" if first is place else f"the same tensor as {first.path!r}"
 
 
-def _places(model: nn.Module) -> Iterator[tuple[_Place, torch.Tensor]]:
+def read_tensors(trace: Trace) -> frozenset[str]:
+    """The names of the buffers and tensor attributes that a trace reads."""
+    read = {node.target for node in trace.nodes if node.kind is NodeKind.GET_ATTR}
+    return frozenset(read.difference(name for spec in trace.state if spec.is_parameter for name in spec.names))
+
+
+def _places(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[_Place, torch.Tensor]]:
     """The places of a model's buffers and tensor attributes, those in lists, tuples and dicts among them."""
-    for fqn, module in model.named_modules():
+    for fqn, module in modules:
         if isinstance(module, torch.jit.ScriptModule):
             continue  # its tables are C++
         for table in (module._buffers, vars(module)):

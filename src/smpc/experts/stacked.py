@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from smpc.codegen.rewrite.expert_parallel import PARTS, SLICES
 from smpc.errors import UsageError
 from smpc.executor.collectives import TensorGroup
+from smpc.executor.sharded_state import replacement
 from smpc.experts.confirm import Confirmed
 from smpc.experts.dispatch import capacity_of, combine, dispatch, owned
 from smpc.experts.linear import scale_gradient
@@ -131,7 +132,7 @@ def cut(confirmed: Confirmed, group: TensorGroup, options: Options) -> None:
         owner, _, own = name.rpartition(".")
         whole = module.get_parameter(name)
         part = whole.detach()[mine.start : mine.stop].clone(memory_format=torch.contiguous_format)
-        module.get_submodule(owner)._parameters[own] = nn.Parameter(part, whole.requires_grad)
+        module.get_submodule(owner)._parameters[own] = replacement(whole, part)
     for count in confirmed.counts:
         setattr(module, count, len(mine))
     vars(module)[PARTS] = Parts(num_experts, group, options, names)

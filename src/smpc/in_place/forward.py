@@ -22,9 +22,14 @@ from smpc.in_place.skeleton import Whole, skeleton
 from smpc.in_place.view import Installed, Root, install
 from smpc.in_place.wrappers import is_wrapped, own_modules
 from smpc.recorded import OPTIONS, outputs_of
+from smpc.tracer.attempt import Request
+from smpc.tracer.effects.module_hooks import hook_of
+from smpc.tracer.environment.guarded import Environment
+from smpc.tracer.environment.memory_words import DictVersions
+from smpc.tracer.environment.moved import moved
 from smpc.tracer.guards import broken_guard
 from smpc.tracer.ir import Trace
-from smpc.tracer.record import record
+from smpc.tracer.record import record_guarded
 from smpc.tracer.replay import input_values
 
 Rewrite = Callable[[Trace], Traced]
@@ -37,6 +42,7 @@ class _Program:
     traced: Traced
     code: StageCode
     run: Callable[..., Any]
+    environment: Environment
 
 
 class InPlace(Installed):
@@ -46,6 +52,7 @@ class InPlace(Installed):
         super().__init__(model)
         self._model, self._parameters, self._rewrite = model, parameters, rewrite
         self._programs: dict[Any, list[_Program]] = {}
+        self._versions = DictVersions()  # of all that their Python has read
 
     def otherwise(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
@@ -67,9 +74,10 @@ class InPlace(Installed):
     def program_of(self, args: Any, kwargs: Mapping[str, Any]) -> tuple[_Program, dict[str, Tensor]]:
         """The program for inputs, and its inputs by name."""
         programs = self._programs.setdefault(self._state(), [])
+        self._versions.poll()
         for program in programs:
             values = _fitting(program.trace, self._model, args, kwargs)
-            if values is not None:
+            if values is not None and program.environment.difference() is None:
                 return program, values
         if len(programs) == _LIMIT:
             del programs[0]
@@ -78,23 +86,27 @@ class InPlace(Installed):
         return program, input_values(program.trace, args, kwargs)
 
     def _state(self) -> Any:
-        """What programs depend on beside the inputs."""
+        """What programs depend on beside the inputs and the values that Python reads: modules, which are wrapped, and who has hooks."""
         found = own_modules(self._model)
-        modules = tuple((inner.training, is_wrapped(outer, inner)) for _, outer, inner in found)
+        modules = tuple((inner, inner.training, is_wrapped(outer, inner), hook_of(inner)) for _, outer, inner in found)
         return modules, tuple((kind, *_autocast(kind)) for kind in ("cpu", "cuda"))
 
     def _made(self, args: Any, kwargs: dict[str, Any]) -> _Program:
-        copy = skeleton(self._model, self._parameters)
+        found = skeleton(self._model, self._parameters)
         with torch.enable_grad():
-            trace = record(copy, args, kwargs)
+            recording = record_guarded(found.model, Request(tuple(args), dict(kwargs)))
+        trace = recording.trace
         traced = self._rewrite(trace)
-        wrapped = {name: inner for name, outer, inner in own_modules(self._model) if name and is_wrapped(outer, inner)}
+        modules = list(own_modules(self._model))
+        own = [(name, inner) for name, _, inner in modules]
+        environment = moved(recording.environment, trace, own, found.original, self._versions)
+        wrapped = {name: inner for name, outer, inner in modules if name and is_wrapped(outer, inner)}
         planned = plan_trace(traced, OPTIONS, prove=False)
         (code,) = split(planned.trace, planned.plan, wrapped)
         _check_names(code)
         for module in wrapped.values():
             install(module)
-        return _Program(trace, traced, code, stage_class(code).forward)
+        return _Program(trace, traced, code, stage_class(code).forward, environment)
 
 
 def _fitting(trace: Trace, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Tensor] | None:

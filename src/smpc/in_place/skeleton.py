@@ -1,14 +1,15 @@
 """A model to be recorded: a copy of what a model is now, without wrappers, with whole parameters on the meta device.
 
 Parameters may be anywhere when a recording is made: in slices, in parts of flat parameters, gathered as plain tensors. So what they are as
-a whole is noted beforehand (`whole_parameters`), and the copy has stand-ins. Buffers are the model's own, as their values count.
-Attributes are copied as `copy.deepcopy` does, so that what a script has changed since then is seen.
+a whole is noted beforehand (`whole_parameters`), and the copy has stand-ins. All else is the model's own: buffers, and the values of
+attributes. Only what refers to modules of the model is copied, as `copy.deepcopy` does, and refers to their copies.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,21 @@ from torch.utils._pytree import tree_map_only
 
 from smpc.in_place.wrappers import Casts, casts_of, own_modules, unwrapped
 
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _OF_FSDP2 = "__composable_api"  # how what `fully_shard` keeps in a module is called
 INSTALLED = "_smpc_installed"  # on what is put in the place of a forward
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """The copy. `originals`: what each of its parts is a copy of, by id; None for parameters, which have stand-ins."""
+
+    model: nn.Module
+    originals: Mapping[int, Any]
+
+    def original(self, value: Any) -> Any:
+        """What a part of the copy is a copy of; all else is what it is."""
+        return self.originals.get(id(value), value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +57,10 @@ def whole_parameters(model: nn.Module) -> tuple[Whole, ...]:
     return tuple(Whole(tuple(names[key]), tuple(one.shape), one.dtype, one.requires_grad) for key, one in found.items())
 
 
-def skeleton(model: nn.Module, parameters: tuple[Whole, ...]) -> nn.Module:
+def skeleton(model: nn.Module, parameters: tuple[Whole, ...]) -> Skeleton:
     """The copy. Its parameters have the dtypes that FSDP's mixed precision computes in."""
     memo: dict[int, Any] = {}
+    originals: dict[int, Any] = {}
     pairs, units = [], dict[str, Casts | None]()
     for name, outer, inner in own_modules(model):
         made = object.__new__(_plain_class(inner))
@@ -58,16 +73,24 @@ def skeleton(model: nn.Module, parameters: tuple[Whole, ...]) -> nn.Module:
         units[name] = casts_of(outer)
     named = {name: whole for whole in parameters for name in whole.names}
     stand_ins = {whole.names[0]: _stand_in(model, whole, units) for whole in parameters}
+    referring = _Referring(memo)
     for name, inner, made in pairs:
         prefix = f"{name}." if name else ""
         keys = _keys_of(named, prefix)
-        _fill(inner, made, {key: stand_ins[named[prefix + key].names[0]] for key in keys}, memo)
+        _fill(inner, made, {key: stand_ins[named[prefix + key].names[0]] for key in keys}, referring, memo)
+        originals |= {id(made): inner, id(vars(made)): vars(inner)}
+        originals |= {id(vars(made)[table]): vars(inner)[table] for table in ("_modules", "_buffers")}
+        originals[id(vars(made)["_parameters"])] = None
+    for value in memo.get(id(memo), []):  # what `copy.deepcopy` has copied
+        made = memo[id(value)]
+        originals[id(made)] = value
+        if hasattr(made, "__dict__") and type(vars(made)) is dict:
+            originals[id(vars(made))] = vars(value)
     for name, _, made in pairs:
         unit = units[name]
         if name and unit is not None:  # the model's own casts come before and after all of this
             _cast(made, unit)
-    found: nn.Module = memo[id(model)]
-    return found
+    return Skeleton(memo[id(model)], originals)
 
 
 def _keys_of(named: Mapping[str, Whole], prefix: str) -> list[str]:
@@ -77,15 +100,19 @@ def _keys_of(named: Mapping[str, Whole], prefix: str) -> list[str]:
 
 def _stand_in(model: nn.Module, whole: Whole, units: Mapping[str, Casts | None]) -> nn.Parameter:
     dtype = whole.dtype
+    owner, _, key = whole.names[0].rpartition(".")
     if dtype.is_floating_point:
-        owner, _, key = whole.names[0].rpartition(".")
         above = [".".join(owner.split(".")[:end]) for end in range(len(owner.split(".")), 0, -1)] if owner else []
         unit = next((found for name in above if (found := units.get(name)) is not None), None)
         if unit is None:  # the outermost one, which may be around the model: its parameters are there while it runs
             now = getattr(unwrapped(_submodule(model, owner)), key, None)
             unit = Casts(now.dtype if isinstance(now, Tensor) else None)
         dtype = unit.parameters or dtype
-    return nn.Parameter(torch.empty(whole.shape, dtype=dtype, device="meta"), whole.requires_grad)
+    made = nn.Parameter(torch.empty(whole.shape, dtype=dtype, device="meta"), whole.requires_grad)
+    held = unwrapped(_submodule(model, owner))._parameters.get(key)
+    if held is not None:
+        made.__dict__ = held.__dict__  # attributes that scripts give it: guards watch this very dict
+    return made
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module:
@@ -120,7 +147,45 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
     return found
 
 
-def _fill(module: nn.Module, made: nn.Module, parameters: Mapping[str, nn.Parameter], memo: dict[int, Any]) -> None:
+class _Memo(dict[int, Any]):
+    """For `copy.deepcopy`, which asks it for the copies of what a value refers to."""
+
+    def __init__(self, modules: Mapping[int, Any]) -> None:
+        super().__init__()
+        self._modules = modules
+        self.has_modules = False
+
+    def get(self, key: int, default: Any = None) -> Any:
+        """The copy of a module, or of what was copied before."""
+        self.has_modules = self.has_modules or key in self._modules
+        return self._modules[key] if key in self._modules else super().get(key, default)
+
+
+class _Referring:
+    """Which values refer to modules of the model. `modules`: their copies, by id."""
+
+    def __init__(self, modules: Mapping[int, Any]) -> None:
+        self._modules = dict(modules)
+        self._known: dict[int, bool] = {}
+
+    def __contains__(self, value: object) -> bool:
+        if type(value) in _PLAIN or isinstance(value, Tensor):
+            return False
+        if id(value) not in self._known:
+            memo = _Memo(self._modules)
+            with suppress(Exception):  # what cannot be copied is what it is
+                copy.deepcopy(value, memo)
+            self._known[id(value)] = memo.has_modules
+        return self._known[id(value)]
+
+
+def _fill(
+    module: nn.Module,
+    made: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    referring: _Referring,
+    memo: dict[int, Any],
+) -> None:
     """Gives a copy the state of its module."""
     theirs = _hooks_of_torch(module)
     for key, value in vars(module).items():
@@ -136,7 +201,7 @@ def _fill(module: nn.Module, made: nn.Module, parameters: Mapping[str, nn.Parame
         elif key.startswith("_") and "hooks" in key and isinstance(value, dict):
             found = type(value)((number, hook) for number, hook in value.items() if number not in theirs)
         else:
-            found = copy.deepcopy(value, memo)
+            found = copy.deepcopy(value, memo) if value in referring else value
         vars(made)[key] = found
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smpc.executor.sharded_state import replacement
 from smpc.nn.init.delayed import draw_module, owners_of
 from smpc.v2.logger import get_logger
 from smpc.v2.session.config import Config
@@ -125,7 +126,7 @@ class DelayedParamIniter:
         for each, part in slices.items():
             whole = module._parameters[each]
             assert whole is not None
-            module._parameters[each] = nn.Parameter(part.of(whole), whole.requires_grad)
+            module._parameters[each] = replacement(whole, part.of(whole))
         self.count_num_params(module, *(getattr(module, each) for each in late))
         if self._verbose:
             get_logger().info("initialized %s: %s", name or type(module).__name__, ", ".join([*late, *buffers]))
@@ -140,7 +141,7 @@ class DelayedParamIniter:
             own = module._parameters[each]
             assert own is not None
             empty = torch.empty(part.shape, dtype=own.dtype, device="meta")
-            module._parameters[each] = nn.Parameter(empty, own.requires_grad)
+            module._parameters[each] = replacement(own, empty)
         return found
 
 

@@ -59,7 +59,7 @@ class Shared(InPlace):
         """Chooses the layouts of weights, by the first of the samples that can be recorded. The last one's error if none can."""
         if self._tensor is None:
             return
-        copied = skeleton(model, self._parameters)
+        copied = skeleton(model, self._parameters).model
         for number, (args, kwargs) in enumerate(samples):
             try:
                 with torch.enable_grad():

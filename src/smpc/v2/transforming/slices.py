@@ -30,7 +30,7 @@ from smpc.checkpoint.stateful import HeldTensor
 from smpc.codegen.rewrite.tensor_parallel.layouts import Layout
 from smpc.executor.collectives import TensorGroup, gathered
 from smpc.executor.pieces import Pieces, pieces_of
-from smpc.executor.sharded_state import whole_of
+from smpc.executor.sharded_state import replacement, whole_of
 from smpc.in_place.wrappers import unwrapped
 
 Box = tuple[tuple[int, ...], Tensor]  # where it begins in the whole tensor, and what the rank has of it
@@ -196,7 +196,7 @@ def make_distributed(module: nn.Module, mesh: DeviceMesh) -> None:
         if id(part) not in made:
             (cut,) = found.cuts
             whole = DTensor.from_local(part.detach(), mesh, [Shard(cut.layout.dim)], run_check=False)
-            made[id(part)] = nn.Parameter(whole, part.requires_grad)
+            made[id(part)] = replacement(part, whole)
         held[own] = made[id(part)]
 
 

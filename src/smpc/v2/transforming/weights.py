@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from smpc.codegen.rewrite.tensor_parallel.layouts import Layout
 from smpc.executor.collectives import TensorGroup
-from smpc.executor.sharded_state import slice_parameters
+from smpc.executor.sharded_state import replacement, slice_parameters
 
 FIRST_RANK: tuple[int, ...] = (0,)  # the source of all weights
 
@@ -75,5 +75,5 @@ def _make_room(model: nn.Module) -> None:
             for name, tensor in held.items():
                 if tensor is not None and tensor.is_meta:
                     empty = torch.empty_like(tensor, device="cpu")
-                    room = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                    room = replacement(tensor, empty) if isinstance(tensor, nn.Parameter) else empty
                     held[name] = made.setdefault(id(tensor), room)  # type: ignore[assignment]
