@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from smpc.late_hooks import LateHooks
 from smpc.sample_inputs import as_inputs
 from smpc.tracer.attempt import Request
 from smpc.tracer.constants import TraceDevice, map_references
+from smpc.tracer.environment.guarded import Environment
 from smpc.tracer.environment.memory_words import DictVersions
 from smpc.tracer.environment.moved import moved
 from smpc.tracer.guards import broken_guard
@@ -59,12 +61,12 @@ class RecordedModule(nn.Module, ABC):
 
     def _begin(self, model: nn.Module) -> None:
         """The model has this rank's parameters now, and what recordings rest on is watched."""
-        self.model, versions = model, DictVersions()
-        self._versions = versions
-        self._environments = {
-            training: moved(each.environment, each.trace, model.named_modules(), versions=versions)
-            for training, each in self._recordings.items()
-        }
+        self.model = model
+        self._versions, self._environments = DictVersions(), dict[bool, Environment]()
+        for training, each in self._recordings.items():
+            with _in_mode(model, training):
+                modules = model.named_modules()
+                self._environments[training] = moved(each.environment, each.trace, modules, versions=self._versions)
 
     @abstractmethod
     def _rewritten(self, trace: Trace) -> Traced:
@@ -138,11 +140,17 @@ def check_not_shared(model: nn.Module, axis: str) -> None:
 
 
 def _recorded(model: nn.Module, training: bool, args: Any, kwargs: Any) -> Recording:
+    with _in_mode(model, training):
+        return record_guarded(model, Request(tuple(args), dict(kwargs)))
+
+
+@contextmanager
+def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     if training != model.training:
         model.train(training)
     try:
-        return record_guarded(model, Request(tuple(args), dict(kwargs)))
+        yield
     finally:
         for module, before in modes:
             module.training = before
