@@ -40,6 +40,7 @@ CLASS, CODE, BASES = (
     "__mro__",
 )  # of an object, a function, a class: nothing counts the writes to these
 _IMMUTABLE, _ON_HEAP = 1 << 8, 1 << 9  # Py_TPFLAGS_IMMUTABLETYPE, Py_TPFLAGS_HEAPTYPE
+_OWN = "_smpc_"  # begins the names of the attributes in which smpc notes what it knows of modules and tensors
 NAMES = ("__name__", "__qualname__")  # of a function or a class, alike
 _OF_CLASSES = frozenset(
     {"__abstractmethods__", "__annotations__", "__dict__", "__doc__", "__firstlineno__", "__module__", "__orig_bases__",
@@ -295,6 +296,8 @@ class Names(_OfOneDict):
     def _counts(self, name: str) -> bool:
         if name.startswith("__"):
             return self.is_class and is_special(name)
+        if name.startswith(_OWN):
+            return False
         return self.used is None or name in self.used
 
     def difference(self) -> Difference | None:

@@ -96,6 +96,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "path" / "to" / "config.json").write_text(json.dumps(config))
     device = next(b.text for b in BLOCKS if b.page == "docs/planner.md" and b.language == "toml")
     (tmp_path / "my-device.toml").write_text(device)
+    instance = next(b.text for b in BLOCKS if b.page == "docs/planner.md" and b.language == "json")
+    (tmp_path / "bert_l-3_inference.json").write_text(instance)
     yield tmp_path
     for name in ("train", "model", "module"):
         sys.modules.pop(name, None)
