@@ -15,9 +15,11 @@ from __future__ import annotations
 import abc
 import decimal
 import logging
+import multiprocessing.process
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -186,6 +188,19 @@ def _of_numpy(_: FrameType) -> GuardSource | None:
     return setting("numpy.geterr()", numpy.geterr)
 
 
+def _of_thread(_: FrameType) -> GuardSource | None:
+    return setting("the current thread", lambda: _public(threading.current_thread()))
+
+
+def _of_process(_: FrameType) -> GuardSource | None:
+    return setting("the current process", lambda: _public(multiprocessing.process.current_process()))
+
+
+def _public(worker: Any) -> dict[str, Any]:
+    """The name of a thread or process, and the attributes that a script has given it."""
+    return {"name": worker.name, **{name: value for name, value in vars(worker).items() if not name.startswith("_")}}
+
+
 _QUESTIONS: dict[CodeType, Callable[[FrameType], GuardSource | None]] = {
     type(os.environ).__getitem__.__code__: _of_variable,
     type(os.environ).__iter__.__code__: _of_environment,
@@ -196,6 +211,8 @@ _QUESTIONS: dict[CodeType, Callable[[FrameType], GuardSource | None]] = {
     logging.Logger.getEffectiveLevel.__code__: _of_logger,
     signal.getsignal.__code__: _of_signal,
     numpy.geterr.__code__: _of_numpy,
+    threading.current_thread.__code__: _of_thread,
+    multiprocessing.process.current_process.__code__: _of_process,
 }
 
 

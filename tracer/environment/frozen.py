@@ -418,7 +418,7 @@ def freeze(
         return Content(type(value), _array(value), _array)
     if isinstance(value, _MEMORY):
         return Content(type(value), bytes(value), bytes)
-    if isinstance(value, _SEEN) or _class_path(value) in _SHARED:
+    if isinstance(value, _SEEN) or _class_path(value) in _ASKED:
         return Seen(value, inner(_seen(value)))
     if isinstance(value, functools.partial):
         return _Partial(value, inner((value.func, value.args, value.keywords)))
@@ -539,9 +539,9 @@ _WEAK = (weakref.WeakValueDictionary, weakref.WeakKeyDictionary)
 _SEEN = (ContextVar, MappingProxyType, weakref.WeakSet, *_WEAK)
 
 
-_SHARED: dict[
+_ASKED: dict[
     tuple[str, str], Callable[[Any], Any]
-] = {  # between threads or processes, by module and name of the class
+] = {  # state of objects of C, and between threads or processes; by module and name of the class
     ("threading", "Event"): lambda event: event.is_set(),
     ("threading", "Semaphore"): lambda semaphore: semaphore._value,
     ("threading", "BoundedSemaphore"): lambda semaphore: semaphore._value,
@@ -552,6 +552,10 @@ _SHARED: dict[
     ("multiprocessing.sharedctypes", "SynchronizedString"): lambda string: string.raw,
     ("multiprocessing.shared_memory", "SharedMemory"): lambda memory: bytes(memory.buf),
     ("multiprocessing.shared_memory", "ShareableList"): lambda shared: list(shared),
+    ("_hashlib", "HASH"): lambda found: found.digest(),
+    ("_hashlib", "HMAC"): lambda found: found.digest(),
+    ("_blake2", "blake2b"): lambda found: found.digest(),
+    ("_blake2", "blake2s"): lambda found: found.digest(),
 }
 
 
@@ -569,7 +573,7 @@ def _seen(value: Any) -> Any:
         return value.shape, tuple(value.flat)
     if isinstance(value, _WEAK):
         return tuple(value.items())
-    shared = _SHARED.get(_class_path(value))
+    shared = _ASKED.get(_class_path(value))
     return tuple(value) if shared is None else shared(value)
 
 

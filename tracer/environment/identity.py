@@ -16,9 +16,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from smpc.tracer.environment.reached import Called, is_trusted
@@ -69,7 +70,9 @@ class Identity:
                     raise self._run.error(f"forward looks {self._state.names[id(fake)]} up in a dict or a set")
             return builtins.id(fake)
 
-        def lacking(fake: FakeTensor, name: str) -> NoReturn:
+        def lacking(fake: FakeTensor, name: str) -> Any:
+            if vars(fake).get("_is_param") and name in vars(nn.Parameter):
+                return vars(nn.Parameter)[name]
             if id(fake) in self._state.originals and not self._run.is_unseen:
                 self._lacks(self._state.originals[id(fake)])
             raise AttributeError(f"{type(fake).__name__!r} object has no attribute {name!r}", name=name, obj=fake)
@@ -91,7 +94,12 @@ class Identity:
                 if writers:
                     what = f"forward sets attribute {name!r} of {self._state.names[id(fake)]}"
                     raise self._run.error_in(common_module(writers), what)
+        given = [name for name in vars(nn.Parameter) if not name.startswith("__")]
         for code, called in codes.items():
+            read = [name for name in given if name in code.co_names]
+            if read:
+                what = f"forward reads {read[0]!r}, which a script has given nn.Parameter"
+                raise self._run.error_in(common_module(called.contexts), what)
             if self._raw and compares_identity(code):
                 what = f"forward asks which tensor is which, and finds {self._raw} outside of modules, too"
                 raise self._run.error_in(common_module(called.contexts), what)

@@ -35,8 +35,8 @@ def _in_modules(modules: Iterable[ModuleType], names: Collection[str]) -> Iterat
 
 def _in_tensors(names: Collection[str]) -> Iterator[GuardSource]:
     for name in sorted(names):
-        if hasattr(torch.Tensor, name):
-            yield GuardSource(torch.Tensor, name, f"torch.Tensor.{name}", is_answer=True)
+        for cls in (torch.Tensor, nn.Parameter):
+            yield GuardSource(cls, name, f"{cls.__module__}.{cls.__qualname__}.{name}", is_answer=True)
 
 
 def _in_layers(layers: Iterable[nn.Module]) -> Iterator[GuardSource]:

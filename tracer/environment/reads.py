@@ -190,8 +190,8 @@ class Reads:
     def _class_place(self, cls: type, name: str, context: str) -> None:
         """Notes a name that a class, or one of its bases, gives, and that those before it do not."""
         for base in cls.__mro__:
-            if not is_trusted_class(base):
-                value = vars(base).get(name, MISSING)
+            value = vars(base).get(name, MISSING)
+            if not is_trusted_class(base) or not hasattr(type(value), "__get__"):
                 guard = self._read(GuardSource(base, name, f"{base.__qualname__}.{name}"), value, None)
                 if guard is not None:
                     guard.readers[context] = None
@@ -233,6 +233,10 @@ class Reads:
                 self._answer(question_of(argument, frame))
             elif argument in _LOOKING:
                 self._looked_at(frame)
+            else:
+                owner = getattr(argument, "__self__", None)
+                if id(owner) in self._reaching or id(owner) in self._early_objects:
+                    self.running.used(owner)
             return
         code = frame.f_code
         if event == "call" and is_generator(code) and not is_trusted(str(frame.f_globals.get("__name__", ""))):
@@ -445,7 +449,11 @@ class Reads:
         objects = [item for item in self._alive if id(item) in self._of_objects]
         values = [*(guard.value for guard in kept), *objects, *self._hooks]
         reached = Reached(self._codes, self._guards, self._read)
-        guards = {id(guard): guard for guard in (*kept, *reached.guards(names, values))}
+        guards = {id(guard): guard for guard in kept}
+        while values:
+            num_known = len(self._alive)
+            guards.update((id(guard), guard) for guard in reached.guards(names, values))
+            values = [item for item in self._alive[num_known:] if id(item) in self._of_objects]
         guards.update((id(guard), guard) for guard in self._kept(names))  # of objects that were reached last
         self.of_torch = reached.of_torch
         return list(guards.values())

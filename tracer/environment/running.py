@@ -1,4 +1,4 @@
-"""Generators that the model had before a recording, and that forward goes on with.
+"""Generators and queues of C that the model had before a recording, and that forward goes on with.
 
 Nobody can put them back where they were, as `smpc.tracer.state.python_state` does with other iterators.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+from queue import SimpleQueue
 from types import CodeType, FrameType
+from typing import Any
 
 
 class Running:
@@ -24,6 +26,11 @@ class Running:
             self._own.add(id(frame))
         elif id(frame) not in self._own and not self.found:
             self.found = f"generator {frame.f_code.co_qualname}"
+
+    def used(self, owner: Any) -> None:
+        """A method of C is called, of something that the model holds."""
+        if type(owner) is SimpleQueue and not self.found:
+            self.found = "a SimpleQueue"
 
 
 def is_generator(code: CodeType) -> bool:

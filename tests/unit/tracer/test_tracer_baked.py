@@ -1,7 +1,11 @@
 """What a recording would bake in where a module is cut, and its stages do not call it: all of it is guarded, or refused."""
 
 import builtins
+import hashlib
+import inspect
+import queue
 import sys
+import threading
 
 import pytest
 import torch
@@ -110,6 +114,64 @@ def of_the_process():
     }
 
 
+def scaled(x, scale=2.0):
+    return x * scale
+
+
+def asked_of_functions():
+    def put_back():
+        scaled.__defaults__, scaled.__annotations__ = (2.0,), {}
+
+    return {
+        "default that is asked for": (
+            lambda model, x: x * scaled.__defaults__[0],
+            lambda model: setattr(scaled, "__defaults__", (3.0,)),
+            put_back,
+        ),
+        "signature": (
+            lambda model, x: x * inspect.signature(scaled).parameters["scale"].default,
+            lambda model: setattr(scaled, "__defaults__", (3.0,)),
+            put_back,
+        ),
+        "annotations": (
+            lambda model, x: x * len(inspect.get_annotations(scaled)),
+            lambda model: setattr(scaled, "__annotations__", {"x": torch.Tensor}),
+            put_back,
+        ),
+    }
+
+
+def set_on(cls, name, value, first=None):
+    """What reads an attribute of a class, gives it another value, and takes it away; `first`: what it has before."""
+    if first is not None:
+        setattr(cls, name, first)
+    return (
+        lambda model, x: x * getattr(model.first, name, 2.0),
+        lambda model: setattr(cls, name, value),
+        lambda: delattr(cls, name),
+    )
+
+
+def of_libraries():
+    digest = hashlib.sha256()
+    return {
+        "attribute of a layer's class": set_on(nn.Linear, "first_scale", 3.0, 2.0),
+        "attribute that a layer's class gets": set_on(nn.Linear, "late_scale", 3.0),
+        "attribute that all modules get": set_on(nn.Module, "module_scale", 3.0),
+        "attribute that all tensors get": (
+            lambda model, x: x * getattr(x, "scale", 2.0),
+            lambda model: setattr(torch.Tensor, "scale", 3.0),
+            lambda: delattr(torch.Tensor, "scale"),
+        ),
+        "hash": (lambda model, x: x * digest.digest()[0], lambda model: digest.update(b"more")),
+        "thread": (
+            lambda model, x: x * getattr(threading.current_thread(), "scale", 2.0),
+            lambda model: setattr(threading.current_thread(), "scale", 3.0),
+            lambda: vars(threading.current_thread()).pop("scale"),
+        ),
+    }
+
+
 def one_list(model):
     model.other = [1]
 
@@ -117,7 +179,8 @@ def one_list(model):
 def changes():
     """By name: what forward applies, what changes between steps, and what puts it back."""
     by_list = (lambda model, x: x * (2.0 if model.listed is model.other else 3.0), one_list)
-    return {**in_closures(), **of_tensors(), **of_the_process(), "which list it is": by_list}
+    groups = in_closures(), of_tensors(), of_the_process(), asked_of_functions(), of_libraries()
+    return {**{name: change for group in groups for name, change in group.items()}, "which list it is": by_list}
 
 
 @pytest.mark.parametrize("name", changes())
@@ -174,14 +237,19 @@ REFUSED = {
     "number of references": (lambda model, x: x * sys.getrefcount(x), "where objects are in memory"),
     "version": (lambda model, x: x * model.buffer._version, "counts the writes into buffer"),
     "attribute of a parameter": (tagging, "sets attribute 'tag' of first.weight"),
+    "queue": (lambda model, x: x * model.steps.get(), "goes on with a SimpleQueue"),
+    "attribute of all parameters": (lambda model, x: x * model.first.weight.scale_of_all, "given nn.Parameter"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_told_is_refused(name):
+def test_what_cannot_be_told_is_refused(name, monkeypatch):
     function, message = REFUSED[name]
-    model = Model(function)
+    steps = queue.SimpleQueue()
+    steps.put(2.0)
+    model = Model(function, steps=steps)
     outside[:] = [model.first.weight]
+    monkeypatch.setattr(nn.Parameter, "scale_of_all", 2.0, raising=False)
     with pytest.raises(TraceError, match=message):
         record(model, (torch.ones(2, 4),))
 
