@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import abc
 import decimal
+import inspect
 import logging
 import multiprocessing.process
 import os
 import signal
 import sys
 import threading
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import numpy
@@ -196,6 +198,20 @@ def _of_process(_: FrameType) -> GuardSource | None:
     return setting("the current process", lambda: _public(multiprocessing.process.current_process()))
 
 
+def _of_function(frame: FrameType) -> GuardSource | None:
+    """What inspect or typing tells of a function."""
+    function: Any = frame.f_locals.get("obj")
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
+        return None
+    question = Question(("function", id(function)), partial(_told_of, function))
+    return question.place(f"the signature of {function.__qualname__}")
+
+
+def _told_of(function: FunctionType) -> tuple[Any, ...]:
+    return function.__code__, function.__defaults__, function.__kwdefaults__, function.__annotations__
+
+
 def _public(worker: Any) -> dict[str, Any]:
     """The name of a thread or process, and the attributes that a script has given it."""
     return {"name": worker.name, **{name: value for name, value in vars(worker).items() if not name.startswith("_")}}
@@ -211,6 +227,9 @@ _QUESTIONS: dict[CodeType, Callable[[FrameType], GuardSource | None]] = {
     logging.Logger.getEffectiveLevel.__code__: _of_logger,
     signal.getsignal.__code__: _of_signal,
     numpy.geterr.__code__: _of_numpy,
+    inspect._signature_from_callable.__code__: _of_function,  # type: ignore[attr-defined]
+    inspect.get_annotations.__code__: _of_function,
+    typing.get_type_hints.__code__: _of_function,
     threading.current_thread.__code__: _of_thread,
     multiprocessing.process.current_process.__code__: _of_process,
 }

@@ -31,8 +31,7 @@ _OPAQUE = frozenset(
 
 _CONSTANTS = (bool, int, float, complex, str)
 _OF_PYTHON = (*_CONSTANTS, list, tuple, dict, set, FunctionType, BuiltinFunctionType, type, ModuleType)
-_OF_FUNCTION = (*NAMES, "__doc__", "__annotations__", "__defaults__", "__kwdefaults__", CODE)
-_ASKING = frozenset({"signature", "getfullargspec", "get_annotations", "get_type_hints", "getcallargs", "Signature"})
+_OF_FUNCTION = (*NAMES, "__doc__", "__annotations__", "__defaults__", "__kwdefaults__")
 _EVER_CHANGING = {("sys", "modules"), ("sys", "path_importer_cache"), ("warnings", "filters")}
 
 CACHE: Any = type(functools.lru_cache(lambda: None))
@@ -85,11 +84,9 @@ class Reached:
             seen[id(value)] = value
             if isinstance(value, FunctionType):
                 yield from self._of_function(value)
-                is_asked = not _ASKING.isdisjoint(used)
-                for name in () if is_trusted(str(value.__module__)) else _OF_FUNCTION:
-                    if name in used or is_asked:
-                        place = GuardSource(value, name, f"{name} of {value.__qualname__}", is_answer=True)
-                        yield from self._one(place, getattr(value, name))
+                for name in (name for name in _OF_FUNCTION if name in used and not is_trusted(str(value.__module__))):
+                    place = GuardSource(value, name, f"{name} of {value.__qualname__}", is_answer=True)
+                    yield from self._one(place, getattr(value, name))
             elif isinstance(value, ModuleType):
                 if value.__name__.partition(".")[0] == "torch":
                     self.of_torch.append(value)
