@@ -482,6 +482,24 @@ def test_a_rank_that_ends_too_early_is_named(write, tmp_path):
     assert "smpc: error: rank 1 ended with status 0 while rank 0 still needed its peers:" in done.stderr
 
 
+@needs_proc
+def test_a_rank_whose_exit_handlers_take_long_is_named(write, tmp_path):
+    """Its peer misses it while it is still there."""
+    script = write(
+        "import atexit, os, sys, time\n"
+        "path = f'{sys.argv[1]}/gone'\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    atexit.register(lambda: (open(path, 'w').close(), time.sleep(600)))\n"
+        "    sys.exit(0)\n"
+        "while not os.path.exists(path):\n"
+        "    time.sleep(0.01)\n"
+        "raise RuntimeError('Connection closed by peer')\n"
+    )
+    done = _run("-n", "2", script, str(tmp_path))
+    assert done.returncode == 1
+    assert "smpc: error: rank 1 ended with status 0 while rank 0 still needed its peers:" in done.stderr
+
+
 def test_a_rank_that_ends_before_the_others_meet_is_named(write):
     """The others used to wait for `start_timeout`; now they do not wait for slow ranks either, without which nothing would help."""
     script = write(

@@ -162,9 +162,11 @@ class Trainer:
         return DistributedDataParallel(model, device_ids=devices, find_unused_parameters=strategy == "multi_auto_sync")
 
     def fit(self, duration: int | str | None = None) -> None:
-        """Train until `max_duration`, or for `duration` more. Raises UsageError without data or an end. Collective."""
+        """Train until `max_duration`, or for `duration` more. Raises UsageError without data, parameters to train or an end. Collective."""
         if self._train is None:
             raise UsageError("fit: expected a train_dataloader, found None")
+        if not any(parameter.requires_grad for parameter in self.state.model.parameters()):
+            raise UsageError("fit: expected a model with parameters that require grad, found none")
         end = self._end(duration)
         batches = len(self._train) if isinstance(self._train, Sized) else None
         self._save.check_first(self.state, self._save_interval, batches)

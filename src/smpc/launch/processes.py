@@ -29,7 +29,7 @@ from typing import IO
 
 from smpc.launch.output import RankOutput
 from smpc.launch.report import RankFailure, read_report
-from smpc.launch.worker import GUARD_VARIABLE
+from smpc.launch.worker import GUARD_VARIABLE, LEFT
 
 LINGER_SECONDS = 1.5
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -161,13 +161,14 @@ class Processes:
         if code is None and rank.failure is not None:
             return
         report = read_report(rank.command.report)
-        if code or report:
-            forced = self._terminated is not None
+        forced = self._terminated is not None
+        has_left = rank.command.report.with_name(f"{rank.command.report.name}{LEFT}").exists()
+        if report or (code and not (forced and has_left)):
             rank.failure = RankFailure(rank.command.place["rank"], code, time.time(), report, forced)
         if code is not None:
             rank.has_ended = True
             self._log(f"rank {rank.command.place['rank']} (process {rank.process.pid}) {_end(code)}")
-            rank.left_early = rank.failure is None and self._terminated is None
+            rank.left_early = rank.failure is None and (has_left or not forced)
             _kill_group(rank.process.pid)
 
     def has_signal(self) -> bool:

@@ -35,6 +35,7 @@ from types import TracebackType
 from typing import Any
 
 GRACE_SECONDS = 3.0
+LEFT = ".left"  # after the name of the error file: what is there when the script has ended with status 0
 GUARD_VARIABLE = "SMPC_LAUNCH_GUARD"  # the descriptor of the pipe to the guard of `smpc.launch.processes`; the script does not see it
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _PLAIN_HOOKS = ("sys", "torch.distributed.distributed_c10d")  # modules of exception hooks that only print
@@ -50,9 +51,12 @@ def main(launcher_pid: int, command: list[str]) -> int:
         _run(command)
     except SystemExit as error:
         status = _exit_status(error)
-        if status and os.getpid() == own_pid:
-            _write(_report(error, status))
-            _exit_soon(status)
+        if os.getpid() == own_pid:
+            if status:
+                _write(_report(error, status))
+                _exit_soon(status)
+            else:
+                _leave()
         raise
     except BaseException as error:
         if os.getpid() != own_pid:
@@ -61,6 +65,8 @@ def main(launcher_pid: int, command: list[str]) -> int:
             return _fail(error)
         except BaseException as later:  # of a signal's handler, as torch has one for data loaders whose workers die
             return _fail(later)
+    if os.getpid() == own_pid:
+        _leave()
     return 0
 
 
@@ -203,6 +209,14 @@ def _write(report: dict[str, Any]) -> bool:
     except OSError:
         return False
     return True
+
+
+def _leave() -> None:
+    """Tell the launcher that the script has ended well: exit handlers may take so long that a peer misses this rank before it is gone."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with suppress(OSError):
+            Path(f"{path}{LEFT}").touch()
 
 
 def _exit_soon(status: int) -> None:

@@ -127,6 +127,9 @@ def test_the_loop():
     assert model.training
     made.fit("1ba")
     assert made.state.timestamp.batch == 7
+    model.requires_grad_(False)
+    with pytest.raises(UsageError, match="fit: expected a model with parameters that require grad"):
+        made.fit("1ba")
     with pytest.raises(UsageError, match="fit: expected a train_dataloader"):
         Trainer(model=model, optimizers=optimizer, device="cpu").fit()
 
