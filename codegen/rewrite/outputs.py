@@ -33,6 +33,17 @@ def keep_outputs(trace: Trace, names: Sequence[str]) -> Trace:
     return dataclasses.replace(trace, output_leaves=leaves)
 
 
+def loss_outputs(trace: Trace) -> tuple[str, ...] | None:
+    """What training needs of a model that returns its `loss`, a number: that and other numbers. None: all, as the loss is not known."""
+    specs = {node.name: node.spec for node in trace.nodes}
+    names = []
+    for path, leaf in zip(trace.output.paths(), trace.output_leaves, strict=True):
+        found = [specs[name] for name in references(leaf)]
+        if found and all(spec is not None and spec.shape == () for spec in found):
+            names.append(_plain(path))
+    return tuple(names) if "loss" in names else None
+
+
 def _plain(path: str) -> str:
     """ "loss" of ".loss" and of "['loss']"; "[0]" stays."""
     return path.replace("['", ".").replace("']", "").lstrip(".")

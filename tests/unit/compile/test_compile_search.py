@@ -14,7 +14,7 @@ from torch import nn
 import smpc
 from smpc.codegen.rewrite.tensor_parallel.rewrite import rewrite
 from smpc.codegen.rewrite.tensor_parallel.search import choose
-from smpc.compile import PipelineOptions, Traced, plan_trace
+from smpc.compile import PipelineOptions, Traced, compile_model, plan_trace
 from smpc.compile.search import Verdict
 from smpc.compile.search.estimate import Place, Reruns, Sample, least_peak, least_seconds, least_step
 from smpc.compile.search.searcher import _Searcher
@@ -224,6 +224,82 @@ def test_a_search_takes_tensor_parallel_ranks_where_they_are_the_fastest(batch):
     assert found.sharded is not None
     settings = Config.parse(found.config())
     assert (settings.tensor_parallel_degree, settings.tensor_parallel_plan) == (2, "auto")
+
+
+class Classifier(nn.Module):
+    """Returns its loss, and logits that are far larger than all else."""
+
+    def __init__(self, vocabulary=4096):
+        super().__init__()
+        self.first, self.head = nn.Linear(16, 64), nn.Linear(64, vocabulary, bias=False)
+
+    def forward(self, x, labels):
+        logits = self.head(torch.relu(self.first(x)))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+@pytest.fixture(scope="module")
+def classified():
+    """A model and a batch whose logits are 8 MiB a sample."""
+    with torch.device("meta"):
+        return Classifier(), {"x": torch.zeros(2, 512, 16), "labels": torch.zeros(2, 512, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize("degrees", [{"tensor": 2}, {"context": 2}])
+def test_logits_are_not_gathered_where_the_loss_is_all_that_is_trained_with(classified, degrees):
+    model, batch = classified
+    tensor, context = degrees.get("tensor", 1), degrees.get("context", 1)
+    found = smpc.search(
+        model,
+        batch,
+        world_size=2,
+        device=DEVICE,
+        effort=math.inf,
+        tensor_parallel_degrees=[tensor],
+        context_parallel_degrees=[context],
+    )
+    settings = Config.parse(found.config())
+    assert settings.tensor_parallel_outputs == "loss"
+    known = {name: getattr(found.options, name) for name in ("microbatches", "device", "optimizer", "memory_weight")}
+    known |= {
+        "tensor_parallel_degree": tensor,
+        "context_parallel_degree": context,
+        "recompute": found.options.recompute,
+    }
+    by_hand = {
+        outputs: compile_model(
+            model,
+            batch,
+            pipeline_parallel_degree=1,
+            tensor_parallel_outputs=outputs,
+            memory_limit=10**9,
+            warn=False,
+            **known,
+        ).plan
+        for outputs in (("loss",), None)
+    }
+    peak = found.best.peak_bytes
+    assert max(rank_peaks(by_hand["loss",]).values()) == peak
+    assert max(rank_peaks(by_hand[None]).values()) > peak
+    assert found.plan.schedule.step_time == pytest.approx(by_hand["loss",].schedule.step_time)
+
+
+def test_the_best_with_a_loss_is_the_best_of_all_degrees(classified):
+    model, batch = classified
+    found = smpc.search(model, batch, world_size=4, device=DEVICE, effort=math.inf)
+    alone = [
+        smpc.search(
+            model,
+            batch,
+            world_size=4,
+            device=DEVICE,
+            effort=math.inf,
+            tensor_parallel_degrees=[tensor],
+            context_parallel_degrees=[context],
+        ).best.step_time
+        for tensor, context in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2))
+    ]
+    assert found.best.step_time <= min(alone) * 1.0102
 
 
 def test_what_cannot_be_split_is_rejected_with_the_reason():

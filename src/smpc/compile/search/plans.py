@@ -41,7 +41,8 @@ class Plans:
 
     def options(self, candidate: Candidate, limit: int | None = None) -> PipelineOptions:
         """How it is planned; `limit`: the memory of a rank, by default that of the search."""
-        return self.setting.options(candidate, limit or self.setting.limit, self.again[candidate.recompute])
+        chosen = self.setting.options(candidate, limit or self.setting.limit, self.again[candidate.recompute])
+        return replace(chosen, tensor_parallel_outputs=self.loads.outputs(Load.of(candidate.shape)))
 
     def planned(self, candidate: Candidate, limit: int | None = None, *, prove: bool) -> Planned:
         """Its plan. MemoryLimitError, PartitionError, ConfigError or CodegenError if it has none."""

@@ -102,7 +102,7 @@ class Search:
 
     def config(self) -> dict[str, Any]:
         """The settings of `smpc.config.Config` that train this way. Expert parallelism is none of `smp.init`'s."""
-        found = self.best.candidate
+        found, outputs = self.best.candidate, self.options.tensor_parallel_outputs
         others = {
             name: degree
             for name in ("context_parallel_degree", "expert_parallel_degree")
@@ -118,6 +118,7 @@ class Search:
             "memory_weight": self.options.memory_weight,
             **(_SHARDED if found.tensor_parallel_degree > 1 else {}),
             "tensor_parallel_degree": found.tensor_parallel_degree,
+            **({"tensor_parallel_outputs": ",".join(outputs)} if outputs else {}),
             **({"shard_optimizer_state": True} if found.sharding is Sharding.STATE else {}),
             **({"fully_shard": True} if found.sharding is Sharding.FULL else {}),
             **others,

@@ -24,7 +24,8 @@ faster that could be. The budget is counted in operations, stages and microbatch
 The best is then planned with all means.
 
 With t tensor-parallel, c context-parallel and e expert-parallel ranks, what is planned is the trace of one of them: the compiler's best
-layouts, with collectives that take what they send over the wires that these ranks share.
+layouts, with collectives that take what they send over the wires that these ranks share. Of a model that returns its `loss` and other
+tensors these ranks return the loss alone, so that logits are never gathered; `found.config()` says so (`tensor_parallel_outputs`).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from smpc.codegen.rewrite.context_parallel.rewrite import ContextPlan, collectives_of
+from smpc.codegen.rewrite.outputs import loss_outputs
 from smpc.compile.experts import experts_to_divide
 from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import ContextSharing, Sharing, rewrite_trace
@@ -80,6 +81,10 @@ class Workloads:
             self.recorded[size] = record(self.model, args, kwargs, leaf_modules=self.leaf_modules)
         return self.recorded[size]
 
+    def outputs(self, load: Load) -> tuple[str, ...] | None:
+        """What ranks that share operations or sequences return whole: the loss, where the model has one; None: all."""
+        return loss_outputs(self.trace(load.size)) if load.tensor > 1 or load.context > 1 else None
+
     def nearest(self, load: Load) -> Load | None:
         """The smallest microbatch that is known of ranks that share as much; None if there is none."""
         sizes = [
@@ -112,11 +117,12 @@ class Workloads:
         options = PipelineOptions(
             device=self.device, data_parallel_degree=load.expert, expert_parallel_degree=load.expert
         )
+        outputs, plan = self.outputs(load), ContextPlan(sums_later=True)
         found = rewrite_trace(
             trace,
             options,
-            Sharing(load.tensor) if load.tensor > 1 else None,
-            context=ContextSharing(load.context, ContextPlan(sums_later=True)) if load.context > 1 else None,
+            Sharing(load.tensor, outputs=outputs) if load.tensor > 1 else None,
+            context=ContextSharing(load.context, plan, outputs) if load.context > 1 else None,
             experts=experts_to_divide(self.model, load.expert) if load.expert > 1 else (),
         )
         if found.sharded is not None and not found.sharded.layouts:
