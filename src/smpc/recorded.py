@@ -26,7 +26,6 @@ from smpc.sample_inputs import as_inputs
 from smpc.tracer.attempt import Request
 from smpc.tracer.constants import TraceDevice, map_references
 from smpc.tracer.environment.guarded import Environment
-from smpc.tracer.environment.memory_words import DictVersions
 from smpc.tracer.environment.moved import moved
 from smpc.tracer.guards import broken_guard
 from smpc.tracer.ir import Trace
@@ -61,12 +60,10 @@ class RecordedModule(nn.Module, ABC):
 
     def _begin(self, model: nn.Module) -> None:
         """The model has this rank's parameters now, and what recordings rest on is watched."""
-        self.model = model
-        self._versions, self._environments = DictVersions(), dict[bool, Environment]()
+        self.model, self._environments = model, dict[bool, Environment]()
         for training, each in self._recordings.items():
             with _in_mode(model, training):
-                modules = model.named_modules()
-                self._environments[training] = moved(each.environment, each.trace, modules, versions=self._versions)
+                self._environments[training] = moved(each.environment, each.trace, model.named_modules())
 
     @abstractmethod
     def _rewritten(self, trace: Trace) -> Traced:
@@ -102,7 +99,6 @@ class RecordedModule(nn.Module, ABC):
 
     def _check_model(self, program: Program) -> None:
         """StepError if the program is no longer the model's; else leaves in the model what a run of its own leaves there."""
-        self._versions.poll()
         difference = self._environments[self.training].difference()
         if difference is not None:
             raise StepError(f"{difference} when the model was sharded; shard another copy of it, or put it back")

@@ -29,7 +29,8 @@ class Block(nn.Module):
 
     def forward(self, x):
         h = self.down(self.activation(self.listed[0](x)))
-        scale = self.scale * self.by_name["scales"][0] * self.held.scale * SETTINGS.scale
+        scale = 1.0 if self.up.bias.requires_grad else 2.0
+        scale *= self.scale * self.by_name["scales"][0] * self.held.scale * SETTINGS.scale
         return h * scale * getattr(self.up.weight, "multiplier", 1.0) + self.shift
 
 
@@ -55,6 +56,7 @@ CHANGES = {
     "item": lambda model: model.blocks[0].by_name["scales"].__setitem__(0, 0.3),
     "attribute of an object": lambda model: setattr(model.blocks[0].held, "scale", 0.3),
     "attribute of a parameter": lambda model: setattr(model.blocks[0].up.weight, "multiplier", 0.3),
+    "frozen parameter": lambda model: model.blocks[0].up.bias.requires_grad_(False),
     "global": lambda model: setattr(SETTINGS, "scale", 0.3),
     "function": lambda model: setattr(model.blocks[0], "activation", F.gelu),
     "module": lambda model: setattr(model, "dropout", nn.ReLU()),

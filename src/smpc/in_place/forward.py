@@ -18,7 +18,7 @@ from smpc.codegen.stage import stage_class
 from smpc.compile.passes import plan_trace
 from smpc.compile.result import Traced
 from smpc.errors import CodegenError, TraceError
-from smpc.in_place.skeleton import Whole, skeleton
+from smpc.in_place.skeleton import Whole, skeleton, trained_parameters
 from smpc.in_place.view import Installed, Root, install
 from smpc.in_place.wrappers import is_wrapped, own_modules
 from smpc.recorded import OPTIONS, outputs_of
@@ -86,9 +86,14 @@ class InPlace(Installed):
         return program, input_values(program.trace, args, kwargs)
 
     def _state(self) -> Any:
-        """What programs depend on beside the inputs and the values that Python reads: modules, which are wrapped, and who has hooks."""
-        found = own_modules(self._model)
-        modules = tuple((inner, inner.training, is_wrapped(outer, inner), hook_of(inner)) for _, outer, inner in found)
+        """What programs depend on beside the inputs and the values that Python reads.
+
+        The modules, which of them are in training, wrapped, or have hooks, and which parameters are trained.
+        """
+        modules = tuple(
+            (inner, inner.training, is_wrapped(outer, inner), hook_of(inner), trained_parameters(inner))
+            for _, outer, inner in own_modules(self._model)
+        )
         return modules, tuple((kind, *_autocast(kind)) for kind in ("cpu", "cuda"))
 
     def _made(self, args: Any, kwargs: dict[str, Any]) -> _Program:

@@ -39,7 +39,7 @@ class Skeleton:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A parameter as the model has it before anybody divides it. `names`: all that it has."""
+    """A parameter as the model has it before anybody divides it. `names`: all that it has; `requires_grad`: where nobody knows better."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -111,8 +111,14 @@ def _stand_in(model: nn.Module, whole: Whole, units: Mapping[str, Casts | None])
     made = nn.Parameter(torch.empty(whole.shape, dtype=dtype, device="meta"), whole.requires_grad)
     held = unwrapped(_submodule(model, owner))._parameters.get(key)
     if held is not None:
+        made.requires_grad_(held.requires_grad)
         made.__dict__ = held.__dict__  # attributes that scripts give it: guards watch this very dict
     return made
+
+
+def trained_parameters(module: nn.Module) -> tuple[bool, ...]:
+    """Which of a module's own parameters require grad, as far as they are its own now."""
+    return tuple(parameter.requires_grad for parameter in module._parameters.values() if parameter is not None)
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from smpc.executor.sharded_state import replacement
+
 __all__ = ["empty_module_params", "move_buffers_to_device"]
 
 
@@ -23,9 +25,7 @@ def empty_module_params(module: nn.Module, device: torch.device | None = None, r
                 continue
             if id(parameter) not in made:
                 target = device if device is not None else (default_device() if parameter.is_meta else parameter.device)
-                new = nn.Parameter(torch.empty_like(parameter, device=target), requires_grad=parameter.requires_grad)
-                vars(new).update(vars(parameter))
-                made[id(parameter)] = new
+                made[id(parameter)] = replacement(parameter, torch.empty_like(parameter, device=target))
             each._parameters[name] = made[id(parameter)]
     return module
 
