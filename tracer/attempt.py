@@ -219,7 +219,7 @@ def _check_submodules(model: nn.Module, before: _Submodules) -> None:
 def _finished(model: nn.Module, recorder: Recorder, output: Any, before: _Submodules) -> Run:
     """What a run has given."""
     _check_submodules(model, before)
-    trace, reads = recorder.finish(model, output), recorder.reads
+    trace, reads = recorder.finish(output), recorder.reads
     check_histories(model, trace, recorder.state.hanging)
     guards = tuple(reads.finish())
     changed = tuple(guard for guard in guards if not guard.holds())

@@ -83,11 +83,10 @@ class Recorder(TorchFunctionMode):
         self.questions = Questions(state, device, answers, buffers or {})
         self.sizes = sizes or DataSized()
         self._values = Values(self)
-        self.writes = AttributeWrites()
         self.nodes: list[Node] = []
         self.calls: list[ModuleCall | None] = []
         self.open: list[OpenCall] = []
-        self.regions = RegionLog()
+        self.writes, self.regions = AttributeWrites(), RegionLog()
         self.differentiating: list[str] = []
         self.muted = 0
         self.in_transforms = 0  # how many times it is muted by transforms, whose operations are recorded
@@ -98,9 +97,7 @@ class Recorder(TorchFunctionMode):
         self._drawn: dict[str, None] = {}  # nodes that read generators
         self._globals: dict[str, None] = {}  # constants that stand for tensors which outlive the run
         self._attributes: dict[str, str] = {}  # FQN -> node that reads it
-        self._names = NodeNames()
-        self._saved: list[int] = []
-        self._model = model
+        self._model, self._names, self._saved = model, NodeNames(), list[int]()
         self.watch = Watch(self, model, closely)
         self._inputs: tuple[Structure, tuple[Any, ...]] = (Structure(), ())
         self._modes = CallModes(device)
@@ -135,7 +132,7 @@ class Recorder(TorchFunctionMode):
         built = structure.unflatten(fakes)
         return built[0], built[1]
 
-    def finish(self, model: nn.Module, output: Any) -> Trace:
+    def finish(self, output: Any) -> Trace:
         """The trace of the run that returned `output`."""
         leaves, structure = flatten(output)
         outputs = tuple(self._argument(leaf, "the model's output") for leaf in leaves)
@@ -148,8 +145,8 @@ class Recorder(TorchFunctionMode):
         calls, nodes = self.writes.marked(calls), tuple(self._settled(node) for node in self.nodes)
         self._values.check()
         return Trace(
-            f"{type(model).__module__}.{type(model).__qualname__}",
-            model.training,
+            f"{type(self._model).__module__}.{type(self._model).__qualname__}",
+            self._model.training,
             nodes,
             calls,
             *self._inputs,
@@ -168,8 +165,7 @@ class Recorder(TorchFunctionMode):
         tensor = self._tensors.tensor_of(node.name)
         if tensor is None or node.spec is None or tensor.requires_grad == node.spec.requires_grad:
             return node
-        spec = dataclasses.replace(node.spec, requires_grad=tensor.requires_grad)
-        return dataclasses.replace(node, spec=spec)
+        return dataclasses.replace(node, spec=dataclasses.replace(node.spec, requires_grad=tensor.requires_grad))
 
     # -- torch calls ---------------------------------------------------------------------------------------------------
 
@@ -539,8 +535,6 @@ class Recorder(TorchFunctionMode):
         """An argument with its tensors replaced by `Ref`s."""
         if type(value) in (tuple, list):
             return type(value)(self._tree(item, where) for item in value)
-        if isinstance(value, torch.Size):
-            return tuple(value)
         if isinstance(value, tuple):
             return tuple(self._tree(item, where) for item in value)
         if isinstance(value, dict):
@@ -621,20 +615,10 @@ class Recorder(TorchFunctionMode):
             part = self._names.unique(f"{name}_{key}")
             spec, storage = self._described(item)
             grad_enabled, autocast = self._modes.now()
-            self.nodes.append(
-                Node(
-                    part,
-                    NodeKind.CALL_FUNCTION,
-                    targets.GETITEM,
-                    (Ref(name), key),
-                    (),
-                    spec,
-                    storage,
-                    self._call_index,
-                    grad_enabled=grad_enabled,
-                    autocast=autocast,
-                )
+            node = Node(
+                part, NodeKind.CALL_FUNCTION, targets.GETITEM, (Ref(name), key), (), spec, storage, self._call_index
             )
+            self.nodes.append(dataclasses.replace(node, grad_enabled=grad_enabled, autocast=autocast))
             self._bind_result(item, part)
 
     # -- surroundings --------------------------------------------------------------------------------------------------

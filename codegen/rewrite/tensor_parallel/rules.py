@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from smpc.codegen.rewrite.tensor_parallel.expert_rules import experts
 from smpc.codegen.rewrite.tensor_parallel.image_rules import IMAGE_RULES
 from smpc.codegen.rewrite.tensor_parallel.layouts import BROADCAST, PARTIAL, REPLICATED, Kind, Layout
 from smpc.codegen.rewrite.tensor_parallel.strategy import (
@@ -354,7 +355,7 @@ def strategies(facts: Facts, node: Node) -> tuple[Strategy, ...]:
             found[Strategy((BROADCAST,) * len(node.inputs), BROADCAST)] = None
         rule = RULES.get(short_name(node.target)) or RULES.get(node.target)
     else:
-        rule = _experts
+        rule = experts
     found_by = rule(facts, node) if rule is not None and facts.spec(node.name) is not None else ()
     is_call = node.kind is NodeKind.CALL_FUNCTION
     names = (short_name(node.target), node.target) if is_call else (of_module(node.target),)
@@ -609,29 +610,6 @@ def _cross_entropy(facts: Facts, node: Node) -> Iterator[Strategy]:
     inputs = tuple(Layout.sharded(1) if name == names[0] else REPLICATED for name in node.inputs)
     share = 2 * 4 * shape[0] * (facts.degree - 1) // facts.degree
     yield Strategy(inputs, REPLICATED, sent=(share, 3 * share))
-
-
-def _experts(facts: Facts, node: Node) -> Iterator[Strategy]:
-    """A module called whole that holds fused experts: split along I.
-
-    They are gate_up_proj [E, 2I, H] and down_proj [E, H, I], or, where rows are multiplied from the left, [E, H, 2I] and [E, I, H].
-    """
-    own = {s.name.removeprefix(f"{node.target}."): s for s in facts.trace.state if s.name.startswith(f"{node.target}.")}
-    spec = facts.spec(node.name)
-    if sorted(own) != ["down_proj", "gate_up_proj"] or spec is None or not node.inputs:
-        return
-    up, down = own["gate_up_proj"], own["down_proj"]
-    if any(facts.read_inside[state.name] > 1 or facts.is_read(state.name) for state in (up, down)):
-        return  # others read it as it is
-    if len(down.spec.shape) != 3:
-        return
-    num_experts, *sizes = down.spec.shape
-    for dim in (1, 2):  # the one of gate_up_proj that has 2I, where down_proj has H
-        hidden, inner = sizes if dim == 1 else reversed(sizes)
-        expected = (2 * inner, hidden) if dim == 1 else (hidden, 2 * inner)
-        if up.spec.shape == (num_experts, *expected) and inner and inner % facts.degree == 0:
-            state = ((up.name, Layout.sharded(dim, (inner, inner))), (down.name, Layout.sharded(3 - dim)))
-            yield Strategy((BROADCAST,) * len(node.inputs), PARTIAL, state)
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(

@@ -15,6 +15,7 @@ SIZES = [1, 2, 3, 4, 8, 16]
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("ranks", SIZES)
 def test_the_order_is_right(ranks, causal, mirrored):
+    """`prove_ring` raises an error where a block is missing, or comes twice."""
     prove_ring(ranks, causal=causal, mirrored=mirrored)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from applied import Block, applying
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -12,23 +13,6 @@ from smpc.tracer import record
 from smpc.tracer.attempt import Request
 from smpc.tracer.ir import NodeKind
 from smpc.tracer.record import record_guarded
-
-
-class Block(nn.Module):
-    """Applies a function to itself and its input."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.linear, self.function = nn.Linear(4, 4), function
-        self.register_buffer("buffer", torch.ones(4))
-
-    def forward(self, x):
-        return self.function(self, x)
-
-
-def model_of(function):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), Block(function), nn.Linear(4, 4))
 
 
 def whole_modules(model):
@@ -64,7 +48,7 @@ ASK_FOR_THE_CLASS = {
 
 @pytest.mark.parametrize("name", ASK_FOR_THE_CLASS)
 def test_fakes_have_the_class_of_what_they_stand_for(name):
-    model = model_of(ASK_FOR_THE_CLASS[name])
+    model = applying(ASK_FOR_THE_CLASS[name])
     assert whole_modules(model) == []
     assert_equal_to_eager(model)
 
@@ -78,7 +62,7 @@ def test_two_functions_of_one_file_may_ask():
     def both(block, x):
         return x * also(x) * (2 if type(x) is torch.Tensor else 3)
 
-    model = model_of(both)
+    model = applying(both)
     recording = record_guarded(model, Request((torch.ones(2, 4),), {}))
     assert "type" not in globals()
     assert recording.environment.difference() is None
@@ -86,8 +70,8 @@ def test_two_functions_of_one_file_may_ask():
 
 
 def test_afterwards_fakes_have_their_own_class_and_code_has_its_own_type():
-    record(model_of(ASK_FOR_THE_CLASS["__class__"]), (torch.ones(2, 4),))
-    record(model_of(ASK_FOR_THE_CLASS["type is"]), (torch.ones(2, 4),))
+    record(applying(ASK_FOR_THE_CLASS["__class__"]), (torch.ones(2, 4),))
+    record(applying(ASK_FOR_THE_CLASS["type is"]), (torch.ones(2, 4),))
     assert "type" not in globals()
     assert "__class__" not in vars(FakeTensor)
     with pytest.raises(TraceError):
@@ -104,7 +88,7 @@ def test_afterwards_fakes_have_their_own_class_and_code_has_its_own_type():
     ],
 )
 def test_who_asks_where_a_tensor_is_in_memory_is_called_whole(function):
-    model = model_of(function)
+    model = applying(function)
     assert whole_modules(model) == ["1"]
     assert_equal_to_eager(model)
     with pytest.raises(TraceError, match="says where a tensor is in memory"):

@@ -81,6 +81,7 @@ class Late(nn.Module):
 
 
 def test_buffers_are_read_as_they_were_at_the_start():
+    """`verify` raises an error where a replay differs."""
     model, x = Late(), torch.ones(2, 4)
     verify(record(model, (x,)), model, (x,))
 

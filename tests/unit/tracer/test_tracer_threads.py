@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import nn
+from applied import Block, applying
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
@@ -19,22 +19,9 @@ from smpc.tracer.ir import NodeKind
 others = []  # modules that a block does not hold
 
 
-class Block(nn.Module):
-    """Applies a function to itself and its input."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.linear, self.function = nn.Linear(4, 4), function
-        self.register_buffer("buffer", torch.ones(4))
-
-    def forward(self, x):
-        return self.function(self, x)
-
-
 def model_of(function):
     """A model whose second module applies the function, which may use the first one."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), Block(function), nn.Linear(4, 4))
+    model = applying(function)
     others[:] = [model[0]]
     return model
 
