@@ -368,6 +368,9 @@ class Contents:
             kind.clear(container)
             if issubclass(kind, (list, deque)):
                 kind.extend(container, copied)
+            elif issubclass(kind, dict):
+                for key, item in copied.items():
+                    kind.__setitem__(container, key, item)  # an OrderedDict's own `update` would ask the derived class
             else:
                 kind.update(container, copied)
 

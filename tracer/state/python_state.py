@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -31,7 +31,7 @@ from smpc.tracer.environment.reached import is_looked_into, slots_of
 _MOST = 200_000  # values that are looked at
 _LONGEST = 10_000  # of the containers that are looked into
 _ITERATORS = ("itertools", "builtins")
-_KINDS = (list, dict, set, deque)
+_KINDS = (list, OrderedDict, dict, set, deque)
 _OF_MODULES = frozenset(vars(nn.Module()))  # tables, which recordings put back by themselves
 
 
@@ -94,10 +94,10 @@ class PythonState:
         kind: Any = next(kind for kind in _KINDS if isinstance(value, kind))
         if kind.__len__(value) > _LONGEST:
             return
-        if kind is dict:
-            entries = {key: _copied(item) for key, item in dict.items(value)}
+        if issubclass(kind, dict):
+            entries = {key: _copied(item) for key, item in kind.items(value)}
             self._queue += entries.values()
-            self._undo.append(lambda: _write_dict(value, entries))
+            self._undo.append(lambda: _write_dict(kind, value, entries))
             return
         items = [_copied(item) for item in kind.__iter__(value)]
         self._queue += items
@@ -109,7 +109,7 @@ class PythonState:
             self._seen[id(attributes)] = attributes
             entries = {key: _copied(item) for key, item in attributes.items()}
             self._queue += entries.values()
-            self._undo.append(lambda: _write_dict(attributes, entries))
+            self._undo.append(lambda: _write_dict(dict, attributes, entries))
         for name in (name for cls in type(value).__mro__ for name in slots_of(cls)):
             with suppress(AttributeError):
                 found = getattr(value, name)
@@ -129,11 +129,14 @@ def _seek(file: io.IOBase, position: int) -> None:
     file.seek(position)
 
 
-def _write_dict(value: dict[Any, Any], before: dict[Any, Any]) -> None:
-    if len(value) == len(before) and all(map(is_, value, before)) and all(map(is_, value.values(), before.values())):
+def _write_dict(kind: Any, value: Any, before: dict[Any, Any]) -> None:
+    """By the methods of `kind`: those of a class derived from it are the script's, and dict's own lose the order of an OrderedDict."""
+    now = dict(kind.items(value))
+    if len(now) == len(before) and all(map(is_, now, before)) and all(map(is_, now.values(), before.values())):
         return
-    dict.clear(value)
-    dict.update(value, before)
+    kind.clear(value)
+    for key, item in before.items():
+        kind.__setitem__(value, key, item)
 
 
 def _write_items(kind: Any, value: Any, before: list[Any]) -> None:

@@ -6,6 +6,7 @@ import inspect
 import queue
 import sys
 import threading
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -276,6 +277,38 @@ def test_a_generator_that_forward_makes_is_none_of_these():
         return x * (next(steps) + next(steps))
 
     assert record(Model(sums), (torch.ones(2, 4),))
+
+
+class Named(OrderedDict):
+    """A class of a script's own, as Hugging Face's outputs are."""
+
+    def __setitem__(self, key, value):
+        raise AssertionError("nobody but the script writes by this")
+
+
+@pytest.mark.parametrize("cls", [OrderedDict, Named])
+@pytest.mark.parametrize("does", ["nothing", "reads", "changes"])
+def test_an_ordered_dict_is_put_back_with_its_order(cls, does):
+    """Dict's own methods know nothing of that order, and leave it broken."""
+    scales = cls()
+    for name in ("first", "second", "third"):
+        OrderedDict.__setitem__(scales, name, 2.0)
+    scales.move_to_end("first")
+
+    def scaled(model, x):
+        if does == "changes":
+            scales.move_to_end("second")
+        return x if does == "nothing" else x * next(iter(scales.values()))
+
+    model = Model(scaled, held=Holder(scales=scales))
+    if does == "changes":
+        with pytest.raises(TraceError, match="changes it"):
+            record(model, (torch.ones(2, 4),))
+    else:
+        record(model, (torch.ones(2, 4),))
+    assert list(scales.items()) == [("second", 2.0), ("third", 2.0), ("first", 2.0)]
+    scales.move_to_end("third")
+    assert list(scales) == ["second", "first", "third"]
 
 
 def test_a_file_is_put_back_where_it_was(tmp_path):
