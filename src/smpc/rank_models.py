@@ -22,6 +22,7 @@ user's modules afterwards, but on no other rank.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -98,6 +99,7 @@ class RankModels:
             self._follow_hooks(own, copies)
             self._follow_buffers(rank, own)
             self._follow_parameters(rank, own)
+        self._let_go()
         self._look()
 
     def end_step(self) -> None:
@@ -244,6 +246,15 @@ class RankModels:
             self._shared[id(value)] = value
             for memo in self._memos:
                 memo[id(value)] = value
+
+    def _let_go(self) -> None:
+        """Forgets shared values that the model leads to no more, where weak references may tell whether somebody holds one."""
+        if not any(map(weakref.getweakrefcount, self._shared.values())):
+            return
+        held = {id(value) for value in shareable(value for module in self._model.modules() for value in _held(module))}
+        for key in self._shared.keys() - held:
+            for memo in (self._shared, *self._memos):
+                memo.pop(key, None)
 
     def _follow_modules(self, rank: int, own: nn.Module, copies: dict[int, Any]) -> None:
         memo = self._memos[rank]

@@ -37,6 +37,7 @@ MAY_BE_REFUSED = {  # why, and what the error says
     "a hook on a module that uses another's weight": "which is neither among its arguments nor its own",
     "a graph in a buffer of a module that is called whole now": "which requires grad and is neither",
     "a parameter that the script froze and forward thaws": "requires grad (requires_grad_)",
+    "one that a module thaws which is called whole": "would be called whole, but it changes whether",
     "state that another stage needs now": "on the ranks of the first program that uses it",
 }
 

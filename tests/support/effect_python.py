@@ -1,4 +1,5 @@
-"""Modules that read through less usual parts of Python: imports in forward, dicts of globals, metaclasses, special methods, caches.
+"""Modules that read through less usual parts of Python: imports in forward, dicts of globals, metaclasses, special methods, caches,
+weak references, locks, filters of warnings.
 
 To extend: see `effect_reads`.
 """
@@ -7,7 +8,10 @@ import functools
 import importlib
 import logging
 import sys
+import threading
 import types
+import warnings
+import weakref
 
 import torch
 from effect_base import reads
@@ -377,3 +381,99 @@ class LevelOfALogger(Reader):
 
     def change(self, rng):
         self.logger.setLevel(rng.choice((logging.INFO, logging.DEBUG)))
+
+
+# -- state that others hold --------------------------------------------------------------------------------------------
+
+
+class Held:
+    """What a weak reference can refer to."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+
+@reads
+class WeakReferences(Reader):
+    """The last is alive as long as the list has it: a guard that held it would keep it there."""
+
+    def setup(self):
+        self.held = [Held(0.5), Held(2.0)]
+        self.first, self.members = weakref.ref(self.held[0]), weakref.WeakSet(self.held)
+        self.by_name = weakref.WeakValueDictionary(last=self.held[1])
+
+    def act(self, h):
+        first = self.first()
+        return h * (1 if first is None else first.scale) * (1 + len(self.members)) + len(self.by_name)
+
+    def change(self, rng):
+        if self.held and rng.random() < 0.5:
+            self.held.pop(rng.randrange(len(self.held)))
+        elif self.held:
+            self.held[-1].scale = rng.choice(NUMBERS)
+        else:
+            self.setup()
+
+
+@reads
+class AsksLocks(Reader):
+    def setup(self):
+        self.lock, self.tried, self.used = threading.Lock(), threading.Lock(), threading.Lock()
+
+    def act(self, h):
+        is_free = self.tried.acquire(blocking=False)
+        if is_free:
+            self.tried.release()
+        with self.used:
+            return h * (0.5 if self.lock.locked() else 2.0) + is_free
+
+    def change(self, rng):
+        lock = rng.choice((self.lock, self.tried))
+        lock.release() if lock.locked() else lock.acquire()
+
+
+@reads
+class TakesALock(Reader):
+    """Only the first call gets it."""
+
+    def setup(self):
+        self.lock = threading.Lock()
+
+    def act(self, h):
+        return h * (0.5 if self.lock.acquire(blocking=False) else 2.0)
+
+    def change(self, rng):
+        if self.lock.locked():
+            self.lock.release()
+
+
+class SlowPath(Warning):
+    """Given by a layer."""
+
+
+@reads
+class Warns(Reader):
+    def setup(self):
+        warnings.filterwarnings("ignore", category=SlowPath)
+
+    def act(self, h):
+        try:
+            warnings.warn("the slow path", SlowPath, stacklevel=1)
+        except SlowPath:
+            return h * 0.5
+        return h
+
+    def change(self, rng):
+        warnings.filterwarnings(rng.choice(("ignore", "error")), category=SlowPath)
+
+
+@reads
+class MakesText(Reader):
+    def setup(self):
+        self.length = 60
+
+    def act(self, h):
+        return h * (0.5 if len(str(h)) > self.length else 2.0)
+
+    def change(self, rng):
+        self.length = rng.choice((0, 60, 10**6))

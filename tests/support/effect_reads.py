@@ -6,7 +6,7 @@ anew.
 
     values      of attributes: numbers, flags, names, tensors, modes, modules       here
     holders     objects, containers, functions, classes and modules of Python       `effect_holders`
-    python      imports, metaclasses, special methods, tensors under two names      `effect_python`
+    python      imports, metaclasses, special methods, tensors under two names, locks, weak references      `effect_python`
 
 To extend: write a Reader with `setup`, `act` and `change`, and `@reads` above it.
 """

@@ -38,7 +38,8 @@ MAX_CONSTANT = 4096  # elements: a trace is text
 
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift.default)
 _ON_ELEMENTS = ("apply_", "map2_", "map_", "__dlpack__")
-_GIVING_VALUES = ("tolist", "numpy", "__dlpack__")  # to Python or others
+_TEXT = ("__repr__", "__format__")
+_GIVING_VALUES = ("tolist", "numpy", "__dlpack__", *_TEXT)  # to Python or others
 
 
 def in_kernel() -> bool:
@@ -84,6 +85,12 @@ def works_on_elements(func: Callable[..., Any]) -> bool:
 def is_of_memory(func: Callable[..., Any]) -> bool:
     """Whether the function says where in memory a tensor is, which a fake does not know."""
     return getattr(func, "__name__", "") in ("data_ptr", "untyped_storage", "storage", "_typed_storage")
+
+
+def makes_text(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether the function makes text of a fake tensor."""
+    is_fake = bool(args) and isinstance(args[0], FakeTensor)
+    return is_fake and getattr(func, "__name__", "") in _TEXT
 
 
 def is_of_real(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:

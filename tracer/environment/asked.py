@@ -6,6 +6,8 @@
     Base.__subclasses__()                                     another class may be derived
     logger.isEnabledFor(DEBUG)                                the logger's level, or that of one above it
     Decimal(1) / 3                                            the precision of decimal's context
+    lock.acquire(blocking=False)                              whether the lock is free
+    warnings.warn("slow path")                                an error, if a filter says so
 
 Such calls are seen by a profile function. What torch, a logger or an import asks for itself is left out.
 """
@@ -22,8 +24,9 @@ import signal
 import sys
 import threading
 import typing
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -31,26 +34,10 @@ from typing import Any
 import numpy
 import torch
 
-from smpc.tracer.environment.guarded import GuardSource
+from smpc.tracer.environment.guarded import GuardSource, Question
+from smpc.tracer.environment.locks import asks_lock, is_held, put_back
 from smpc.tracer.environment.outside import model_frame
 from smpc.tracer.environment.reached import is_trusted, is_trusted_class
-
-
-@dataclass(frozen=True)
-class Question:
-    """What `ask()` says now. `key` tells questions apart."""
-
-    key: tuple[Any, ...]
-    ask: Callable[[], Any] = field(compare=False)
-
-    @property
-    def answer(self) -> Any:
-        """What it says now."""
-        return self.ask()
-
-    def place(self, text: str) -> GuardSource:
-        """The place of a guard."""
-        return GuardSource(self, "answer", text, is_answer=True)
 
 
 def setting(name: str, ask: Callable[[], Any]) -> GuardSource:
@@ -80,6 +67,19 @@ DECIMAL = setting("decimal's context", lambda: repr(decimal.getcontext()))
 DEFAULT_DTYPE = setting("torch's setting default_dtype", torch.get_default_dtype)
 
 
+def _filters() -> tuple[Any, ...]:
+    """The filters of warnings, and who shows them."""
+    shown = [
+        (action, getattr(text, "pattern", ""), repr(category), getattr(module, "pattern", ""), line)
+        for action, text, category, module, line in warnings.filters
+    ]
+    return (*shown, warnings.showwarning)
+
+
+FILTERS = replace(setting("the filters of warnings", _filters), is_shown=False)  # too many
+_WARNS = (warnings.warn, warnings.warn_explicit)
+
+
 def depends_on_decimal(value: Any) -> bool:
     """Whether what is computed with a value depends on decimal's context."""
     return value is decimal or value is decimal.Decimal or isinstance(value, decimal.Decimal)
@@ -90,7 +90,9 @@ def is_question(function: Any) -> bool:
     return (
         function in _OF_TORCH
         or function in _OF_PYTHON
+        or function in _WARNS
         or (getattr(function, "__name__", "") == "__subclasses__" and isinstance(function.__self__, type))
+        or asks_lock(function)
     )
 
 
@@ -103,6 +105,10 @@ def question_of(function: Any, frame: FrameType) -> GuardSource | None:
         return None
     if function in _OF_PYTHON:
         return setting(_OF_PYTHON[function], function)
+    if function in _WARNS:
+        return FILTERS
+    if asks_lock(function):
+        return _of_lock(function.__self__)
     cls = function.__self__
     question = Question(("subclasses", id(cls)), partial(_subclasses, cls))
     return question.place(f"the classes derived from {cls.__qualname__}")
@@ -110,6 +116,11 @@ def question_of(function: Any, frame: FrameType) -> GuardSource | None:
 
 def _subclasses(cls: type) -> tuple[type, ...]:
     return tuple(type.__subclasses__(cls))
+
+
+def _of_lock(lock: Any) -> GuardSource:
+    question = Question(("lock", id(lock)), partial(is_held, lock), partial(put_back, lock), lock)
+    return question.place(f"whether a {type(lock).__qualname__} is held")
 
 
 def _asks_torch(frame: FrameType | None) -> bool:

@@ -23,7 +23,8 @@ import random
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from operator import is_
@@ -185,6 +186,13 @@ class Never(Frozen):
 
     def __str__(self) -> str:
         return f"an iterator ({type(self.value).__qualname__})"
+
+
+class Fading(Never):
+    """A weak reference, or a container of such, to what goes when nobody holds it: whoever compared it would hold it."""
+
+    def __str__(self) -> str:
+        return f"a weak reference ({type(self.value).__qualname__})"
 
 
 @dataclass(slots=True)
@@ -353,6 +361,8 @@ class Contents:
     objects: dict[int, Any] = field(default_factory=dict)
     containers: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # id -> (container, shallow copy)
     generators: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # of random numbers: id -> (generator, state)
+    outlives: Callable[[Any], bool] = lambda _: False  # whether what a weak reference refers to stays anyway
+    fades: bool = False  # whether a weak reference to something else was found
     max_values: int = 200_000
     num_values: int = 0
 
@@ -393,6 +403,11 @@ def freeze(
     contents.num_values += 1
     if type(value) in _PLAIN:
         return Plain(value)
+    if not all(map(contents.outlives, _weakly_held(value))):
+        contents.fades = True
+        return Fading(value)
+    if type(value) in weakref.ProxyTypes:
+        return Identical(value)
     if isinstance(value, torch.Tensor):
         return tensor(value)
     if depth > _MAX_DEPTH or contents.num_values > contents.max_values:
@@ -560,6 +575,23 @@ _ASKED: dict[
     ("_blake2", "blake2b"): lambda found: found.digest(),
     ("_blake2", "blake2s"): lambda found: found.digest(),
 }
+
+
+def _weakly_held(value: Any) -> Iterable[Any]:
+    """What a weak reference or a container of such refers to now, classes and Python's modules aside; nothing for other values."""
+    found: Iterable[Any] = ()
+    if isinstance(value, weakref.ref) and type(value) not in weakref.ProxyTypes:
+        found = (weakref.ref.__call__(value),)
+    elif type(value) in weakref.ProxyTypes:
+        with suppress(ReferenceError):
+            found = (value.__init__.__self__,)
+    elif isinstance(value, weakref.finalize):
+        found = (value.peek() or (None,))[:1]
+    elif isinstance(value, (weakref.WeakSet, weakref.WeakKeyDictionary)):
+        found = list(value)
+    elif isinstance(value, weakref.WeakValueDictionary):
+        found = list(value.values())
+    return [item for item in found if item is not None and not isinstance(item, (type, ModuleType))]
 
 
 def _class_path(value: Any) -> tuple[str, str]:

@@ -48,6 +48,29 @@ _OF_CLASSES = frozenset(
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Question:
+    """What `ask()` says now. `key` tells questions apart.
+
+    put_back    has it say what it said before, where that can be done
+    about       the object that is asked, where the answer is its state
+    """
+
+    key: tuple[Any, ...]
+    ask: Callable[[], Any] = field(compare=False)
+    put_back: Callable[[Any], None] | None = field(default=None, compare=False)
+    about: Any = field(default=None, compare=False)
+
+    @property
+    def answer(self) -> Any:
+        """What it says now."""
+        return self.ask()
+
+    def place(self, text: str) -> GuardSource:
+        """The place of a guard."""
+        return GuardSource(self, "answer", text, is_answer=True)
+
+
 @dataclass(frozen=True, slots=True)
 class GuardSource:
     """Where a value is read: `holder[key]` of a dict, `holder.key` of a class or an object with slots, or the content of a cell."""
@@ -91,6 +114,8 @@ class GuardSource:
     def write(self, value: Any) -> None:
         """Puts a value there, or takes it away. The base classes of a class stay what they are: their guard does not hold then."""
         holder = self.holder
+        if isinstance(holder, Question) and holder.put_back is not None:
+            holder.put_back(value)
         if self.key == BASES or self.is_answer or _is_immutable(holder):
             return
         if isinstance(holder, CellType):
@@ -120,6 +145,7 @@ class Guard:
     value: Any
     readers: dict[str, None] = field(default_factory=dict)
     owner: str | None = None  # FQN of the module whose attribute it is or was reached from
+    fades: bool = False  # whether it has a weak reference to what the guard would hold
 
     def holds(self) -> bool:
         """Whether the place has one of its values."""

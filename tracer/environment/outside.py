@@ -4,6 +4,7 @@
                             and where both traces are the same, it does not matter
     files                   may hold something else in the next step
     memory (`id`)           a fake is another object than the tensor that it stands for
+    text of a tensor        its values are not known: as with the clock
     threads, processes      compute what is not recorded
 
 A module whose trace depends on one of them is called whole, and so is one that hands work to others.
@@ -35,6 +36,8 @@ _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time", "
 _OF_FILES = (
     "open", "read", "pread", "stat", "lstat", "fstat", "statvfs", "access", "readlink", "listdir", "scandir", "getxattr", "getloadavg",
 )  # fmt: skip
+_COLLECTOR = "asks the garbage collector, which rests while a model is recorded"
+_TEXT = "makes text of a tensor's values"
 _FUNCTIONS: dict[Any, str] = {
     **{getattr(time, name): _CLOCK for clock in _CLOCKS for name in (clock, f"{clock}_ns") if hasattr(time, name)},
     **dict.fromkeys((time.localtime, time.gmtime, time.ctime, time.asctime, time.strftime, os.times), _CLOCK),
@@ -44,6 +47,7 @@ _FUNCTIONS: dict[Any, str] = {
     **{getattr(os, name): _ENTROPY for name in ("urandom", "getrandom") if hasattr(os, name)},
     **dict.fromkeys((io.open, io.open_code), _FILE),
     **dict.fromkeys((id, sys.getrefcount, gc.get_objects, gc.get_referrers, gc.get_count), _MEMORY),
+    **dict.fromkeys((gc.isenabled, gc.get_threshold, gc.get_stats, gc.get_debug), _COLLECTOR),
     **{getattr(os, name): _FILE for name in _OF_FILES if hasattr(os, name)},
 }
 _CONNECTED = frozenset({"sqlite3", "_socket", "socket", "select"})  # modules of types
@@ -74,7 +78,7 @@ class OutsideRead:
     @property
     def is_of_files(self) -> bool:
         """Whether it may give something else in the next step, though a second run gives the same."""
-        return self.what not in (_CLOCK, _ENTROPY)
+        return self.what not in (_CLOCK, _ENTROPY, _TEXT)
 
 
 def is_parallel(code: CodeType) -> bool:
@@ -91,7 +95,7 @@ def handed_over(frame: FrameType, fqn: str) -> OutsideRead | None:
         origin = origin.f_back
     if origin is None:
         return None
-    return OutsideRead(fqn, f"{os.path.basename(origin.f_code.co_filename)}:{origin.f_lineno}", PARALLEL)
+    return _at(origin, fqn, PARALLEL)
 
 
 def is_outside(function: Any) -> bool:
@@ -107,6 +111,19 @@ def read_of(function: Any, frame: FrameType, fqn: str) -> OutsideRead | None:
     origin = model_frame(frame)
     if origin is None or (what == _MEMORY and origin is not frame):
         return None  # Python's own code asks for more than it tells
+    return _at(origin, fqn, what)
+
+
+def text_of(frame: FrameType, fqn: str) -> OutsideRead | None:
+    """Text of a tensor; None if it is not for the model's code. `frame`: a function of torch that makes it."""
+    maker: FrameType | None = frame
+    while maker is not None and maker.f_globals.get("__name__") in ("torch.overrides", "torch._tensor"):
+        maker = maker.f_back
+    origin = model_frame(maker)
+    return None if origin is None else _at(origin, fqn, _TEXT)
+
+
+def _at(origin: FrameType, fqn: str, what: str) -> OutsideRead:
     return OutsideRead(fqn, f"{os.path.basename(origin.f_code.co_filename)}:{origin.f_lineno}", what)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import itertools
 import operator
 import re
 import sys
@@ -31,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from smpc.tracer.environment.asked import (
     DECIMAL,
     DEFAULT_DTYPE,
-    Question,
+    FILTERS,
     asked,
     depends_on_decimal,
     is_asked,
@@ -51,9 +52,17 @@ from smpc.tracer.environment.frozen import (
     freeze,
     freeze_tensor,
 )
-from smpc.tracer.environment.guarded import BASES, CLASS, Guard, GuardSource, Names, hook_tables
+from smpc.tracer.environment.guarded import BASES, CLASS, Guard, GuardSource, Names, Question, hook_tables
 from smpc.tracer.environment.identity import Identity, Run, compares_identity
-from smpc.tracer.environment.outside import OutsideRead, handed_over, is_outside, is_parallel, model_frame, read_of
+from smpc.tracer.environment.outside import (
+    OutsideRead,
+    handed_over,
+    is_outside,
+    is_parallel,
+    model_frame,
+    read_of,
+    text_of,
+)
 from smpc.tracer.environment.reached import (
     CACHE,
     MUTABLE,
@@ -82,6 +91,7 @@ _GETTERS = (operator.attrgetter, operator.methodcaller)
 _INTERNAL = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"} | {
     "_call_impl", "_slow_forward", "_compiled_call_impl", "__class__",
 }  # fmt: skip
+_NUMBERS = itertools.count()  # of recordings
 _TABLES = frozenset({"_parameters", "_buffers", "_modules"})  # tables, which have guards of their own
 
 
@@ -96,7 +106,7 @@ class Reads:
         self.calls, self.running = CallHook(self._called), Running()
         self.classes = TensorClasses(state.originals)
         self._hooks: list[Any] = []  # of the model's modules
-        self.contents = Contents()
+        self.contents = self._contents()
         self._guards: dict[tuple[int, Any], Guard] = {}
         self._written: dict[tuple[int, str], None] = {}  # attributes that the run has written before any read
         self._writers: dict[tuple[int, str], dict[str, None]] = {}
@@ -117,6 +127,7 @@ class Reads:
         self._questions: dict[Question, GuardSource] = {}
         self._looks = False  # whether attributes were looked up by names that no code names
         self.outside: list[OutsideRead] = []
+        self._number = next(_NUMBERS) % 100
         self._specs: dict[int, list[Spec]] = {}  # of tensors that were found in attributes, by id
         self._names_of: list[Names] = []  # of the objects and classes that were reached
         self._shadows: dict[int, Names] = {}  # by namespace: globals that would hide what is Python's own
@@ -136,6 +147,8 @@ class Reads:
                 self._read(place, type(module), fqn)
         self._hooks = [hook for module in modules for table in hook_tables(module) for hook in table.values()]
         self._answer(DEFAULT_DTYPE)
+        filters = FILTERS.read()
+        self._early[id(FILTERS.holder), FILTERS.key] = filters, self._taken(filters)
         for place in (place for original in self._originals for place in places_in(original)):
             self._read(place, place.read(), None)
 
@@ -279,6 +292,13 @@ class Reads:
         if guard is not None:
             guard.readers[self._run.context()] = None
             self._variables[id(guard)] = guard
+            if isinstance(place.holder, Question) and place.holder.about is not None:
+                self._object_of[id(guard)] = id(place.holder.about)
+
+    def text(self, frame: FrameType, tensor: str) -> str:
+        """What stands for a recorded tensor in text that the code of that frame makes: something else in every recording."""
+        self.outside += filter(None, (text_of(frame, self._run.context()),))
+        return f"<tensor {tensor}, whose values are not known while the model is recorded{'.' * self._number}>"
 
     def _looked_at(self, frame: FrameType) -> None:
         """Code is about to look an attribute up by a name that it has computed: of what Python's own code has, all attributes count."""
@@ -336,6 +356,10 @@ class Reads:
             self._globals_of(code, function.__globals__, "")
             queue += (function.__globals__[name] for name in code.co_names if name in function.__globals__)
 
+    def _contents(self) -> Contents:
+        """Of values that are to be frozen; the model holds its modules, parameters and buffers as long as it is there."""
+        return Contents(outlives=lambda value: id(value) in self._names or id(value) in self._state)
+
     def _freeze(self, value: Any, contents: Contents, is_attribute: bool) -> Frozen | None:
         """The value as it is now; None if the run has made it."""
 
@@ -370,11 +394,11 @@ class Reads:
         if depends_on_decimal(value):
             self._answer(DECIMAL)
         value, early = self._early.get((id(place.holder), place.key), (value, None))
-        contents = Contents()
+        contents = self._contents()
         frozen = self._freeze(value, contents, is_attribute)
         if frozen is None:
             return None
-        guard = Guard(place, [early or frozen], value, owner=owner)
+        guard = Guard(place, [early or frozen], value, owner=owner, fades=contents.fades)
         self._guards[id(place.holder), place.key] = guard
         self._alive.append(place.holder)
         for key, entry in contents.containers.items():
@@ -390,7 +414,7 @@ class Reads:
 
         Whether the variable is one of the model's, or of a function that the run makes, is known in the end.
         """
-        contents = Contents()
+        contents = self._contents()
         frozen = self._freeze(value, contents, False)
         for key, entry in contents.containers.items():
             self.contents.containers.setdefault(key, entry)

@@ -43,6 +43,7 @@ _WAY_OUT = (
     "what to do: pass it to the model as an input and return its new value, keep it as a tensor in a registered buffer, or keep it in a "
     "submodule that nobody else's code reads or writes, which is then called whole"
 )
+_HOLD = "what to do: hold the object itself, or read the reference in a submodule that nobody else's code reads, which is then called whole"
 
 
 class UnsettledError(Exception):
@@ -63,7 +64,7 @@ class Leftovers:
         """Makes real tensors of the recorded ones. Raises UnsettledError where they depend on more than sizes."""
         content, self._content = self._content, []
         for guard, value in content:
-            if any(isinstance(frozen, Never) for frozen in guard.expected):
+            if guard.place.is_answer or guard.fades or any(isinstance(frozen, Never) for frozen in guard.expected):
                 raise UnsettledError
             self._real.append((guard, self._evaluated(value)))
 
@@ -146,6 +147,11 @@ def common_module(contexts: Iterable[str]) -> str:
 
 def refusal(guard: Guard) -> str:
     """Why a model whose forward changes a place is refused."""
+    if guard.fades:
+        return (
+            f"cannot trace the model: forward reads {guard.place.text}, with a weak reference to what others hold: a program that knew it "
+            f"would hold it, too; {_HOLD}"
+        )
     before, now = str(guard.expected[0]), shown(guard.place.read())
     return (
         f"cannot trace the model: forward reads {guard.place.text} and changes it ({before} before the call, {now} after it), so that "

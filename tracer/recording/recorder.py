@@ -195,6 +195,8 @@ class Recorder(TorchFunctionMode):
             )
         if torch_calls.is_of_memory(func) and is_users(sys._getframe(2)):
             raise self.error(f"torch.Tensor.{func.__name__} says where a tensor is in memory")
+        if torch_calls.makes_text(func, args):
+            return self.reads.text(sys._getframe(2), self.known(args[0]))
         other = torch_calls.override(tuple(types))
         if other is not None:
             with self:

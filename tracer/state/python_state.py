@@ -4,9 +4,10 @@
     ...                             # self.settings.factor *= 1.1; self.history.append(1); self.table[0] += 1; next(self.steps)
     state.restore()
 
-Lists, dicts, sets, deques, attributes of objects, arrays of numpy, bytearrays, open files and iterators that can be copied are put back in
-place, wherever they are reached from the model's attributes. Tensors, modules, functions and classes are looked after elsewhere. A module
-that is called whole is the case in point: its Python runs as it is, and nothing else notes what it does. Generators cannot be put back.
+Lists, dicts, sets, deques, attributes of objects, arrays of numpy, bytearrays, locks, open files and iterators that can be copied are put
+back in place, wherever they are reached from the model's attributes. Tensors, modules, functions and classes are looked after elsewhere. A
+module that is called whole is the case in point: its Python runs as it is, and nothing else notes what it does. Generators cannot be put
+back.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from smpc.tracer.environment.locks import is_held, is_lock, put_back
 from smpc.tracer.environment.reached import is_looked_into, slots_of
 
 _MOST = 200_000  # values that are looked at
@@ -84,6 +86,8 @@ class PythonState:
                 self._undo.append(partial(_seek, value, value.tell()))
         elif isinstance(value, GeneratorType):
             self._waiting += [value] if inspect.getgeneratorstate(value) == inspect.GEN_CREATED else []
+        elif is_lock(value):
+            self._undo.append(partial(put_back, value, is_held(value)))
         elif isinstance(value, bytearray):
             data = bytes(value)
             self._undo.append(lambda: value.__setitem__(slice(None), data) if value != data else None)

@@ -18,6 +18,7 @@ import string
 import sys
 import threading
 import types
+import warnings
 from multiprocessing import shared_memory
 
 import numpy
@@ -26,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from smpc.errors import TraceError
 from smpc.tracer.attempt import Request
 from smpc.tracer.environment.guarded import GuardSource
 from smpc.tracer.ir import NodeKind
@@ -82,8 +84,24 @@ event, shared_value, shared_array = (
     multiprocessing.Value("d", 1.0),
     multiprocessing.Array("d", [1.0]),
 )
+lock, shared_lock = threading.Lock(), multiprocessing.Lock()
 shared_event, mapped = multiprocessing.Event(), mmap.mmap(-1, 8)
 objects, held, relu = numpy.array([{"a": 1.0}], dtype=object), torch.ones(1), nn.ReLU()
+
+
+def tries(of):
+    is_free = of.acquire(False)
+    if is_free:
+        of.release()
+    return is_free
+
+
+def warns():
+    try:
+        warnings.warn("the slow path", UserWarning, stacklevel=1)
+    except UserWarning:
+        return False
+    return True
 
 
 def set_beta(monkeypatch):
@@ -155,6 +173,13 @@ ASKED = {  # what forward does, what a script does then
         set_special("__call__", lambda _: 7),
     ),
     "how it is printed": (lambda x: x * len(f"{plain}"), set_special("__format__", lambda *_: "7")),
+    "a lock": (lambda x: x * (2 if lock.locked() else 1), lambda m: lock.acquire()),
+    "a lock that is tried": (lambda x: x * (2 if tries(lock) else 1), lambda m: lock.acquire()),
+    "a lock of processes": (lambda x: x * (2 if tries(shared_lock) else 1), lambda m: shared_lock.acquire()),
+    "a filter of warnings": (
+        lambda x: x * (2 if warns() else 1),
+        lambda m: m.setattr(warnings, "filters", [("error", None, UserWarning, None, 0), *warnings.filters]),
+    ),
     "an event": (lambda x: x * (2 if event.is_set() else 1), lambda m: event.set()),
     "an event of processes": (lambda x: x * (2 if shared_event.is_set() else 1), lambda m: shared_event.set()),
     "a value of processes": (lambda x: x * shared_value.value, lambda m: setattr(shared_value, "value", 3.0)),
@@ -173,7 +198,12 @@ def _as_before(monkeypatch):
     """What `monkeypatch` cannot put back."""
     errors, limit, handler = numpy.geterr(), sys.getrecursionlimit(), signal.getsignal(signal.SIGUSR1)
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    for held in (lock, shared_lock):
+        held.acquire(False)
+        held.release()
     numpy.seterr(**errors)
     sys.setrecursionlimit(limit)
     signal.signal(signal.SIGUSR1, handler)
@@ -226,6 +256,38 @@ def test_answers_that_nobody_asked_for_do_not_count(monkeypatch):
     monkeypatch.setattr(math, "sqrt", lambda value: 7.0)
     monkeypatch.chdir("/")
     assert environment.difference() is None
+
+
+def test_what_only_one_thread_at_a_time_may_do_is_recorded():
+    """`with lock` asks nothing: it waits. Nor do filters count that forward sets for itself."""
+
+    def careful(x):
+        with lock, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.warn("the slow path", UserWarning, stacklevel=1)
+            return x * 2
+
+    environment = recorded(careful).environment
+    assert environment.difference() is None
+    with lock:
+        assert environment.difference() is None
+
+
+def test_a_lock_that_forward_takes_is_given_back_by_the_recording():
+    class Takes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lock = threading.Lock()
+
+        def forward(self, x):
+            return x * (2 if self.lock.acquire(blocking=False) else 3)
+
+    model = nn.Sequential(nn.Linear(4, 4), Takes())
+    trace = record_guarded(model, Request((torch.ones(2, 4),), {})).trace
+    assert [node.target for node in trace.nodes if node.kind is NodeKind.CALL_MODULE] == ["1"]
+    assert not model[1].lock.locked()
+    with pytest.raises(TraceError, match="forward reads whether a lock is held and changes it"):
+        record_guarded(Takes(), Request((torch.ones(2, 4),), {}))
 
 
 def test_nothing_is_put_back_into_classes_that_cannot_be_written():

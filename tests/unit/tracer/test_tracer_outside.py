@@ -4,6 +4,7 @@ import array
 import contextvars
 import ctypes
 import datetime
+import gc
 import logging
 import os
 import secrets
@@ -120,13 +121,11 @@ structure = type("Structure", (ctypes.Structure,), {"_fields_": [("scale", ctype
 class Key:
     scale = 2.0
 
+    def twice(self):
+        return 2 * self.scale
 
-key = Key()
-values, keys, members = (
-    weakref.WeakValueDictionary(key=key),
-    weakref.WeakKeyDictionary({key: 2.0}),
-    weakref.WeakSet([key]),
-)
+
+key, empty = Key(), weakref.WeakSet()
 
 
 class Descriptor:
@@ -169,9 +168,7 @@ CHANGES = {
     "a view of bytes": (lambda: float(view[0]), lambda: octets.__setitem__(0, 4)),
     "a number of C": (lambda: number.value, lambda: setattr(number, "value", 3.0)),
     "a structure of C": (lambda: structure.scale, lambda: setattr(structure, "scale", 3.0)),
-    "what a weak dict holds": (lambda: values["key"].scale, lambda: setattr(key, "scale", 3.0)),
-    "what it has under a key": (lambda: keys[key], lambda: keys.update({key: 3.0})),
-    "how much a weak set holds": (lambda: float(len(members)), members.clear),
+    "a weak set that gets a member": (lambda: float(len(empty)), lambda: empty.add(key)),
     "a descriptor": (lambda: owner.described, lambda: setattr(Descriptor, "scale", 3.0)),
     "an attribute of a function": (function, lambda: setattr(function, "scale", 3.0)),
     "behind a __getattr__": (lambda: store.scale, lambda: stored.update(scale=3.0)),
@@ -204,6 +201,95 @@ def test_a_change_is_told(name, as_before):
     assert recording.environment.difference() is None
     change()
     assert recording.environment.difference() is not None
+
+
+WEAK = {
+    "reference": (weakref.ref, lambda found: found().scale),
+    "proxy": (weakref.proxy, lambda found: found.scale),
+    "method": (lambda owner: weakref.WeakMethod(owner.twice), lambda found: found()()),
+    "finalizer": (lambda owner: weakref.finalize(owner, print), lambda found: 2.0 if found.alive else 1.0),
+    "set": (lambda owner: weakref.WeakSet([owner]), lambda found: float(len(found))),
+    "dict of values": (lambda owner: weakref.WeakValueDictionary(key=owner), lambda found: found["key"].scale),
+    "dict of keys": (lambda owner: weakref.WeakKeyDictionary({owner: 2.0}), lambda found: sum(found.values())),
+    "list of references": (lambda owner: [weakref.ref(owner)], lambda found: found[0]().scale),
+}
+
+
+class Weak(nn.Module):
+    """Multiplies by what it finds behind a weak reference of its own."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.owner = Key()
+        make, self.ask = WEAK[kind]
+        self.found = make(self.owner)
+
+    def forward(self, x):
+        return x * self.ask(self.found)
+
+
+@pytest.mark.parametrize("kind", WEAK)
+def test_what_is_held_weakly_is_not_held_by_a_recording(kind):
+    """A guard would keep it alive: the script lets it go, and plain PyTorch finds it gone."""
+    model = nn.Sequential(nn.Linear(4, 4), Weak(kind))
+    assert whole_modules(recorded(model).trace) == ["1"]
+    gone = weakref.ref(model[1].owner)
+    del model[1].owner
+    assert gone() is None
+    with pytest.raises(TraceError, match="with a weak reference to what others hold"):
+        recorded(Weak(kind))
+
+
+class Child(nn.Module):
+    """Reads its parent, as modules do that must not register it."""
+
+    def __init__(self, parent):
+        super().__init__()
+        self.parent, self.proxies, self.all = weakref.ref(parent), (weakref.proxy(parent),), weakref.WeakSet([parent])
+
+    def forward(self, x):
+        return x * self.parent().scale * self.proxies[0].scale * len(self.all)
+
+
+def test_the_model_holds_its_own_modules():
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.child, self.scale = nn.Linear(4, 4), Child(self), 2.0
+
+        def forward(self, x):
+            return self.child(self.linear(x))
+
+    model = Parent()
+    recording = recorded(model)
+    assert whole_modules(recording.trace) == []
+    assert recording.environment.difference() is None
+    model.scale = 3.0
+    assert recording.environment.difference() is not None
+
+
+def test_text_of_a_tensor_matters_where_the_trace_depends_on_it(capsys):
+    def told(x):
+        print(f"{x} {x.sum():.3f}")
+        return 2.0
+
+    class Tells(nn.Module):
+        def __init__(self, ask):
+            super().__init__()
+            self.ask = ask
+
+        def forward(self, x):
+            return x * self.ask(x)
+
+    assert whole_modules(recorded(nn.Sequential(nn.Linear(4, 4), Tells(told))).trace) == []
+    assert "whose values are not known" in capsys.readouterr().out
+    for ask in (lambda x: float(len(str(x))), lambda x: float(f"{x.sum():.3f}"), lambda x: float(len(repr(x)))):
+        assert whole_modules(recorded(nn.Sequential(nn.Linear(4, 4), Tells(ask))).trace) == ["1"]
+
+
+def test_the_garbage_collector_is_asked_by_a_module_that_is_called_whole():
+    model = nn.Sequential(nn.Linear(4, 4), Asks(lambda: 2.0 if gc.isenabled() else 3.0))
+    assert whole_modules(recorded(model).trace) == ["1"]
 
 
 def counted():
