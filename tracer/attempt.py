@@ -98,6 +98,7 @@ class Run:
     outside: tuple[OutsideRead, ...]
     of_torch: tuple[ModuleType, ...]  # whose functions the code that ran may name,
     named: frozenset[str]  # and the names in that code
+    used: frozenset[str] | None  # of attributes that count; None: any may
 
 
 def record_once(subject: Subject) -> Run:
@@ -130,6 +131,7 @@ def record_once(subject: Subject) -> Run:
             request.buffers,
             subject.closely,
         )
+        stack.callback(_forget, recorder)
         args, kwargs = recorder.bind_inputs(request.args, request.kwargs)
         stack.enter_context(recorder.meter)
         stack.enter_context(_saved_tensors(recorder))
@@ -155,10 +157,13 @@ def record_once(subject: Subject) -> Run:
     for guard in run.guards:
         guard.value = None
     subject.sizes.forget()
-    for item in (recorder.watch.ownership, recorder.watch):
-        vars(item).clear()
-    vars(recorder).clear()  # it is in cycles with what it has patched: the tensors would wait for the garbage collector
     return run
+
+
+def _forget(recorder: Recorder) -> None:
+    """It is in cycles with what it has patched: the tensors, and objects that the script holds, would wait for the garbage collector."""
+    for item in (recorder.watch.ownership, recorder.watch, recorder.reads, recorder):
+        vars(item).clear()
 
 
 def _called(recorder: Recorder, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -245,6 +250,7 @@ def _finished(model: nn.Module, recorder: Recorder, output: Any, before: _Submod
         tuple(reads.outside),
         tuple(reads.of_torch),
         frozenset(reads.named()),
+        None if reads.used is None else frozenset(reads.used),
     )
 
 

@@ -23,8 +23,7 @@ import random
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from operator import is_
@@ -35,6 +34,7 @@ import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from smpc.tracer.environment.weakly_held import weakly_held
 from smpc.tracer.ir import TensorSpec
 
 _PLAIN = (
@@ -119,19 +119,31 @@ class Identical(Frozen):
 
 @dataclass(slots=True)
 class Spec(Frozen):
-    """A tensor of these shape, dtype, layout and device. `baked`: the very tensor, where its values are part of the trace."""
+    """A tensor of these shape, dtype, layout and device, with these attributes, if a script has given it some.
+
+    `baked`: the very tensor, where its values are part of the trace.
+    """
 
     spec: TensorSpec
     device: str
+    attributes: Frozen | None = None
     baked: torch.Tensor | None = None
 
     def holds(self, value: Any) -> bool:
         """A tensor alike, whatever its values."""
         if self.baked is not None:
             return value is self.baked
-        return (
+        if not (
             isinstance(value, torch.Tensor) and TensorSpec.of(value) == self.spec and value.device.type == self.device
-        )
+        ):
+            return False
+        found = users_attributes(value)
+        return self.attributes.holds(found) if self.attributes is not None else not found
+
+    @property
+    def deep(self) -> bool:
+        """Its attributes may change, or those of one that comes in its place."""
+        return self.attributes is not None and self.attributes.deep
 
     def __str__(self) -> str:
         return f"a tensor {self.spec}"
@@ -389,7 +401,18 @@ def freeze_tensor(value: torch.Tensor) -> Spec:
     """A tensor whose values are read when a program runs. Raises DerivedError for a fake."""
     if isinstance(value, FakeTensor):
         raise DerivedError
-    return Spec(TensorSpec.of(value), value.device.type)
+    found = users_attributes(value)
+    return Spec(TensorSpec.of(value), value.device.type, freeze(found, Identical) if found else None)
+
+
+def is_users(name: str) -> bool:
+    """Whether an attribute's name is neither one of Python's own nor one in which smpc notes what it knows of modules and tensors."""
+    return not name.startswith(("__", "_smpc_"))
+
+
+def users_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that a script has given to a tensor."""
+    return {name: value for name, value in vars(tensor).items() if is_users(name)}
 
 
 def freeze(
@@ -403,7 +426,7 @@ def freeze(
     contents.num_values += 1
     if type(value) in _PLAIN:
         return Plain(value)
-    if not all(map(contents.outlives, _weakly_held(value))):
+    if not all(map(contents.outlives, weakly_held(value))):
         contents.fades = True
         return Fading(value)
     if type(value) in weakref.ProxyTypes:
@@ -427,6 +450,27 @@ def freeze(
         if isinstance(value, set):
             contents.containers.setdefault(id(value), (value, set(value)))
         return Members(type(value), frozenset(value))
+    known = _freeze_known(value, contents, inner)
+    if known is not None:
+        return known
+    if isinstance(value, Iterator):
+        return Never(value)
+    if value is not MISSING:
+        contents.objects.setdefault(id(value), value)
+    if _base(value) is not None:
+        plain = _plain(value)
+        if not isinstance(plain, (tuple, frozenset)):
+            contents.containers.setdefault(id(value), (value, plain))
+        if isinstance(plain, dict):
+            return Own(value, Entries(type(plain), tuple((key, inner(item)) for key, item in plain.items())))
+        if isinstance(plain, (set, frozenset)):
+            return Own(value, Members(type(plain), frozenset(plain)))
+        return Own(value, Items(type(plain), tuple(map(inner, plain))))
+    return Identical(value)
+
+
+def _freeze_known(value: Any, contents: Contents, inner: Callable[[Any], Frozen]) -> Frozen | None:
+    """A value of a class of Python or numpy that tells what it holds; None for others."""
     if isinstance(value, GENERATORS):
         contents.generators.setdefault(id(value), (value, generator_state(value)))
         return Content(type(value), repr(generator_state(value)), lambda generator: repr(generator_state(generator)))
@@ -444,20 +488,7 @@ def freeze(
         return Reference(inner(value()))
     if isinstance(value, BuiltinMethodType) and not isinstance(value.__self__, (ModuleType, type(None), type)):
         return Bound(value, inner(value.__self__))
-    if isinstance(value, Iterator):
-        return Never(value)
-    if value is not MISSING:
-        contents.objects.setdefault(id(value), value)
-    if _base(value) is not None:
-        plain = _plain(value)
-        if not isinstance(plain, (tuple, frozenset)):
-            contents.containers.setdefault(id(value), (value, plain))
-        if isinstance(plain, dict):
-            return Own(value, Entries(type(plain), tuple((key, inner(item)) for key, item in plain.items())))
-        if isinstance(plain, (set, frozenset)):
-            return Own(value, Members(type(plain), frozenset(plain)))
-        return Own(value, Items(type(plain), tuple(map(inner, plain))))
-    return Identical(value)
+    return None
 
 
 @dataclass(slots=True)
@@ -575,23 +606,6 @@ _ASKED: dict[
     ("_blake2", "blake2b"): lambda found: found.digest(),
     ("_blake2", "blake2s"): lambda found: found.digest(),
 }
-
-
-def _weakly_held(value: Any) -> Iterable[Any]:
-    """What a weak reference or a container of such refers to now, classes and Python's modules aside; nothing for other values."""
-    found: Iterable[Any] = ()
-    if isinstance(value, weakref.ref) and type(value) not in weakref.ProxyTypes:
-        found = (weakref.ref.__call__(value),)
-    elif type(value) in weakref.ProxyTypes:
-        with suppress(ReferenceError):
-            found = (value.__init__.__self__,)
-    elif isinstance(value, weakref.finalize):
-        found = (value.peek() or (None,))[:1]
-    elif isinstance(value, (weakref.WeakSet, weakref.WeakKeyDictionary)):
-        found = list(value)
-    elif isinstance(value, weakref.WeakValueDictionary):
-        found = list(value.values())
-    return [item for item in found if item is not None and not isinstance(item, (type, ModuleType))]
 
 
 def _class_path(value: Any) -> tuple[str, str]:

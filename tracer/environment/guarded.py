@@ -24,13 +24,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from types import CellType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 
-from smpc.tracer.environment.frozen import MISSING, DerivedError, Entries, Frozen, freeze
+from smpc.tracer.environment.frozen import MISSING, DerivedError, Entries, Frozen, freeze, is_users, users_attributes
 from smpc.tracer.environment.memory_words import DictVersions, type_reader
 
 _HIDDEN = "another value than before (its values are not shown)"
@@ -40,7 +40,6 @@ CLASS, CODE, BASES = (
     "__mro__",
 )  # of an object, a function, a class: nothing counts the writes to these
 _IMMUTABLE, _ON_HEAP = 1 << 8, 1 << 9  # Py_TPFLAGS_IMMUTABLETYPE, Py_TPFLAGS_HEAPTYPE
-_OWN = "_smpc_"  # begins the names of the attributes in which smpc notes what it knows of modules and tensors
 NAMES = ("__name__", "__qualname__")  # of a function or a class, alike
 _OF_CLASSES = frozenset(
     {"__abstractmethods__", "__annotations__", "__dict__", "__doc__", "__firstlineno__", "__module__", "__orig_bases__",
@@ -222,24 +221,34 @@ class _OfOneDict(ABC):
 
 
 class Table(_OfOneDict):
-    """The names of a module's parameters, buffers or submodules; of submodules, these themselves, of buffers shapes and dtypes."""
+    """The names of a module's parameters, buffers or submodules; of submodules, these themselves, of buffers what a trace rests on.
 
-    def __init__(self, fqn: str, what: str, holder: dict[str, Any]) -> None:
-        self.fqn, self.what, self.holder = fqn, what, holder
+    `used`: the names of attributes of buffers that count, None if any may.
+    """
+
+    def __init__(self, fqn: str, what: str, holder: dict[str, Any], used: Collection[str] | None = None) -> None:
+        self.fqn, self.what, self.holder, self._used = fqn, what, holder, used
         self._expected = self._content()
+
+    @property
+    def holders(self) -> Sequence[dict[str, Any]]:
+        """The dict, and those of the attributes of the buffers in it."""
+        if self.what != "buffer":
+            return (self.holder,)
+        return (self.holder, *(vars(buffer) for buffer in self.holder.values() if buffer is not None))
 
     def _content(self) -> tuple[tuple[str, Any], ...]:
         if self.what == "submodule":
             return tuple(self.holder.items())
         if self.what == "buffer":
-            return tuple((name, _form(value)) for name, value in self.holder.items())
+            return tuple((name, self._form(value)) for name, value in self.holder.items())
         return tuple((name, value is None) for name, value in self.holder.items())
 
     def difference(self) -> Difference | None:
         """The first name that has changed."""
         found = self._content()
         if len(found) == len(self._expected) and all(
-            a[0] == b[0] and self._are_alike(a[1], b[1]) for a, b in zip(found, self._expected, strict=True)
+            a[0] == b[0] and self._are_alike(a[1], b[1]) for a, b in zip(self._expected, found, strict=True)
         ):
             return None
         before, now = dict(self._expected), dict(found)
@@ -253,8 +262,10 @@ class Table(_OfOneDict):
         text = f"{self.what} {name!r} {where}"
         return Difference(text, self._text(before, name), self._text(now, name), self.fqn)
 
-    def _are_alike(self, value: Any, other: Any) -> bool:
-        return bool(value == other) if self.what == "buffer" else value is other
+    def _are_alike(self, before: Any, now: Any) -> bool:
+        if isinstance(before, _Form) and isinstance(now, _Form):
+            return before.holds(now)
+        return before == now if self.what == "buffer" else before is now
 
     def modes(self) -> Iterator[tuple[Table, str, bool]]:
         """Which parameters are trained."""
@@ -263,24 +274,40 @@ class Table(_OfOneDict):
                 if parameter is not None:
                     yield self, name, parameter.requires_grad
 
+    def _form(self, buffer: torch.Tensor | None) -> _Form | bool:
+        if buffer is None:
+            return True
+        of_users = users_attributes(buffer).items()
+        counts = {name: value for name, value in of_users if self._used is None or name in self._used}
+        return _Form(buffer.shape, buffer.dtype, counts and freeze(counts), counts)
+
     def _text(self, table: dict[str, Any], name: str) -> str:
         if name not in table:
             return "missing"
         value = table[name]
         if isinstance(value, _Form):
-            return f"a tensor {value.dtype}[{','.join(map(str, value.shape))}]".replace("torch.", "")
+            return str(value)
         return type(value).__name__ if isinstance(value, nn.Module) else "None" if value is True else "there"
 
 
-class _Form(NamedTuple):
-    """What a trace rests on of a buffer, whose values it reads in every step."""
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What a trace rests on of a buffer, whose values it reads in every step. `frozen`: its attributes as they were."""
 
     shape: torch.Size
     dtype: torch.dtype
+    frozen: Any
+    attributes: dict[str, Any]
 
+    def holds(self, now: _Form) -> bool:
+        """Whether a buffer, as it is now, is like it."""
+        if (self.shape, self.dtype) != (now.shape, now.dtype):
+            return False
+        return bool(self.frozen.holds(now.attributes) if self.frozen else not now.attributes)
 
-def _form(buffer: torch.Tensor | None) -> _Form | bool:
-    return True if buffer is None else _Form(buffer.shape, buffer.dtype)
+    def __str__(self) -> str:
+        tensor = f"a tensor {self.dtype}[{','.join(map(str, self.shape))}]".replace("torch.", "")
+        return f"{tensor} with {self.frozen}" if self.frozen else tensor
 
 
 def is_special(name: str) -> bool:
@@ -320,10 +347,8 @@ class Names(_OfOneDict):
         return [name for name in self.holder if name not in self.known and self._counts(str(name))]
 
     def _counts(self, name: str) -> bool:
-        if name.startswith("__"):
+        if not is_users(name):
             return self.is_class and is_special(name)
-        if name.startswith(_OWN):
-            return False
         return self.used is None or name in self.used
 
     def difference(self) -> Difference | None:
@@ -367,9 +392,7 @@ class Environment:
                 self._watch_content(guard)
         self._fixed = [(_Classes if key == CLASS else _Fixed)(guards) for key, guards in fixed.items()]
         for each in self.tables:
-            for holder in each.holders:
-                checks = self._checks.setdefault(self._versions.watch(holder), [])
-                checks += [] if each in checks else [each]
+            self._watch_table(each)
             if each.is_deep:
                 self._always.append(each)
         # Where others poll the versions, they look at this, too.
@@ -409,6 +432,12 @@ class Environment:
             if guard not in checks:
                 checks.append(guard)
 
+    def _watch_table(self, table: TableLike) -> None:
+        """What it has now: another buffer may have come, with attributes of its own."""
+        for holder in table.holders:
+            checks = self._checks.setdefault(self._versions.watch(holder), [])
+            checks += [] if table in checks else [table]
+
     def _difference_of_modes(self) -> Difference | None:
         for table, name, expected in self._trained:
             found = table.holder[name].requires_grad
@@ -432,6 +461,8 @@ class Environment:
                     return found
                 if isinstance(check, Guard):
                     self._watch_content(check)
+                else:
+                    self._watch_table(check)
         self._seen, self._broken = generation, None
         return None
 
@@ -490,15 +521,18 @@ def shown(value: Any) -> str:
         return "a tensor"
 
 
-def tables_of(model: nn.Module, listed: Collection[int] = ()) -> Iterator[Table]:
-    """The tables of a model's modules that are not empty, or belong to a module that was asked for its members (`listed`, by id)."""
+def tables_of(model: nn.Module, listed: Collection[int] = (), used: Collection[str] | None = None) -> Iterator[Table]:
+    """The tables of a model's modules that are not empty, or belong to a module that was asked for its members (`listed`, by id).
+
+    `used`: see `Table`.
+    """
     for fqn, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             continue  # its tables are C++
         tables = {"submodule": module._modules, "parameter": module._parameters, "buffer": module._buffers}
         for what, table in tables.items():
             if table or id(module) in listed:
-                yield Table(fqn, what, table)
+                yield Table(fqn, what, table, used)
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

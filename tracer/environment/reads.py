@@ -133,6 +133,7 @@ class Reads:
         self._shadows: dict[int, Names] = {}  # by namespace: globals that would hide what is Python's own
         self._unseen: set[int | None] = {None}  # objects any of whose attributes may count; what is none of an object's
         self.of_torch: list[ModuleType] = []  # modules of Python, see `smpc.tracer.environment.of_torch`
+        self.used: set[str] | None = None  # the names of attributes that count, None if any may; known after `finish`
         self.listed: dict[
             int, nn.Module
         ] = {}  # modules that were asked for all their members, or for one that they have not
@@ -459,7 +460,7 @@ class Reads:
         for code, called in list(self._codes.items()):  # what was imported for the first time while it ran
             self._globals_of(code, called.namespace, "")
         self._behind_caches()
-        names = self._names_used()
+        self.used = names = self._names_used()
         self.identity.check(self._codes)
         for item in self._names_of:
             item.used = None if item.are_all_read else names

@@ -57,9 +57,10 @@ class PythonState:
         return next((f"generator {each.__qualname__}" for each in waiting), "")
 
     def restore(self) -> None:
-        """Puts everything back."""
+        """Puts everything back, and lets go of it: somebody may look whether it is still held."""
         for undo in self._undo:
             undo()
+        vars(self).clear()
 
     def _attributes(self, attributes: dict[str, Any]) -> None:
         """Those of a module; they themselves are put back with the module, and may be iterators."""

@@ -426,3 +426,43 @@ def test_a_module_that_forward_makes_is_named():
     model(torch.ones(2, 4))
     trace = record_guarded(model, request).trace
     assert not [node for node in trace.nodes if node.kind is NodeKind.CALL_MODULE]
+
+
+class AsksAttribute(nn.Module):
+    """Reads an attribute that a script gives to a buffer, or to a plain tensor."""
+
+    def __init__(self, is_buffer):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        if is_buffer:
+            self.register_buffer("shift", torch.ones(1))
+        else:
+            self.shift = torch.ones(1)
+
+    def forward(self, x):
+        return self.linear(x) + self.shift * (self.shift.scale if hasattr(self.shift, "scale") else 0.5)
+
+
+def _given(scale):
+    tensor = torch.ones(1)
+    if scale is not None:
+        tensor.scale = scale
+    return tensor
+
+
+@pytest.mark.parametrize("is_buffer", [True, False])
+@pytest.mark.parametrize("before", [None, 2.0])
+@pytest.mark.parametrize("after", [None, 2.0, 3.0])
+def test_a_tensor_that_takes_the_place_of_another_brings_its_attributes(is_buffer, before, after):
+    """Those of the one that was there when the model was recorded were looked at."""
+    model = AsksAttribute(is_buffer)
+    model.shift = _given(before)
+    environment = record_guarded(model, Request((torch.ones(2, 4),), {})).environment
+    assert environment.difference() is None
+    model.shift = _given(after)
+    assert (environment.difference() is None) == (after == before)
+    if is_buffer:
+        model.shift = _given(before)
+        assert environment.difference() is None
+        model.shift.scale = 4.0  # of one that came later
+        assert environment.difference() is not None
