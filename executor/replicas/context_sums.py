@@ -11,7 +11,7 @@ Gradients that are there when a step begins are sums already. They are divided b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from smpc.errors import UsageError
 from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.executor.replicas.data_parallel import StageReplicas
 from smpc.executor.replicas.fully_shard import StageShards
+from smpc.executor.replicas.group_hooks import GroupHooks, sum_together
 from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.executor.replicas.tensor_replicas import TensorReplicas
 from smpc.sharding.tensors import local
@@ -28,46 +29,26 @@ from smpc.sharding.tensors import local
 _TOGETHER = 2**20  # bytes: gradients that are smaller travel in one message
 
 
-class ContextSums:
-    """The hooks of an interpreter for stages over a context-parallel group, around those of replicas.
+class ContextSums(GroupHooks):
+    """See `GroupHooks`.
 
     UsageError where replicas average over some of the group's ranks only.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: TensorGroup, inner: StepHooks | None) -> None:
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._group, self.inner = group, inner
-        self._is_averaged = _averages_over(inner, group)
         own = inner.inner if isinstance(inner, TensorReplicas) else inner
-        self._passes = own.backward_passes_per_step if isinstance(own, StageReplicas) else 1
-        self._num_steps, self._is_divided = 0, False
+        super().__init__(group, inner, own.backward_passes_per_step if isinstance(own, StageReplicas) else 1)
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._is_averaged = _averages_over(inner, group)
+        self._is_divided = False
 
-    def start_of_step(self) -> None:
-        """Count the step."""
+    def _set_aside(self) -> None:
         if not self._is_divided:
             for grad in self._gradients():
                 grad.div_(self._group.size)
         self._is_divided = True
-        self._num_steps += 1
-        if self.inner is not None:
-            self.inner.start_of_step()
 
-    def did_not_train(self) -> None:
-        """The step that has just ended does not count."""
-        self._num_steps -= 1
-        if self.inner is not None:
-            self.inner.did_not_train()
-
-    def before_last_backward(self, stage: int, roots: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
-        """What the replicas' hooks add."""
-        return None if self.inner is None else self.inner.before_last_backward(stage, roots)
-
-    def end_of_step(self) -> None:
-        """Sum over the group."""
-        if self.inner is not None:
-            self.inner.end_of_step()
-        if self._num_steps % self._passes:
-            return
+    def _combine(self) -> None:
         self._is_divided = False
         small: dict[torch.dtype, list[Tensor]] = {}
         for grad in self._gradients():
@@ -78,9 +59,7 @@ class ContextSums:
             else:
                 sum_over(grad, self._group)
         for grads in small.values():
-            flat = sum_over(torch.cat([grad.reshape(-1) for grad in grads]), self._group)
-            for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
-                grad.copy_(part.view(grad.shape))
+            sum_together(grads, self._group)
 
     def _gradients(self) -> list[Tensor]:
         return [local(parameter.grad).detach() for parameter in self._parameters if parameter.grad is not None]

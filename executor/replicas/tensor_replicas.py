@@ -4,9 +4,8 @@
                                             of the group where each rank has samples of its own, so that it averages the ranks' losses
     any other parameter                     is held by every rank of the group and saw its samples alone: averaged over the group
 
-`inner` are the hooks that average over replicas, in the last backward of a step; the group's own part comes at the end of the step, in
-one all-reduce for each dtype. Where parameters lie in parts on the replicas, the ranks of a group have the same part of each. A parameter
-without a gradient on one rank counts there as zero, on all of them it stays without.
+The group's part is one all-reduce for each dtype. Where replicas hold parts of parameters, the ranks of a group hold the same part of each.
+A parameter without a gradient on one rank counts there as zero, on all of them it stays without.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from torch import Tensor, nn
 from smpc.errors import StepError
 from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.executor.replicas.data_parallel import broadcast
+from smpc.executor.replicas.group_hooks import GroupHooks, sum_together
 from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.sharding.tensors import local
 from smpc.sharding.wide_gradients import gradient_dtype
 
 
-class TensorReplicas:
-    """The hooks of an interpreter for stages over a tensor-parallel group.
+class TensorReplicas(GroupHooks):
+    """See `GroupHooks`.
 
     `scaled`: parameters of distributed modules; `others`: the other ones, with their names; `whole`: parameters and buffers that all
     ranks of the group hold: construction gives every rank those of the group's first; `own_samples`: whether each rank has its own.
-    `backward_passes_per_step`: gradients accumulate locally over that many steps.
     """
 
     def __init__(
@@ -43,44 +42,27 @@ class TensorReplicas:
         own_samples: bool,
         backward_passes_per_step: int = 1,
     ) -> None:
+        super().__init__(group, inner, backward_passes_per_step)
         self._scaled = [parameter for parameter in scaled if parameter.requires_grad]
         self._others = [(name, parameter) for name, parameter in others if parameter.requires_grad]
-        self._group, self.inner, self._own_samples = group, inner, own_samples
-        self._passes, self._num_steps = backward_passes_per_step, 0
+        self._own_samples = own_samples
         self._scaled_already: dict[int, Tensor] = {}
         assert group.process_group is not None, "one rank alone has nothing to average"
         broadcast([local(tensor.detach()) for tensor in whole], group.process_group)
 
-    def start_of_step(self) -> None:
-        """Count the step. Gradients that earlier steps left are scaled already, and are kept aside."""
-        if self._own_samples and self._num_steps % self._passes == 0:
+    def _set_aside(self) -> None:
+        if self._own_samples and self._is_complete:
             self._scaled_already = {id(p): local(p.grad).clone() for p in self._scaled if p.grad is not None}
-        self._num_steps += 1
-        if self.inner is not None:
-            self.inner.start_of_step()
 
     def did_not_train(self) -> None:
         """The step that has ended did no backward: it does not count, and what it may have scaled is not scaled again."""
-        if self._own_samples and self._num_steps % self._passes == 0:
-            self._scaled_already = {id(p): local(p.grad).clone() for p in self._scaled if p.grad is not None}
-        self._num_steps -= 1
-        if self.inner is not None:
-            self.inner.did_not_train()
+        self._set_aside()
+        super().did_not_train()
 
-    def before_last_backward(self, stage: int, roots: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
-        """What the replicas' hooks add."""
-        return None if self.inner is None else self.inner.before_last_backward(stage, roots)
-
-    def end_of_step(self) -> None:
-        """Average over the group."""
-        if self.inner is not None:
-            self.inner.end_of_step()
-        if self._num_steps % self._passes:
-            return
-        with torch.no_grad():
-            if self._own_samples:
-                self._scale()
-            self._average()
+    def _combine(self) -> None:
+        if self._own_samples:
+            self._scale()
+        self._average()
 
     def _scale(self) -> None:
         for parameter in self._scaled:
@@ -111,9 +93,7 @@ class TensorReplicas:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=dtype)
         grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        flat = sum_over(torch.cat([grad.reshape(-1) for grad in grads]), self._group) / self._group.size
-        for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
-            grad.copy_(part.view(grad.shape))
+        sum_together(grads, self._group, divided_by=self._group.size)
 
 
 def _check_dense(name: str, parameter: nn.Parameter) -> None:
