@@ -2,18 +2,23 @@
 
 import itertools
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import data
+import forked_launch
 import pytest
 import torch
 import torch.nn.functional as F
 from models import MODELS, Mine, MineConfig
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
+
+from smpc.launch.job import Job
 
 HERE = Path(__file__).parent
 SMPC = [
@@ -28,25 +33,64 @@ SMPC = [
     "-n",
 ]
 LIMIT = 240
+_IMPORTED = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "gpt_neo", "gpt_neox", "t5")]
 CLOSE = {"rel": 2e-5, "abs": 1e-6}
 
 
-def run(script, *arguments, status=0, ranks=2, environ=None, **parameters):
-    """What the ranks reported, by rank and name; the ranks say the same where the script does."""
+def run(script, *arguments, status=0, ranks=2, environ=None, is_forked=True, **parameters):
+    """What the ranks reported, by rank and name; the ranks say the same where the script does.
+
+    `is_forked`: the launcher's classes start them in a process that has imported torch; else its command does, as a user would.
+    """
     steering = ("SM_HP_MP_PARAMETERS", "SMPC_ALIAS")
     given = os.environ if environ is None else environ
     environ = {name: value for name, value in given.items() if name not in steering} | {"OMP_NUM_THREADS": "1"}
     if parameters:
         environ["SM_HP_MP_PARAMETERS"] = json.dumps(parameters)
-    command = [*SMPC, str(ranks), "--no-prefix", str(HERE / script), *map(str, arguments)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environ, check=False)
-    assert found.returncode == status, found.stdout[-2000:] + found.stderr[-6000:]
+    command = [str(HERE / script), *map(str, arguments)]
+    found, said, errors = (_forked if is_forked else _started)(ranks, command, environ)
+    assert found == status, said[-2000:] + errors[-6000:]
     reports = [{} for _ in range(ranks)]
-    for line in found.stdout.splitlines():
+    for line in said.splitlines():
         if line.startswith('{"rank"'):
-            said = json.loads(line)
-            reports[said["rank"]].setdefault(said["what"], []).append(said["value"])
-    return reports, found.stderr
+            report = json.loads(line)
+            reports[report["rank"]].setdefault(report["what"], []).append(report["value"])
+    return reports, errors
+
+
+def _started(ranks, command, environ):
+    found = subprocess.run(
+        [*SMPC, str(ranks), "--no-prefix", *command],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        env=environ,
+        check=False,
+    )
+    return found.returncode, found.stdout, found.stderr
+
+
+def _forked(ranks, command, environ):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["forked_launch", "smpc.v1", *_IMPORTED])
+    with tempfile.TemporaryDirectory() as folder:
+        driver = context.Process(target=_drive, args=(Path(folder), ranks, command, environ))
+        driver.start()
+        driver.join(LIMIT)
+        if driver.is_alive():
+            driver.kill()  # the ranks die with it
+            driver.join()
+            pytest.fail(f"{command} did not end within {LIMIT} s")
+        logs = "".join(log.read_text() for log in sorted(Path(folder).glob("*.log")))
+        status, shown = json.loads(Path(folder, "result").read_text())
+    return status, logs, logs + shown
+
+
+def _drive(folder, ranks, command, environ):
+    os.environ.clear()
+    os.environ.update(environ)
+    job = Job(command[0], tuple(command[1:]), ranks, variables={"SMPC_ALIAS": "1"})
+    (folder / "result").write_text(json.dumps(forked_launch.run(job, folder)[:2]))
 
 
 # -- MNIST ---------------------------------------------------------------------------------------------------------------
@@ -95,7 +139,7 @@ def mnist_in_plain_pytorch(num_replicas, runs=1, steps=4, batch=8):
 )
 def test_mnist(parameters, num_replicas):
     (losses,), test = mnist_in_plain_pytorch(num_replicas)
-    reports, _ = run("mnist.py", **parameters)
+    reports, _ = run("mnist.py", is_forked=num_replicas == 2, **parameters)
     for report in reports:
         assert report["loss"] == pytest.approx(losses, **CLOSE)
         assert report["test loss"] == [pytest.approx(test, **CLOSE)]

@@ -47,7 +47,7 @@ def test_it_trains_evaluates_saves_and_goes_on(tmp_path, case):
 
     def train(folder, *arguments):
         given = ("--output_dir", tmp_path / folder, *arguments)
-        reports, _ = run("trainer.py", *given, environ=environment(), **{**COMMON, **degrees})
+        reports, _ = run("trainer.py", *given, environ=environment(), is_forked=False, **{**COMMON, **degrees})
         return reports[0]
 
     *losses, after = in_plain_pytorch(num_shards)
