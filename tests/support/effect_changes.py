@@ -38,6 +38,7 @@ MAY_BE_REFUSED = {  # why, and what the error says
     "a graph in a buffer of a module that is called whole now": "which requires grad and is neither",
     "a parameter that the script froze and forward thaws": "requires grad (requires_grad_)",
     "one that a module thaws which is called whole": "would be called whole, but it changes whether",
+    "a hook on a module that overwrites what a part of it without a backward reads": "leaves alone what a backward needs",
     "state that another stage needs now": "on the ranks of the first program that uses it",
 }
 
