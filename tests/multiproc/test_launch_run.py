@@ -139,6 +139,19 @@ def test_plain_torchrun_runs_the_same_script(write):
 ONE_WRITE = "import os\nos.write(1, b'%d\\n' % int(total))\n"
 
 
+@pytest.mark.parametrize("is_safe", [False, True])
+def test_the_path_is_that_of_python_itself(write, tmp_path, is_safe):
+    """PYTHONSAFEPATH keeps the script's folder out of it; the launcher had taken the first of PYTHONPATH away for it."""
+    script = write("import json, sys; print(json.dumps(sys.path))")
+    given = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    given["PYTHONPATH"] = os.pathsep.join([str(tmp_path / "mine"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = given | ({"PYTHONSAFEPATH": "1"} if is_safe else {})
+    alone = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=True)
+    assert str(tmp_path / "mine") in json.loads(alone.stdout)[: 1 if is_safe else 2]
+    done = _run("-n", "1", "--no-prefix", script, environment=environment)
+    assert done.stdout == alone.stdout, done.stderr
+
+
 def test_two_jobs_share_the_host(write):
     script = write(f"{ALL_REDUCE}\ndistributed.barrier()\ndistributed.destroy_process_group()\n{ONE_WRITE}")
     jobs = [_start("-n", "2", script) for _ in range(2)]

@@ -92,7 +92,7 @@ def _install_aliases() -> None:
 def _run(command: list[str]) -> None:
     if command[0] == "-m":
         sys.argv = command[1:]
-        sys.path[0] = os.getcwd()
+        _begin_path_with(os.getcwd())
         try:
             runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         except ImportError as error:
@@ -101,8 +101,14 @@ def _run(command: list[str]) -> None:
             raise _NoModule(f"-m: {error}") from None
         return
     sys.argv = command
-    sys.path[0] = str(Path(command[0]).resolve().parent)
+    _begin_path_with(str(Path(command[0]).resolve().parent))
     runpy.run_path(command[0], run_name="__main__")
+
+
+def _begin_path_with(folder: str) -> None:
+    """Put the script's folder where this file's is. Under PYTHONSAFEPATH Python puts neither there."""
+    if not getattr(sys.flags, "safe_path", False):  # new in Python 3.11
+        sys.path[0] = folder
 
 
 class _NoModule(Exception):
