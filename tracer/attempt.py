@@ -80,6 +80,7 @@ class Subject:
     sizes: DataSized
     survivors: Survivors
     closely: bool = False  # see `smpc.tracer.effects.watch`
+    is_again: bool = False  # see `smpc.tracer.environment.reads`
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ def record_once(subject: Subject) -> Run:
             request.buffers,
             subject.closely,
         )
+        recorder.reads.is_again = subject.is_again
         stack.callback(_forget, recorder)
         args, kwargs = recorder.bind_inputs(request.args, request.kwargs)
         stack.enter_context(recorder.meter)

@@ -214,7 +214,8 @@ def _undisturbed(subject: Subject, run: Run) -> Run:
     read = next((read for read in run.outside if read.is_of_files), None)
     if read is None:
         with suppress(TraceError, SizeAskedError):
-            if is_same(run.trace, _looked(dataclasses.replace(subject, sizes=subject.sizes.again())).trace, ()):
+            again = _looked(dataclasses.replace(subject, sizes=subject.sizes.again(), is_again=True))
+            if is_same(run.trace, again.trace, ()):
                 return run
         read = run.outside[0]
     module = subject.model.get_submodule(read.fqn)

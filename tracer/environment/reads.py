@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
-import itertools
 import operator
 import re
 import sys
@@ -91,7 +90,6 @@ _GETTERS = (operator.attrgetter, operator.methodcaller)
 _INTERNAL = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"} | {
     "_call_impl", "_slow_forward", "_compiled_call_impl", "__class__",
 }  # fmt: skip
-_NUMBERS = itertools.count()  # of recordings
 _TABLES = frozenset({"_parameters", "_buffers", "_modules"})  # tables, which have guards of their own
 
 
@@ -127,7 +125,9 @@ class Reads:
         self._questions: dict[Question, GuardSource] = {}
         self._looks = False  # whether attributes were looked up by names that no code names
         self.outside: list[OutsideRead] = []
-        self._number = next(_NUMBERS) % 100
+        self.is_again = (
+            False  # whether the model has been recorded before, to see whether what it reads from outside matters
+        )
         self._specs: dict[int, list[Spec]] = {}  # of tensors that were found in attributes, by id
         self._names_of: list[Names] = []  # of the objects and classes that were reached
         self._shadows: dict[int, Names] = {}  # by namespace: globals that would hide what is Python's own
@@ -297,9 +297,10 @@ class Reads:
                 self._object_of[id(guard)] = id(place.holder.about)
 
     def text(self, frame: FrameType, tensor: str) -> str:
-        """What stands for a recorded tensor in text that the code of that frame makes: something else in every recording."""
+        """What stands for a recorded tensor in text that the code of that frame makes: in a second recording, all that numbers can have."""
         self.outside += filter(None, (text_of(frame, self._run.context()),))
-        return f"<tensor {tensor}, whose values are not known while the model is recorded{'.' * self._number}>"
+        known = f"{tensor}, whose values are not known while the model is recorded"
+        return f"tensor(-nan, -inf, 1.234567890e+06, {known}, True, False)" if self.is_again else f"<tensor {known}>"
 
     def _looked_at(self, frame: FrameType) -> None:
         """Code is about to look an attribute up by a name that it has computed: of what Python's own code has, all attributes count."""

@@ -283,7 +283,9 @@ def test_text_of_a_tensor_matters_where_the_trace_depends_on_it(capsys):
 
     assert whole_modules(recorded(nn.Sequential(nn.Linear(4, 4), Tells(told))).trace) == []
     assert "whose values are not known" in capsys.readouterr().out
-    for ask in (lambda x: float(len(str(x))), lambda x: float(f"{x.sum():.3f}"), lambda x: float(len(repr(x)))):
+    asked = ["-", "nan", "inf", "0", "7", "e+", "True"]
+    within = [lambda x, part=part: 2.0 if part in str(x) else 3.0 for part in asked]
+    for ask in (lambda x: float(len(str(x))), lambda x: float(f"{x.sum():.3f}"), lambda x: len(repr(x)), *within):
         assert whole_modules(recorded(nn.Sequential(nn.Linear(4, 4), Tells(ask))).trace) == ["1"]
 
 
