@@ -28,6 +28,7 @@ from smpc.errors import TraceError
 from smpc.tracer.attempt import LookCloselyError, Request, Run, Subject, record_once
 from smpc.tracer.effects.module_hooks import check_hooks, hook_of
 from smpc.tracer.environment.aliased import Aliases, read_tensors
+from smpc.tracer.environment.clocks import ahead
 from smpc.tracer.environment.guarded import Environment, TableLike, tables_of
 from smpc.tracer.environment.memory_words import DictVersions
 from smpc.tracer.environment.of_torch import guards_of_torch
@@ -193,7 +194,8 @@ def _settled(subject: Subject, run: Run) -> Run:
         before = [(guard, guard.place.read()) for guard in run.changed]
         try:
             run.leftovers.apply()
-            again = _looked(dataclasses.replace(subject, sizes=subject.sizes.again()))
+            with ahead([read.namespace for read in run.outside]):
+                again = _looked(dataclasses.replace(subject, sizes=subject.sizes.again(), is_again=True))
         except (TraceError, SizeAskedError):
             again = None
         finally:
@@ -213,7 +215,7 @@ def _undisturbed(subject: Subject, run: Run) -> Run:
         return run
     read = next((read for read in run.outside if read.is_of_files), None)
     if read is None:
-        with suppress(TraceError, SizeAskedError):
+        with suppress(TraceError, SizeAskedError), ahead([read.namespace for read in run.outside]):
             again = _looked(dataclasses.replace(subject, sizes=subject.sizes.again(), is_again=True))
             if is_same(run.trace, again.trace, ()):
                 return run

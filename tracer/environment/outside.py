@@ -1,7 +1,8 @@
 """What forward reads from outside the process: the clock, entropy, files. What it hands to other threads, whose code nobody sees.
 
     the clock, entropy      a number that is another one in every run. Often only measured and logged: so the model is recorded once more,
-                            and where both traces are the same, it does not matter
+                            under a clock that is years ahead, and where both traces are the same, it does not matter
+    the date                as `datetime` tells it, which nobody can move: as with files
     files                   may hold something else in the next step
     memory (`id`)           a fake is another object than the tensor that it stands for
     text of a tensor        its values are not known: as with the clock
@@ -21,28 +22,27 @@ import os
 import queue
 import sys
 import threading
-import time
 from concurrent.futures.thread import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from types import CodeType, FrameType
 from typing import Any
 
+from smpc.tracer.environment.clocks import CLOCKS, DATES
 from smpc.tracer.environment.reached import is_trusted
 
-_CLOCK, _ENTROPY, _FILE = "reads the clock", "draws from the system's entropy", "opens a file"
+_CLOCK, _DATE = "reads the clock", "asks for the date"
+_ENTROPY, _FILE = "draws from the system's entropy", "opens a file"
 _MEMORY = "asks where objects are in memory, or who holds them"
-_CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time", "clock_gettime")
 _OF_FILES = (
     "open", "read", "pread", "stat", "lstat", "fstat", "statvfs", "access", "readlink", "listdir", "scandir", "getxattr", "getloadavg",
 )  # fmt: skip
 _COLLECTOR = "asks the garbage collector, which rests while a model is recorded"
 _TEXT = "makes text of a tensor's values"
 _FUNCTIONS: dict[Any, str] = {
-    **{getattr(time, name): _CLOCK for clock in _CLOCKS for name in (clock, f"{clock}_ns") if hasattr(time, name)},
-    **dict.fromkeys((time.localtime, time.gmtime, time.ctime, time.asctime, time.strftime, os.times), _CLOCK),
+    **dict.fromkeys((*CLOCKS, *DATES), _CLOCK),
     **dict.fromkeys(
-        (datetime.datetime.now, datetime.datetime.utcnow, datetime.date.today, datetime.datetime.today), _CLOCK
+        (datetime.datetime.now, datetime.datetime.utcnow, datetime.date.today, datetime.datetime.today, os.times), _DATE
     ),
     **{getattr(os, name): _ENTROPY for name in ("urandom", "getrandom") if hasattr(os, name)},
     **dict.fromkeys((io.open, io.open_code), _FILE),
@@ -69,11 +69,12 @@ _FOR_ITSELF = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class OutsideRead:
-    """A read from outside, in the module `fqn`."""
+    """A read from outside, in the module `fqn`, by code with these globals."""
 
     fqn: str
     line: str
     what: str
+    namespace: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def is_of_files(self) -> bool:
@@ -124,7 +125,7 @@ def text_of(frame: FrameType, fqn: str) -> OutsideRead | None:
 
 
 def _at(origin: FrameType, fqn: str, what: str) -> OutsideRead:
-    return OutsideRead(fqn, f"{os.path.basename(origin.f_code.co_filename)}:{origin.f_lineno}", what)
+    return OutsideRead(fqn, f"{os.path.basename(origin.f_code.co_filename)}:{origin.f_lineno}", what, origin.f_globals)
 
 
 def model_frame(frame: FrameType | None) -> FrameType | None:

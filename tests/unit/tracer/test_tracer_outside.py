@@ -12,6 +12,7 @@ import time
 import uuid
 import weakref
 from pathlib import Path
+from time import monotonic, perf_counter
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from smpc.tracer.ir import NodeKind
 from smpc.tracer.record import record_guarded
 
 SCALE = "SMPC_TEST_SCALE"
+STARTED = monotonic()
 
 
 class Asks(nn.Module):
@@ -64,7 +66,7 @@ def test_what_is_other_every_time_has_its_module_called_whole(name):
     assert whole_modules(recorded(nn.Sequential(nn.Linear(4, 4), Asks(lambda: read()))).trace) == ["1"]
     with pytest.raises(
         TraceError,
-        match=r"the model itself, test_tracer_outside.py:\d+: forward (reads the clock|draws from .*entropy)",
+        match=r"the model itself, test_tracer_outside.py:\d+: forward (reads the clock|asks for the date|draws from .*entropy)",
     ):
         recorded(Asks(lambda: read()))
 
@@ -74,8 +76,41 @@ def measured():
     return 2.0 if time.perf_counter() - begin < 1e6 else 3.0
 
 
+def measured_by_name():
+    begin = perf_counter()
+    return 2.0 if perf_counter() - begin < 1e6 else 3.0
+
+
 def test_a_clock_that_only_measures_does_not_matter():
-    assert whole_modules(recorded(Asks(measured)).trace) == []
+    before = time.time
+    for read in (measured, measured_by_name):
+        assert whole_modules(recorded(Asks(read)).trace) == []
+    assert time.time is before
+
+
+BEGIN, HOUR = time.time(), 3600.0
+DEADLINES = {
+    "a deadline": lambda: 2.0 if time.time() < BEGIN + HOUR else 3.0,
+    "time that has passed": lambda: 2.0 if monotonic() - STARTED < HOUR else 3.0,
+    "in nanoseconds": lambda: 2.0 if time.time_ns() < (BEGIN + HOUR) * 1e9 else 3.0,
+    "the year": lambda: float(time.localtime().tm_year),
+    "the year as text": lambda: float(time.strftime("%Y")),
+    "the day, by its class": lambda: float(datetime.date.today().toordinal()),
+    "a deadline, by its class": lambda: 2.0 if datetime.datetime.now().timestamp() < BEGIN + HOUR else 3.0,
+}
+
+
+@pytest.mark.parametrize("name", DEADLINES)
+def test_what_changes_some_time_has_its_module_called_whole(name):
+    """Two recordings one after the other found the same."""
+    read = DEADLINES[name]
+    assert whole_modules(recorded(nn.Sequential(nn.Linear(4, 4), Asks(lambda: read()))).trace) == ["1"]
+    with pytest.raises(TraceError, match=r"forward (reads the clock|asks for the date)"):
+        recorded(Asks(lambda: read()))
+
+
+def test_a_date_that_is_told_is_no_clock():
+    assert whole_modules(recorded(Asks(lambda: float(time.strftime("%Y", time.gmtime(0))))).trace) == []
 
 
 def test_files_are_read_by_a_module_that_is_called_whole(tmp_path):
