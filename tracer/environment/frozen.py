@@ -615,7 +615,10 @@ def _class_path(value: Any) -> tuple[str, str]:
 def _seen(value: Any) -> Any:
     """What an object of these classes gives to those who ask."""
     if isinstance(value, ContextVar):
-        return value.get(MISSING)
+        try:
+            return value.get()  # its default, too
+        except LookupError:
+            return MISSING
     if isinstance(value, MappingProxyType):
         return dict(value)
     if isinstance(value, numpy.ndarray):

@@ -34,7 +34,6 @@ _OF_PYTHON = (*_CONSTANTS, list, tuple, dict, set, FunctionType, BuiltinFunction
 _OF_FUNCTION = (*NAMES, "__doc__", "__annotations__", "__defaults__", "__kwdefaults__")
 _EVER_CHANGING = {("sys", "modules"), ("sys", "path_importer_cache"), ("warnings", "filters")}
 
-CACHE: Any = type(functools.lru_cache(lambda: None))
 MUTABLE = (list, dict, set, deque)
 
 

@@ -38,6 +38,7 @@ from smpc.tracer.environment.asked import (
     is_question,
     question_of,
 )
+from smpc.tracer.environment.caches import CACHE, kept, question
 from smpc.tracer.environment.classes import TensorClasses
 from smpc.tracer.environment.frozen import (
     MISSING,
@@ -63,7 +64,6 @@ from smpc.tracer.environment.outside import (
     text_of,
 )
 from smpc.tracer.environment.reached import (
-    CACHE,
     MUTABLE,
     Called,
     Reached,
@@ -86,6 +86,12 @@ _LOOKS = frozenset(
 )
 _LOOKING = (getattr, hasattr, vars, dir, object.__getattribute__)
 _WORD = re.compile(r"[^\W\d]\w*")
+_LASTING = (
+    type,
+    ModuleType,
+    FunctionType,
+    torch.Tensor,
+)  # looked after elsewhere, as long as nothing is put in their places
 _GETTERS = (operator.attrgetter, operator.methodcaller)
 _INTERNAL = frozenset(vars(nn.Module())) - {"training", "_parameters", "_buffers", "_modules"} | {
     "_call_impl", "_slow_forward", "_compiled_call_impl", "__class__",
@@ -123,6 +129,8 @@ class Reads:
         self._constants: dict[int, Guard] = {}
         self._variables: dict[int, Guard] = {}  # that count whatever the code names
         self._questions: dict[Question, GuardSource] = {}
+        self._kept_keys: dict[int, dict[int, Any]] = {}  # by cache: keys whose results have been looked at, by id
+        self._of_caches: dict[int, list[Guard]] = {}
         self._looks = False  # whether attributes were looked up by names that no code names
         self.outside: list[OutsideRead] = []
         self.is_again = (
@@ -346,7 +354,9 @@ class Reads:
         queue = [guard.value for guard in self._guards.values() if isinstance(guard.value, CACHE)]
         while queue:
             function = queue.pop()
-            function = function.__wrapped__ if isinstance(function, CACHE) else function
+            if isinstance(function, CACHE):
+                self._note_kept(function)
+                function = function.__wrapped__
             if not isinstance(function, FunctionType) or is_trusted(str(function.__module__)):
                 continue
             code = function.__code__
@@ -409,7 +419,27 @@ class Reads:
             self._reaching.setdefault(key, []).append(guard)
         for item in contents.objects.values():
             self._object(item, owner)
+        if isinstance(value, CACHE):
+            self._note_kept(value)
         return guard
+
+    def _note_kept(self, function: Any) -> None:
+        """Notes what else a cache has kept, as far as others may change it; nothing if that has come from the run."""
+        known = self._kept_keys.setdefault(id(function), {})
+        keys = [key for key in kept(function) if id(key) not in known]
+        known.update((id(key), key) for key in keys)  # held, as nothing else has their ids then
+        place = question(function, keys)
+        value, contents = place.read(), self._contents()
+        frozen = self._freeze(value, contents, False)
+        if frozen is None:
+            for early in self._of_caches.pop(id(function), ()):
+                self._guards.pop((id(early.place.holder), early.place.key), None)
+        elif frozen.deep or not all(isinstance(item, _LASTING) for item in contents.objects.values()):
+            guard = self._read(place, value, None)
+            if guard is not None:
+                self._variables[id(guard)] = guard
+                self._object_of[id(guard)] = id(function)
+                self._of_caches.setdefault(id(function), []).append(guard)
 
     def _taken(self, value: Any) -> Frozen | None:
         """A variable's value as it is before a function runs, with what it holds; None if the run has made it.

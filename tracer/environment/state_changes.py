@@ -22,7 +22,6 @@ older is frozen meanwhile.
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from smpc.errors import TraceError
 from smpc.tracer.constants import Ref
+from smpc.tracer.environment.caches import CACHE
 from smpc.tracer.environment.frozen import Never
 from smpc.tracer.environment.guarded import Guard, shown
 from smpc.tracer.guards import NoAnswerError, is_fixed, values_of
@@ -223,7 +223,6 @@ class _Numbers:
 
 
 _DEPTH = 4  # containers around a tensor that are looked through
-_CACHE = type(functools.lru_cache(lambda: None))
 
 
 class Survivors:
@@ -255,7 +254,7 @@ class Survivors:
     def forget_cached(self) -> None:
         """Clears the caches of functions that have kept some."""
         caches = [
-            holder for holder in _holders(*self._alive()) if type(holder) is _CACHE
+            holder for holder in _holders(*self._alive()) if type(holder) is CACHE
         ]  # one search: each goes through all objects
         for cache in caches:
             cache.cache_clear()

@@ -1,6 +1,7 @@
 """What a recording's Python read besides its inputs: guards tell every change, and what is put back holds again."""
 
 import collections
+import contextvars
 import functools
 import gc
 import itertools
@@ -466,3 +467,79 @@ def test_a_tensor_that_takes_the_place_of_another_brings_its_attributes(is_buffe
         assert environment.difference() is None
         model.shift.scale = 4.0  # of one that came later
         assert environment.difference() is not None
+
+
+class Calls(nn.Module):
+    """Applies a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x):
+        return self.function(self.linear(x))
+
+
+class Settings:
+    def __init__(self):
+        self.scale, self.table = 2.0, {"scale": 2.0}
+
+
+@functools.lru_cache
+def one_settings():
+    return Settings()
+
+
+@functools.lru_cache(maxsize=2)
+def table_of(name):
+    return {"scale": 2.0, "name": name}
+
+
+@functools.cache
+def scales():
+    return [2.0]
+
+
+of_context = contextvars.ContextVar("of_context", default=Settings())  # noqa: B039  the default is what is tested
+CACHED = {  # what forward reads, what a script does then
+    "an attribute": (lambda: one_settings().scale, lambda: setattr(one_settings(), "scale", 3.0)),
+    "what it holds": (lambda: one_settings().table["scale"], lambda: one_settings().table.update(scale=3.0)),
+    "a dict": (lambda: table_of("a")["scale"], lambda: table_of("a").update(scale=3.0)),
+    "a list": (lambda: scales()[0], lambda: scales().clear()),
+    "another one": (lambda: one_settings().scale, one_settings.cache_clear),
+    "a context variable's default": (lambda: of_context.get().scale, lambda: setattr(of_context.get(), "scale", 3.0)),
+}
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+@pytest.mark.parametrize("name", CACHED)
+def test_what_is_kept_without_a_name_is_guarded(name, is_early):
+    """A function that a cache answers for runs no code, so nothing was seen to be read."""
+    read, change = CACHED[name]
+    for cached in (one_settings, table_of, scales):
+        cached.cache_clear()
+    of_context.get().scale = 2.0
+    if is_early:
+        read()
+    environment = record_guarded(Calls(lambda x: x * read()), Request((torch.ones(2, 4),), {})).environment
+    assert environment.difference() is None
+    table_of("b")  # something else that is kept
+    assert environment.difference() is None
+    change()
+    assert environment.difference() is not None
+
+
+@functools.lru_cache
+def counted_settings():
+    return types.SimpleNamespace(calls=0)
+
+
+def test_what_forward_changes_in_a_cache_is_refused():
+    def count(x):
+        counted_settings().calls += 1
+        return x * counted_settings().calls
+
+    counted_settings()
+    with pytest.raises(TraceError, match="changes it"):
+        record_guarded(Calls(count), Request((torch.ones(2, 4),), {}))
+    assert counted_settings().calls == 0
