@@ -27,7 +27,7 @@ from smpc.tracer.effects.torch_calls import tensors_in
 from smpc.tracer.effects.uncompiled import uncompiled
 from smpc.tracer.environment.frozen import AnyTensor, Frozen, freeze
 from smpc.tracer.environment.guarded import Guard, Names
-from smpc.tracer.environment.outside import PARALLEL, OutsideRead
+from smpc.tracer.environment.process.outside import PARALLEL, OutsideRead
 from smpc.tracer.environment.reads import noting_reads
 from smpc.tracer.environment.state_changes import Leftovers, Survivors, UnsettledError, refusal
 from smpc.tracer.guards import Answers
@@ -314,7 +314,7 @@ def _module_calls(recorder: Recorder) -> Iterator[None]:
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
-            return original(module, *args, **kwargs)  # see `smpc.tracer.environment.outside`
+            return original(module, *args, **kwargs)  # see `smpc.tracer.environment.process.outside`
 
         def run() -> Any:
             calls.resume()

@@ -28,10 +28,10 @@ from smpc.errors import TraceError
 from smpc.tracer.attempt import LookCloselyError, Request, Run, Subject, record_once
 from smpc.tracer.effects.module_hooks import check_hooks, hook_of
 from smpc.tracer.environment.aliased import Aliases, read_tensors
-from smpc.tracer.environment.clocks import ahead
 from smpc.tracer.environment.guarded import Environment, TableLike, tables_of
 from smpc.tracer.environment.memory_words import DictVersions
-from smpc.tracer.environment.of_torch import guards_of_torch
+from smpc.tracer.environment.process.moved_clocks import ahead
+from smpc.tracer.environment.process.of_torch import guards_of_torch
 from smpc.tracer.environment.state_changes import Survivors, common_module, is_same, settled
 from smpc.tracer.guards import Answers
 from smpc.tracer.ir import Autocast, Trace

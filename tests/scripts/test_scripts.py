@@ -81,8 +81,10 @@ def _forked(ranks, command, environ):
             driver.kill()  # the ranks die with it
             driver.join()
             pytest.fail(f"{command} did not end within {LIMIT} s")
+        result = Path(folder, "result")
         logs = "".join(log.read_text() for log in sorted(Path(folder).glob("*.log")))
-        status, shown = json.loads(Path(folder, "result").read_text())
+        assert result.exists(), f"the launcher of {command} ended with {driver.exitcode}: {logs[-6000:]}"
+        status, shown = json.loads(result.read_text())
     return status, logs, logs + shown
 
 
@@ -217,7 +219,7 @@ SLOW = ("tp 2 prescaled", "pp 2 without distributed layers")
 def test_gpt2(case, tmp_path):
     arguments, num_shards = GPT2_CASES[case]
     losses, test, model = gpt2_in_plain_pytorch(num_shards)
-    reports, errors = run("gpt2.py", *arguments, "--export", tmp_path)
+    reports, errors = run("gpt2.py", *arguments, "--export", tmp_path, is_forked=case != "pp 2")
     for report in reports:
         assert report["loss"] == pytest.approx(losses, **CLOSE)
     assert reports[0]["test loss"] == [pytest.approx(test, **CLOSE)]

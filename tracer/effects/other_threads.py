@@ -1,8 +1,8 @@
 """Torch calls on the recording's tensors in threads that forward hands work to.
 
 What watches torch calls belongs to one thread: others run past the recorder. Fakes themselves are the same in all threads, and so is the
-class that runs operations on them. A module whose code hands work over is called whole (see `smpc.tracer.environment.outside`); here is
-noticed what its threads use, write and draw, as a stage finds no other tensors than its arguments and its own.
+class that runs operations on them. A module whose code hands work over is called whole (`smpc.tracer.environment.process.outside`); here
+is noticed what its threads use, write and draw, as a stage finds no other tensors than its arguments and its own.
 
 Autograd's engine has threads of its own, which run no code of the model.
 """

@@ -19,7 +19,6 @@ import array
 import ctypes
 import functools
 import mmap
-import random
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict, deque
@@ -34,6 +33,7 @@ import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from smpc.tracer.environment.random_states import GENERATORS, generator_state, set_generator_state
 from smpc.tracer.environment.weakly_held import weakly_held
 from smpc.tracer.ir import TensorSpec
 
@@ -551,29 +551,6 @@ class _Partial(Frozen):
 
     def __str__(self) -> str:
         return "a functools.partial"
-
-
-GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
-
-
-def generator_state(generator: Any) -> Any:
-    """The state of a generator of random numbers: Python's or numpy's."""
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, numpy.random.RandomState):
-        name, keys, *rest = generator.get_state(legacy=True)
-        return (name, numpy.asarray(keys).tolist(), *rest)
-    return generator.bit_generator.state
-
-
-def set_generator_state(generator: Any, state: Any) -> None:
-    """Puts a generator back into a state."""
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, numpy.random.RandomState):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state
 
 
 def _array(value: Any) -> tuple[str, tuple[int, ...], Any]:

@@ -4,7 +4,7 @@
     seen.get(self.weight, 1)            finds nothing while the model is recorded
 
 Code of the model that looks a fake up, or compares what it is (`is`) while such tensors are within its reach, has its module called whole,
-and so has code that gives parameters attributes. `id` is among what `smpc.tracer.environment.outside` notes.
+and so has code that gives parameters attributes. `id` is among what `smpc.tracer.environment.process.outside` notes.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ Read = Callable[..., Guard | None]
 class Reached:
     """Finds what is behind values. `known`: guards that are there already, by (id of the holder, key); `read` makes others.
 
-    `of_torch`: torch's modules of Python that were met, see `smpc.tracer.environment.of_torch`.
+    `of_torch`: torch's modules of Python that were met, see `smpc.tracer.environment.process.of_torch`.
     """
 
     def __init__(self, codes: Mapping[CodeType, Called], known: Mapping[tuple[int, Any], Guard], read: Read) -> None:

@@ -19,7 +19,7 @@ import dataclasses
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -28,17 +28,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from smpc.tracer.environment.asked import (
-    DECIMAL,
-    DEFAULT_DTYPE,
-    FILTERS,
-    asked,
-    depends_on_decimal,
-    is_asked,
-    is_question,
-    question_of,
-)
-from smpc.tracer.environment.caches import CACHE, kept, question
+from smpc.tracer.environment.call_hook import CallHook
 from smpc.tracer.environment.classes import TensorClasses
 from smpc.tracer.environment.frozen import (
     MISSING,
@@ -54,7 +44,18 @@ from smpc.tracer.environment.frozen import (
 )
 from smpc.tracer.environment.guarded import BASES, CLASS, Guard, GuardSource, Names, Question, hook_tables
 from smpc.tracer.environment.identity import Identity, Run, compares_identity
-from smpc.tracer.environment.outside import (
+from smpc.tracer.environment.process.asked import (
+    DECIMAL,
+    DEFAULT_DTYPE,
+    FILTERS,
+    asked,
+    depends_on_decimal,
+    is_asked,
+    is_question,
+    question_of,
+)
+from smpc.tracer.environment.process.caches import CACHE, kept, question
+from smpc.tracer.environment.process.outside import (
     OutsideRead,
     handed_over,
     is_outside,
@@ -63,6 +64,7 @@ from smpc.tracer.environment.outside import (
     read_of,
     text_of,
 )
+from smpc.tracer.environment.process.running import Running, is_generator
 from smpc.tracer.environment.reached import (
     MUTABLE,
     Called,
@@ -77,7 +79,6 @@ from smpc.tracer.environment.reached import (
     stored_variables,
     tables_in,
 )
-from smpc.tracer.environment.running import Running, is_generator
 from smpc.tracer.state.fakes import FakeState
 
 _MODULE_FILE = nn.Module.__call__.__code__.co_filename
@@ -140,7 +141,7 @@ class Reads:
         self._names_of: list[Names] = []  # of the objects and classes that were reached
         self._shadows: dict[int, Names] = {}  # by namespace: globals that would hide what is Python's own
         self._unseen: set[int | None] = {None}  # objects any of whose attributes may count; what is none of an object's
-        self.of_torch: list[ModuleType] = []  # modules of Python, see `smpc.tracer.environment.of_torch`
+        self.of_torch: list[ModuleType] = []  # modules of Python, see `smpc.tracer.environment.process.of_torch`
         self.used: set[str] | None = None  # the names of attributes that count, None if any may; known after `finish`
         self.listed: dict[
             int, nn.Module
@@ -630,33 +631,3 @@ def noting_reads(reads: Reads, model: nn.Module) -> Iterator[None]:
     finally:
         del nn.Module.__getattribute__
         reads.restore()
-
-
-class CallHook:
-    """Has a function called for every call of a Python function, between `resume` and `pause`; pauses nest."""
-
-    def __init__(self, function: Callable[[FrameType, str, Any], None]) -> None:
-        self._function = function
-        is_free = sys.getprofile() is None
-        self._set: Callable[[Any], None] = sys.setprofile if is_free else sys.settrace
-        self._before: Any = None if is_free else sys.gettrace()
-        self._pauses = 1
-
-    def __enter__(self) -> None:
-        self.resume()
-
-    def __exit__(self, *exception: object) -> None:
-        self._pauses = 1
-        self._set(self._before)
-
-    def resume(self) -> None:
-        """The end of a pause."""
-        self._pauses -= 1
-        if not self._pauses:
-            self._set(self._function)
-
-    def pause(self) -> None:
-        """Calls are not told until `resume`."""
-        self._pauses += 1
-        if self._pauses == 1:
-            self._set(self._before)

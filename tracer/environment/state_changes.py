@@ -33,9 +33,9 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from smpc.errors import TraceError
 from smpc.tracer.constants import Ref
-from smpc.tracer.environment.caches import CACHE
 from smpc.tracer.environment.frozen import Never
 from smpc.tracer.environment.guarded import Guard, shown
+from smpc.tracer.environment.process.caches import CACHE
 from smpc.tracer.guards import NoAnswerError, is_fixed, values_of
 from smpc.tracer.ir import Node, NodeKind, Trace
 

@@ -12,11 +12,11 @@ from typing import Any
 def weakly_held(value: Any) -> Iterable[Any]:
     """What a weak reference or a container of such refers to now, classes and Python's modules aside; nothing for other values."""
     found: Iterable[Any] = ()
-    if isinstance(value, weakref.ref) and type(value) not in weakref.ProxyTypes:
-        found = (weakref.ref.__call__(value),)
-    elif type(value) in weakref.ProxyTypes:
+    if type(value) in weakref.ProxyTypes:  # first: a proxy says that it is what it refers to, and a dead one raises
         with suppress(ReferenceError):
             found = (value.__init__.__self__,)
+    elif isinstance(value, weakref.ref):
+        found = (weakref.ref.__call__(value),)
     elif isinstance(value, weakref.finalize):
         found = (value.peek() or (None,))[:1]
     elif isinstance(value, (weakref.WeakSet, weakref.WeakKeyDictionary)):

@@ -190,15 +190,13 @@ class Recorder(TorchFunctionMode):
         if torch_calls.in_kernel():
             return self._in_kernel(func, args, kwargs)
         if torch_calls.in_transform(args, kwargs):
-            raise self.error(
-                f"torch.{getattr(func, '__name__', func)} is called under torch.vmap, torch.func.grad or the like"
-            )
+            name = getattr(func, "__name__", func)
+            raise self.error(f"torch.{name} is called under torch.vmap, torch.func.grad or the like")
         if torch_calls.is_of_memory(func) and is_users(sys._getframe(2)):
             raise self.error(f"torch.Tensor.{func.__name__} says where a tensor is in memory")
         if torch_calls.makes_text(func, args):
             return self.reads.text(sys._getframe(2), self.known(args[0]))
-        other = torch_calls.override(tuple(types))
-        if other is not None:
+        if (other := torch_calls.override(tuple(types))) is not None:
             with self:
                 return other.__torch_function__(func, types, args, kwargs)
         if higher_order.is_higher_order(func):

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from smpc.tracer.environment.locks import is_held, is_lock, put_back
+from smpc.tracer.environment.process.locks import is_held, is_lock, put_back
 from smpc.tracer.environment.reached import is_looked_into, slots_of
 
 _MOST = 200_000  # values that are looked at

@@ -11,6 +11,7 @@ import types
 
 import pytest
 import torch
+from applied import applying
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -469,17 +470,6 @@ def test_a_tensor_that_takes_the_place_of_another_brings_its_attributes(is_buffe
         assert environment.difference() is not None
 
 
-class Calls(nn.Module):
-    """Applies a function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.linear, self.function = nn.Linear(4, 4), function
-
-    def forward(self, x):
-        return self.function(self.linear(x))
-
-
 class Settings:
     def __init__(self):
         self.scale, self.table = 2.0, {"scale": 2.0}
@@ -521,7 +511,7 @@ def test_what_is_kept_without_a_name_is_guarded(name, is_early):
     of_context.get().scale = 2.0
     if is_early:
         read()
-    environment = record_guarded(Calls(lambda x: x * read()), Request((torch.ones(2, 4),), {})).environment
+    environment = record_guarded(applying(lambda _, x: x * read()), Request((torch.ones(2, 4),), {})).environment
     assert environment.difference() is None
     table_of("b")  # something else that is kept
     assert environment.difference() is None
@@ -535,11 +525,11 @@ def counted_settings():
 
 
 def test_what_forward_changes_in_a_cache_is_refused():
-    def count(x):
+    def count(_, x):
         counted_settings().calls += 1
         return x * counted_settings().calls
 
     counted_settings()
     with pytest.raises(TraceError, match="changes it"):
-        record_guarded(Calls(count), Request((torch.ones(2, 4),), {}))
+        record_guarded(applying(count), Request((torch.ones(2, 4),), {}))
     assert counted_settings().calls == 0

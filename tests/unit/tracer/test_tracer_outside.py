@@ -16,6 +16,7 @@ from time import monotonic, perf_counter
 
 import pytest
 import torch
+from applied import applying
 from torch import nn
 
 from smpc.errors import TraceError
@@ -275,6 +276,19 @@ def test_what_is_held_weakly_is_not_held_by_a_recording(kind):
         recorded(Weak(kind))
 
 
+@pytest.mark.parametrize("kind", ["reference", "proxy", "set"])
+def test_what_is_gone_already_stays_so(kind):
+    """A dead proxy raises at any question, `isinstance` among them."""
+    model = Weak(kind)
+    model.ask = lambda found: 2.0
+    del model.owner
+    recording = recorded(nn.Sequential(nn.Linear(4, 4), model))
+    assert whole_modules(recording.trace) == []
+    assert recording.environment.difference() is None
+    model.found = None
+    assert recording.environment.difference() is not None
+
+
 class Child(nn.Module):
     """Reads its parent, as modules do that must not register it."""
 
@@ -308,20 +322,15 @@ def test_text_of_a_tensor_matters_where_the_trace_depends_on_it(capsys):
         print(f"{x} {x.sum():.3f}")
         return 2.0
 
-    class Tells(nn.Module):
-        def __init__(self, ask):
-            super().__init__()
-            self.ask = ask
+    def asking(ask):
+        return applying(lambda _, x: x * ask(x))
 
-        def forward(self, x):
-            return x * self.ask(x)
-
-    assert whole_modules(recorded(nn.Sequential(nn.Linear(4, 4), Tells(told))).trace) == []
+    assert whole_modules(recorded(asking(told)).trace) == []
     assert "whose values are not known" in capsys.readouterr().out
     asked = ["-", "nan", "inf", "0", "7", "e+", "True"]
     within = [lambda x, part=part: 2.0 if part in str(x) else 3.0 for part in asked]
     for ask in (lambda x: float(len(str(x))), lambda x: float(f"{x.sum():.3f}"), lambda x: len(repr(x)), *within):
-        assert whole_modules(recorded(nn.Sequential(nn.Linear(4, 4), Tells(ask))).trace) == ["1"]
+        assert whole_modules(recorded(asking(ask)).trace) == ["1"]
 
 
 def test_the_garbage_collector_is_asked_by_a_module_that_is_called_whole():

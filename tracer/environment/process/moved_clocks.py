@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import BuiltinFunctionType
 from typing import Any
 
 from smpc.tracer.environment.reached import is_trusted
@@ -21,27 +22,20 @@ _COUNTING = ("time", "perf_counter", "monotonic", "process_time", "thread_time",
 CLOCKS: tuple[Any, ...] = tuple(
     getattr(time, name) for clock in _COUNTING for name in (clock, f"{clock}_ns") if hasattr(time, name)
 )
-DATES: tuple[Any, ...] = (
-    time.localtime,
-    time.gmtime,
-    time.ctime,
-    time.asctime,
-    time.strftime,
-)  # of now, or of what they are given
+DATES: tuple[Any, ...] = (time.localtime, time.gmtime, time.ctime, time.asctime, time.strftime)  # of now, if not told
 
 
 @contextmanager
 def ahead(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
     """Moves the clocks in module `time` and in these namespaces, for what this thread's code reads, Python's and torch's aside."""
     thread = threading.get_ident()
-    moved = {clock: partial(_count, clock, thread) for clock in CLOCKS} | {
-        date: partial(_date, date, thread) for date in DATES
-    }
+    moved = {clock: partial(_count, clock, thread) for clock in CLOCKS}
+    moved |= {date: partial(_date, date, thread) for date in DATES}
     places = [
         (space, name)
         for space in (vars(time), *namespaces)
         for name, value in list(space.items())
-        if _is_one_of(value, moved)
+        if type(value) is BuiltinFunctionType and value in moved
     ]
     before = [space[name] for space, name in places]
     for (space, name), clock in zip(places, before, strict=True):
@@ -51,10 +45,6 @@ def ahead(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
     finally:
         for (space, name), clock in zip(places, before, strict=True):
             space[name] = clock
-
-
-def _is_one_of(value: Any, moved: dict[Any, Any]) -> bool:
-    return type(value) is type(time.time) and value in moved
 
 
 def _function(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,14 +68,16 @@ def _count(clock: Any, thread: int, caller: dict[str, Any], *args: Any) -> Any:
 
 
 def _date(date: Any, thread: int, caller: dict[str, Any], *args: Any) -> Any:
-    is_told = len(args) > (date is _OF_PARTS[1]) or not _is_models(thread, caller)
-    return date(*args) if is_told else date(*args, _given(date))
+    is_told = len(args) == (2 if date is _STRFTIME else 1)
+    if is_told or not _is_models(thread, caller):
+        return date(*args)
+    seconds = _TIME() + _AHEAD_NS / 1e9
+    return date(*args, _LOCALTIME(seconds) if date in (_ASCTIME, _STRFTIME) else seconds)
 
 
-def _given(date: Any) -> Any:
-    """What that function takes for a time ten years from now."""
-    seconds = _SECONDS() + _AHEAD_NS / 1e9
-    return _LOCAL(seconds) if date in _OF_PARTS else seconds
-
-
-_SECONDS, _LOCAL, _OF_PARTS = time.time, time.localtime, (time.asctime, time.strftime)
+_TIME, _LOCALTIME, _ASCTIME, _STRFTIME = (
+    time.time,
+    time.localtime,
+    time.asctime,
+    time.strftime,
+)  # as they are outside `ahead`

@@ -35,8 +35,8 @@ import numpy
 import torch
 
 from smpc.tracer.environment.guarded import GuardSource, Question
-from smpc.tracer.environment.locks import asks_lock, is_held, put_back
-from smpc.tracer.environment.outside import model_frame
+from smpc.tracer.environment.process.locks import asks_lock, is_held, put_back
+from smpc.tracer.environment.process.outside import model_frame
 from smpc.tracer.environment.reached import is_trusted, is_trusted_class
 
 

@@ -28,7 +28,7 @@ from multiprocessing.process import BaseProcess
 from types import CodeType, FrameType
 from typing import Any
 
-from smpc.tracer.environment.clocks import CLOCKS, DATES
+from smpc.tracer.environment.process.moved_clocks import CLOCKS, DATES
 from smpc.tracer.environment.reached import is_trusted
 
 _CLOCK, _DATE = "reads the clock", "asks for the date"
