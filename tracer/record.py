@@ -33,6 +33,7 @@ from smpc.tracer.environment.memory_words import DictVersions
 from smpc.tracer.environment.process.moved_clocks import ahead
 from smpc.tracer.environment.process.of_torch import guards_of_torch
 from smpc.tracer.environment.state_changes import Survivors, common_module, is_same, settled
+from smpc.tracer.environment.weakly_held import check_proxies
 from smpc.tracer.guards import Answers
 from smpc.tracer.ir import Autocast, Trace
 from smpc.tracer.operations.data_sized import DataSized, SizeAskedError
@@ -105,6 +106,7 @@ def record_guarded(
     if unknown:
         raise TraceError(f"leaf_modules: the model has no module called {', '.join(map(repr, unknown))}")
     check_hooks(model)
+    check_proxies(model)
     leaves = dict.fromkeys((*leaf_modules, *(name for name, module in model.named_modules() if _is_leaf(module))))
     attempts = _Attempts(model, names, request)
     try:

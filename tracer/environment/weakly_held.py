@@ -8,6 +8,10 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
+from smpc.errors import TraceError
+
 
 def weakly_held(value: Any) -> Iterable[Any]:
     """What a weak reference or a container of such refers to now, classes and Python's modules aside; nothing for other values."""
@@ -24,3 +28,22 @@ def weakly_held(value: Any) -> Iterable[Any]:
     elif isinstance(value, weakref.WeakValueDictionary):
         found = list(value.values())
     return [item for item in found if item is not None and not isinstance(item, (type, ModuleType))]
+
+
+def check_proxies(model: nn.Module) -> None:
+    """TraceError for an attribute that is a proxy of what is gone: whoever looks at it, even for its class, gets a ReferenceError."""
+    for fqn, module in model.named_modules():
+        for name, value in vars(module).items():
+            if type(value) in weakref.ProxyTypes and not _is_alive(value):
+                where = f"module {fqn!r}" if fqn else "the model"
+                raise TraceError(
+                    f"cannot trace the model: attribute {name!r} of {where} is a weak proxy of an object that is gone; what to do: set it to "
+                    "None"
+                )
+
+
+def _is_alive(proxy: Any) -> bool:
+    try:
+        return proxy.__class__ is not None
+    except ReferenceError:
+        return False
