@@ -37,8 +37,8 @@ def check_proxies(model: nn.Module) -> None:
             if type(value) in weakref.ProxyTypes and not _is_alive(value):
                 where = f"module {fqn!r}" if fqn else "the model"
                 raise TraceError(
-                    f"cannot trace the model: attribute {name!r} of {where} is a weak proxy of an object that is gone; what to do: set it to "
-                    "None"
+                    f"cannot trace the model: attribute {name!r} of {where} is a weak proxy of an object that is gone; "
+                    "what to do: set it to None"
                 )
 
 
