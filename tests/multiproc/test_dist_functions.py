@@ -1,5 +1,6 @@
 """`smpc.dist` on real ranks, of two pretended nodes."""
 
+import importlib
 import os
 import random
 import socket
@@ -190,6 +191,32 @@ def sampled(rank, folder):
         found[f"{name}, told"] = list(dist.get_sampler(range(8), num_replicas=4, rank=3))
         end()
     return found | {"after": list(dist.get_sampler(range(8)))}
+
+
+def connected(rank, folder, module):
+    """When this rank, of which one is slow, had its groups; when its `init` came back."""
+    init = importlib.import_module(module)
+    make_groups, made = init.make_groups, []
+
+    def slow(*arguments):
+        groups = make_groups(*arguments)
+        time.sleep(rank == 2)
+        made.append(time.monotonic())
+        return groups
+
+    init.make_groups = slow
+    begin, config, end = SESSIONS["pipelines" if "v1" in module else "v2's slices"]
+    begin(config)
+    came_back = time.monotonic()
+    end()
+    return made[0], came_back
+
+
+@pytest.mark.parametrize("module", ["smpc.v1.session.init", "smpc.v2.session.init"])
+def test_nobody_leaves_while_another_connects(module, tmp_path):
+    """A script that was short ended its session, and with it the connections that a slower rank was still making."""
+    made, came_back = zip(*run_workers(connected, 4, tmp_path, module), strict=True)
+    assert min(came_back) >= max(made)
 
 
 def test_the_samples_of_a_session(tmp_path):

@@ -264,6 +264,9 @@ def _make_session(
         monitor.start.know({rank: process for rank, (_, _, process) in enumerate(found) if rank != launch.rank})
     offset = 0 if launch.single_host or window is None else clock_offset(world, message_device)
     groups = make_groups(mesh, launch.rank, world, _timeout(config))
+    gather_objects(
+        None, world, message_device, device
+    )  # nobody leaves, and ends a session, while another still connects
     return Session(
         config=config,
         mesh=mesh,

@@ -90,8 +90,9 @@ def _make_session(config: Config, mesh: Mesh, rank: int, *, owns_world: bool) ->
     assert world is not None, "torch.distributed is initialised by now"
     if config.is_native:
         return Session(config, mesh, rank, {}, None, owns_world)
-    groups = make_groups(mesh, rank, world)
-    return Session(config, mesh, rank, groups, _replica_group(mesh, rank, world), owns_world)
+    groups, replicas = make_groups(mesh, rank, world), _replica_group(mesh, rank, world)
+    dist.barrier()  # nobody leaves, and ends a session, while another still connects
+    return Session(config, mesh, rank, groups, replicas, owns_world)
 
 
 def _replica_group(mesh: Mesh, rank: int, world: dist.ProcessGroup) -> dist.ProcessGroup:
