@@ -38,6 +38,14 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("random")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves a few cases of each large matrix to `make test`; see support/matrices.py."""
+    from matrices import mark_the_rest_slow
+
+    mark_the_rest_slow(items)
+
+
 def pytest_report_header() -> str:
     """Says how to draw the same examples again."""
     seed = core.global_force_seed

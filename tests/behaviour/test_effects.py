@@ -51,6 +51,7 @@ def trace_of(*names):
     return record(case.model(), args, kwargs)
 
 
+@pytest.mark.matrix(16)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if number % 3 == 0 else pytest.mark.slow) for number, name in enumerate(EFFECTS)],
@@ -86,6 +87,7 @@ REASONS = {
 }
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("name", REASONS)
 def test_a_refusal_says_what_where_and_what_to_do(name):
     found = outcome(Case(("Layer", name)))

@@ -82,6 +82,7 @@ def check_losses(text):
     assert len({line.split(" loss ")[1] for line in lines}) == 1, text
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("launcher", ["smpc", "torchrun", "mpirun"])
 def test_an_unmodified_script_trains_under_every_launcher_spawned_workers_included(launcher, python, train):
     with socket.socket() as free:

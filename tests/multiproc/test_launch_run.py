@@ -175,6 +175,7 @@ def test_exception_on_one_rank_ends_all_with_its_traceback(write):
     assert done.stderr.count("Traceback") == 1
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("death", "status", "says"),
     [
@@ -195,6 +196,7 @@ def test_users_mistake_in_the_script_is_told_once(write):
     assert (done.returncode, done.stderr) == (2, "smpc: error: WORLD_SIZE: expected 4, found 2\n")
 
 
+@pytest.mark.matrix(2)
 @needs_proc
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_signal_to_the_launcher_leaves_nothing(write, tmp_path, sent):

@@ -120,6 +120,7 @@ def plain(num_replicas):
     return losses, model.state_dict()
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("world", "options"),
     [

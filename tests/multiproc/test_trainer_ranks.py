@@ -128,6 +128,7 @@ def automatic(rank, folder, where):
     return found
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("where", ["forward", "backward", "inside of a unit"])
 def test_out_of_memory_on_one_rank(tmp_path, where):
     """All ranks take the smaller size, and have the bits of one that was given from the start; dropout included."""

@@ -167,6 +167,7 @@ def automatic(rank, folder, where):
     return found
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("where", ["forward", "backward", "inside of slices"])
 def test_out_of_memory_on_one_rank_of_slices(tmp_path, where):
     """The ranks that wait for its slices take the smaller size with it, and all have the bits of one that was given from the start."""

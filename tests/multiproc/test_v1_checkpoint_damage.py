@@ -110,6 +110,7 @@ FLIPPED = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.matrix(1)
 @FLIPPED
 def test_flipped_bits_of_full_checkpoints_are_told(tmp_path, start, form):
     assert run_workers(flips, 2, tmp_path, tmp_path / "run", "whole", start, form, 8, 1) == [[], []]

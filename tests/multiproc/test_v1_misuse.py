@@ -88,6 +88,7 @@ def misuse(rank, folder, by_hand):
     return train_step(model, feed(ids), 1.0)["loss"].outputs
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("by_hand", [None, LAST_FIRST], ids=["auto", "by hand"])
 def test_misuse_is_one_clear_error_on_every_rank(tmp_path, by_hand):
     first, second = run_workers(misuse, 2, tmp_path, by_hand)
@@ -149,6 +150,7 @@ def failing(rank, folder, place, by_hand):
     explode(model, feed(ids))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("place", "by_hand", "culprit"),
     [("before the model", None, 0), ("after the model", None, 1), ("after the model", LAST_FIRST, 0)],

@@ -68,6 +68,7 @@ def save_and_load(rank, folder, by_hand):
     return list(full["model"])
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("by_hand", [None, AROUND], ids=["auto", "by hand"])
 def test_save_and_load(tmp_path, by_hand):
     keys, _ = run_workers(save_and_load, 2, tmp_path, by_hand)

@@ -61,6 +61,7 @@ def train(rank, folder, name, world, by_hand):
     }
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     ("name", "world", "by_hand"),
     [

@@ -194,6 +194,7 @@ def slow(*values):
 CONTEXT = {"context_parallel_degree": 2, "hybrid_shard_degree": 2}
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("family", "fsdp", "checkpoints", "loss_of"),
     [
@@ -206,6 +207,7 @@ def test_sequences_that_scripts_cut(family, fsdp, checkpoints, loss_of, tmp_path
     check_losses(tmp_path, 2, family, CONTEXT, fsdp, checkpoints, loss_of)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("size", "degrees", "fsdp", "checkpoints"),
     [
@@ -224,6 +226,7 @@ def test_sequences_beside_replicas(tmp_path):
     check_losses(tmp_path, 4, "llama", CONTEXT, 2)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("size", "family", "degrees", "fsdp", "checkpoints", "loss_of"),
     [
@@ -260,6 +263,7 @@ def trains_in_bf16(rank, channel, family, degrees, fsdp):
     return losses, str(model(input_ids=own_chunks(batch(0, 0))).logits.dtype), parameters
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("family", "degrees", "fsdp"),
     [
@@ -426,6 +430,7 @@ WITH_TENSOR = {"expert_parallel_degree": 2, "tensor_parallel_degree": 2}
 WITH_CONTEXT = {"expert_parallel_degree": 2, "context_parallel_degree": 2}
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("kind", "family", "first", "second", "num_last"),
     [
@@ -605,6 +610,7 @@ def experts_reference(mode, num_samples):
     return losses, norms[0]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("size", "degrees", "fsdp", "mode", "more"),
     [
@@ -635,6 +641,7 @@ def check_experts(size, degrees, fsdp, mode, more, folder):
         assert found == pytest.approx(norm, rel=1e-5)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("size", "degrees", "fsdp", "mode"),
     [

@@ -127,6 +127,7 @@ def test_a_plan_that_divides_experts_does_not_run():
         LoopbackRuntime(model).install(found)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "GptOssForCausalLM", "stack"])
 def test_a_pipeline_of_parts(name):
     """Two pipeline ranks of each of two expert ranks: every microbatch's tokens travel inside of the stages."""

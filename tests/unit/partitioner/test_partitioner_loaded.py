@@ -188,6 +188,7 @@ def best_intervals(instance, n):
     return float(best[n])
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("seed", "limit", "backward"), [(0, None, False), (1, 480.0, False), (2, None, True)])
 def test_five_hundred_nodes_on_six_devices(seed, limit, backward):
     n = 250 if backward else 500

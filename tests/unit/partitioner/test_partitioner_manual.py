@@ -151,6 +151,7 @@ CASES = [
 ]
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(("name", "marks", "default", "placement"), CASES, ids=lambda value: str(value)[:40])
 def test_models_by_hand(name, marks, default, placement):
     model, batch = zoo.build(name)
@@ -276,6 +277,7 @@ def test_partitions_that_do_not_exist_are_named_together():
     assert "pipeline_parallel_degree - 1 = 1, found 2" in str(caught.value)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_marks_run_like_one_process(seed):
     generator = torch.Generator().manual_seed(seed)

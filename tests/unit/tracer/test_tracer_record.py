@@ -21,6 +21,7 @@ from smpc.tracer.ir import Autocast
 from smpc.tracer.recording.recorder import Recorder
 
 
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("name", zoo.MODELS)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_replay_equals_the_model_bitwise(name, training):

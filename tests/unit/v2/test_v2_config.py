@@ -41,6 +41,7 @@ def refusal(given):
     return None
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("world", range(1, 17))
 def test_exactly_the_degrees_that_can_be_arranged_are_accepted(world, monkeypatch):
     """The others are one error of `tsm.init`, in which every line names a degree, before anything is started."""

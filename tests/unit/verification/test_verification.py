@@ -105,6 +105,7 @@ def test_a_model_with_all_kinds_of_state_passes():
     assert str(verified) == "13 results of one microbatch are those of plain PyTorch, bit by bit"
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     ("schedule", "microbatches"),
     [("gpipe", 2), ("1f1b", 4), ("zb-h1", 4), ("zb-v", 4), ("interleaved-1f1b", 4), ("list", 4)],

@@ -1,0 +1,47 @@
+"""Which cases of a large matrix `make test` runs; `make test-all` runs all.
+
+`@pytest.mark.matrix(8)` on a parametrised test keeps eight of its cases and marks the others slow. They are chosen so that as many values
+of each parameter as possible are among them, and every value twice only once all have been there: the choice depends on nothing but the
+parameters, so that it is the same on every machine and in every worker.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+
+Case = frozenset[tuple[str, int]]  # name of a parameter and index of its value
+
+
+def chosen(cases: Sequence[Case], count: int) -> set[int]:
+    """Indices of at most `count` cases: next is always the one that brings most values not seen yet, of equals the first."""
+    kept: list[int] = []
+    missing: set[tuple[str, int]] = set()
+    while len(kept) < min(count, len(cases)):
+        rest = [index for index in range(len(cases)) if index not in kept]
+        missing = missing or set().union(*(cases[index] for index in rest))
+        best = max(rest, key=lambda index: len(cases[index] & missing))
+        if not cases[best] & missing:  # what is missing stands in kept cases alone
+            missing = set()
+            continue
+        kept.append(best)
+        missing -= cases[best]
+    return set(kept)
+
+
+def mark_the_rest_slow(items: Sequence[pytest.Item]) -> None:
+    """Marks what `@pytest.mark.matrix` leaves out of `make test`. Cases that are slow by themselves do not count."""
+    matrices: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if (
+            isinstance(item, pytest.Function)
+            and item.get_closest_marker("matrix")
+            and not item.get_closest_marker("slow")
+        ):
+            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for rows in matrices.values():
+        kept = chosen(
+            [frozenset(row.callspec.indices.items()) for row in rows], rows[0].get_closest_marker("matrix").args[0]
+        )
+        for index, row in enumerate(rows):
+            if index not in kept:
+                row.add_marker(pytest.mark.slow)
