@@ -34,7 +34,6 @@ def check(case: str, path: Path, folder: Path) -> None:
     )
 
 
-@pytest.mark.matrix(24)
 @pytest.mark.parametrize("case", golden_programs.cases(large=False))
 def test_the_bytes_are_those_recorded(case, tmp_path):
     check(case, golden_programs.QUICK, tmp_path)

@@ -1,8 +1,8 @@
 """Which cases of a large matrix `make test` runs; `make test-all` runs all.
 
 `@pytest.mark.matrix(8)` on a parametrised test keeps eight of its cases and marks the others slow. They are chosen so that as many values
-of each parameter as possible are among them, and every value twice only once all have been there: the choice depends on nothing but the
-parameters, so that it is the same on every machine and in every worker.
+of each parameter as possible are among them, and every value twice only once all have been there, from all over the list. The choice depends
+on nothing but the parameters, so that it is the same on every machine and in every worker.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,15 @@ Case = frozenset[tuple[str, int]]  # name of a parameter and index of its value
 
 
 def chosen(cases: Sequence[Case], count: int) -> set[int]:
-    """Indices of at most `count` cases: next is always the one that brings most values not seen yet, of equals the first."""
+    """Indices of at most `count` cases: next is always the one that brings most values not seen yet, of equals the one farthest from those kept."""
     kept: list[int] = []
     missing: set[tuple[str, int]] = set()
     while len(kept) < min(count, len(cases)):
         rest = [index for index in range(len(cases)) if index not in kept]
         missing = missing or set().union(*(cases[index] for index in rest))
-        best = max(rest, key=lambda index: len(cases[index] & missing))
+        best = max(
+            rest, key=lambda index: (len(cases[index] & missing), min((abs(index - k) for k in kept), default=0))
+        )
         if not cases[best] & missing:  # what is missing stands in kept cases alone
             missing = set()
             continue
