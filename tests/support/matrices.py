@@ -1,8 +1,8 @@
 """Which cases of a large matrix `make test` runs; `make test-all` runs all.
 
 `@pytest.mark.matrix(8)` on a parametrised test keeps eight of its cases and marks the others slow. They are chosen so that as many values
-of each parameter as possible are among them, and every value twice only once all have been there, from all over the list. The choice depends
-on nothing but the parameters, so that it is the same on every machine and in every worker.
+of each parameter as possible are among them, and every value twice only once all have been there, from all over the list. The choice
+depends on nothing but the parameters, so that it is the same on every machine and in every worker.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ Case = frozenset[tuple[str, int]]  # name of a parameter and index of its value
 
 
 def chosen(cases: Sequence[Case], count: int) -> set[int]:
-    """Indices of at most `count` cases: next is always the one that brings most values not seen yet, of equals the one farthest from those kept."""
+    """Indices of at most `count` cases: next is the one that brings most values not seen yet, of equals the farthest from those kept."""
     kept: list[int] = []
     missing: set[tuple[str, int]] = set()
     while len(kept) < min(count, len(cases)):
