@@ -1,6 +1,7 @@
 """What a step of a candidate, and its memory, are before there is a plan: at least, which prunes, and about, which says what to try first.
 
-`least_step` and `least_peak` are bounds: no plan is below them. `guess` is no bound. It takes the bubble of a schedule to be what its authors say of p ranks with v stages each, in forwards F, backwards B and the parts W of those that may wait:
+`least_step` and `least_peak` are bounds: no plan is below them. `guess` is no bound. It takes the bubble of a schedule to be what its
+authors say of p ranks with v stages each, in forwards F, backwards B and the parts W of those that may wait:
 
     1f1b, gpipe         (p - 1) (F + B)
     interleaved-1f1b    (p - 1) (F + B) / v
@@ -8,8 +9,8 @@
     zb-h2               (p - 1) (F + B - 3 W)
     zb-v                none
 
-What the busiest rank computes, and what the fullest one holds, is that of a cut in closed form (`smpc.compile.search.profile`). How long the
-step of a plan is, `smpc.compile.step` says.
+What the busiest rank computes, and what the fullest one holds, is that of a cut in closed form (`smpc.compile.search.profile`). How long
+the step of a plan is, `smpc.compile.step` says.
 """
 
 from __future__ import annotations
@@ -293,7 +294,7 @@ class Guess:
 
 
 def guess(sample: Sample, candidate: Candidate, place: Place) -> Guess:
-    """What a candidate may take: see the module docstring. Where there are fewer pieces than stages, it has no plan, and needs no end of memory."""
+    """What a candidate may take: see the module docstring. One with more stages than pieces has no plan, and no memory is enough."""
     p, m, v = candidate.pipeline_parallel_degree, candidate.microbatches, candidate.virtual_pipeline_degree
     state, replicas, profile = sample.state, candidate.data_parallel_degree, sample.profile
     assert profile is not None, "a sample of a trace has a profile"

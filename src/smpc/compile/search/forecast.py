@@ -155,7 +155,23 @@ class Forecast:
             else:
                 amount, parts = load.size / self.base_load.size, tensor * candidate.expert_parallel_degree
                 plain = base.scaled(amount / tensor / context, amount / tensor / context, 1 / parts)
+                plain = plain.longer(self._exchanged(candidate.shape, base.cut_bytes * amount))
         return guess(plain if candidate.recompute == "model" else plain.like(base, again), candidate, place)
+
+    def _exchanged(self, shape: Shape, num_bytes: float) -> float:
+        """About what a microbatch's collectives take that were not looked at; `num_bytes`: what a block hands to the next.
+
+        Tensor-parallel ranks gather and scatter that ten times in each block, forward and backward. Context-parallel ranks send keys and
+        values around, about as many bytes, three times.
+        """
+        mesh, device, blocks = shape.mesh, self.setting.device, len(self.again.modules.get("blocks", ()))
+        tensor, context = shape.tensor_parallel_degree, shape.context_parallel_degree
+        seconds = 0.0
+        for axis, size, sent in ((Axis.TP, tensor, 10 / context), (Axis.CP, context, 3 / tensor)):
+            if size > 1:
+                rate = bandwidth(Group.of(mesh, axis, device), device)
+                seconds += blocks * sent * num_bytes * (size - 1) / size / rate
+        return seconds
 
     def sample(self, shape: Shape) -> Sample:
         """Totals of what a rank of the shape computes, on its wires."""

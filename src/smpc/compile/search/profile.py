@@ -4,9 +4,9 @@
     stages = profile.stages("blocks", 16)          cut so that the longest stage is as short as can be, as plans are
     stages.peak(in_flight, ...)                    about what the fullest rank holds
 
-The cut goes as the solver's does, but one stage after the other: of the ends that the smallest longest stage allows, the one that breaks the
-fewest modules, and of these the one that the fewest bytes cross. Bytes are those of `smpc.partitioner.memory.peak`, with a rougher look at
-what lives while one operation works.
+The cut goes as the solver's does, but one stage after the other: of the ends that the smallest longest stage allows, the one that breaks
+the fewest modules, and of these the one that the fewest bytes cross. Bytes are those of `smpc.partitioner.memory.peak`, with a rougher
+look at what lives while one operation works.
 
 Modules that are computed again (`Again`) are not walked through for every microbatch: what they keep is taken to shrink as it does in the
 smallest microbatch. A module that takes longer than a stage's share is cut, and then keeps what it keeps without.
@@ -14,6 +14,7 @@ smallest microbatch. A module that takes longer than a stage's share is cut, and
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +50,7 @@ class _Bytes:
         first = np.zeros(num_units + 1)
         for users, size in items:
             first[users[0] + 1] += size
-        later = [(b, a, size) for users, size in items for a, b in zip(users[:-1], users[1:], strict=True) if size]
+        later = [(b, a, size) for users, size in items for a, b in itertools.pairwise(users) if size]
         rows = np.asarray(later, dtype=np.int64).reshape(-1, 3)
         return cls(np.cumsum(first), rows[:, 0], rows[:, 1], rows[:, 2].astype(float))
 
@@ -304,9 +305,7 @@ def _leaves(graph: Graph, recomputable: set[int]) -> FloatArray:
     return found
 
 
-def _cut(
-    until: FloatArray, pieces: IntArray, depth: FloatArray, crossing: FloatArray, num_stages: int
-) -> IntArray:
+def _cut(until: FloatArray, pieces: IntArray, depth: FloatArray, crossing: FloatArray, num_stages: int) -> IntArray:
     """Ends of the stages: see the module docstring."""
     times, last = until[pieces].tolist(), len(pieces) - 1
 
@@ -353,7 +352,10 @@ def in_flight(schedule: str, num_ranks: int, num_pieces: int, microbatches: int)
             found = np.full(len(stages), 2 * num_ranks - 1)
         case "interleaved-1f1b":
             falling = np.minimum(num_ranks, 2 * (num_ranks - ranks) - 1)
-            rounds = [falling if piece in (num_pieces // 2 - 1, num_pieces - 1) else np.full(num_ranks, num_ranks) for piece in range(num_pieces)]
+            rounds = [
+                falling if piece in (num_pieces // 2 - 1, num_pieces - 1) else np.full(num_ranks, num_ranks)
+                for piece in range(num_pieces)
+            ]
             more = [num_ranks if piece < num_pieces // 2 else 0 for piece in range(num_pieces)]
             found = np.concatenate([held + extra for held, extra in zip(rounds, more, strict=True)])
         case "zb-v" if microbatches < len(stages):
@@ -369,5 +371,3 @@ def placement(schedule: str, num_ranks: int, num_pieces: int) -> IntArray:
     if schedule == "zb-v":
         return np.minimum(stages, len(stages) - 1 - stages)
     return stages % num_ranks
-
-
