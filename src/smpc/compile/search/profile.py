@@ -337,7 +337,8 @@ def _cut(until: FloatArray, pieces: IntArray, depth: FloatArray, crossing: Float
         nearest = max(start + 1, earliest[stage])
         start = nearest + int(price[nearest : max(farthest, nearest) + 1].argmin())
         found.append(start)
-    return pieces[np.asarray(found)]
+    cuts: IntArray = pieces[np.asarray(found)]
+    return cuts
 
 
 def in_flight(schedule: str, num_ranks: int, num_pieces: int, microbatches: int) -> IntArray:
@@ -362,12 +363,14 @@ def in_flight(schedule: str, num_ranks: int, num_pieces: int, microbatches: int)
             found = np.full(len(stages), microbatches)
         case _:  # 1f1b, and zb-v down the ranks and up again
             found = len(stages) - stages
-    return np.minimum(found, microbatches)
+    held: IntArray = np.minimum(found, microbatches)
+    return held
 
 
 def placement(schedule: str, num_ranks: int, num_pieces: int) -> IntArray:
     """The rank of each stage."""
     stages = np.arange(num_ranks * num_pieces)
     if schedule == "zb-v":
-        return np.minimum(stages, len(stages) - 1 - stages)
-    return stages % num_ranks
+        stages = np.minimum(stages, len(stages) - 1 - stages)
+    ranks: IntArray = stages % num_ranks
+    return ranks
