@@ -104,7 +104,7 @@ class Sample:
         0.0,
         0.0,
     )  # seconds of forwards and of backwards that are kernels' launches, however small they are
-    profile: Profile | None = None  # operation by operation; None: stages are taken to be equal
+    profile: Profile | None = None  # operation by operation, from which guesses are made
     memory: float = 1.0  # times the activations of `profile`
     size: float = 1.0  # times its state
 
