@@ -1,15 +1,16 @@
 """What a step of a candidate, and its memory, are before there is a plan: at least, which prunes, and about, which says what to try first.
 
-`least_step` and `least_peak` are bounds: no plan is below them. `guess` is no bound. It takes stages to be equal, and the bubble of a
-schedule to be what its authors say of p ranks with v stages each, in forwards F, backwards B and the parts W of those that may wait:
+`least_step` and `least_peak` are bounds: no plan is below them. `guess` is no bound. It takes the bubble of a schedule to be what its
+authors say of p ranks with v stages each, in forwards F, backwards B and the parts W of those that may wait:
 
-    1f1b, gpipe         (p - 1) (F + B)              microbatches held by the first rank: p; gpipe: all
-    interleaved-1f1b    (p - 1) (F + B) / v          p + (p - 1) / v
-    zb-h1               (p - 1) (F + B - 2 W)        p
-    zb-h2               (p - 1) (F + B - 3 W)        2 p - 1
-    zb-v                none                         p
+    1f1b, gpipe         (p - 1) (F + B)
+    interleaved-1f1b    (p - 1) (F + B) / v
+    zb-h1               (p - 1) (F + B - 2 W)
+    zb-h2               (p - 1) (F + B - 3 W)
+    zb-v                none
 
-How long the step of a plan is, `smpc.compile.step` says.
+What the busiest rank computes, and what the fullest one holds, is that of a cut in closed form (`smpc.compile.search.profile`). How long
+the step of a plan is, `smpc.compile.step` says.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from smpc.compile.search.profile import Held, Profile, in_flight, placement
 from smpc.compile.search.space import Candidate
 from smpc.compile.step import BUCKET_BYTES, Sharding
 from smpc.partitioner.analysis import analyse
@@ -102,6 +104,9 @@ class Sample:
         0.0,
         0.0,
     )  # seconds of forwards and of backwards that are kernels' launches, however small they are
+    profile: Profile | None = None  # operation by operation, from which guesses are made
+    memory: float = 1.0  # times the activations of `profile`
+    size: float = 1.0  # times its state
 
     @classmethod
     def of(
@@ -111,8 +116,12 @@ class Sample:
         recompute: Sequence[str] = (),
         times: NodeTimes | None = None,
         state: State | None = None,
+        profile: Profile | None = None,
     ) -> Sample:
-        """The totals of a trace, with these modules computed again in the backward; `times` replace the predicted ones."""
+        """The totals of a trace, with these modules computed again in the backward; `times` replace the predicted ones.
+
+        `profile`: that of the trace, if there is one already.
+        """
         analysis = analyse(trace, cost_model, times, recompute)
         times, units, graph = analysis.times, analysis.units, analysis.graph
         chain = chain_problem(graph, analysis.clusters, analysis.recomputable, units, Scale(0.0, 1, 1.0), (1,))
@@ -132,6 +141,7 @@ class Sample:
                 float(np.count_nonzero(times.forward)) * cost_model.kernels.launch,
                 float(np.count_nonzero(times.backward)) * cost_model.kernels.launch,
             ),
+            profile or Profile.of(analysis, chain),
         )
 
     @property
@@ -158,6 +168,8 @@ class Sample:
             activation_bytes=self.activation_bytes * memory,
             cut_bytes=self.cut_bytes * memory,
             state=State(*(round(part * state) for part in parts)),
+            memory=self.memory * memory,
+            size=self.size * state,
         )
 
     def longer(self, seconds: float) -> Sample:
@@ -282,42 +294,40 @@ class Guess:
 
 
 def guess(sample: Sample, candidate: Candidate, place: Place) -> Guess:
-    """What a candidate may take: see the module docstring."""
+    """What a candidate may take: see the module docstring. One with more stages than pieces has no plan, and no memory is enough."""
     p, m, v = candidate.pipeline_parallel_degree, candidate.microbatches, candidate.virtual_pipeline_degree
+    state, replicas, profile = sample.state, candidate.data_parallel_degree, sample.profile
+    assert profile is not None, "a sample of a trace has a profile"
+    stages = profile.stages(candidate.recompute, candidate.num_stages)
+    busiest, peak = 1.0 / p, math.inf
+    if stages is not None:
+        ranks = placement(candidate.schedule, p, v)
+        held = Held(m, candidate.sharding, replicas, profile.scratch, profile.early, sample.memory, sample.size)
+        busiest = stages.share(p, ranks)
+        peak = stages.peak(in_flight(candidate.schedule, p, v, m), ranks, held)
     whole = sample.whole
-    ramp, held = _ramp(sample, candidate)
-    held = min(held, float(m))
     message = place.link.latency + sample.cut_bytes / place.link.rate
-    alone = (sample.split_path if candidate.schedule.startswith("zb") else sample.path) + (m - 1) * whole / p / v
-    pipeline = max(m * whole / p + (p - 1) / p * ramp, alone) + (2 * (p * v - 1) * message if p > 1 else 0.0)
-    state, replicas = sample.state, candidate.data_parallel_degree
+    alone = (sample.split_path if candidate.schedule.startswith("zb") else sample.path) + (m - 1) * whole * busiest / v
+    filled = m * whole * busiest + (p - 1) / p * _ramp(sample, candidate)
+    pipeline = max(filled, alone) + (2 * (p * v - 1) * message if p > 1 else 0.0)
     step = pipeline * (1.0 + place.slowdown) + _exchanged(sample, candidate, place)
     traffic = state.traffic(candidate.sharding, replicas, place.replicas.size) / p
-    step += traffic / place.device.memory_bandwidth
-    kept = state.kept(candidate.sharding, replicas) + state.gradients
-    return Guess(step, (kept + held * sample.activation_bytes) / p)
+    return Guess(step + traffic / place.device.memory_bandwidth, peak)
 
 
-def _ramp(sample: Sample, candidate: Candidate) -> tuple[float, float]:
-    """Seconds of forwards and backwards of the model for which p ranks wait p - 1 times a p-th, and microbatches held by the first rank."""
-    p, v, whole, weight = (
-        candidate.pipeline_parallel_degree,
-        candidate.virtual_pipeline_degree,
-        sample.whole,
-        sample.weight,
-    )
+def _ramp(sample: Sample, candidate: Candidate) -> float:
+    """Seconds of forwards and backwards of the model for which p ranks wait p - 1 times a p-th."""
+    whole, weight = sample.whole, sample.weight
     match candidate.schedule:
-        case "gpipe":
-            return whole, float(candidate.microbatches)
         case "interleaved-1f1b":
-            return whole / v, p + (p - 1) / v
+            return whole / candidate.virtual_pipeline_degree
         case "zb-h1":
-            return max(0.0, whole - 2 * weight), float(p)
+            return max(0.0, whole - 2 * weight)
         case "zb-h2":
-            return max(0.0, whole - 3 * weight), 2.0 * p - 1
+            return max(0.0, whole - 3 * weight)
         case "zb-v":
-            return 0.0, float(p)
-    return whole, float(p)
+            return 0.0
+    return whole
 
 
 def _exchanged(sample: Sample, candidate: Candidate, place: Place) -> float:

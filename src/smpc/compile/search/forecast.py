@@ -24,6 +24,7 @@ from smpc.compile.search.estimate import (
     guess,
     least_seconds,
 )
+from smpc.compile.search.profile import Profile
 from smpc.compile.search.setting import Setting
 from smpc.compile.search.space import (
     Again,
@@ -43,6 +44,8 @@ from smpc.mesh import Axis
 from smpc.partitioner.costs.collectives import bandwidth
 from smpc.partitioner.costs.cost import node_times
 from smpc.partitioner.costs.description import Group
+from smpc.partitioner.graph.recompute import requested_regions
+from smpc.tracer.ir import Trace
 
 _Key = tuple[Load, bool, Group, Group, Group]
 
@@ -59,6 +62,8 @@ class Forecast:
     _leasts: dict[tuple[Load, tuple[Group, ...]], Least] = field(default_factory=dict)
     _samples: dict[_Key, Sample] = field(default_factory=dict)
     _reruns: dict[tuple[_Key, str], Reruns] = field(default_factory=dict)
+    _profiles: dict[Load, Profile] = field(default_factory=dict)
+    _kept: dict[str, float] = field(default_factory=dict)  # part of what they save, by what is computed again
     _schedules: dict[tuple[int, int], int] = field(default_factory=dict)  # how many, by ranks and microbatches
 
     @classmethod
@@ -71,9 +76,25 @@ class Forecast:
         again = Again.of(trace, node_times(trace, options.cost_model).forward.tolist())
         base: dict[str, Sample] = {}
         for name in again.names:
-            state = next(iter(base.values())).state if base else None
-            base[name] = Sample.of(trace, options.cost_model, again[name], state=state)
-        return cls(setting, loads, again, base, Load(size))
+            first = base.get("model")
+            state, profile = (first.state, first.profile) if first else (None, None)
+            base[name] = Sample.of(trace, options.cost_model, again[name], state=state, profile=profile)
+        found = cls(setting, loads, again, base, Load(size))
+        for name in again.names[1:]:
+            found._note_again(trace, base["model"].profile, name)
+        return found
+
+    def _note_again(self, trace: Trace, profile: Profile | None, name: str) -> None:
+        """What modules that are computed again are in a profile; they keep as much of what they save as in the smallest microbatch."""
+        assert profile is not None, "a sample of a trace has a profile"
+        own = set(trace.regions)
+        asked = requested_regions(trace, self.again[name]).regions
+        regions = [(region.first, region.last) for region in asked if region not in own]
+        if name not in self._kept:
+            before, after = self.base["model"].activation_bytes, self.base[name].activation_bytes
+            inside = profile.saved_inside(regions)
+            self._kept[name] = max(0.0, 1.0 - (before - after) / inside) if inside else 1.0
+        profile.compute_again(name, regions, self._kept[name])
 
     def least(self, shape: Shape) -> tuple[float, int]:
         """Seconds and bytes that no candidate of a shape is below, by the smallest microbatch that is known of such ranks."""
@@ -123,7 +144,7 @@ class Forecast:
 
     def guessed(self, candidate: Candidate, place: Place, plain: Sample | None) -> Guess:
         """By the sample of the candidate's load, or by that of the smallest microbatch."""
-        base, again, working = self.base["model"], self.base[candidate.recompute], 0.0
+        base, again = self.base["model"], self.base[candidate.recompute]
         tensor, context = candidate.tensor_parallel_degree, candidate.context_parallel_degree
         if plain is None:
             load = Load.of(candidate.shape)
@@ -133,16 +154,24 @@ class Forecast:
                 plain = self.sample(replace(candidate.shape, microbatch_size=known.size)).scaled(amount, amount, 1.0)
             else:
                 amount, parts = load.size / self.base_load.size, tensor * candidate.expert_parallel_degree
-                plain = base.scaled(amount / tensor / context, amount / context, 1 / parts)
-        if candidate.recompute != "model":
-            modules = self.again[candidate.recompute]
-            before = plain.activation_bytes
-            plain = plain.like(base, again)
-            if candidate.num_stages > len(modules) + 2:  # a module that a cut goes through is not computed again
-                plain = replace(plain, activation_bytes=before)
-            working = (before - plain.activation_bytes) / len(modules)  # of the one that is being computed again
-        found = guess(plain, candidate, place)
-        return replace(found, peak=found.peak + working)
+                plain = base.scaled(amount / tensor / context, amount / tensor / context, 1 / parts)
+                plain = plain.longer(self._exchanged(candidate.shape, base.cut_bytes * amount))
+        return guess(plain if candidate.recompute == "model" else plain.like(base, again), candidate, place)
+
+    def _exchanged(self, shape: Shape, num_bytes: float) -> float:
+        """About what a microbatch's collectives take that were not looked at; `num_bytes`: what a block hands to the next.
+
+        Tensor-parallel ranks gather and scatter that ten times in each block, forward and backward. Context-parallel ranks send keys and
+        values around, about as many bytes, three times.
+        """
+        mesh, device, blocks = shape.mesh, self.setting.device, len(self.again.modules.get("blocks", ()))
+        tensor, context = shape.tensor_parallel_degree, shape.context_parallel_degree
+        seconds = 0.0
+        for axis, size, sent in ((Axis.TP, tensor, 10 / context), (Axis.CP, context, 3 / tensor)):
+            if size > 1:
+                rate = bandwidth(Group.of(mesh, axis, device), device)
+                seconds += blocks * sent * num_bytes * (size - 1) / size / rate
+        return seconds
 
     def sample(self, shape: Shape) -> Sample:
         """Totals of what a rank of the shape computes, on its wires."""
@@ -155,10 +184,15 @@ class Forecast:
             # as with the fewest microbatches
             costs = replace(options.cost_model, accumulated=0.5 if shape.microbatches > 1 else 0.0)
             times = self.loads.times(load, mesh, costs)
-            self._samples[key] = Sample.of(traced.trace, costs, (), times)
+            known = self._profiles.get(load)
+            found = self._samples[key] = Sample.of(traced.trace, costs, (), times, profile=known)
             times = times or node_times(traced.trace, costs)
             for name in self.again.names:
+                if known is None and name != "model":
+                    self._note_again(traced.trace, found.profile, name)
                 self._reruns[key, name] = Reruns.of(traced.trace, self.again[name], times)
+            assert found.profile is not None, "a sample of a trace has a profile"
+            self._profiles[load] = found.profile
         return self._samples[key]
 
     def reruns(self, shape: Shape, again: str) -> Reruns:
