@@ -1,0 +1,249 @@
+"""Expert parallelism in training scripts: no annotation, any arrangement of ranks, one process's results."""
+
+import functools
+
+import expert_models
+import pytest
+import torch
+from executor_harness import run_workers
+from torch import nn
+from torch.nn import functional as F
+
+import smpc.v1 as smp
+from smpc.errors import CheckpointError, ConfigError, ConfigUnsupportedError, StepError
+
+STEPS, HALF, MB = 4, 2, 2
+VOCABULARY = expert_models.VOCABULARY
+
+
+class Experts(nn.Module):
+    """All experts in one module, with biases."""
+
+    def __init__(self, num_experts, width, inner):
+        super().__init__()
+        self.num_experts = num_experts
+        self.up = nn.Parameter(torch.randn(num_experts, width, inner) * 0.3)
+        self.bias = nn.Parameter(torch.randn(num_experts, inner) * 0.3)
+        self.down = nn.Parameter(torch.randn(num_experts, inner, width) * 0.3)
+
+    def forward(self, hidden, index, weights):
+        found = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            row, slot = (index == expert).nonzero(as_tuple=True)
+            inner = F.gelu(hidden[row] @ self.up[expert] + self.bias[expert])
+            found = found.index_add(0, row, (inner @ self.down[expert]) * weights[row, slot].unsqueeze(1))
+        return found
+
+
+class Block(nn.Module):
+    def __init__(self, width, num_experts):
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, num_experts, bias=False)
+        self.experts = Experts(num_experts, width, 24)
+
+    def forward(self, hidden):
+        flat = self.norm(hidden).reshape(-1, hidden.shape[-1])
+        weights, index = self.router(flat).softmax(-1).topk(2)
+        return hidden + self.experts(flat, index, weights).view_as(hidden)
+
+
+class Output(dict):
+    loss = property(lambda self: self["loss"])
+
+
+class ByHand(nn.Module):
+    def __init__(self, num_experts=4):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.blocks = nn.ModuleList(Block(16, num_experts) for _ in range(2))
+
+    def forward(self, input_ids, labels, attention_mask=None):
+        hidden = self.embedding(input_ids)
+        if attention_mask is not None:
+            hidden = hidden * attention_mask.unsqueeze(-1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden)
+        return Output(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100), logits=logits)
+
+
+def made(name, dtype=torch.float32):
+    torch.manual_seed(5)
+    return ByHand().to(dtype) if name == "by hand" else expert_models.hugging_face(name, dtype)
+
+
+@smp.step
+def train_step(model, batch):
+    loss = model(**batch).loss
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def evaluate(model, batch):
+    return model(**batch).loss
+
+
+def batch_of(step, part):
+    """One data rank's batch: with padding, lengths and numbers of labels of its own."""
+    generator = torch.Generator().manual_seed(10 * step + part)
+    length = 8 + 2 * ((step + part) % 2)
+    ids = torch.randint(3, VOCABULARY, (2 * MB, length), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(2 * MB):
+        mask[row, length - (part + row + step) % 4 :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def optimizer_of(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+
+
+def clipped(parameters):
+    return torch.nn.utils.clip_grad_norm_(parameters, 0.2)
+
+
+@functools.cache
+def eager(name, parts):
+    """One process: the losses, norms, gradients of the first batch, and the parameters at the end."""
+    model = made(name)
+    optimizer, losses, norms, gradients = optimizer_of(model.parameters()), [], [], None
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for part in range(parts):
+            whole = batch_of(step, part)
+            for index in range(MB):
+                loss = model(**{key: value.chunk(MB)[index] for key, value in whole.items()}).loss
+                (loss / MB / parts).backward()
+                total += loss.item() / MB / parts
+        gradients = gradients or {key: p.grad.clone() for key, p in model.named_parameters()}
+        norms.append(clipped(model.parameters()).item())
+        optimizer.step()
+        losses.append(total)
+    return losses, norms, gradients, {key: p.detach().clone() for key, p in model.named_parameters()}
+
+
+def init(pp, ep, **config):
+    degrees = {"pipeline_parallel_degree": pp, "expert_parallel_degree": ep, "microbatches": MB, "ddp": True}
+    smp.init(degrees | config)
+
+
+def wrapped(name, seed=0.0):
+    model = made(name)
+    if seed:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(seed)
+    optimizer = optimizer_of(model.parameters())  # its parameters stay the ones that train
+    model = smp.DistributedModel(model)
+    return model, smp.DistributedOptimizer(optimizer)
+
+
+def steps(model, optimizer, some):
+    """Losses over all data, norms, and this rank's gradients of the first batch."""
+    losses, norms, gradients = [], [], None
+    for step in some:
+        optimizer.zero_grad()
+        loss = train_step(model, batch_of(step, smp.data_rank())).reduce_mean()
+        gradients = gradients or {
+            key: (p.grad.clone(), model.slices.get(key)) for key, p in model.local_named_parameters()
+        }
+        norms.append(clipped(model.parameters()).item())
+        optimizer.step()
+        losses.append(torch.stack(smp.allgather(loss, smp.WORLD)).mean().item())
+    return losses, norms, gradients
+
+
+def train(rank, folder, name, pp, ep, config):
+    init(pp, ep, **config)
+    model, optimizer = wrapped(name, seed=0.3 * smp.rdp_rank())  # replica 0's values count
+    losses, norms, gradients = steps(model, optimizer, range(HALF))
+    smp.save_checkpoint(str(folder), "half", model=model, optimizer=optimizer)
+    smp.save_checkpoint(str(folder), "whole", partial=False, model=model, optimizer=optimizer)
+    more = steps(model, optimizer, range(HALF, STEPS))
+    evaluated = evaluate(model.eval(), batch_of(0, smp.data_rank())).reduce_mean().item()
+    state, of_optimizer = model.state_dict(), optimizer.state_dict()["state"]
+    smp.shutdown()
+    return losses + more[0], norms + more[1], gradients, state, of_optimizer, evaluated
+
+
+def resume(rank, folder, name, pp, ep, config, saved, tag):
+    init(pp, ep, **config)
+    model, optimizer = wrapped(name, seed=0.1)
+    smp.resume_from_checkpoint(str(saved), tag, partial=tag == "half")
+    losses, norms, _ = steps(model, optimizer, range(HALF, STEPS))
+    smp.shutdown()
+    return losses, norms
+
+
+def check(tmp_path, name, pp, ep, world, config=None):
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    config = config or {}
+    found = run_workers(train, world, folder, name, pp, ep, config)
+    losses, norms, gradients, state = eager(name, world // pp // config.get("context_parallel_degree", 1))
+    seen = {}
+    for own_losses, own_norms, own_gradients, whole, of_optimizer, _ in found:
+        assert own_losses == pytest.approx(losses, rel=1e-6)
+        assert own_norms == pytest.approx(norms, rel=1e-5)
+        for key, (gradient, shard) in own_gradients.items():
+            expected = gradients[key]
+            limit = 1e-5 * expected.abs().max().item()
+            if shard is not None:
+                expected = expected.narrow(0, shard.start, gradient.shape[0])
+                assert gradient.shape[0] == shard.size // ep
+            torch.testing.assert_close(gradient, expected, rtol=0, atol=max(limit, 1e-8))
+            seen.setdefault(key, set()).add(0 if shard is None else shard.start)
+        assert list(whole) == list(made(name).state_dict())
+        for key, value in state.items():
+            torch.testing.assert_close(whole[key], value, rtol=1e-4, atol=2e-5)
+            assert of_optimizer[key]["exp_avg"].shape == value.shape
+    assert seen.keys() == gradients.keys()
+    assert sum(len(starts) == ep for starts in seen.values()) == sum("experts." in key for key in seen)
+    return folder
+
+
+def check_resumed(tmp_path, folder, name, pp, ep, world, parts, tag, config=None):
+    losses, norms, *_ = eager(name, parts)
+    own = tmp_path / f"{pp}-{ep}-{world}-{tag}"
+    own.mkdir()
+    for own_losses, own_norms in run_workers(resume, world, own, name, pp, ep, config or {}, folder, tag):
+        assert own_losses == pytest.approx(losses[HALF:], rel=1e-5)
+        assert own_norms == pytest.approx(norms[HALF:], rel=1e-4)
+
+
+def test_two_ranks_train_as_one_process_and_others_go_on(tmp_path):
+    folder = check(tmp_path, "by hand", 1, 2, 2)
+    check_resumed(tmp_path, folder, "by hand", 1, 1, 2, 2, "half")
+    check_resumed(tmp_path, folder, "by hand", 2, 2, 4, 2, "whole")
+
+
+def test_beside_a_pipeline(tmp_path):
+    folder = check(tmp_path, "MixtralForCausalLM", 2, 2, 4)
+    check_resumed(tmp_path, folder, "MixtralForCausalLM", 1, 2, 2, 2, "half")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "pp", "ep", "world", "config"),
+    [
+        ("MixtralForCausalLM", 1, 2, 2, {}),
+        ("MixtralForCausalLM", 1, 4, 4, {}),
+        ("Qwen2MoeForCausalLM", 2, 2, 4, {}),
+        ("by hand", 2, 2, 4, {"schedule": "interleaved-1f1b"}),
+        ("Qwen2MoeForCausalLM", 1, 2, 4, {}),
+        ("by hand", 1, 2, 4, {"placement_strategy": "spread"}),
+        ("MixtralForCausalLM", 1, 2, 2, {"context_parallel_degree": 2}),
+        ("Qwen2MoeForCausalLM", 1, 2, 4, {"context_parallel_degree": 2}),
+        ("MixtralForCausalLM", 1, 4, 4, {"context_parallel_degree": 2}),
+        ("MixtralForCausalLM", 2, 2, 4, {"context_parallel_degree": 2}),
+        ("by hand", 1, 2, 4, {"shard_optimizer_state": True}),
+        ("MixtralForCausalLM", 1, 2, 4, {"shard_optimizer_state": True}),
+        ("MixtralForCausalLM", 2, 2, 4, {"shard_optimizer_state": True}),
+    ],
+)
+def test_other_arrangements(tmp_path, name, pp, ep, world, config):
+    context = config.get("context_parallel_degree", 1)
+    folder = check(tmp_path, name, pp, ep, world, config)
+    check_resumed(tmp_path, folder, name, 1, 2, 2 * context, world // pp // context, "half") if world // pp == 2 * context else None
