@@ -244,6 +244,183 @@ def test_beside_a_pipeline(tmp_path):
     ],
 )
 def test_other_arrangements(tmp_path, name, pp, ep, world, config):
-    context = config.get("context_parallel_degree", 1)
+    """And other ranks, as many as there are parts of the data, go on from the checkpoint."""
     folder = check(tmp_path, name, pp, ep, world, config)
-    check_resumed(tmp_path, folder, name, 1, 2, 2 * context, world // pp // context, "half") if world // pp == 2 * context else None
+    parts = world // pp // config.get("context_parallel_degree", 1)
+    check_resumed(tmp_path, folder, name, 1, min(parts, 2), parts, parts, "half")
+
+
+def in_half(ep, config):
+    """Losses and norms in half precision, whose masters are clipped."""
+    init(1, ep, **config)
+    model, optimizer = smp.DistributedModel(made("by hand")), None
+    optimizer = smp.DistributedOptimizer(optimizer_of(model.parameters()), dynamic_loss_scale="fp16" in config)
+    found = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        found.append(train_step(model, batch_of(step, smp.data_rank())).reduce_mean().item())
+        found.append(optimizer.clip_master_grads(0.2).item())
+        optimizer.step()
+    smp.shutdown()
+    return found
+
+
+def added_up(ep):
+    """Gradients of two steps, averaged at the second; of a third that adds to them; of a call outside of steps."""
+    init(1, ep)
+    model = smp.DistributedModel(made("by hand"), backward_passes_per_step=2)
+    for step in range(2):
+        train_step(model, batch_of(step, smp.data_rank()))
+    found = [norm_of(model)]
+    smp.shutdown()
+    init(1, ep)
+    model = smp.DistributedModel(made("MixtralForCausalLM"), overlapping_allreduce=False)
+    for step in range(2):
+        train_step(model, batch_of(step, smp.data_rank()))
+    found.append(norm_of(model))
+    model.zero_grad()
+    model(**batch_of(3, smp.data_rank())).loss.backward()
+    found.append(norm_of(model))
+    smp.shutdown()
+    return found
+
+
+def norm_of(model):
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()
+
+
+def drawn_late(ep):
+    """The first loss and norm of a model whose parameters have no memory before it is distributed; seeds of ranks differ."""
+    init(1, ep)
+    torch.manual_seed(11 + smp.rank())
+    with smp.delay_param_initialization():
+        model = late()
+    model = smp.DistributedModel(model)
+    found = [train_step(model, batch_of(0, smp.data_rank())).reduce_mean().item(), norm_of(model)]
+    smp.shutdown()
+    return found
+
+
+def late():
+    import transformers
+
+    config = transformers.MixtralConfig(**expert_models.SETTINGS["MixtralForCausalLM"])
+    config._experts_implementation = config._attn_implementation = "eager"
+    return transformers.MixtralForCausalLM(config)
+
+
+def variants(rank, folder, ep):
+    return {
+        "bf16": in_half(ep, {"bf16": True}),
+        "fp16": in_half(ep, {"fp16": True}),
+        "fp16, state sharded": in_half(ep, {"fp16": True, "shard_optimizer_state": True}),
+        "added up": added_up(ep),
+        "drawn late": drawn_late(ep),
+    }
+
+
+def test_precisions_and_sums_of_several_steps_are_those_of_replicas(tmp_path):
+    found = []
+    for ep in (1, 2):
+        folder = tmp_path / str(ep)
+        folder.mkdir()
+        found.append(run_workers(variants, 2, folder, ep))
+    for whole, divided in zip(*found, strict=True):
+        for what, expected in whole.items():
+            assert divided[what] == pytest.approx(expected, rel=2e-2 if "16" in what else 1e-5), what
+
+
+class Whole(nn.Module):
+    """No experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+
+
+class Apart(nn.Module):
+    """Experts that are modules of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = expert_models.LoopBlock()
+
+
+def hooked():
+    model = ByHand()
+    model.blocks[0].experts.up.register_hook(lambda grad: grad)
+    return model
+
+
+def tied():
+    model = ByHand()
+    model.blocks[1].experts = model.blocks[0].experts
+    model.blocks[1].experts = Experts(4, 16, 24)
+    model.blocks[1].experts.up = model.blocks[0].experts.up
+    return model
+
+
+def refuse(rank, folder):
+    for degree, config, said in (
+        (2, {"ddp": False}, "expert_parallel_degree: 2 requires ddp: true, found ddp: false"),
+        (2, {"fully_shard": True}, "expert_parallel_degree: 2 and fully_shard: true exclude each other in a script"),
+        (2, {"tensor_parallel_degree": 2, "tensor_parallel_plan": "auto", "prescaled_batch": True}, "and tensor_parallel_degree: 2 exclude"),
+        (2, {"schedule": "list"}, "and schedule: list exclude each other in a script: its order follows predicted times"),
+        (4, {}, r"expected a divisor of 2 \(data-parallel replicas 2 x context_parallel_degree 1"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            init(1, degree, **config)
+    init(1, 2)
+    for make, said in (
+        (Whole, "found none: no module looks like experts"),
+        (Apart, "found none: block.experts: its experts are modules of their own"),
+        (lambda: ByHand(3), "blocks.0.experts: expected a number of experts that 2 divides, found 3"),
+        (hooked, "blocks.0.experts: there are hooks on its gradients"),
+        (tied, "blocks.0.experts: other modules share its parameters"),
+        (lambda: ByHand(2 + 2 * smp.rank()), "expected the same experts on all replicas"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            smp.DistributedModel(make())
+    with pytest.raises(ConfigError, match="trace_execution_times: not with expert_parallel_degree above 1"):
+        smp.DistributedModel(ByHand(), trace_execution_times=True)
+    model = smp.DistributedModel(made("by hand"))
+    with pytest.raises(ConfigUnsupportedError, match="expert_parallel_degree"):
+        model.register_comm_hook(None, None)
+    with pytest.raises(ConfigUnsupportedError, match="expert_parallel_degree"), model.join():
+        pass
+    with pytest.raises(ConfigUnsupportedError, match="cpu: with expert_parallel_degree"):
+        model.cpu()
+    with pytest.raises(ConfigUnsupportedError, match="expert parallelism"):
+        smp.DistributedModel(ByHand())
+    batch = batch_of(0, rank)
+    with pytest.raises(StepError, match=r"found on ranks \[0, 1\]: .*train_step, with gradients; .*evaluate, with"):
+        (evaluate if rank else train_step)(model, batch)
+    with pytest.raises(StepError, match="evaluate, with gradients; .*evaluate, without gradients"), torch.set_grad_enabled(rank == 0):
+        evaluate(model, batch)
+    loss = train_step(model, batch).reduce_mean().item()  # and it goes on
+    smp.shutdown()
+    return loss
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path):
+    found = run_workers(refuse, 2, tmp_path)
+    assert sum(found) / 2 == pytest.approx(eager("by hand", 2)[0][0], rel=1e-6)
+
+
+def miss(rank, folder):
+    """State dicts are asked for by one rank alone."""
+    init(1, 2, checkpoint_timeout=2)
+    model = smp.DistributedModel(made("by hand"))
+    said = ""
+    if rank == 0:
+        with pytest.raises(CheckpointError) as caught:
+            model.state_dict()
+        said = str(caught.value)
+    smp.barrier(smp.WORLD)
+    smp.shutdown()
+    return said
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    said, _ = run_workers(miss, 2, tmp_path)
+    assert "1" in said

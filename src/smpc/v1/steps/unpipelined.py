@@ -48,11 +48,12 @@ class Single:
         supervision, join, experts = self._context.supervision, self._context.join, self._context.experts
         if join is not None and self._may_train(body):
             join.begin_step()
-        with supervision.step(), supervision.guard():
+        with supervision.step():
             failure = None if experts is None else experts.agree(body.name, self._may_train(body), None)
             if failure is not None:
                 raise failure
-            return self._run(body, own(), watch)
+            with supervision.guard():
+                return self._run(body, own(), watch)
 
     def _run(self, body: StepBody, arguments: Arguments, watch: Watch) -> tuple[object, int]:
         context = self._context
