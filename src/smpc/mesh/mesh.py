@@ -287,7 +287,13 @@ class Mesh:
 
     def _degrees(self, axis: Axis) -> dict[str, int]:
         """The ranks of each letter as the axis sees them."""
-        degrees = {"P": self.pp_size, "T": self.tp_size, "R": self.replica_size, "S": self.shard_size, "C": self.cp_size}
+        degrees = {
+            "P": self.pp_size,
+            "T": self.tp_size,
+            "R": self.replica_size,
+            "S": self.shard_size,
+            "C": self.cp_size,
+        }
         if not _is_of_experts(axis):
             return degrees
         folded = self.rdp_size if self.fsdp_size % self.ep_size else self.fsdp_size

@@ -7,8 +7,8 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smpc.v1.optimization.assign_owners import Cut, Lot, deal
 from smpc.mesh import Axis
+from smpc.v1.optimization.assign_owners import Cut, Lot, deal
 from smpc.v1.optimization.sharded import Entry
 
 LOTS = st.lists(

@@ -4,8 +4,8 @@
     model = smp.DistributedModel(AnyMixture())                                # nothing is annotated
     sampler = DistributedSampler(data, num_replicas=smp.data_size(), rank=smp.data_rank())
 
-The ranks of a group are replicas, each with a batch of its own, but of every mixture each holds some experts only, which serve the tokens of
-all (`smpc.experts`). So gradients of all else are averaged over all replicas, those of experts over the ranks that hold the same ones
+The ranks of a group are replicas, each with a batch of its own, but of every mixture each holds some experts only, which serve the
+tokens of all (`smpc.experts`). So gradients of all else are averaged over all replicas, those of experts over the ranks that hold the same ones
 (`smpc.executor.replicas.expert_replicas`); experts are slices along their first dimension to state dicts, checkpoints and norms.
 
 Experts are cut when the model is made, before anything is recorded: values are those of replica 0, whatever the others drew. What is still
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -113,9 +114,7 @@ class DividedExperts:
         """Raise ConfigError on all replicas where they have different experts; draw late what replica 0 draws."""
         session = self._session
         with exchange("comparing the experts of the replicas"):
-            found = gather_objects(
-                (mine, self._seed), session.groups[Axis.RDP], session.message_device, session.device
-            )
+            found = gather_objects((mine, self._seed), session.groups[Axis.RDP], session.message_device, session.device)
         if any(experts != found[0][0] for experts, _ in found):
             counts = [len(experts) for experts, _ in found]
             raise ConfigError(
@@ -139,7 +138,7 @@ class DividedExperts:
         parameter.grad = None
         parameter.data = whole[mine.start : mine.stop].clone().to(parameter.device)
 
-    def _gather(self, mine: object) -> list[tuple[object, ...]]:
+    def _gather(self, mine: Any) -> list[Any]:
         return gather_objects(mine, self._members, self._session.message_device, self._session.device)
 
 

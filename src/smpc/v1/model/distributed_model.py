@@ -32,7 +32,14 @@ from smpc.v1.layout.compiled_tensors import make_compiled_tensors
 from smpc.v1.layout.experts import divide_experts
 from smpc.v1.layout.placement import Placement
 from smpc.v1.layout.tensor_parallel import Distribution
-from smpc.v1.model.checks import check_arguments, check_context, check_experts, check_fully_shard, check_join, check_marks
+from smpc.v1.model.checks import (
+    check_arguments,
+    check_context,
+    check_experts,
+    check_fully_shard,
+    check_join,
+    check_marks,
+)
 from smpc.v1.model.looks import ShownModel
 from smpc.v1.model.observed import ObservedModel, held_tensors
 from smpc.v1.model.replicated import Replicated

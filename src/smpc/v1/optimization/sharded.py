@@ -89,9 +89,7 @@ class Shards:
         self._places = {axis: [session.mesh.axis_rank(axis, member) for member in members] for axis in _HOLDERS}
         self._loads = [0] * len(members)
         self._entries: dict[int, Entry] = {}
-        self._cuts: dict[
-            int, tuple[Cut, ...]
-        ] = {}  # by id; owners are positions in the group of holders
+        self._cuts: dict[int, tuple[Cut, ...]] = {}  # by id; owners are positions in the group of holders
 
     def assign(self, entries: Sequence[Entry]) -> None:
         """Give owners to the entries that have none. The same on every rank of the group, for the same entries."""

@@ -42,8 +42,8 @@ class Measures:
 
 @dataclass(slots=True)
 class StepContext:
-    """Of one model. `tensors`: None unless the compiler splits tensors over ranks. `sequences`: None unless ranks share sequences. `experts`:
-    None unless ranks divide them. `join`: the one that is around the steps, if any."""
+    """Of one model. `tensors`: None unless the compiler splits tensors over ranks. `sequences`: None unless ranks share sequences.
+    `experts`: None unless ranks divide them. `join`: the one that is around the steps, if any."""
 
     module: nn.Module
     session: Session

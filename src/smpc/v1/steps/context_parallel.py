@@ -52,7 +52,9 @@ class SharedSequences:
         self._module = module
         self._session, self._members = session, session.groups[Axis.CP]
         self._group = TensorGroup.of(self._members)
-        options = PipelineOptions.of(session.config, expert_parallel_degree=1)  # which the model that is recorded has already
+        options = PipelineOptions.of(
+            session.config, expert_parallel_degree=1
+        )  # which the model that is recorded has already
         self._outputs = options.tensor_parallel_outputs
         self.is_begun = False
         vars(module)[group_attribute(CONTEXT)] = self._group  # what the programs read
