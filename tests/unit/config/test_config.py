@@ -34,7 +34,6 @@ REFERENCE = [
     ("skip_tracing", bool, False),
 ]
 LATER = {
-    "expert_parallel_degree": 2,
     "horovod": True,
 }
 SHARDED = {

@@ -5,8 +5,8 @@
     sampler = DistributedSampler(data, num_replicas=smp.data_size(), rank=smp.data_rank())
 
 The ranks of a group are replicas, each with a batch of its own, but of every mixture each holds some experts only, which serve the
-tokens of all (`smpc.experts`). So gradients of all else are averaged over all replicas, those of experts over the ranks that hold the same ones
-(`smpc.executor.replicas.expert_replicas`); experts are slices along their first dimension to state dicts, checkpoints and norms.
+tokens of all (`smpc.experts`). So gradients of all else are averaged over all replicas, those of experts over the ranks that hold the
+same ones (`smpc.executor.replicas.expert_replicas`); experts are slices along their first dimension to state dicts, checkpoints and norms.
 
 Experts are cut when the model is made, before anything is recorded: values are those of replica 0, whatever the others drew. What is still
 to be drawn is drawn as slices. Parameters stay the objects that they are, so that optimizers may be made before.
