@@ -40,7 +40,7 @@ def test_eight_ranks(name, tmp_path):
 
 
 def test_degrees_that_do_not_fit_are_refused_before_any_group_is_made():
-    """The only ones: experts are divided over ranks that have other samples or other parts of sequences, and no parts of parameters alone."""
+    """The only ones: experts are divided over ranks that have other samples, or other parts of sequences."""
     refused = [found for world in (2, 4, 8) for found in tuples(world, has_experts=True) if refusal(found)]
     assert refused == [
         found
