@@ -124,6 +124,12 @@ def eager(name, parts):
     return losses, norms, gradients, {key: p.detach().clone() for key, p in model.named_parameters()}
 
 
+def mean_loss(model, batch):
+    """Of the microbatches of a batch."""
+    parts = [{key: value.chunk(MB)[index] for key, value in batch.items()} for index in range(MB)]
+    return sum(model(**part).loss.item() for part in parts) / MB
+
+
 def init(pp, ep, **config):
     degrees = {"pipeline_parallel_degree": pp, "expert_parallel_degree": ep, "microbatches": MB, "ddp": True}
     smp.init(degrees | config)
@@ -162,10 +168,16 @@ def train(rank, folder, name, pp, ep, config):
     smp.save_checkpoint(str(folder), "half", model=model, optimizer=optimizer)
     smp.save_checkpoint(str(folder), "whole", partial=False, model=model, optimizer=optimizer)
     more = steps(model, optimizer, range(HALF, STEPS))
-    evaluated = evaluate(model.eval(), batch_of(0, smp.data_rank())).reduce_mean().item()
+    model.eval()
+    evaluated = [evaluate(model, batch_of(*which)).reduce_mean().item() for which in evaluations(smp.data_rank())]
     state, of_optimizer = model.state_dict(), optimizer.state_dict()["state"]
     smp.shutdown()
     return losses + more[0], norms + more[1], gradients, state, of_optimizer, evaluated
+
+
+def evaluations(part):
+    """Batches by (step, part): at the second one some ranks have lengths that they know, and others new ones."""
+    return [(0, part), (part, part), (0, part)]
 
 
 def resume(rank, folder, name, pp, ep, config, saved, tag):
@@ -184,7 +196,8 @@ def check(tmp_path, name, pp, ep, world, config=None):
     found = run_workers(train, world, folder, name, pp, ep, config)
     losses, norms, gradients, state = eager(name, world // pp // config.get("context_parallel_degree", 1))
     seen = {}
-    for own_losses, own_norms, own_gradients, whole, of_optimizer, _ in found:
+    values, model = set(), made(name).eval()
+    for own_losses, own_norms, own_gradients, whole, of_optimizer, evaluated in found:
         assert own_losses == pytest.approx(losses, rel=1e-6)
         assert own_norms == pytest.approx(norms, rel=1e-5)
         for key, (gradient, shard) in own_gradients.items():
@@ -199,6 +212,12 @@ def check(tmp_path, name, pp, ep, world, config=None):
         for key, value in state.items():
             torch.testing.assert_close(whole[key], value, rtol=1e-4, atol=2e-5)
             assert of_optimizer[key]["exp_avg"].shape == value.shape
+        model.load_state_dict(whole)
+        values.add(tuple(evaluated))
+    parts = world // pp // config.get("context_parallel_degree", 1)
+    with torch.no_grad():
+        expected = [[mean_loss(model, batch_of(*which)) for which in evaluations(part)] for part in range(parts)]
+    assert sorted(values) == [pytest.approx(each, rel=1e-6) for each in sorted(expected)]
     assert seen.keys() == gradients.keys()
     assert sum(len(starts) == ep for starts in seen.values()) == sum("experts." in key for key in seen)
     return folder
