@@ -60,11 +60,11 @@ class DividedExperts:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._shapes: dict[str, tuple[Shard, torch.Size]] = {}
         self._parameters: dict[int, nn.Parameter] = {}
-        tensors = [(one, own) for one in confirmed for own in one.experts.parameters]
-        named = [(names[id(one.experts.module.get_parameter(own))], one, own) for one, own in tensors]
-        self._agree([(name, tuple(one.experts.module.get_parameter(own).shape)) for name, one, own in named])
-        for name, one, own in named:
-            self._cut(name, one.experts.module.get_parameter(own), one.experts.num_experts)
+        tensors = [(one.experts.module.get_parameter(own), one) for one in confirmed for own in one.experts.parameters]
+        self._agree([(names[id(tensor)], tuple(tensor.shape), tensor.is_meta) for tensor, _ in tensors])
+        for tensor, one in tensors:
+            name = names[id(tensor)]
+            self._cut(name, tensor, one.experts.num_experts)
             slices.add(name, self._shapes[name][0])
         options = Options(gradient_scale=1 / self._group.size)
         for one in confirmed:
@@ -110,7 +110,7 @@ class DividedExperts:
             f"step function, all to train or all to evaluate; found on ranks {ranks}: {'; '.join(described)}"
         )
 
-    def _agree(self, mine: list[tuple[str, tuple[int, ...]]]) -> None:
+    def _agree(self, mine: list[tuple[str, tuple[int, ...], bool]]) -> None:
         """Raise ConfigError on all replicas where they have different experts; draw late what replica 0 draws."""
         session = self._session
         with exchange("comparing the experts of the replicas"):
@@ -119,7 +119,7 @@ class DividedExperts:
             counts = [len(experts) for experts, _ in found]
             raise ConfigError(
                 f"{_KEY}: expected the same experts on all replicas, found {counts} parameters of experts on ranks "
-                f"{list(session.mesh.group(Axis.RDP, session.rank))}, or others; build the same model on every rank"
+                f"{list(session.mesh.group(Axis.RDP, session.rank))}, or others, or delayed ones; build the same model on every rank"
             )
         self._seed = found[0][1]
 
