@@ -136,7 +136,8 @@ class StatefulModel(nn.Module):
     def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:  # type: ignore[override]
         """The state dict of the whole model, equal to the module's in one process.
 
-        Call it on all ranks of a replica (`smp.rdp_rank() == 0`, say): it gathers, tensor by tensor, to the CPU. `gather_to_rank0`: only
+        Call it on all ranks of a replica (`smp.rdp_rank() == 0`, say), with `expert_parallel_degree` on all ranks of the job: it gathers,
+        tensor by tensor, to the CPU. `gather_to_rank0`: only
         mp_rank 0 gets it, the others {}. Raises CheckpointError, naming the ranks that did not call it, after `checkpoint_timeout`.
         torch.distributed.checkpoint gets what this rank holds (`smpc.checkpoint.stateful`).
         """
