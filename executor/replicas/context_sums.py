@@ -21,9 +21,8 @@ from smpc.errors import UsageError
 from smpc.executor.collectives import TensorGroup, sum_over
 from smpc.executor.replicas.data_parallel import StageReplicas
 from smpc.executor.replicas.fully_shard import StageShards
-from smpc.executor.replicas.group_hooks import GroupHooks, sum_together
+from smpc.executor.replicas.group_hooks import GroupHooks, innermost, sum_together
 from smpc.executor.replicas.step_hooks import StepHooks
-from smpc.executor.replicas.tensor_replicas import TensorReplicas
 from smpc.sharding.tensors import local
 
 _TOGETHER = 2**20  # bytes: gradients that are smaller travel in one message
@@ -36,7 +35,7 @@ class ContextSums(GroupHooks):
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: TensorGroup, inner: StepHooks | None) -> None:
-        own = inner.inner if isinstance(inner, TensorReplicas) else inner
+        own = innermost(inner)
         super().__init__(group, inner, own.backward_passes_per_step if isinstance(own, StageReplicas) else 1)
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._is_averaged = _averages_over(inner, group)
@@ -67,7 +66,7 @@ class ContextSums(GroupHooks):
 
 def _averages_over(hooks: StepHooks | None, group: TensorGroup) -> bool:
     """Whether the hooks average over ranks with all of the group among them."""
-    inner = hooks.inner if isinstance(hooks, TensorReplicas) else hooks
+    inner = innermost(hooks)
     if not isinstance(inner, StageReplicas | StageShards) or group.process_group is None:
         return False
     replicas = {*dist.get_process_group_ranks(inner.group)}

@@ -19,7 +19,7 @@ that have the same stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,8 @@ class StageReplicas:
     Construction broadcasts the parameters and buffers of the group's rank 0. A parameter that several of
     these stages share is reduced with the first of them, which is the last to be reduced. `broadcast_buffers`: rank
     0's buffers replace the others' at the start of every training step. `backward_passes_per_step`: gradients
-    accumulate locally over that many steps before they are averaged. The other options are DDP's. The
+    accumulate locally over that many steps before they are averaged. `apart`: parameters that the ranks of the group have different values
+    of; nothing is done with them here. The other options are DDP's. The
     gradients of parameters that `smpc.sharding.wide_gradients` has widened are reduced in fp32, and never during a backward.
     """
 
@@ -59,6 +60,7 @@ class StageReplicas:
         broadcast_buffers: bool = True,
         overlapping: bool = True,
         backward_passes_per_step: int = 1,
+        apart: Collection[nn.Parameter] = (),
     ) -> None:
         assert backward_passes_per_step >= 1, "gradients must be averaged at some time"
         self._group = group
@@ -68,14 +70,15 @@ class StageReplicas:
         self._source = 0  # whose buffers count
         self._count: dist.Work | None = None
         self._stages = [stages[index] for index in sorted(stages)]
+        self._apart = {id(parameter) for parameter in apart}
         self._buffers_of = [stages[index] for index in sorted(stages)] if broadcast_buffers else []
         self._replicas: dict[int, DistributedDataParallel] = {}
         self._anchors: dict[int, nn.Parameter] = {}
         self._stand_ins: dict[int, list[tuple[nn.Parameter, nn.Parameter]]] = {}
-        owned: set[int] = set()
+        owned = set(self._apart)
         for index in sorted(stages):
             stage = stages[index]
-            broadcast([*stage.parameters(), *stage.buffers()], group)
+            broadcast([*(p for p in stage.parameters() if id(p) not in self._apart), *stage.buffers()], group)
             trainable = [p for p in stage.parameters() if p.requires_grad and id(p) not in owned]
             if trainable:
                 replica = self._make_replica(index, stage, trainable)
@@ -151,7 +154,7 @@ class StageReplicas:
     def synchronize(self, source: int) -> None:
         """Give all replicas the parameters of one of them, its buffers if they are shared, and go on as before `join`."""
         for stage in self._stages:
-            broadcast(stage.parameters(), self._group, source)
+            broadcast([p for p in stage.parameters() if id(p) not in self._apart], self._group, source)
         for stage in self._buffers_of:
             broadcast(stage.buffers(), self._group, source)
         if self._count is not None:

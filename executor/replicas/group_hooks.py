@@ -1,4 +1,4 @@
-"""What a tensor-parallel or context-parallel group does with gradients, once a step, around what replicas do with them."""
+"""What a tensor-parallel, context-parallel or expert-parallel group does with gradients, once a step, around what replicas do with them."""
 
 from __future__ import annotations
 
@@ -60,6 +60,13 @@ class GroupHooks(ABC):
     @abstractmethod
     def _combine(self) -> None:
         """Called after the last of the steps that accumulate."""
+
+
+def innermost(hooks: StepHooks | None) -> StepHooks | None:
+    """What replicas do, without the groups around it."""
+    while isinstance(hooks, GroupHooks):
+        hooks = hooks.inner
+    return hooks
 
 
 def sum_together(grads: Sequence[Tensor], group: TensorGroup, divided_by: int = 1) -> None:

@@ -40,8 +40,8 @@ from smpc.executor.program.interpreter import Interpreter
 from smpc.executor.program.loopback import run_loopback
 from smpc.executor.replicas.context_sums import ContextSums
 from smpc.executor.replicas.fully_shard import StageShards
+from smpc.executor.replicas.group_hooks import innermost
 from smpc.executor.replicas.step_hooks import StepHooks
-from smpc.executor.replicas.tensor_replicas import TensorReplicas
 from smpc.executor.transport import Transport, loopback_transports
 from smpc.kept_parameters import KeptParameters
 from smpc.late_hooks import LateHooks
@@ -521,5 +521,5 @@ def _summing(
 
 def _shards_of(hooks: StepHooks | None) -> StageShards | None:
     """What divides the stages' parameters over replicas, around which there may be hooks for a tensor-parallel group."""
-    inner = hooks.inner if isinstance(hooks, TensorReplicas) else hooks
+    inner = innermost(hooks)
     return inner if isinstance(inner, StageShards) else None

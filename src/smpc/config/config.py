@@ -308,7 +308,7 @@ class Config(PlannerKeys):
         config = cls(**report.values)
         if config._fp32_grad_accumulation and not (config.fp16 or config.bf16):
             ignored.append("_fp32_grad_accumulation: True has no effect here: it is for fp16: true and bf16: true")
-        groups = [name for name in ("tensor", "context") if getattr(config, f"{name}_parallel_degree") > 1]
+        groups = [name for name in ("tensor", "context", "expert") if getattr(config, f"{name}_parallel_degree") > 1]
         if config.verify and (config.pipeline_parallel_degree == 1 or groups):
             why = (
                 f"the ranks of a {groups[0]}-parallel group would have to run it together"

@@ -113,11 +113,10 @@ class PlannerKeys:
     )
     expert_parallel_degree: int = key(
         1,
-        "Number of ranks that experts of a mixture are divided over, each with its own batch (docs/expert_parallelism.md); in a script it "
-        "divides sharded_data_parallel_degree x context_parallel_degree, in a plan data_parallel_degree",
+        "Number of ranks that experts of a mixture are divided over, each with its own batch (docs/expert_parallelism.md); it divides the "
+        "data-parallel replicas x context_parallel_degree; a script requires ddp",
         minimum=1,
         limit=MAX_RANKS,
-        unsupported="every rank holds all experts: leave it out, or cut the model by smpc.expert_parallel.shard",
         flag=Flag("Ranks, of those of -d and -c, that experts are divided over.", "-e", "E", is_apart=True),
     )
     context_parallel_degree: int = key(

@@ -33,6 +33,7 @@ def broken_rules(sound: Sound, where: Where) -> Iterator[str]:
     if sound.get("tensor_parallel_degree", 1) > 1 and not sound.get("ddp", False):
         yield f"tensor_parallel_degree: {sound['tensor_parallel_degree']} requires ddp: true, found ddp: false"
     yield from _context(sound, where)
+    yield from _experts(sound, where)
     if sound.get("shard_optimizer_state", False) and not sound.get("ddp", False):
         yield "shard_optimizer_state: true requires ddp: true, found ddp: false"
     yield from _sharding(sound)
@@ -74,6 +75,29 @@ def _context(sound: Sound, where: Where) -> Iterator[str]:
             f"tensor_parallel_plan: auto, as only the compiler shares sequences and operations together, found {plan}"
             f"{where('tensor_parallel_plan')}"
         )
+
+
+def _experts(sound: Sound, where: Where) -> Iterator[str]:
+    """What experts that ranks divide among them go with."""
+    degree = sound.get("expert_parallel_degree", 1)
+    if degree == 1:
+        return
+    what = f"expert_parallel_degree: {degree}"
+    if not sound.get("ddp", False):
+        yield f"{what} requires ddp: true, found ddp: false"
+    tensor, shards = sound.get("tensor_parallel_degree", 1), sound.get("sharded_data_parallel_degree", 1)
+    others = {
+        f"tensor_parallel_degree: {tensor}": (tensor > 1, "smpc.v2 has both"),
+        "fully_shard: true": (sound.get("fully_shard", False), "smpc.v2 has both"),
+        f"sharded_data_parallel_degree: {shards}": (shards > 1, "smpc.v2 has both"),
+        "schedule: list": (
+            sound.get("schedule", "") == "list",
+            "its order follows predicted times, which batches of several lengths set apart, and ranks that send each other tokens need one",
+        ),
+    }
+    for other, (is_there, why) in others.items():
+        if is_there:
+            yield f"{what} and {other} exclude each other in a script: {why}; keep one{where('expert_parallel_degree')}"
 
 
 def _sharding(sound: Sound) -> Iterator[str]:

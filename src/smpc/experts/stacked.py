@@ -125,15 +125,21 @@ register_shape_rule(PartOfExperts, _recorded)
 
 def cut(confirmed: Confirmed, group: TensorGroup, options: Options) -> None:
     """Makes the module this rank's part, in place. Its parameters are new ones, of fewer experts; old gradients are dropped."""
-    module, num_experts = confirmed.experts.module, confirmed.experts.num_experts
-    mine = owned(num_experts, group)
-    names = tuple(inspect.signature(module.forward).parameters)[:3]
+    module = confirmed.experts.module
+    mine = owned(confirmed.experts.num_experts, group)
     for name in confirmed.experts.parameters:
         owner, _, own = name.rpartition(".")
         whole = module.get_parameter(name)
         part = whole.detach()[mine.start : mine.stop].clone(memory_format=torch.contiguous_format)
         module.get_submodule(owner)._parameters[own] = replacement(whole, part)
+    become_part(confirmed, group, options)
+
+
+def become_part(confirmed: Confirmed, group: TensorGroup, options: Options) -> None:
+    """Makes the module one that serves the tokens of all ranks with this rank's experts, which are its parameters already, or soon."""
+    module, num_experts = confirmed.experts.module, confirmed.experts.num_experts
+    names = tuple(inspect.signature(module.forward).parameters)[:3]
     for count in confirmed.counts:
-        setattr(module, count, len(mine))
+        setattr(module, count, group.share(num_experts))
     vars(module)[PARTS] = Parts(num_experts, group, options, names)
     take_role(module, PartOfExperts)

@@ -1,7 +1,7 @@
 """The degrees of a job, and the rules that they keep: pure arithmetic, checked before any process group is made.
 
     pipeline x replica x shard x context x tensor = number of processes        replica is what the others leave
-    expert divides shard x context                                             expert ranks lie inside of those
+    expert divides shard x context, or replica x context where shard is 1      expert ranks lie inside of those
 
     >>> degrees_that_break = Degrees(world_size=8, tensor=2, shard=2, expert=4)
     >>> check_degrees(degrees_that_break)
@@ -74,11 +74,17 @@ def _faults(degrees: Degrees) -> Iterator[str]:
             f"expected a multiple of {size} processes ({_product(degrees)} make one replica of the model), found {world}; "
             f"start {counts} processes, or change the degrees"
         )
-    inside = degrees.shard * degrees.context
+    divides_parameters = degrees.shard > 1
+    inside = degrees.context * (degrees.shard if divides_parameters else max(1, degrees.num_replicas))
     if inside % degrees.expert:
+        factor = (
+            f"sharded_data_parallel_degree {degrees.shard}"
+            if divides_parameters
+            else f"data-parallel replicas {degrees.num_replicas}"
+        )
         yield (
-            f"expert_parallel_degree: expected a divisor of {inside} (sharded_data_parallel_degree {degrees.shard} x "
-            f"context_parallel_degree {degrees.context}, among whose ranks experts are divided), found {degrees.expert}"
+            f"expert_parallel_degree: expected a divisor of {inside} ({factor} x context_parallel_degree {degrees.context}, among whose "
+            f"ranks experts are divided), found {degrees.expert}"
         )
 
 

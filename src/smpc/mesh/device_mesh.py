@@ -40,14 +40,16 @@ def make_groups(
 ) -> dict[Axis, dist.ProcessGroup]:
     """The process group of every axis. Axes with the same groups share them: without tensor parallelism MP is PP.
 
+    Experts have groups of their own: their tokens travel while DistributedDataParallel averages, in an order that its hooks decide.
+
     Collective: every rank makes every group, in the same order, as torch.distributed demands.
     """
     made = {mesh.groups(Axis.WORLD): world}
     groups: dict[Axis, dist.ProcessGroup] = {}
-    is_basic = mesh.fsdp_size == 1
+    is_basic = mesh.fsdp_size == mesh.ep_size == 1
     for axis in _BASIC if is_basic else Axis:
         partition = mesh.groups(axis)
-        if partition not in made:
+        if partition not in made or (axis is Axis.EP and mesh.ep_size > 1):
             new = [dist.new_group(list(members), timeout=timeout) for members in partition]
             made[partition] = next(group for members, group in zip(partition, new, strict=True) if rank in members)
         groups[axis] = made[partition]

@@ -9,8 +9,8 @@ Terms
         C, context     which slice of the sequence; its ranks hold parts of parameters, too
     placement          a permutation of the letters D, P, T; the right-most varies fastest over global ranks.
                        `cluster` is DPT (a replica on neighbours), `spread` is TPD (a replica far apart). D stands for RSC in this order
-    expert view        for experts, S x C is folded otherwise, right-most fastest:
-        X              which part of an expert's parameters
+    expert view        for experts, S x C is folded otherwise, right-most fastest; or R x S x C, where S x C has too few ranks:
+        X              which part of an expert's parameters, or which copy of them
         E, expert      which of the experts
     axis               what a group ranges over:
 
@@ -28,7 +28,7 @@ Terms
         DATA            R S       have samples of their own (on each tp_rank)              replica * shard
         EP              E         hold different experts                                   expert
         EXPERT_FSDP     X         hold all parts of one set of experts                     shard * context / expert
-        EXPERT_DATA     R X       hold, or have parts of, the same experts                 replica * shard * context / expert
+        EXPERT_DATA     R X       hold, or have parts of, the same experts                 rdp / expert
 
 A group lists its global ranks in ascending order, and a rank's number in it is its position there.
 
@@ -94,6 +94,10 @@ _VARYING = {
     Axis.EXPERT_FSDP: "X",
     Axis.EXPERT_DATA: "RX",
 }
+
+
+def _is_of_experts(axis: Axis) -> bool:
+    return any(letter in "XE" for letter in _VARYING[axis])
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +219,8 @@ class Mesh:
 
     def size(self, axis: Axis) -> int:
         """Number of ranks in each group of an axis."""
-        return math.prod(self._degrees[letter] for letter in _VARYING[axis])
+        degrees = self._degrees(axis)
+        return math.prod(degrees[letter] for letter in _VARYING[axis])
 
     def pp_rank(self, rank: int) -> int:
         """Pipeline rank of a global rank."""
@@ -232,12 +237,13 @@ class Mesh:
     def axis_rank(self, axis: Axis, rank: int) -> int:
         """Position of a global rank in its group of an axis: its digits there, in the mixed base that the letters spell."""
         self._check_rank(rank)
+        degrees = self._degrees(axis)
         position, weight = 0, 1
         for letter in reversed(self._letters(axis)):
-            rank, digit = divmod(rank, self._degrees[letter])
+            rank, digit = divmod(rank, degrees[letter])
             if letter in _VARYING[axis]:
                 position += digit * weight
-                weight *= self._degrees[letter]
+                weight *= degrees[letter]
         return position
 
     def data_place(self, rank: int, *, tensor_ranks_share: bool) -> tuple[int, int]:
@@ -270,30 +276,33 @@ class Mesh:
 
     def _origins(self, axis: Axis, varying: str) -> tuple[int, ...]:
         """The ranks at the origin of all letters but these."""
+        degrees = self._degrees(axis)
         found, step = [0], 1
         for letter in reversed(self._letters(axis)):
             if letter in varying:
-                moves = range(0, self._degrees[letter] * step, step)
+                moves = range(0, degrees[letter] * step, step)
                 found = [move + rank for move in moves for rank in found]
-            step *= self._degrees[letter]
+            step *= degrees[letter]
         return tuple(found)
 
-    @property
-    def _degrees(self) -> dict[str, int]:
-        return {
+    def _degrees(self, axis: Axis) -> dict[str, int]:
+        """The ranks of each letter as the axis sees them."""
+        degrees = {
             "P": self.pp_size,
             "T": self.tp_size,
             "R": self.replica_size,
             "S": self.shard_size,
             "C": self.cp_size,
-            "X": self.fsdp_size // self.ep_size,
-            "E": self.ep_size,
         }
+        if not _is_of_experts(axis):
+            return degrees
+        folded = self.rdp_size if self.fsdp_size % self.ep_size else self.fsdp_size
+        return degrees | {"R": self.rdp_size // folded, "X": folded // self.ep_size, "E": self.ep_size}
 
     def _letters(self, axis: Axis) -> str:
         """The letters of the placement as the axis sees them, the right-most fastest."""
-        is_expert = any(letter in "XE" for letter in _VARYING[axis])
-        return _NAMED_PLACEMENTS.get(self.placement, self.placement).replace("D", "RXE" if is_expert else "RSC")
+        letters = _NAMED_PLACEMENTS.get(self.placement, self.placement)
+        return letters.replace("D", "RXE" if _is_of_experts(axis) else "RSC")
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:

@@ -34,7 +34,6 @@ REFERENCE = [
     ("skip_tracing", bool, False),
 ]
 LATER = {
-    "expert_parallel_degree": 2,
     "horovod": True,
 }
 SHARDED = {
@@ -363,6 +362,7 @@ def test_every_key_that_is_neither_used_nor_refused_nor_warned_about_is_known():
         "prescaled_batch",
         "skip_tracing",
         "tensor_parallel_degree",
+        "expert_parallel_degree",
         "tensor_parallel_seed",
         "ddp_dist_backend",
         "overlapping_allreduce",

@@ -147,8 +147,10 @@ EXPERT_HELD = {Axis.EP: "RXPT", Axis.EXPERT_FSDP: "REPT", Axis.EXPERT_DATA: "EPT
 def degree_tuples(world):
     """All (pp, tp, cp, shard, ep) that fit: by brute force over everything up to the number of ranks."""
     for pp, tp, cp, shard, ep in itertools.product(range(1, world + 1), repeat=5):
-        if pp * tp * cp * shard <= world and world % (pp * tp * cp * shard) == 0 and (cp * shard) % ep == 0:
-            yield pp, tp, cp, shard, ep
+        if pp * tp * cp * shard <= world and world % (pp * tp * cp * shard) == 0:
+            inside = cp * shard if shard > 1 else world // (pp * tp)  # which replicas are, where nothing lies in parts
+            if inside % ep == 0:
+                yield pp, tp, cp, shard, ep
 
 
 def places_of(mesh, letters, sizes):
@@ -168,11 +170,11 @@ def test_axes_inside_of_the_replicas_equal_nested_loops(world, placement):
             "C": cp,
             "S": shard,
             "R": world // (pp * tp * cp * shard),
-            "E": ep,
-            "X": cp * shard // ep,
         }
-        for inner, held in (("RSC", HELD), ("RXE", EXPERT_HELD)):
-            places = places_of(mesh, order.replace("D", inner), sizes)
+        folded = cp * shard if cp * shard % ep == 0 else world // (pp * tp)
+        of_experts = sizes | {"E": ep, "X": folded // ep, "R": world // (pp * tp * folded)}
+        for inner, held, count in (("RSC", HELD, sizes), ("RXE", EXPERT_HELD, of_experts)):
+            places = places_of(mesh, order.replace("D", inner), count)
             for axis, letters in held.items():
                 groups = {}
                 for rank, place in enumerate(places):
@@ -183,11 +185,12 @@ def test_axes_inside_of_the_replicas_equal_nested_loops(world, placement):
                     assert [mesh.axis_rank(axis, rank) for rank in group] == list(range(len(group)))
 
 
-def test_experts_lie_inside_of_what_shards_and_context_make():
+def test_experts_lie_inside_of_what_shards_and_context_make_or_of_the_replicas():
     for world in range(1, 17):
         for degrees in degree_tuples(world):
             mesh = Mesh(world, *degrees[:2], "cluster", *degrees[2:])
-            inside = {rank: mesh.group(Axis.FSDP, rank) for rank in range(world)}
+            around = Axis.RDP if mesh.fsdp_size % mesh.ep_size else Axis.FSDP
+            inside = {rank: mesh.group(around, rank) for rank in range(world)}
             for axis in (Axis.EP, Axis.EXPERT_FSDP):
                 assert all(set(group) <= set(inside[group[0]]) for group in mesh.groups(axis))
 
@@ -207,7 +210,7 @@ def test_all_broken_rules_are_in_one_error():
     assert str(caught.value).splitlines() == [
         "expected a multiple of 4 processes (pipeline_parallel_degree 2 x tensor_parallel_degree 1 x context_parallel_degree 2 make one "
         "replica of the model), found 6; start 4 or 8 processes, or change the degrees",
-        "expert_parallel_degree: expected a divisor of 2 (sharded_data_parallel_degree 1 x context_parallel_degree 2, among whose ranks "
+        "expert_parallel_degree: expected a divisor of 2 (data-parallel replicas 1 x context_parallel_degree 2, among whose ranks "
         "experts are divided), found 3",
     ]
     with pytest.raises(ConfigError, match="degrees of at least 1, found 4 processes, context_parallel_degree 0"):

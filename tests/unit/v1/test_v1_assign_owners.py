@@ -7,6 +7,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smpc.mesh import Axis
 from smpc.v1.optimization.assign_owners import Cut, Lot, deal
 from smpc.v1.optimization.sharded import Entry
 
@@ -78,7 +79,7 @@ def gpt2_lots(may_be_cut):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
     parameters = list(model.parameters())
     assert sum(parameter.numel() for parameter in parameters) == 124_439_808
-    return [Entry(p, 12 * p.numel(), False, p.shape[0] if may_be_cut else 0).lot() for p in parameters]
+    return [Entry(p, 12 * p.numel(), Axis.DP, p.shape[0] if may_be_cut else 0).lot() for p in parameters]
 
 
 def imbalance(lots, owners):

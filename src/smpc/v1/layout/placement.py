@@ -96,9 +96,14 @@ class Placement:
     def seed(self, seed: int) -> None:
         self._seed = seed
 
-    def slice(self, name: str, shard: Shard, shape: torch.Size) -> None:
-        """The ranks that hold a parameter have slices of this shape from now on; it is drawn as one, if it is still to be drawn."""
+    def slice(self, name: str, shard: Shard, shape: torch.Size, *, is_cut: bool = False) -> None:
+        """The ranks that hold a parameter have slices of this shape from now on; it is drawn as one, if it is still to be drawn.
+
+        `is_cut`: the model is recorded with the slice, and not with the whole.
+        """
         self._slices[name] = shard, shape
+        if is_cut:
+            self._skeleton[name] = torch.empty(shape, dtype=self._skeleton[name].dtype, device="meta")
 
     def exchange(self, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Other parameters have the places of some, as with `fully_shard`."""
@@ -107,7 +112,7 @@ class Placement:
 
     def draw(self) -> None:
         """Draw all delayed parameters, whose values are asked for before the model is partitioned."""
-        draw_delayed(self._model, torch.device("cpu"), self._seed)
+        draw_delayed(self._model, torch.device("cpu"), self._seed, slices=self._slices)
 
     def apply(self) -> None:
         """Free what is foreign, and put what is local on the device. Buffers are all kept: they are small, and may be read anywhere."""

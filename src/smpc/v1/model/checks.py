@@ -69,6 +69,15 @@ def check_context(options: Mapping[str, Any], measures: Measures) -> None:
         )
 
 
+def check_experts(measures: Measures) -> None:
+    """Raise ConfigError for what does not go with experts that ranks divide among them."""
+    if measures:
+        raise ConfigError(
+            "trace_execution_times: not with expert_parallel_degree above 1, nor is trace_memory_usage: one rank measures the whole "
+            "model, and others have experts of it; leave one of them out"
+        )
+
+
 def check_join(options: Mapping[str, Any], session: Session) -> None:
     """Raise ConfigUnsupportedError where replicas need each other in every step, so that `model.join` cannot let one go on alone."""
     config = session.config
@@ -81,6 +90,11 @@ def check_join(options: Mapping[str, Any], session: Session) -> None:
         raise ConfigUnsupportedError(
             "join: with context_parallel_degree above 1, ranks need each other's slices in every step; give all as many batches, or leave "
             "context_parallel_degree out"
+        )
+    if session.mesh.ep_size > 1:
+        raise ConfigUnsupportedError(
+            "join: with expert_parallel_degree above 1, ranks need each other's experts in every step; give all as many batches, or leave "
+            "expert_parallel_degree out"
         )
     if session.is_sharded:
         raise ConfigUnsupportedError(
@@ -103,6 +117,8 @@ def check_several(module: nn.Module) -> None:
         wrong.append("tensor parallelism")
     if session.mesh.cp_size > 1:
         wrong.append("context parallelism")
+    if session.mesh.ep_size > 1:
+        wrong.append("expert parallelism")
     if session.is_sharded or session.config.shard_optimizer_state:
         wrong.append("sharded parameters or optimizer state")
     if wrong:

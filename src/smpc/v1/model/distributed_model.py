@@ -29,9 +29,17 @@ from smpc.errors import ConfigError, UsageError
 from smpc.executor.failure.start import Phase
 from smpc.v1.declare.recompute import apply_marks
 from smpc.v1.layout.compiled_tensors import make_compiled_tensors
+from smpc.v1.layout.experts import divide_experts
 from smpc.v1.layout.placement import Placement
 from smpc.v1.layout.tensor_parallel import Distribution
-from smpc.v1.model.checks import check_arguments, check_context, check_fully_shard, check_join, check_marks
+from smpc.v1.model.checks import (
+    check_arguments,
+    check_context,
+    check_experts,
+    check_fully_shard,
+    check_join,
+    check_marks,
+)
 from smpc.v1.model.looks import ShownModel
 from smpc.v1.model.observed import ObservedModel, held_tensors
 from smpc.v1.model.replicated import Replicated
@@ -107,6 +115,8 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
             check_fully_shard(options, session)
         if session.mesh.cp_size > 1:
             check_context(options, Measures(trace_execution_times, trace_memory_usage))
+        if session.mesh.ep_size > 1:
+            check_experts(Measures(trace_execution_times, trace_memory_usage))
         self._pipeline: Pipeline | None = None
         script = state.new_script()
         context, end_of_watch = self._begin(
@@ -138,7 +148,11 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         tensors = make_compiled_tensors(module, session, distribution.slices, measures=bool(measures))
         if tensors is not None:
             distribution.take_over(tensors)
+        experts = divide_experts(module, session, distribution.slices)
         sequences = make_shared_sequences(module, session)
+        placement = Placement(module, session.mesh.pp_rank(session.rank), session.device, distribution.slices)
+        if experts is not None:
+            experts.place(placement)
         has_pipeline = session.mesh.pp_size > 1 or tensors is not None or sequences is not None
         held = partial(held_tensors, module, script, has_pipeline=has_pipeline)
         first = None if script is state.scripts[0] else state.scripts[0].model
@@ -152,11 +166,12 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
             supervision=Supervision(session, None if first is None else first._context.supervision),
             observer=observer,
             distribution=distribution,
-            placement=Placement(module, session.mesh.pp_rank(session.rank), session.device, distribution.slices),
+            placement=placement,
             hooks=ModelHooks(self, script),
             measures=measures,
             tensors=tensors,
             sequences=sequences,
+            experts=experts,
             divisor=divisor,
         )
         return context, end_of_watch

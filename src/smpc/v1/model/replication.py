@@ -3,6 +3,7 @@
 fully_shard                  `StageShards`: parameters lie in parts on the replicas; `ModuleShards` without a pipeline
 several replicas             `StageReplicas`: DistributedDataParallel for each stage
 tensor-parallel modules      around these: `Distribution.hooks`
+experts that ranks divide    around these: `DividedExperts.hooks`
 """
 
 from __future__ import annotations
@@ -48,10 +49,14 @@ class Replication:
             return context.distribution.hooks(stages, self._make_shards(stages), options["backward_passes_per_step"])
         if session.mesh.rdp_size > 1:
             with exchange("making the replicas equal"):
-                self.replicas = StageReplicas(stages, session.groups[Axis.RDP], **options)
+                apart = () if context.experts is None else context.experts.held(stages)
+                self.replicas = StageReplicas(stages, session.groups[Axis.RDP], apart=apart, **options)
             if self._comm_hook is not None:
                 self.replicas.register_comm_hook(*self._comm_hook)
-        return context.distribution.hooks(stages, self.replicas, options["backward_passes_per_step"])
+        hooks = context.distribution.hooks(stages, self.replicas, options["backward_passes_per_step"])
+        if context.experts is None:
+            return hooks
+        return context.experts.hooks(stages, hooks, options["backward_passes_per_step"])
 
     def _make_shards(self, stages: Mapping[int, nn.Module]) -> StageShards | ModuleShards:
         context, session = self._context, self._context.session
@@ -82,6 +87,11 @@ class Replication:
         if session.mesh.cp_size > 1:
             raise ConfigUnsupportedError(
                 "register_comm_hook: with context_parallel_degree above 1 gradients of replicas are summands; leave one of the two out"
+            )
+        if session.mesh.ep_size > 1:
+            raise ConfigUnsupportedError(
+                "register_comm_hook: with expert_parallel_degree above 1 gradients of experts are averaged over other ranks; leave one of "
+                "the two out"
             )
         if session.is_sharded:
             raise ConfigUnsupportedError(

@@ -15,6 +15,7 @@ from torch import nn
 
 from smpc.checkpoint.stateful import Held, asked_by_torch
 from smpc.errors import ConfigUnsupportedError
+from smpc.mesh import Axis
 from smpc.partitioner.graph.plan import Plan
 from smpc.v1.model.checks import check_cut
 from smpc.v1.session.control import Control
@@ -43,7 +44,8 @@ class StateExchange:
     def meet(self, what: str) -> Control | None:
         """See `DistributedModel.meet`."""
         context, control = self._context, self._control
-        if control is None or not (context.is_cut or context.session.mesh.tp_size > 1):
+        mesh = context.session.mesh
+        if control is None or not (context.is_cut or mesh.tp_size > 1 or mesh.ep_size > 1):
             return None
         timeout = datetime.timedelta(seconds=context.session.config.checkpoint_timeout)
         control.meet(what, timeout, context.supervision.whereabouts)
@@ -60,7 +62,8 @@ class StateExchange:
         if self.meet("state_dict") is None:
             return self.local.own_whole()
         with self.watch("state_dict"):
-            return self.local.full(only_on_rank_0=only_on_rank_0)
+            mesh, rank = context.session.mesh, context.session.rank
+            return self.local.full(wanted=not only_on_rank_0 or mesh.axis_rank(Axis.MP, rank) == 0)
 
     def load(
         self, given: Mapping[str, Any], *, strict: bool, same_partition: bool
@@ -100,6 +103,10 @@ class StateExchange:
     def to_cpu(self, move: Callable[[], object]) -> None:
         """Bring the whole model to the CPU of every rank; `move` does so where this rank has all of it."""
         context = self._context
+        if context.experts is not None:
+            raise ConfigUnsupportedError(
+                "cpu: with expert_parallel_degree above 1 a rank's modules serve the tokens of others; use state_dict()"
+            )
         context.placement.draw()
         control = self.meet("cpu")
         if context.session.is_sharded:
@@ -129,7 +136,8 @@ class StatefulModel(nn.Module):
     def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:  # type: ignore[override]
         """The state dict of the whole model, equal to the module's in one process.
 
-        Call it on all ranks of a replica (`smp.rdp_rank() == 0`, say): it gathers, tensor by tensor, to the CPU. `gather_to_rank0`: only
+        Call it on all ranks of a replica (`smp.rdp_rank() == 0`, say), with `expert_parallel_degree` on all ranks of the job: it gathers,
+        tensor by tensor, to the CPU. `gather_to_rank0`: only
         mp_rank 0 gets it, the others {}. Raises CheckpointError, naming the ranks that did not call it, after `checkpoint_timeout`.
         torch.distributed.checkpoint gets what this rank holds (`smpc.checkpoint.stateful`).
         """

@@ -23,6 +23,11 @@ class TensorParallelModel(NamedModel):
         """Whether tensor parallelism splits the parameter."""
         return self._context.distribution.is_sharded(param)
 
+    def has_experts_apart(self, param: Tensor) -> bool:
+        """Whether expert-parallel ranks hold different experts of the parameter."""
+        experts = self._context.experts
+        return experts is not None and param in experts
+
     def is_distributed_buffer(self, buf: Tensor) -> bool:
         """Whether tensor parallelism splits the buffer."""
         return self._context.distribution.is_sharded(buf)

@@ -199,7 +199,7 @@ def _spread_models() -> list[DistributedModel]:
 def _is_spread(model: DistributedModel) -> bool:
     """Whether ranks have different parameters, or parts of them."""
     mesh = state.session.mesh
-    return mesh.pp_size > 1 or mesh.tp_size > 1 or state.session.is_sharded
+    return mesh.pp_size > 1 or mesh.tp_size > 1 or mesh.ep_size > 1 or state.session.is_sharded
 
 
 def _model() -> DistributedModel | None:

@@ -34,9 +34,11 @@ class SessionNormGroups(NormGroups):
     """The ranks that hold slices and other stages, as the session and its model stand when norms are computed."""
 
     def groups_of(self, parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
-        """The tensor-parallel group, for a parameter that tensor parallelism splits."""
+        """The tensor-parallel group, for a parameter that tensor parallelism splits; the expert-parallel group, for one of experts."""
         found = NormGroups.groups_of(self, parameter)
         model, parameter = _model(), _parameter_of(parameter)
+        if model is not None and model.has_experts_apart(parameter):
+            found = (*found, state.session.groups[Axis.EP])
         if model is None or not isinstance(parameter, nn.Parameter) or not model.is_distributed_parameter(parameter):
             return found
         return (*found, state.session.groups[Axis.TP])

@@ -7,7 +7,8 @@
 
 Terms
     holders   the ranks that hold the same values of a parameter, and average its gradient: the reduced-data-parallel group for a parameter
-              of a distributed (tensor-parallel) module, the data-parallel group for any other
+              of a distributed (tensor-parallel) module, those that hold the same experts for one of experts that ranks divide, the
+              data-parallel group for any other
     owner     a holder that has the optimizer state of a parameter or of a range of its rows, and their fp32 master
     rows      along dimension 0; of a tensor-parallel rank's slice, along the dimension in which it is sliced
 
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,7 @@ from smpc.v1.session.state import Session
 _BUCKET = 1 << 23  # elements that are sent at once
 _IN_FLIGHT = 2  # buckets
 _VECTORS = (64, 16, 8)  # elements
+_HOLDERS = (Axis.EXPERT_DATA, Axis.RDP, Axis.DP)  # of a parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,12 @@ class Entry:
     """A parameter to be dealt out.
 
     `size`: bytes of it that an owner has, and `rows`: along `dim`; both alike on all tensor-parallel ranks, whose slices may differ.
-    Without rows it has one owner. `is_scaled`: only RDP holds it.
+    Without rows it has one owner. `holders`: the axis of the ranks that hold it.
     """
 
     parameter: Tensor
     size: int
-    is_scaled: bool
+    holders: Axis
     rows: int = 0
     dim: int = 0
 
@@ -83,13 +85,11 @@ class Shards:
     def __init__(self, session: Session) -> None:
         self._session = session
         members = session.mesh.group(Axis.DP, session.rank)
-        self._replica_of = [session.mesh.rdp_rank(member) for member in members]
         self._position = members.index(session.rank)
+        self._places = {axis: [session.mesh.axis_rank(axis, member) for member in members] for axis in _HOLDERS}
         self._loads = [0] * len(members)
         self._entries: dict[int, Entry] = {}
-        self._cuts: dict[
-            int, tuple[Cut, ...]
-        ] = {}  # by id; owners are positions in the data-parallel group, or replicas
+        self._cuts: dict[int, tuple[Cut, ...]] = {}  # by id; owners are positions in the group of holders
 
     def assign(self, entries: Sequence[Entry]) -> None:
         """Give owners to the entries that have none. The same on every rank of the group, for the same entries."""
@@ -98,23 +98,20 @@ class Shards:
         for trains in (True, False):
             kind = [entry for entry in new if entry.parameter.requires_grad == trains]
             # Those with fewer holders first, as the others can even out what they leave.
-            self._deal_scaled([entry for entry in kind if entry.is_scaled])
-            self._deal([entry for entry in kind if not entry.is_scaled], self._loads)
+            for axis in _HOLDERS:
+                self._deal([entry for entry in kind if entry.holders is axis], self._places[axis])
 
-    def _deal(self, entries: Sequence[Entry], loads: list[int]) -> None:
+    def _deal(self, entries: Sequence[Entry], places: Sequence[int]) -> None:
+        """To holders. `places`: of all ranks; those with the same place have the same share, each of its own slices or experts."""
+        before = [
+            max(load for load, other in zip(self._loads, places, strict=True) if other == place)
+            for place in range(max(places) + 1)
+        ]
+        loads = list(before)
         for entry, cuts in zip(entries, deal([entry.lot() for entry in entries], loads), strict=True):
             self._cuts[id(entry.parameter)] = cuts
-
-    def _deal_scaled(self, entries: Sequence[Entry]) -> None:
-        """To replicas, of which every rank has the same share of its own slices."""
-        before = [self._load_of(replica) for replica in sorted(set(self._replica_of))]
-        loads = list(before)
-        self._deal(entries, loads)
-        for position, replica in enumerate(self._replica_of):
-            self._loads[position] += loads[replica] - before[replica]
-
-    def _load_of(self, replica: int) -> int:
-        return max(load for load, other in zip(self._loads, self._replica_of, strict=True) if other == replica)
+        for position, place in enumerate(places):
+            self._loads[position] += loads[place] - before[place]
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this rank updates a parameter or rows of it. What has no owner every rank updates."""
@@ -133,7 +130,7 @@ class Shards:
         return None if cut is None else entry.range_of(cut)
 
     def _own_cut(self, entry: Entry) -> Cut | None:
-        own = self._replica_of[self._position] if entry.is_scaled else self._position
+        own = self._places[entry.holders][self._position]
         return next((cut for cut in self._cuts[id(entry.parameter)] if cut.owner == own), None)
 
     def is_counted(self, parameter: Tensor) -> bool:
@@ -141,30 +138,26 @@ class Shards:
         entry = self._entries.get(id(parameter))
         if entry is None or not self.owns(parameter):
             return entry is None and self._position == 0
-        return not entry.is_scaled or self._session.mesh.tp_rank(self._session.rank) == 0
+        mesh, rank = self._session.mesh, self._session.rank
+        if entry.holders is Axis.EXPERT_DATA and mesh.axis_rank(Axis.EP, rank):
+            return False
+        return entry.holders is Axis.DP or mesh.tp_rank(rank) == 0
 
     def gather(self) -> None:
         """Every rank gets from the owners what it does not own. Collective."""
-        scaled = [entry for entry in self._entries.values() if entry.is_scaled]
-        others = [entry for entry in self._entries.values() if not entry.is_scaled]
-        replicas = sorted(set(self._replica_of))
-        self._gather(scaled, replicas, self._session.groups[Axis.RDP], self._rdp_position)
-        self._gather(others, range(len(self._loads)), self._session.groups[Axis.DP], lambda position: position)
+        for axis in (Axis.RDP, Axis.DP, Axis.EXPERT_DATA):
+            entries = [entry for entry in self._entries.values() if entry.holders is axis]
+            if entries:
+                self._gather(entries, self._session.groups[axis])
 
     @torch.no_grad()
-    def _gather(
-        self,
-        entries: Sequence[Entry],
-        owners: Sequence[int],
-        group: dist.ProcessGroup,
-        position_of: Callable[[int], int],
-    ) -> None:
+    def _gather(self, entries: Sequence[Entry], group: dist.ProcessGroup) -> None:
         pending: deque[_Exchange] = deque()
-        for owner in owners:
+        for owner in range(group.size()):
             for bucket in _buckets(self._owned_by(owner, entries)):
                 if len(pending) == _IN_FLIGHT:
                     pending.popleft().finish()
-                pending.append(_Exchange(bucket, group, position_of(owner)))
+                pending.append(_Exchange(bucket, group, owner))
         for exchange in pending:
             exchange.finish()
 
@@ -178,11 +171,6 @@ class Shards:
                 if cut.owner == owner:
                     whole = entry.parameter.detach()
                     yield from _pieces(whole if len(cuts) == 1 else entry.range_of(cut).of(whole))
-
-    def _rdp_position(self, replica: int) -> int:
-        mesh = self._session.mesh
-        members = mesh.group(Axis.RDP, self._session.rank)
-        return next(i for i, member in enumerate(members) if mesh.rdp_rank(member) == replica)
 
 
 class _Exchange:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from smpc.mesh import Axis
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization.elementwise import is_elementwise
 from smpc.v1.optimization.masters import Masters
@@ -85,14 +86,17 @@ class Updates:
         self.masters.refresh()
 
     def _entry(self, model: DistributedModel, name: str, parameter: Tensor) -> Entry:
-        slice_, is_scaled = model.slices.get(name), model.is_scaled_batch_parameter(parameter)  # type: ignore[arg-type]
+        slice_ = model.slices.get(name)
+        holders = Axis.RDP if model.is_scaled_batch_parameter(parameter) else Axis.DP  # type: ignore[arg-type]
+        if model.has_experts_apart(parameter):
+            holders = Axis.EXPERT_DATA
         dtype = parameter.dtype if self.half is None else torch.promote_types(parameter.dtype, torch.float32)
         shape, ranks, dim = tuple(parameter.shape), 1, 0 if slice_ is None else slice_.dim
         if model.is_distributed_parameter(parameter):  # type: ignore[arg-type]
             # Slices may be of different sizes, and the ranks that hold them must agree.
             shape, ranks = model.slices.whole_shape(name, shape), self._tp_size
         rows = shape[dim] // ranks if self._may_be_cut(parameter, dim) else 0
-        return Entry(parameter, math.prod(shape) * dtype.itemsize // ranks, is_scaled, rows, dim)
+        return Entry(parameter, math.prod(shape) * dtype.itemsize // ranks, holders, rows, dim)
 
     def _may_be_cut(self, parameter: Tensor, dim: int) -> bool:
         """Whether ranks may update ranges of a parameter. Parts without masters must lie in one piece: fused optimizers need it."""

@@ -24,13 +24,13 @@ RNG, STREAMS = "rng", "tensor_parallel_rng"
 def describe(session: Session) -> dict[str, Any]:
     """What must be equal for random state to be taken up."""
     mesh = session.mesh
-    context = {"context": mesh.cp_size} if mesh.cp_size > 1 else {}
+    some = {name: size for name, size in (("context", mesh.cp_size), ("expert", mesh.ep_size)) if size > 1}
     return {
         "pipeline": mesh.pp_size,
         "tensor": mesh.tp_size,
         "replicas": mesh.rdp_size,
         "placement": mesh.placement,
-        **context,
+        **some,
     }
 
 

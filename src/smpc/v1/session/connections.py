@@ -36,6 +36,8 @@ def make_control(session: Session) -> Control:
 
 def make_state_control(session: Session, pipeline: Control | None) -> Control | None:
     """Messages among the ranks on which one model lies, stages and slices of it; None if one rank has all. Collective over all ranks."""
+    if session.mesh.ep_size > 1:  # whose ranks have experts of this one's model
+        return make_world_control(session)
     if session.mesh.tp_size == 1:
         return pipeline
     return Control(_own_group(session, Axis.MP), session.device, session.message_device)

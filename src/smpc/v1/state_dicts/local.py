@@ -87,8 +87,8 @@ class ModelState:
         values = {key: whole(v.detach()) if isinstance(v, Tensor) else v for key, v in entries.values.items()}
         return finish(self._module, entries, values)
 
-    def full(self, *, only_on_rank_0: bool) -> dict[str, Any]:
-        """All keys, tensors on the CPU; {} on other ranks than 0 if only rank 0 wants them. Collective."""
+    def full(self, *, wanted: bool = True) -> dict[str, Any]:
+        """All keys, tensors on the CPU; {} where they are not `wanted`. Collective."""
         assert self._control is not None, "one rank has all of its state"
         entries, names = collect(self._module, run_hooks=True), self._names()
         part = {
@@ -97,7 +97,6 @@ class ModelState:
             if id(value) not in names or self._placement.is_local(names[id(value)])
         }
         items = survey(part, self._control, "the model's state", self._slicer(entries.values))
-        wanted = not only_on_rank_0 or self._control.rank == 0
         merged = merge(part, items, self._control, lambda key: wanted)
         return finish(self._module, entries, merged) if wanted else {}
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from smpc.observe.observer import Observer
 from smpc.v1.layout.compiled_tensors import CompiledTensors
+from smpc.v1.layout.experts import DividedExperts
 from smpc.v1.layout.placement import Placement
 from smpc.v1.layout.tensor_parallel import Distribution
 from smpc.v1.session.precision import Precision
@@ -41,8 +42,8 @@ class Measures:
 
 @dataclass(slots=True)
 class StepContext:
-    """Of one model. `tensors`: None unless the compiler splits tensors over ranks. `sequences`: None unless ranks share sequences. `join`:
-    the one that is around the steps, if any."""
+    """Of one model. `tensors`: None unless the compiler splits tensors over ranks. `sequences`: None unless ranks share sequences.
+    `experts`: None unless ranks divide them. `join`: the one that is around the steps, if any."""
 
     module: nn.Module
     session: Session
@@ -56,6 +57,7 @@ class StepContext:
     measures: Measures
     tensors: CompiledTensors | None
     sequences: SharedSequences | None
+    experts: DividedExperts | None
     divisor: int
     is_cut: bool = False
     calls: ModelCalls | None = None

@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from smpc.codegen.rewrite.context_parallel.rewrite import ContextPlan
+from smpc.codegen.rewrite.expert_parallel import parts_of_experts
 from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, group_attribute
 from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import ContextSharing
@@ -48,9 +49,13 @@ class SharedSequences:
     """One rank's part of it. `is_begun`: whether the first program is made; later ones may lack the outputs that were asked for."""
 
     def __init__(self, module: nn.Module, session: Session) -> None:
+        self._module = module
         self._session, self._members = session, session.groups[Axis.CP]
         self._group = TensorGroup.of(self._members)
-        self._outputs = PipelineOptions.of(session.config).tensor_parallel_outputs
+        options = PipelineOptions.of(
+            session.config, expert_parallel_degree=1
+        )  # which the model that is recorded has already
+        self._outputs = options.tensor_parallel_outputs
         self.is_begun = False
         vars(module)[group_attribute(CONTEXT)] = self._group  # what the programs read
 
@@ -58,7 +63,8 @@ class SharedSequences:
     def sharing(self) -> ContextSharing:
         """How the ranks share the sequences of a recorded model."""
         plan = ContextPlan(sums_later=True)
-        return ContextSharing(self._group.size, plan, self._outputs, may_lack_outputs=self.is_begun)
+        experts = parts_of_experts(self._module)
+        return ContextSharing(self._group.size, plan, self._outputs, may_lack_outputs=self.is_begun, experts=experts)
 
     def agree(self, step_name: str, asked: Any, digests: Mapping[str, str], failure: Exception | None) -> None:
         """Before a step, on pipeline rank 0: whether all ranks run `asked` and were given the same. Collective over the group.

@@ -203,6 +203,8 @@ class Pipeline:
             except Exception as error:
                 failure = error
             failure = self._agree_on(body, request, failure)
+            if self._context.experts is not None:
+                failure = self._context.experts.agree(body.name, self._asks_to_train(body, request), failure)
             request = None if failure is not None else request
         if self.first is None:
             self._partition(request, failure)
@@ -261,8 +263,17 @@ class Pipeline:
 
     def _may_train(self, body: StepBody, program: int) -> bool:
         """Whether this step of the function runs the training program; replicas then exchange buffers and gradients in it."""
+        return self._trains(body, self.programs.signature(program), program)
+
+    def _asks_to_train(self, body: StepBody, request: Request | None) -> bool | None:
+        """The same of rank 0's request, whose program may be new; None if there is none."""
+        return None if request is None else self._trains(body, request.signature, request.program)
+
+    def _trains(self, body: StepBody, signature: Signature, program: int) -> bool:
         known = self._memories.setdefault(body.number, Memory()).trains
-        return self.programs.signature(program).grad_enabled and known.get(program, True)
+        if self._context.experts is not None and known:  # of any program: others that send tokens have other programs
+            return signature.grad_enabled and any(known.values())
+        return signature.grad_enabled and known.get(program, True)
 
     def partition_without_data(self) -> None:
         """Take part in the first program of all, for a replica that has no batch."""
@@ -418,7 +429,8 @@ class Pipeline:
         if len(self.programs) and self._session.mesh.rdp_size > 1:
             self._modes.check_none_unfrozen(self.programs.signature(0).modes, signature.modes)
         compilation, recording = self._compiler.compile(signature, like=self.first, saved=self.saved_plan)
-        if self.first is None and self._session.config.verify and context.tensors is None and context.sequences is None:
+        is_shared = context.tensors is not None or context.sequences is not None or context.experts is not None
+        if self.first is None and self._session.config.verify and not is_shared:
             compiled = compilation, recording
             verify_first(context.module, self._session, self._control, signature, compiled, microbatch)
         trace = compilation.trace

@@ -45,11 +45,17 @@ class Single:
     def step(self, body: StepBody, own: Callable[[], Arguments], watch: Watch) -> tuple[Any, int]:
         """One step; what it returns, and the verdict on its losses. Raises StepError for a batch that does not divide."""
         self.settle()
-        supervision, join = self._context.supervision, self._context.join
+        supervision, join, experts = self._context.supervision, self._context.join, self._context.experts
         if join is not None and self._may_train(body):
             join.begin_step()
-        with supervision.step(), supervision.guard():
-            return self._run(body, own(), watch)
+        with supervision.step():
+            failure = None if experts is None else experts.agree(body.name, self._may_train(body), None)
+            if failure is not None:
+                if self._session.mesh.rdp_size > self._session.mesh.ep_size:
+                    supervision.report(failure)  # replicas outside of the group would wait for this one
+                raise failure
+            with supervision.guard():
+                return self._run(body, own(), watch)
 
     def _run(self, body: StepBody, arguments: Arguments, watch: Watch) -> tuple[object, int]:
         context = self._context

@@ -276,6 +276,7 @@ def _options(session: Session, measures: Measures) -> PipelineOptions:
         device=_device_name(session.device),
         optimizer=planned_optimizer(config),
         data_parallel_degree=session.mesh.rdp_size,  # whose buckets, or parts, count as memory
+        expert_parallel_degree=1,  # the model that is recorded has this rank's
         tensor_parallel_degree=1,  # the script's modules share operations, or `CompiledTensors` says how
         trace_execution_times=measures.times,
         trace_memory_usage=measures.memory,

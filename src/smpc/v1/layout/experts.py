@@ -1,0 +1,200 @@
+"""Expert parallelism in a training script: the configuration's `expert_parallel_degree`.
+
+    smp.init({"pipeline_parallel_degree": 2, "expert_parallel_degree": 2, "ddp": True})
+    model = smp.DistributedModel(AnyMixture())                                # nothing is annotated
+    sampler = DistributedSampler(data, num_replicas=smp.data_size(), rank=smp.data_rank())
+
+The ranks of a group are replicas, each with a batch of its own, but of every mixture each holds some experts only, which serve the
+tokens of all (`smpc.experts`). So gradients of all else are averaged over all replicas, those of experts over the ranks that hold the
+same ones (`smpc.executor.replicas.expert_replicas`); experts are slices along their first dimension to state dicts, checkpoints and norms.
+
+Experts are cut when the model is made, before anything is recorded: values are those of replica 0, whatever the others drew. What is still
+to be drawn is drawn as slices. Parameters stay the objects that they are, so that optimizers may be made before.
+
+Every step compares which step function the ranks of a group run, and whether it trains: others would send other tokens, or none.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from smpc.errors import ConfigError, ConfigUnsupportedError, StepError
+from smpc.executor.collectives import TensorGroup
+from smpc.executor.replicas.data_parallel import broadcast
+from smpc.executor.replicas.expert_replicas import ExpertReplicas
+from smpc.executor.replicas.step_hooks import StepHooks
+from smpc.executor.sharded_state import has_hooks
+from smpc.experts.confirm import Confirmed, confirm
+from smpc.experts.dispatch import owned
+from smpc.experts.stacked import Options, become_part
+from smpc.experts.structure import Found, Stacked, find_experts
+from smpc.mesh import Axis
+from smpc.nn.parallel import Shard
+from smpc.v1.layout.placement import Placement
+from smpc.v1.layout.slices import Slices
+from smpc.v1.session.comm import gather_objects
+from smpc.v1.session.state import Session
+from smpc.v1.session.step_errors import describe, raise_first
+from smpc.v1.session.watched import exchange
+
+_KEY = "expert_parallel_degree"
+
+
+class DividedExperts:
+    """One rank's part of a model's experts. Construction cuts them, in place; collective over the replicas.
+
+    ConfigError for a model without experts that can be cut, or replicas with different models; ConfigUnsupportedError for experts
+    that these ranks cannot divide. Experts that stay whole on all ranks, beside others that are cut, are warned of.
+    """
+
+    def __init__(self, module: nn.Module, session: Session, slices: Slices) -> None:
+        self._session, self._members = session, session.groups[Axis.EP]
+        self._group = TensorGroup.of(self._members)
+        self._seed = torch.initial_seed()  # of what is drawn late
+        confirmed = _confirmed(module, self._group.size, warns=session.rank == 0)
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._shapes: dict[str, tuple[Shard, torch.Size]] = {}
+        self._parameters: dict[int, nn.Parameter] = {}
+        tensors = [(one.experts.module.get_parameter(own), one) for one in confirmed for own in one.experts.parameters]
+        self._agree([(names[id(tensor)], tuple(tensor.shape), tensor.is_meta) for tensor, _ in tensors])
+        for tensor, one in tensors:
+            name = names[id(tensor)]
+            self._cut(name, tensor, one.experts.num_experts)
+            slices.add(name, self._shapes[name][0])
+        options = Options(gradient_scale=1 / self._group.size)
+        for one in confirmed:
+            become_part(one, self._group, options)
+
+    def __contains__(self, parameter: object) -> bool:
+        """Whether ranks of the group have other values of a parameter."""
+        return id(parameter) in self._parameters
+
+    def place(self, placement: Placement) -> None:
+        """Tell of which sizes this rank's parameters are, and what is drawn late."""
+        placement.seed = self._seed
+        for name, (shard, shape) in self._shapes.items():
+            placement.slice(name, shard, shape, is_cut=True)
+
+    def held(self, stages: Mapping[int, nn.Module]) -> list[nn.Parameter]:
+        """The experts of this rank's stages, in an order that is the same on all ranks that have these stages."""
+        every = (p for index in sorted(stages) for p in stages[index].parameters() if p in self)
+        return list({id(parameter): parameter for parameter in every}.values())
+
+    def hooks(self, stages: Mapping[int, nn.Module], inner: StepHooks | None, passes: int) -> StepHooks:
+        """What averages the gradients of experts, around what averages all else. Collective over the ranks that hold the same."""
+        group = TensorGroup.of(self._session.groups[Axis.EXPERT_DATA])
+        with exchange("making the replicas of experts equal"):
+            return ExpertReplicas(self.held(stages), group, inner, passes)
+
+    def agree(self, step_name: str, trains: bool | None, failure: Exception | None) -> Exception | None:
+        """Before a step, on pipeline rank 0: why this step cannot run, on all ranks of the group alike. Collective over it.
+
+        `trains`: whether the step may do a backward; `failure`: what this rank has found wrong.
+        """
+        found = self._gather((describe(failure), (step_name, trains)))
+        try:
+            raise_first([error for error, _ in found], failure)
+        except Exception as error:
+            return error
+        if len({asked for _, asked in found}) == 1:
+            return None
+        ranks = list(self._session.mesh.group(Axis.EP, self._session.rank))
+        described = [f"{name}, {'with' if trains else 'without'} gradients" for _, (name, trains) in found]
+        return StepError(
+            f"step function {step_name}: expected the ranks of an expert-parallel group, which send each other tokens, to call the same "
+            f"step function, all to train or all to evaluate; found on ranks {ranks}: {'; '.join(described)}"
+        )
+
+    def _agree(self, mine: list[tuple[str, tuple[int, ...], bool]]) -> None:
+        """Raise ConfigError on all replicas where they have different experts; draw late what replica 0 draws."""
+        session = self._session
+        with exchange("comparing the experts of the replicas"):
+            found = gather_objects((mine, self._seed), session.groups[Axis.RDP], session.message_device, session.device)
+        if any(experts != found[0][0] for experts, _ in found):
+            counts = [len(experts) for experts, _ in found]
+            raise ConfigError(
+                f"{_KEY}: expected the same experts on all replicas, found {counts} parameters of experts on ranks "
+                f"{list(session.mesh.group(Axis.RDP, session.rank))}, or others, or delayed ones; build the same model on every rank"
+            )
+        self._seed = found[0][1]
+
+    @torch.no_grad()
+    def _cut(self, name: str, parameter: nn.Parameter, num_experts: int) -> None:
+        """This rank's experts in place of all, of replica 0's values; of what is still to be drawn the size alone is known."""
+        mine, session = owned(num_experts, self._group), self._session
+        own = torch.Size((len(mine), *parameter.shape[1:]))
+        self._shapes[name] = Shard(0, num_experts, mine.start), own
+        self._parameters[id(parameter)] = parameter
+        if parameter.is_meta:
+            return
+        whole = parameter.data.to(session.device).contiguous()
+        with exchange("giving the replicas their experts"):
+            broadcast([whole], session.groups[Axis.RDP])
+        parameter.grad = None
+        parameter.data = whole[mine.start : mine.stop].clone().to(parameter.device)
+
+    def _gather(self, mine: Any) -> list[Any]:
+        return gather_objects(mine, self._members, self._session.message_device, self._session.device)
+
+
+def divide_experts(module: nn.Module, session: Session, slices: Slices) -> DividedExperts | None:
+    """None where every rank has all experts."""
+    return None if session.mesh.ep_size == 1 else DividedExperts(module, session, slices)
+
+
+def _confirmed(module: nn.Module, degree: int, *, warns: bool) -> list[Confirmed]:
+    """The experts to cut. Raises an error where there are none, and for those that cannot be divided as they are."""
+    uses = _uses(module)
+    cuttable, refused, whole = [], [], []
+    for one in find_experts(module):
+        reason = _unsuited(one, degree, uses)
+        outcome = confirm(one) if reason is None and isinstance(one, Stacked) else reason
+        if isinstance(outcome, Confirmed):
+            cuttable.append(outcome)
+        elif isinstance(one, Stacked) and reason is not None:
+            refused.append(f"{one.name}: {reason}")
+        else:
+            whole.append(f"{one.name}: {outcome}")
+    if refused:
+        raise ConfigUnsupportedError(f"{_KEY}: {'; '.join(refused)}")
+    if not cuttable:
+        raise ConfigError(
+            f"{_KEY}: expected a model with experts that {degree} ranks can divide among them, found none: "
+            f"{'; '.join(whole) or 'no module looks like experts'}; leave it out (docs/expert_parallelism.md)"
+        )
+    if whole and warns:
+        warnings.warn(f"{_KEY}: every rank has all of these experts: {'; '.join(whole)}", stacklevel=5)
+    return cuttable
+
+
+def _unsuited(found: Found, degree: int, uses: Mapping[int, int]) -> str | None:
+    """Why experts cannot be cut, whatever they compute."""
+    if not isinstance(found, Stacked):
+        return "its experts are modules of their own, whose block runs twice; in scripts experts must be one module"
+    if found.num_experts % degree:
+        return f"expected a number of experts that {degree} divides, found {found.num_experts}"
+    own = [found.module.get_parameter(name) for name in found.parameters]
+    if any(uses[id(parameter)] > 1 for parameter in own):
+        return "other modules share its parameters"
+    if any(has_hooks(parameter) for parameter in own):
+        return "there are hooks on its gradients, which would see this rank's experts alone"
+    if "forward" in vars(found.module):
+        return "somebody has replaced the forward of the instance"
+    return None
+
+
+def _uses(module: nn.Module) -> dict[int, int]:
+    """How many places each parameter has."""
+    found: dict[int, int] = {}
+    for parameter in _places(module.modules()):
+        found[id(parameter)] = found.get(id(parameter), 0) + 1
+    return found
+
+
+def _places(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    return (parameter for module in modules for parameter in module._parameters.values() if parameter is not None)

@@ -1,0 +1,460 @@
+"""Expert parallelism in training scripts: no annotation, any arrangement of ranks, one process's results."""
+
+import functools
+
+import expert_models
+import pytest
+import torch
+from executor_harness import run_workers
+from torch import nn
+from torch.nn import functional as F
+
+import smpc.v1 as smp
+from smpc.errors import CheckpointError, ConfigError, ConfigUnsupportedError, StepError
+
+STEPS, HALF, MB = 4, 2, 2
+VOCABULARY = expert_models.VOCABULARY
+
+
+class Experts(nn.Module):
+    """All experts in one module, with biases."""
+
+    def __init__(self, num_experts, width, inner):
+        super().__init__()
+        self.num_experts = num_experts
+        self.up = nn.Parameter(torch.randn(num_experts, width, inner) * 0.3)
+        self.bias = nn.Parameter(torch.randn(num_experts, inner) * 0.3)
+        self.down = nn.Parameter(torch.randn(num_experts, inner, width) * 0.3)
+
+    def forward(self, hidden, index, weights):
+        found = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            row, slot = (index == expert).nonzero(as_tuple=True)
+            inner = F.gelu(hidden[row] @ self.up[expert] + self.bias[expert])
+            found = found.index_add(0, row, (inner @ self.down[expert]) * weights[row, slot].unsqueeze(1))
+        return found
+
+
+class Block(nn.Module):
+    def __init__(self, width, num_experts):
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, num_experts, bias=False)
+        self.experts = Experts(num_experts, width, 24)
+
+    def forward(self, hidden):
+        flat = self.norm(hidden).reshape(-1, hidden.shape[-1])
+        weights, index = self.router(flat).softmax(-1).topk(2)
+        return hidden + self.experts(flat, index, weights).view_as(hidden)
+
+
+class Output(dict):
+    loss = property(lambda self: self["loss"])
+
+
+class ByHand(nn.Module):
+    def __init__(self, num_experts=4):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.blocks = nn.ModuleList(Block(16, num_experts) for _ in range(2))
+
+    def forward(self, input_ids, labels, attention_mask=None):
+        hidden = self.embedding(input_ids)
+        if attention_mask is not None:
+            hidden = hidden * attention_mask.unsqueeze(-1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden)
+        return Output(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100), logits=logits)
+
+
+def made(name, dtype=torch.float32):
+    torch.manual_seed(5)
+    return ByHand().to(dtype) if name == "by hand" else expert_models.hugging_face(name, dtype)
+
+
+@smp.step
+def train_step(model, batch):
+    loss = model(**batch).loss
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def evaluate(model, batch):
+    return model(**batch).loss
+
+
+def batch_of(step, part):
+    """One data rank's batch: with padding, lengths and numbers of labels of its own."""
+    generator = torch.Generator().manual_seed(10 * step + part)
+    length = 8 + 2 * ((step + part) % 2)
+    ids = torch.randint(3, VOCABULARY, (2 * MB, length), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(2 * MB):
+        mask[row, length - (part + row + step) % 4 :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def optimizer_of(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+
+
+def clipped(parameters):
+    return torch.nn.utils.clip_grad_norm_(parameters, 0.2)
+
+
+@functools.cache
+def eager(name, parts):
+    """One process: the losses, norms, gradients of the first batch, and the parameters at the end."""
+    model = made(name)
+    optimizer, losses, norms, gradients = optimizer_of(model.parameters()), [], [], None
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for part in range(parts):
+            whole = batch_of(step, part)
+            for index in range(MB):
+                loss = model(**{key: value.chunk(MB)[index] for key, value in whole.items()}).loss
+                (loss / MB / parts).backward()
+                total += loss.item() / MB / parts
+        gradients = gradients or {key: p.grad.clone() for key, p in model.named_parameters()}
+        norms.append(clipped(model.parameters()).item())
+        optimizer.step()
+        losses.append(total)
+    return losses, norms, gradients, {key: p.detach().clone() for key, p in model.named_parameters()}
+
+
+def mean_loss(model, batch):
+    """Of the microbatches of a batch."""
+    parts = [{key: value.chunk(MB)[index] for key, value in batch.items()} for index in range(MB)]
+    return sum(model(**part).loss.item() for part in parts) / MB
+
+
+def init(pp, ep, **config):
+    degrees = {"pipeline_parallel_degree": pp, "expert_parallel_degree": ep, "microbatches": MB, "ddp": True}
+    smp.init(degrees | config)
+
+
+def wrapped(name, seed=0.0):
+    model = made(name)
+    if seed:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(seed)
+    optimizer = optimizer_of(model.parameters())  # its parameters stay the ones that train
+    model = smp.DistributedModel(model)
+    return model, smp.DistributedOptimizer(optimizer)
+
+
+def steps(model, optimizer, some):
+    """Losses over all data, norms, and this rank's gradients of the first batch."""
+    losses, norms, gradients = [], [], None
+    for step in some:
+        optimizer.zero_grad()
+        loss = train_step(model, batch_of(step, smp.data_rank())).reduce_mean()
+        gradients = gradients or {
+            key: (p.grad.clone(), model.slices.get(key)) for key, p in model.local_named_parameters()
+        }
+        norms.append(clipped(model.parameters()).item())
+        optimizer.step()
+        losses.append(torch.stack(smp.allgather(loss, smp.WORLD)).mean().item())
+    return losses, norms, gradients
+
+
+def train(rank, folder, name, pp, ep, config):
+    init(pp, ep, **config)
+    model, optimizer = wrapped(name, seed=0.3 * smp.rdp_rank())  # replica 0's values count
+    losses, norms, gradients = steps(model, optimizer, range(HALF))
+    smp.save_checkpoint(str(folder), "half", model=model, optimizer=optimizer)
+    smp.save_checkpoint(str(folder), "whole", partial=False, model=model, optimizer=optimizer)
+    more = steps(model, optimizer, range(HALF, STEPS))
+    model.eval()
+    evaluated = [evaluate(model, batch_of(*which)).reduce_mean().item() for which in evaluations(smp.data_rank())]
+    state, of_optimizer = model.state_dict(), optimizer.state_dict()["state"]
+    smp.shutdown()
+    return losses + more[0], norms + more[1], gradients, state, of_optimizer, evaluated
+
+
+def evaluations(part):
+    """Batches by (step, part): at the second one some ranks have lengths that they know, and others new ones."""
+    return [(0, part), (part, part), (0, part)]
+
+
+def resume(rank, folder, name, pp, ep, config, saved, tag):
+    init(pp, ep, **config)
+    model, optimizer = wrapped(name, seed=0.1)
+    smp.resume_from_checkpoint(str(saved), tag, partial=tag == "half")
+    losses, norms, _ = steps(model, optimizer, range(HALF, STEPS))
+    smp.shutdown()
+    return losses, norms
+
+
+def check(tmp_path, name, pp, ep, world, config=None):
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    config = config or {}
+    found = run_workers(train, world, folder, name, pp, ep, config)
+    losses, norms, gradients, state = eager(name, world // pp // config.get("context_parallel_degree", 1))
+    seen = {}
+    values, model = set(), made(name).eval()
+    for own_losses, own_norms, own_gradients, whole, of_optimizer, evaluated in found:
+        assert own_losses == pytest.approx(losses, rel=1e-6)
+        assert own_norms == pytest.approx(norms, rel=1e-5)
+        for key, (gradient, shard) in own_gradients.items():
+            expected = gradients[key]
+            limit = 1e-5 * expected.abs().max().item()
+            if shard is not None:
+                expected = expected.narrow(0, shard.start, gradient.shape[0])
+                assert gradient.shape[0] == shard.size // ep
+            torch.testing.assert_close(gradient, expected, rtol=0, atol=max(limit, 1e-8))
+            seen.setdefault(key, set()).add(0 if shard is None else shard.start)
+        assert list(whole) == list(made(name).state_dict())
+        for key, value in state.items():
+            torch.testing.assert_close(whole[key], value, rtol=1e-4, atol=2e-5)
+            assert of_optimizer[key]["exp_avg"].shape == value.shape
+        model.load_state_dict(whole)
+        values.add(tuple(evaluated))
+    parts = world // pp // config.get("context_parallel_degree", 1)
+    with torch.no_grad():
+        expected = [[mean_loss(model, batch_of(*which)) for which in evaluations(part)] for part in range(parts)]
+    assert sorted(values) == [pytest.approx(each, rel=1e-6) for each in sorted(expected)]
+    assert seen.keys() == gradients.keys()
+    assert sum(len(starts) == ep for starts in seen.values()) == sum("experts." in key for key in seen)
+    return folder
+
+
+def check_resumed(tmp_path, folder, name, pp, ep, world, parts, tag, config=None):
+    losses, norms, *_ = eager(name, parts)
+    own = tmp_path / f"{pp}-{ep}-{world}-{tag}"
+    own.mkdir()
+    for own_losses, own_norms in run_workers(resume, world, own, name, pp, ep, config or {}, folder, tag):
+        assert own_losses == pytest.approx(losses[HALF:], rel=1e-5)
+        assert own_norms == pytest.approx(norms[HALF:], rel=1e-4)
+
+
+def test_two_ranks_train_as_one_process_and_others_go_on(tmp_path):
+    folder = check(tmp_path, "by hand", 1, 2, 2)
+    check_resumed(tmp_path, folder, "by hand", 1, 1, 2, 2, "half")
+    check_resumed(tmp_path, folder, "by hand", 2, 2, 4, 2, "whole")
+
+
+def test_beside_a_pipeline(tmp_path):
+    folder = check(tmp_path, "MixtralForCausalLM", 2, 2, 4)
+    check_resumed(tmp_path, folder, "MixtralForCausalLM", 1, 2, 2, 2, "half")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "pp", "ep", "world", "config"),
+    [
+        ("MixtralForCausalLM", 1, 2, 2, {}),
+        ("MixtralForCausalLM", 1, 4, 4, {}),
+        ("Qwen2MoeForCausalLM", 2, 2, 4, {}),
+        ("by hand", 2, 2, 4, {"schedule": "interleaved-1f1b"}),
+        ("Qwen2MoeForCausalLM", 1, 2, 4, {}),
+        ("by hand", 1, 2, 4, {"placement_strategy": "spread"}),
+        ("MixtralForCausalLM", 1, 2, 2, {"context_parallel_degree": 2}),
+        ("Qwen2MoeForCausalLM", 1, 2, 4, {"context_parallel_degree": 2}),
+        ("MixtralForCausalLM", 1, 4, 4, {"context_parallel_degree": 2}),
+        ("MixtralForCausalLM", 2, 2, 4, {"context_parallel_degree": 2}),
+        ("by hand", 1, 2, 4, {"shard_optimizer_state": True}),
+        ("MixtralForCausalLM", 1, 2, 4, {"shard_optimizer_state": True}),
+        ("MixtralForCausalLM", 2, 2, 4, {"shard_optimizer_state": True}),
+    ],
+)
+def test_other_arrangements(tmp_path, name, pp, ep, world, config):
+    """And other ranks, as many as there are parts of the data, go on from the checkpoint."""
+    folder = check(tmp_path, name, pp, ep, world, config)
+    parts = world // pp // config.get("context_parallel_degree", 1)
+    check_resumed(tmp_path, folder, name, 1, min(parts, 2), parts, parts, "half")
+
+
+def in_half(ep, config):
+    """Losses and norms in half precision, whose masters are clipped."""
+    init(1, ep, **config)
+    model, optimizer = smp.DistributedModel(made("by hand")), None
+    optimizer = smp.DistributedOptimizer(optimizer_of(model.parameters()), dynamic_loss_scale="fp16" in config)
+    found = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        found.append(train_step(model, batch_of(step, smp.data_rank())).reduce_mean().item())
+        found.append(optimizer.clip_master_grads(0.2).item())
+        optimizer.step()
+    smp.shutdown()
+    return found
+
+
+def added_up(ep):
+    """Gradients of two steps, averaged at the second; of a third that adds to them; of a call outside of steps."""
+    init(1, ep)
+    model = smp.DistributedModel(made("by hand"), backward_passes_per_step=2)
+    for step in range(2):
+        train_step(model, batch_of(step, smp.data_rank()))
+    found = [norm_of(model)]
+    smp.shutdown()
+    init(1, ep)
+    model = smp.DistributedModel(made("MixtralForCausalLM"), overlapping_allreduce=False)
+    for step in range(2):
+        train_step(model, batch_of(step, smp.data_rank()))
+    found.append(norm_of(model))
+    model.zero_grad()
+    model(**batch_of(3, smp.data_rank())).loss.backward()
+    found.append(norm_of(model))
+    smp.shutdown()
+    return found
+
+
+def norm_of(model):
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()
+
+
+def drawn_late(ep):
+    """The first loss and norm of a model whose parameters have no memory before it is distributed; seeds of ranks differ."""
+    init(1, ep)
+    torch.manual_seed(11 + smp.rank())
+    with smp.delay_param_initialization():
+        model = late()
+    model = smp.DistributedModel(model)
+    found = [train_step(model, batch_of(0, smp.data_rank())).reduce_mean().item(), norm_of(model)]
+    smp.shutdown()
+    return found
+
+
+def late():
+    import transformers
+
+    config = transformers.MixtralConfig(**expert_models.SETTINGS["MixtralForCausalLM"])
+    config._experts_implementation = config._attn_implementation = "eager"
+    return transformers.MixtralForCausalLM(config)
+
+
+def recomputed(ep):
+    """The first loss and norm, with blocks computed again in the backward pass."""
+    init(1, ep)
+    model = smp.DistributedModel(made("MixtralForCausalLM"))
+    for layer in model.get_module().model.layers:
+        smp.set_activation_checkpointing(layer)
+    found = [train_step(model, batch_of(0, smp.data_rank())).reduce_mean().item(), norm_of(model)]
+    smp.shutdown()
+    return found
+
+
+def variants(rank, folder, ep):
+    return {
+        "recomputed": recomputed(ep),
+        "bf16": in_half(ep, {"bf16": True}),
+        "fp16": in_half(ep, {"fp16": True}),
+        "fp16, state sharded": in_half(ep, {"fp16": True, "shard_optimizer_state": True}),
+        "added up": added_up(ep),
+        "drawn late": drawn_late(ep),
+    }
+
+
+def test_precisions_and_sums_of_several_steps_are_those_of_replicas(tmp_path):
+    found = []
+    for ep in (1, 2):
+        folder = tmp_path / str(ep)
+        folder.mkdir()
+        found.append(run_workers(variants, 2, folder, ep))
+    for whole, divided in zip(*found, strict=True):
+        for what, expected in whole.items():
+            assert divided[what] == pytest.approx(expected, rel=2e-2 if "16" in what else 1e-5), what
+
+
+class Whole(nn.Module):
+    """No experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+
+
+class Apart(nn.Module):
+    """Experts that are modules of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = expert_models.LoopBlock()
+
+
+def hooked():
+    model = ByHand()
+    model.blocks[0].experts.up.register_hook(lambda grad: grad)
+    return model
+
+
+def tied():
+    model = ByHand()
+    model.blocks[1].experts = model.blocks[0].experts
+    model.blocks[1].experts = Experts(4, 16, 24)
+    model.blocks[1].experts.up = model.blocks[0].experts.up
+    return model
+
+
+def refuse(rank, folder):
+    for degree, config, said in (
+        (2, {"ddp": False}, "expert_parallel_degree: 2 requires ddp: true, found ddp: false"),
+        (2, {"fully_shard": True}, "expert_parallel_degree: 2 and fully_shard: true exclude each other in a script"),
+        (2, {"tensor_parallel_degree": 2, "tensor_parallel_plan": "auto", "prescaled_batch": True}, "and tensor_parallel_degree: 2 ex"),
+        (2, {"schedule": "list"}, "and schedule: list exclude each other in a script: its order follows predicted times"),
+        (4, {}, r"expected a divisor of 2 \(data-parallel replicas 2 x context_parallel_degree 1"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            init(1, degree, **config)
+    init(1, 2)
+    for make, said in (
+        (Whole, "found none: no module looks like experts"),
+        (Apart, "found none: block.experts: its experts are modules of their own"),
+        (lambda: ByHand(3), "blocks.0.experts: expected a number of experts that 2 divides, found 3"),
+        (hooked, "blocks.0.experts: there are hooks on its gradients"),
+        (tied, "blocks.0.experts: other modules share its parameters"),
+        (lambda: ByHand(2 + 2 * smp.rank()), "expected the same experts on all replicas"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            smp.DistributedModel(make())
+    with pytest.raises(ConfigError, match="trace_execution_times: not with expert_parallel_degree above 1"):
+        smp.DistributedModel(ByHand(), trace_execution_times=True)
+    model = smp.DistributedModel(made("by hand"))
+    with pytest.raises(ConfigUnsupportedError, match="expert_parallel_degree"):
+        model.register_comm_hook(None, None)
+    with pytest.raises(ConfigUnsupportedError, match="expert_parallel_degree"), model.join():
+        pass
+    with pytest.raises(ConfigUnsupportedError, match="cpu: with expert_parallel_degree"):
+        model.cpu()
+    with pytest.raises(ConfigUnsupportedError, match="expert parallelism"):
+        smp.DistributedModel(ByHand())
+    batch = batch_of(0, rank)
+    with pytest.raises(StepError, match=r"found on ranks \[0, 1\]: .*train_step, with gradients; .*evaluate, with"):
+        (evaluate if rank else train_step)(model, batch)
+    with (
+        pytest.raises(StepError, match=r"evaluate, with gradients; .*evaluate, without gradients"),
+        torch.set_grad_enabled(rank == 0),
+    ):
+        evaluate(model, batch)
+    loss = train_step(model, batch).reduce_mean().item()  # and it goes on
+    smp.shutdown()
+    return loss
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path):
+    found = run_workers(refuse, 2, tmp_path)
+    assert sum(found) / 2 == pytest.approx(eager("by hand", 2)[0][0], rel=1e-6)
+
+
+def miss(rank, folder):
+    """State dicts are asked for by one rank alone."""
+    init(1, 2, checkpoint_timeout=2)
+    model = smp.DistributedModel(made("by hand"))
+    said = ""
+    if rank == 0:
+        with pytest.raises(CheckpointError) as caught:
+            model.state_dict()
+        said = str(caught.value)
+    smp.barrier(smp.WORLD)
+    smp.shutdown()
+    return said
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    said, _ = run_workers(miss, 2, tmp_path)
+    assert "1" in said
