@@ -120,12 +120,13 @@ def prepare(
     source = Incoming.of(model.parameters(), 0, device_type)
     values = None
     if tensor is not None and slices > 1:
-        values = Values(model, source, device_type)
+        values = Values(model, source, device_type, offload=config.cpu_offload)
         values.slice(tensor, prepared.mesh, is_meta=is_meta)
     if config.activation_checkpointing or config.activation_cpu_offload:
         _save_less(roots.values(), config)
     whole = MixedPrecision.of(config.mixed_precision, precision)
-    options = ShardingOptions(Keep.NEVER, whole.param_dtype, whole.reduce_dtype, cast_inputs=True)
+    dtypes = (whole.param_dtype, whole.reduce_dtype)
+    options = ShardingOptions(Keep.NEVER, *dtypes, cast_inputs=True, offload=config.cpu_offload)
     axes = ("replica", "shard") if is_hybrid else ("shard",)
     over = prepared.mesh[axes] if slices > 1 else prepared.mesh
     for name, root in roots.items():
@@ -273,13 +274,18 @@ def _check_meta(model: nn.Module, config: FSDPConfig) -> bool:
 
 @torch.no_grad()
 def _sync_buffers(model: nn.Module, device_type: str) -> None:
-    """Rank 0's buffers everywhere, on the device. Collective."""
+    """What is whole on the device, and rank 0's buffers everywhere. Collective. Parts are where they should be."""
     made: dict[Tensor, Tensor] = {}  # one buffer may have several names
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = made.setdefault(buffer, torch.empty_like(buffer, device=device_type))
-    model.to(device_type)
+            if buffer is not None and buffer not in made:
+                is_meta = buffer.is_meta
+                made[buffer] = torch.empty_like(buffer, device=device_type) if is_meta else buffer.to(device_type)
+            if buffer is not None:
+                module._buffers[name] = made[buffer]
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(device_type)
     for each in model.buffers():
         buffer = local(each)
         values = buffer.detach().contiguous()
@@ -352,9 +358,14 @@ def hand_over(optimizer: torch.optim.Optimizer, exchanged: Mapping[nn.Parameter,
     optimizer.state.clear()
     for old, values in state.items():
         new = exchanged.get(old, old)
-        optimizer.state[new] = {name: as_state_of(new, value) for name, value in values.items()}
+        optimizer.state[new] = {name: _beside(new, as_state_of(new, value)) for name, value in values.items()}
     for group in optimizer.param_groups:
         group["params"] = [exchanged.get(parameter, parameter) for parameter in group["params"]]
+
+
+def _beside(parameter: nn.Parameter, value: Any) -> Any:
+    """What an optimizer keeps for a parameter, where that lies; a count of steps may lie anywhere."""
+    return value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
 
 
 def _tell(

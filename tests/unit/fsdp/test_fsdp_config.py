@@ -41,7 +41,6 @@ def test_all_fields_of_the_documentation():
             r"ignored_modules: expected a list of modules, found \['head'\]",
         ),
         ({"verbose": 1}, ConfigTypeError, "verbose: expected bool, found 1"),
-        ({"cpu_offload": True}, ConfigUnsupportedError, "CPU offloading is not supported yet"),
         ({"keep_low_precision_grads": True}, ConfigUnsupportedError, "gradients stay fp32"),
         ({"state_dict_type": "local"}, ConfigError, "local is deprecated, use sharded"),
         ({"backward_prefetch_limit": 0}, ConfigError, "expected at least 1, found 0"),
@@ -61,6 +60,8 @@ def test_all_fields_of_the_documentation():
         ),
         ({"load_planner": DefaultLoadPlanner()}, ConfigError, "load_planner: expected state_dict_type sharded"),
         ({"auto_wrap": False, "activation_checkpointing": True}, ConfigError, "expected auto_wrap True"),
+        ({"auto_wrap": False, "mixed_precision": "PURE"}, ConfigError, "mixed_precision: expected auto_wrap True"),
+        ({"auto_wrap": False, "cpu_offload": True}, ConfigError, "cpu_offload: expected auto_wrap True"),
         ([], ConfigTypeError, "expected a dict"),
     ],
 )
@@ -71,7 +72,9 @@ def test_fields_that_cannot_be(given, error, says):
 
 def test_all_mistakes_in_one_error():
     with pytest.raises(ConfigError) as caught:
-        FSDPConfig.read({"verbos": True, "cpu_offload": True, "sharding_strategy": "x", "forward_prefetch": "yes"})
+        FSDPConfig.read(
+            {"verbos": True, "te_checkpoint_wrapper": True, "sharding_strategy": "x", "forward_prefetch": "yes"}
+        )
     assert len(str(caught.value).splitlines()) == 4
 
 
