@@ -91,8 +91,8 @@ class Stepper:
     def run(self, batch: Any, following: Any | None) -> tuple[int, int]:
         """Train on a batch; (samples, tokens) on all ranks. `following`: the next batch of the epoch, None for its last. Collective.
 
-        Beside the gradients there is one exchange: of losses, and of how much of the following batch each rank has. It is under way from the
-        last forward on: nothing of it is needed for the backward and the update.
+        Beside the gradients there is one exchange: of losses, and of how much of the following batch each rank has. It is under way from
+        the last forward on: nothing of it is needed for the backward and the update.
         """
         counts = self.upcoming if self.upcoming is not None else self._first(batch)
         total, tokens = int(counts[:, 0].sum()), int(counts[:, 1].sum())

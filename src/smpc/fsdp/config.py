@@ -44,11 +44,11 @@ _INSTEAD = {"device_mesh": "give data_parallel_shard_degree and data_parallel_re
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecision:
-    """What units compute in, what gradients are averaged in, what floating-point buffers are cast to for forward."""
+    """What units compute in, what gradients are averaged in, what floating-point buffers are cast to: None, if they stay as they are."""
 
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    buffer_dtype: torch.dtype
+    buffer_dtype: torch.dtype | None
 
     @classmethod
     def of(cls, value: object, precision: str, where: str = "mixed_precision") -> MixedPrecision:
@@ -69,7 +69,8 @@ class MixedPrecision:
         ]
         if wrong:
             raise ConfigError("\n".join(wrong))
-        return cls(*(_DTYPES[value.get(name, "fp32")] for name in names))
+        param, reduce = (_DTYPES[value.get(name, "fp32")] for name in names[:2])
+        return cls(param, reduce, _DTYPES[value["buffer_dtype"]] if "buffer_dtype" in value else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +135,6 @@ class FSDPConfig:
         )
         if values.get("backward_prefetch", "BACKWARD_POST") == "BACKWARD_POST" and "backward_prefetch" in given:
             told += ("fsdp_config: backward_prefetch: BACKWARD_POST is done as BACKWARD_PRE",)
-        if isinstance(values.get("mixed_precision"), Mapping) and "buffer_dtype" in values["mixed_precision"]:
-            told += ("fsdp_config: mixed_precision.buffer_dtype has no effect: buffers stay as they are",)
         return cls(**values, told=told)
 
     @property

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from smpc import dist
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError
+from smpc.fsdp.buffers import CastBuffers, cast_buffers
 from smpc.fsdp.config import FSDPConfig, MixedPrecision
 from smpc.fsdp.meshes import Over, key_of, meshes_of, over_all
 from smpc.fsdp.tensor import AXIS, TensorConfig, check_beside, data_sizes
@@ -41,13 +42,15 @@ from smpc.sharding.tensors import as_state_of, local
 class Prepared:
     """A sharded model. `own_groups`: units of which not all ranks hold parts, by name; their parameters differ between groups.
 
-    `mesh`: of all ranks, with the axis `tensor` if layers are sliced.
+    `mesh`: of all ranks, with the axis `tensor` if layers are sliced. `buffers`: those that are cast; who has filled a state dict in place,
+    and does not load it, calls `settle` of each.
     """
 
     model: nn.Module
     config: FSDPConfig
     mesh: DeviceMesh
     own_groups: dict[str, str] = field(default_factory=dict)
+    buffers: tuple[CastBuffers, ...] = ()
 
     @property
     def tensor_group(self) -> distributed.ProcessGroup | None:
@@ -137,6 +140,7 @@ def prepare(
         values.settle()
     if config.auto_wrap:
         _sync_buffers(model, device_type)
+        prepared.buffers = _cast_buffers(model, config, policies, whole)
     after = dict(model.named_parameters(remove_duplicate=False))
     exchanged = {old: after[name] for name, old in before.items() if old is not after[name]}
     if optimizer is not None:
@@ -158,6 +162,19 @@ def _policies(
         for root, wrapped in units.items()
         for unit in wrapped
     }
+
+
+def _cast_buffers(
+    model: nn.Module,
+    config: FSDPConfig,
+    policies: Mapping[tuple[str, str], MixedPrecision],
+    whole: MixedPrecision,
+) -> tuple[CastBuffers, ...]:
+    children = {name: child for name, child in _children(model) if getattr(child, "_fsdp_wrap", True) is not False}
+    dtypes: dict[str, dict[str, torch.dtype | None]] = {name: {"": whole.buffer_dtype} for name in children}
+    for (root, unit), policy in policies.items():
+        dtypes[root][unit] = policy.buffer_dtype
+    return cast_buffers(children, dtypes, config.ignored_modules or ())
 
 
 def _asked(
@@ -383,6 +400,6 @@ def _tell(
             group = unit.options.get("process_group", prepared.config.process_group) or "all ranks"
             lines.append(
                 f"smpc: fsdp: unit {f'{root}.{unit.name}'.rstrip('.')}: {group}, computes in {policy.param_dtype}, "
-                f"averages in {policy.reduce_dtype}"
+                f"averages in {policy.reduce_dtype}, buffers {policy.buffer_dtype or 'as they are'}"
             )
     print("\n".join(lines), file=sys.stderr)

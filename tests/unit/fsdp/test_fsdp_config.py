@@ -113,9 +113,5 @@ def test_precisions():
     assert MixedPrecision.of("FULL", "amp_bf16") == MixedPrecision(full, full, full)
     assert MixedPrecision.of("default", "amp_bf16") == MixedPrecision(low, full, low)
     assert MixedPrecision.of("PURE", "amp_bf16") == MixedPrecision(low, low, low)
-    assert MixedPrecision.of({"param_dtype": "fp16"}, "fp32") == MixedPrecision(torch.float16, full, full)
-
-
-def test_dtypes_of_buffers_are_told():
-    config = FSDPConfig.read({"mixed_precision": {"param_dtype": "bf16", "buffer_dtype": "bf16"}})
-    assert config.told == ("fsdp_config: mixed_precision.buffer_dtype has no effect: buffers stay as they are",)
+    assert MixedPrecision.of({"param_dtype": "fp16"}, "fp32") == MixedPrecision(torch.float16, full, None)
+    assert MixedPrecision.of({"buffer_dtype": "bf16"}, "fp32") == MixedPrecision(full, full, low)
