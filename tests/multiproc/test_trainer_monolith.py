@@ -60,7 +60,8 @@ def awkward(is_meta):
 def one_source(rank, folder):
     _place(rank)
     found = []
-    for strategy in ({}, {"sharding_strategy": "SHARD_GRAD_OP"}, {"sharding_strategy": "NO_SHARD"}):
+    kinds = ("SHARD_GRAD_OP", "NO_SHARD")
+    for strategy in ({}, *({"sharding_strategy": kind} for kind in kinds), {"cpu_offload": True}):
         for is_meta in (False, True):
             model = awkward(is_meta and rank > 0)
             given = {"sync_module_states": True, "ignored_modules": [model.other]}

@@ -11,6 +11,7 @@ import torch
 from support.executor_harness import run_workers
 from support.trainer_cases import Block, Classifier, FullMemory, classifier, dataset, eager, everything, trainer
 from torch import distributed, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from smpc.composer import readers
 from smpc.errors import CheckpointError, ConfigError, ConfigUnsupportedError, StepError
@@ -27,6 +28,7 @@ STRATEGIES = {
     "recomputed": {
         "fsdp_config": {"activation_checkpointing": True, "forward_prefetch": True, "backward_prefetch": "NONE"}
     },
+    "parts in CPU memory": {"fsdp_config": {"cpu_offload": True}},
     "offloaded": {"fsdp_config": {"activation_checkpointing": True, "activation_cpu_offload": True}},
     "forced_sync": {"ddp_sync_strategy": "forced_sync"},
     "ZeRO 2": {"deepspeed_config": {"zero_optimization": {"stage": 2}, "train_batch_size": 8}},
@@ -46,6 +48,11 @@ def strategies(rank, folder):
         made = trainer(4, **options)
         made.fit()
         found[name] = everything(made)
+        units = [module for module in made.state.model.modules() if isinstance(module, FSDPModule)]
+        offloaded = [
+            isinstance(unit._get_fsdp_state()._fsdp_param_group.offload_policy, CPUOffloadPolicy) for unit in units
+        ]
+        assert offloaded == [name == "parts in CPU memory"] * len(units)
     return found
 
 
@@ -90,6 +97,7 @@ def test_space_and_time(tmp_path, world):
 AUTOMATIC = {
     "replicas": {},
     **{name: STRATEGIES[name] for name in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD", "recomputed")},
+    "parts in CPU memory": STRATEGIES["parts in CPU memory"],
 }
 
 

@@ -23,6 +23,7 @@ STRATEGIES = {
     "HYBRID_SHARD": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
     "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
     "recomputed": {"activation_checkpointing": True},
+    "parts in CPU memory": {"cpu_offload": True},
 }
 
 

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
@@ -77,6 +77,7 @@ class Stepper:
     by_tokens: bool
     upcoming: Tensor | None = None
     _has_checked: bool = False
+    _world_size: int = field(default_factory=dist.get_world_size)
 
     @property
     def tensor_group(self) -> ProcessGroup | None:
@@ -90,31 +91,40 @@ class Stepper:
     def run(self, batch: Any, following: Any | None) -> tuple[int, int]:
         """Train on a batch; (samples, tokens) on all ranks. `following`: the next batch of the epoch, None for its last. Collective.
 
-        Beside the gradients there is one exchange: of losses, and of how much of the following batch each rank has.
+        Beside the gradients there is one exchange: of losses, and of how much of the following batch each rank has. It is under way from
+        the last forward on: nothing of it is needed for the backward and the update.
         """
         counts = self.upcoming if self.upcoming is not None else self._first(batch)
         total, tokens = int(counts[:, 0].sum()), int(counts[:, 1].sum())
+        begun: list[_Exchange] = []
+
+        def exchange(loss: Tensor) -> None:
+            begun.append(_Exchange(loss, (*_sizes(following), int(following is None))))
+
         if self.agreement is not None:
-            loss = self._search(batch, counts, self.agreement)
+            exchange(self._search(batch, counts, self.agreement))
         else:
-            loss = self._microbatches(batch, self.state.device_train_microbatch_size, counts)
+            self._microbatches(batch, self.state.device_train_microbatch_size, counts, exchange)
         if self.by_hand:
             average(self.state.model)
-        told = _exchanged((loss, *_sizes(following), int(following is None)), self.device)
+        self._update()
+        told = begun[0].told()
         _check_alike(told[:, 4], "the end of their data together")
         self.upcoming = None if following is None else _checked(told[:, 1:4])
         self.state.loss = float(told[:, 0].sum())
-        self._update()
         copies = 1 if self.tensor_group is None else self.tensor_group.size()
         return total // copies, tokens // copies
 
     def _first(self, batch: Any) -> Tensor:
-        told = _exchanged((*_sizes(batch), self.state.timestamp.batch), self.device)
-        _check_alike(told[:, 3], "the same batch")
-        return _checked(told[:, :3])
+        nothing = torch.zeros((), dtype=torch.float64, device=self.device)
+        told = _Exchange(nothing, (*_sizes(batch), self.state.timestamp.batch)).told()
+        _check_alike(told[:, 4], "the same batch")
+        return _checked(told[:, 1:4])
 
-    def _microbatches(self, batch: Any, size: int | None, counts: Tensor) -> Tensor:
-        """Forward and backward of all; this rank's share of the mean loss."""
+    def _microbatches(
+        self, batch: Any, size: int | None, counts: Tensor, known: Callable[[Tensor], None] | None = None
+    ) -> Tensor:
+        """Forward and backward of all; this rank's share of the mean loss, which `known` is given before the last backward."""
         pieces = cut(batch, size)
         most = max(-(-int(n) // size) if size else 1 for n in counts[:, 0])
         weights = [self._weight(piece, counts) for piece in pieces]
@@ -123,24 +133,30 @@ class Stepper:
             pieces += [pieces[-1]] * (most - len(pieces))
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
-            with self._sync(is_last=index == len(pieces) - 1):
-                loss_sum += self._one(piece, weight)
+            is_last = index == len(pieces) - 1
+            with self._sync(is_last=is_last):
+                loss = self._weighted(piece, weight)
+                loss_sum += loss.detach().double() / self._world_size
+                if is_last and known is not None:
+                    known(loss_sum)
+                (loss if self.scale is None else loss * self.scale.factor).backward()  # type: ignore[no-untyped-call]
         return loss_sum
 
-    def _one(self, piece: Any, weight: float) -> Tensor:
-        low = _DTYPES.get(self.precision)
-        with torch.autocast(self.device.type, low, enabled=low is not None):
+    def _weighted(self, piece: Any, weight: float) -> Tensor:
+        with self._autocast():
             loss = _total(self.state.model.loss(self.wrapped(piece), piece))
         weighted = loss * weight if weight != 1.0 else loss
         if not weight:  # nothing counts, and the mean over nothing is NaN
             weighted = torch.where(loss.isfinite(), weighted, 0.0)
-        (weighted if self.scale is None else weighted * self.scale.factor).backward()  # type: ignore[no-untyped-call]
-        return weighted.detach().double() / dist.get_world_size()
+        return weighted
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        low = _DTYPES.get(self.precision)
+        return torch.autocast(self.device.type, low, enabled=low is not None)  # of fp32: none around fit either
 
     def mean_loss(self, batch: Any) -> Tensor:
         """The loss of a batch of the evaluation, in the precision of the training."""
-        low = _DTYPES.get(self.precision)
-        with torch.autocast(self.device.type, low, enabled=low is not None):
+        with self._autocast():
             return _total(self.state.model.loss(self.state.model.eval_forward(batch), batch))
 
     def _weight(self, piece: Any, counts: Tensor) -> float:
@@ -150,7 +166,7 @@ class Stepper:
             raise StepError(
                 "accumulate_train_batch_on_tokens: expected batches with tokens, found none in input_ids, or labels of -100 alone"
             )
-        return own * dist.get_world_size() / total
+        return own * self._world_size / total
 
     @contextlib.contextmanager
     def _sync(self, *, is_last: bool) -> Iterator[None]:
@@ -229,10 +245,22 @@ def _sizes(batch: Any | None) -> tuple[int, int, int]:
     return (0, 0, 0) if batch is None else (num_samples(batch), num_tokens(batch), num_loss_tokens(batch))
 
 
-def _exchanged(own: tuple[Tensor | float, ...], device: torch.device) -> Tensor:
-    """What each rank says, in fp64, on the CPU: a row for each."""
-    values = [value if isinstance(value, Tensor) else torch.tensor(value, device=device) for value in own]
-    return torch.stack(dist.all_gather(torch.stack([value.double() for value in values]))).cpu()
+class _Exchange:
+    """What each rank says, on its way to all: a loss, samples, tokens, those that count in the loss, what must be alike. Collective."""
+
+    def __init__(self, loss: Tensor, numbers: tuple[int, ...]) -> None:
+        own = torch.tensor([0.0, *numbers], dtype=torch.float64, device=loss.device)
+        own[0] = loss
+        self._all, self._work = [own], None
+        if distributed.is_initialized() and distributed.get_world_size() > 1:
+            self._all = list(own.new_empty(distributed.get_world_size(), len(own)))
+            self._work = distributed.all_gather(self._all, own, async_op=True)
+
+    def told(self) -> Tensor:
+        """A row for each rank, on the CPU."""
+        if self._work is not None:
+            self._work.wait()
+        return torch.stack(self._all).cpu()
 
 
 def _check_alike(column: Tensor, what: str) -> None:

@@ -145,6 +145,8 @@ class Trainer:
             planner = None if how.config is None else how.config.load_planner
             reader = open_checkpoint(path, sharded=how.is_sharded, alone=how.reads_alone, planner=planner)
             checkpoint.load_model(self.state, reader, strict=strict, ignore=ignore)
+            for buffers in () if self._stepper.prepared is None else self._stepper.prepared.buffers:
+                buffers.settle()
             if not weights_only:
                 checkpoint.load_rest(self.state, reader, ignore)
         except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:

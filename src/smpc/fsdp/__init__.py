@@ -7,6 +7,7 @@ config       the fields, their defaults, and what each error says
 wrapping     which modules are units, and which are recomputed: attributes and functions of the modules
 groups       'self', 'node', 'set4', 'mod2': ranks, as arithmetic
 prepare      applies all of it
+buffers      floating-point ones in the dtype of units; state dicts have them as they were
 tensor       layers that are sliced before, over groups of ranks
 zero         the same out of a DeepSpeed configuration, which is only read
 """

@@ -30,21 +30,25 @@ _PRECISIONS = {"fp32": torch.float32, "amp_fp16": torch.float16, "amp_bf16": tor
 _MEANINGLESS = ("activation_checkpointing_reentrant", "limit_all_gathers", "flatten_parameters", "use_orig_params")
 _UNSUPPORTED = {
     "keep_low_precision_grads": "gradients stay fp32",
-    "cpu_offload": "CPU offloading is not supported yet",
     "te_checkpoint_wrapper": "Transformer Engine is not supported",
     "te_shard_fp8_weight": "Transformer Engine is not supported",
 }
+_WRAPPING = (  # what says how to wrap, and means nothing where the script has done it
+    "sharding_strategy", "data_parallel_shard_degree", "data_parallel_replicate_degree", "process_group", "mixed_precision",
+    "activation_checkpointing", "activation_cpu_offload", "backward_prefetch", "forward_prefetch", "backward_prefetch_limit",
+    "forward_prefetch_limit", "cpu_offload", "ignored_modules", "sync_module_states",
+)  # fmt: skip
 _PLANNERS: dict[str, type] = {"load_planner": LoadPlanner, "save_planner": SavePlanner}
 _INSTEAD = {"device_mesh": "give data_parallel_shard_degree and data_parallel_replicate_degree"}
 
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecision:
-    """What units compute in, what gradients are averaged in, what floating-point buffers are cast to for forward."""
+    """What units compute in, what gradients are averaged in, what floating-point buffers are cast to: None, if they stay as they are."""
 
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    buffer_dtype: torch.dtype
+    buffer_dtype: torch.dtype | None
 
     @classmethod
     def of(cls, value: object, precision: str, where: str = "mixed_precision") -> MixedPrecision:
@@ -65,7 +69,8 @@ class MixedPrecision:
         ]
         if wrong:
             raise ConfigError("\n".join(wrong))
-        return cls(*(_DTYPES[value.get(name, "fp32")] for name in names))
+        param, reduce = (_DTYPES[value.get(name, "fp32")] for name in names[:2])
+        return cls(param, reduce, _DTYPES[value["buffer_dtype"]] if "buffer_dtype" in value else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +135,6 @@ class FSDPConfig:
         )
         if values.get("backward_prefetch", "BACKWARD_POST") == "BACKWARD_POST" and "backward_prefetch" in given:
             told += ("fsdp_config: backward_prefetch: BACKWARD_POST is done as BACKWARD_PRE",)
-        if isinstance(values.get("mixed_precision"), Mapping) and "buffer_dtype" in values["mixed_precision"]:
-            told += ("fsdp_config: mixed_precision.buffer_dtype has no effect: buffers stay as they are",)
         return cls(**values, told=told)
 
     @property
@@ -210,6 +213,10 @@ def _are_modules(value: object) -> bool:
     return value is None or (isinstance(value, list) and all(isinstance(each, nn.Module) for each in value))
 
 
+def _plain(value: Any) -> Any:
+    return value.upper() if isinstance(value, str) else value
+
+
 def _contradictions(given: Mapping[str, Any]) -> list[tuple[type[ConfigError], str]]:
     found: list[str] = []
     is_full = given.get("state_dict_type", "full") == "full"
@@ -222,6 +229,7 @@ def _contradictions(given: Mapping[str, Any]) -> list[tuple[type[ConfigError], s
         planners = [name for name in _PLANNERS if given.get(name) is not None]
         found += [f"{name}: expected state_dict_type sharded beside it, found full" for name in planners]
     if not given.get("auto_wrap", True):
-        wrapping = ("activation_checkpointing", "activation_cpu_offload")
-        found += [f"{name}: expected auto_wrap True beside it" for name in wrapping if given.get(name)]
+        defaults = {each.name: each.default for each in fields(FSDPConfig)}
+        chosen = [name for name in _WRAPPING if name in given and _plain(given[name]) != defaults[name]]
+        found += [f"{name}: expected auto_wrap True beside it" for name in chosen]
     return [(ConfigError, text) for text in found]

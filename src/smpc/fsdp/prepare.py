@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from smpc import dist
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError
+from smpc.fsdp.buffers import CastBuffers, cast_buffers
 from smpc.fsdp.config import FSDPConfig, MixedPrecision
 from smpc.fsdp.meshes import Over, key_of, meshes_of, over_all
 from smpc.fsdp.tensor import AXIS, TensorConfig, check_beside, data_sizes
@@ -41,13 +42,15 @@ from smpc.sharding.tensors import as_state_of, local
 class Prepared:
     """A sharded model. `own_groups`: units of which not all ranks hold parts, by name; their parameters differ between groups.
 
-    `mesh`: of all ranks, with the axis `tensor` if layers are sliced.
+    `mesh`: of all ranks, with the axis `tensor` if layers are sliced. `buffers`: those that are cast; who has filled a state dict in place,
+    and does not load it, calls `settle` of each.
     """
 
     model: nn.Module
     config: FSDPConfig
     mesh: DeviceMesh
     own_groups: dict[str, str] = field(default_factory=dict)
+    buffers: tuple[CastBuffers, ...] = ()
 
     @property
     def tensor_group(self) -> distributed.ProcessGroup | None:
@@ -120,12 +123,13 @@ def prepare(
     source = Incoming.of(model.parameters(), 0, device_type)
     values = None
     if tensor is not None and slices > 1:
-        values = Values(model, source, device_type)
+        values = Values(model, source, device_type, offload=config.cpu_offload)
         values.slice(tensor, prepared.mesh, is_meta=is_meta)
     if config.activation_checkpointing or config.activation_cpu_offload:
         _save_less(roots.values(), config)
     whole = MixedPrecision.of(config.mixed_precision, precision)
-    options = ShardingOptions(Keep.NEVER, whole.param_dtype, whole.reduce_dtype, cast_inputs=True)
+    dtypes = (whole.param_dtype, whole.reduce_dtype)
+    options = ShardingOptions(Keep.NEVER, *dtypes, cast_inputs=True, offload=config.cpu_offload)
     axes = ("replica", "shard") if is_hybrid else ("shard",)
     over = prepared.mesh[axes] if slices > 1 else prepared.mesh
     for name, root in roots.items():
@@ -136,6 +140,7 @@ def prepare(
         values.settle()
     if config.auto_wrap:
         _sync_buffers(model, device_type)
+        prepared.buffers = _cast_buffers(model, config, policies, whole)
     after = dict(model.named_parameters(remove_duplicate=False))
     exchanged = {old: after[name] for name, old in before.items() if old is not after[name]}
     if optimizer is not None:
@@ -157,6 +162,19 @@ def _policies(
         for root, wrapped in units.items()
         for unit in wrapped
     }
+
+
+def _cast_buffers(
+    model: nn.Module,
+    config: FSDPConfig,
+    policies: Mapping[tuple[str, str], MixedPrecision],
+    whole: MixedPrecision,
+) -> tuple[CastBuffers, ...]:
+    children = {name: child for name, child in _children(model) if getattr(child, "_fsdp_wrap", True) is not False}
+    dtypes: dict[str, dict[str, torch.dtype | None]] = {name: {"": whole.buffer_dtype} for name in children}
+    for (root, unit), policy in policies.items():
+        dtypes[root][unit] = policy.buffer_dtype
+    return cast_buffers(children, dtypes, config.ignored_modules or ())
 
 
 def _asked(
@@ -273,13 +291,18 @@ def _check_meta(model: nn.Module, config: FSDPConfig) -> bool:
 
 @torch.no_grad()
 def _sync_buffers(model: nn.Module, device_type: str) -> None:
-    """Rank 0's buffers everywhere, on the device. Collective."""
+    """What is whole on the device, and rank 0's buffers everywhere. Collective. Parts are where they should be."""
     made: dict[Tensor, Tensor] = {}  # one buffer may have several names
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = made.setdefault(buffer, torch.empty_like(buffer, device=device_type))
-    model.to(device_type)
+            if buffer is not None and buffer not in made:
+                is_meta = buffer.is_meta
+                made[buffer] = torch.empty_like(buffer, device=device_type) if is_meta else buffer.to(device_type)
+            if buffer is not None:
+                module._buffers[name] = made[buffer]
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(device_type)
     for each in model.buffers():
         buffer = local(each)
         values = buffer.detach().contiguous()
@@ -352,9 +375,14 @@ def hand_over(optimizer: torch.optim.Optimizer, exchanged: Mapping[nn.Parameter,
     optimizer.state.clear()
     for old, values in state.items():
         new = exchanged.get(old, old)
-        optimizer.state[new] = {name: as_state_of(new, value) for name, value in values.items()}
+        optimizer.state[new] = {name: _beside(new, as_state_of(new, value)) for name, value in values.items()}
     for group in optimizer.param_groups:
         group["params"] = [exchanged.get(parameter, parameter) for parameter in group["params"]]
+
+
+def _beside(parameter: nn.Parameter, value: Any) -> Any:
+    """What an optimizer keeps for a parameter, where that lies; a count of steps may lie anywhere."""
+    return value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
 
 
 def _tell(
@@ -372,6 +400,6 @@ def _tell(
             group = unit.options.get("process_group", prepared.config.process_group) or "all ranks"
             lines.append(
                 f"smpc: fsdp: unit {f'{root}.{unit.name}'.rstrip('.')}: {group}, computes in {policy.param_dtype}, "
-                f"averages in {policy.reduce_dtype}"
+                f"averages in {policy.reduce_dtype}, buffers {policy.buffer_dtype or 'as they are'}"
             )
     print("\n".join(lines), file=sys.stderr)

@@ -28,10 +28,11 @@ from smpc.sharding.tensors import local, own_part
 
 
 class Values:
-    """The parameters of a model as they are before it is sliced. `source`: gives rank 0's."""
+    """The parameters of a model as they are before it is sliced. `source`: gives rank 0's; `offload`: parts lie in CPU memory."""
 
-    def __init__(self, model: nn.Module, source: Incoming, device_type: str) -> None:
+    def __init__(self, model: nn.Module, source: Incoming, device_type: str, *, offload: bool = False) -> None:
         self._model, self._source, self._device_type = model, source, device_type
+        self._parts_on = "cpu" if offload else device_type
         self._before = dict(model.named_parameters(remove_duplicate=False))
         self._is_meta = False
 
@@ -65,7 +66,7 @@ class Values:
             if old is new:  # neither sliced nor sharded
                 continue
             values = self._brought(old, new) if self._is_meta else old
-            if values.numel() and not torch.equal(local(new), own_part(new, values)):
+            if values.numel() and not torch.equal(local(new), own_part(new, values).to(new.device)):
                 wrong.append(name)
             old.data = torch.empty(0, dtype=old.dtype, device=old.device)
         if wrong:
@@ -77,7 +78,7 @@ class Values:
     def _make_room(self) -> None:
         """For parameters alone: buffers have values on some ranks."""
         buffers = [(module, dict(module._buffers)) for module in self._model.modules()]
-        self._model.to_empty(device=self._device_type)
+        self._model.to_empty(device=self._parts_on)
         for module, own in buffers:
             module._buffers.update(own)
 

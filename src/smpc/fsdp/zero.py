@@ -9,6 +9,7 @@ would change the training and is not supported is an error with its name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +76,9 @@ def translate(given: Mapping[str, Any], *, batch_size: int | None, world_size: i
     microbatch = _microbatch(given, batch_size, world_size, faults)
     fsdp = _sharding(zero, faults)
     clipping = given.get("gradient_clipping")
-    if clipping is not None and (isinstance(clipping, bool) or not isinstance(clipping, int | float) or clipping < 0):
+    if clipping is not None and (
+        isinstance(clipping, bool) or not isinstance(clipping, int | float) or not 0 <= clipping < math.inf
+    ):
         faults.append(f"gradient_clipping: expected a number of at least 0, found {clipping!r}")
     if faults or unsupported:
         kind = ConfigError if faults else ConfigUnsupportedError
@@ -93,6 +96,8 @@ def _precision(given: Mapping[str, Any], chosen: str | None, faults: list[str]) 
     for name in ("fp16", "bf16"):
         own = given[name] if isinstance(given.get(name), Mapping) else {}
         faults += [f"{name}.{key}: unknown; known are {', '.join(known)}" for key in own if key not in known]
+        if not isinstance(own.get("enabled", False), bool):
+            faults.append(f"{name}.enabled: expected True or False, found {own['enabled']!r}")
         for key in _SCALES:
             value = own.get(key, 1)
             if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:

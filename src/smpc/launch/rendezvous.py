@@ -12,6 +12,7 @@ host may not come about. The keys begin with `smpc_run/`; what is read from them
 
 from __future__ import annotations
 
+import atexit
 import json
 import socket
 import threading
@@ -29,6 +30,7 @@ _POLL_SECONDS = 0.25
 _CONNECT_TIMEOUT = timedelta(minutes=30)  # the ranks' own timeout for the start is shorter
 _SILENCE_SECONDS = 15.0
 _PREFIX = "smpc_run"
+_IMPORT_SECONDS = 60.0  # that the end of the process waits for torch to be imported
 _PUBLISH_SECONDS = (
     60.0  # importing torch, on a loaded machine, and the launchers of the other nodes that have just been started
 )
@@ -75,7 +77,7 @@ class Rendezvous:
         self._is_done = False
         self._has_told = False
         self._others_know = False
-        self._wake = threading.Event()
+        self._wake, self._has_torch = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="smpc rendezvous", daemon=True)
         self._thread.start()
 
@@ -123,6 +125,13 @@ class Rendezvous:
                 break
             self._thread.join(_POLL_SECONDS)
         self._thread.join(patience)
+        if not self._has_torch.is_set():
+            atexit.register(self._await_import)
+
+    def _await_import(self) -> None:
+        """The process ends. A thread that Python stops in the midst of importing torch would abort it, with a status of its own."""
+        self._has_torch.wait(_IMPORT_SECONDS)
+        self._thread.join(_POLL_SECONDS)
 
     def _knows_cause(self) -> bool:
         """Whether another node has told of something that is no consequence of yet another rank's end."""
@@ -142,10 +151,12 @@ class Rendezvous:
                 )
 
     def _open(self) -> Store:
-        from torch._C._distributed_c10d import TCPStore
+        try:
+            from torch._C._distributed_c10d import TCPStore
 
-        from smpc.launch.store import serve
-
+            from smpc.launch.store import serve
+        finally:
+            self._has_torch.set()
         if self._listener is not None:
             return serve(self._listener, _CONNECT_TIMEOUT)
         return TCPStore(self._address, self._port, is_master=False, timeout=_CONNECT_TIMEOUT)

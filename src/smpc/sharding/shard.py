@@ -179,13 +179,13 @@ def shard(
             mesh=unit.mesh if unit.mesh is not None else mesh,
             reshard_after_forward=not options.stays_outside,
             mp_policy=unit.policy or _precision(options, wide, is_root=not unit.name),
-            offload_policy=CPUOffloadPolicy() if options.offload else OffloadPolicy(),
+            offload_policy=_offload(mesh.device_type) if options.offload else OffloadPolicy(),
             ignored_params=set(ignored) or None,
         )
         if unit.divisor is not None:
             made.set_gradient_divide_factor(unit.divisor)
         if source is not None:
-            _fill(module, own, mesh.device_type, source, ignored)
+            _fill(module, own, "cpu" if options.offload else mesh.device_type, source, ignored)
         if wide:
             widen(own_parameters(module))
         found._parts.append(_Part(made, unit.keep or options.keep, wide))
@@ -199,6 +199,11 @@ def shard(
     return found
 
 
+def _offload(device_type: str) -> CPUOffloadPolicy:
+    """Memory that is pinned is for a device to copy from: there is none on a CPU alone."""
+    return CPUOffloadPolicy(pin_memory=device_type != "cpu")
+
+
 @torch.no_grad()
 def _fill(
     module: nn.Module,
@@ -207,7 +212,10 @@ def _fill(
     source: Incoming,
     ignored: frozenset[nn.Parameter],
 ) -> None:
-    """Give a unit that is in parts the values that one rank has in its `old` parameters, and let go of those. Collective."""
+    """Give a unit that is in parts the values that one rank has in its `old` parameters, and let go of those. Collective.
+
+    `device_type`: where parts are to lie.
+    """
     if any(parameter.is_meta for parameter in old):
         for inner in reversed(
             _own_modules(module)

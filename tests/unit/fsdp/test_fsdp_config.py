@@ -41,7 +41,6 @@ def test_all_fields_of_the_documentation():
             r"ignored_modules: expected a list of modules, found \['head'\]",
         ),
         ({"verbose": 1}, ConfigTypeError, "verbose: expected bool, found 1"),
-        ({"cpu_offload": True}, ConfigUnsupportedError, "CPU offloading is not supported yet"),
         ({"keep_low_precision_grads": True}, ConfigUnsupportedError, "gradients stay fp32"),
         ({"state_dict_type": "local"}, ConfigError, "local is deprecated, use sharded"),
         ({"backward_prefetch_limit": 0}, ConfigError, "expected at least 1, found 0"),
@@ -61,6 +60,8 @@ def test_all_fields_of_the_documentation():
         ),
         ({"load_planner": DefaultLoadPlanner()}, ConfigError, "load_planner: expected state_dict_type sharded"),
         ({"auto_wrap": False, "activation_checkpointing": True}, ConfigError, "expected auto_wrap True"),
+        ({"auto_wrap": False, "mixed_precision": "PURE"}, ConfigError, "mixed_precision: expected auto_wrap True"),
+        ({"auto_wrap": False, "cpu_offload": True}, ConfigError, "cpu_offload: expected auto_wrap True"),
         ([], ConfigTypeError, "expected a dict"),
     ],
 )
@@ -71,7 +72,9 @@ def test_fields_that_cannot_be(given, error, says):
 
 def test_all_mistakes_in_one_error():
     with pytest.raises(ConfigError) as caught:
-        FSDPConfig.read({"verbos": True, "cpu_offload": True, "sharding_strategy": "x", "forward_prefetch": "yes"})
+        FSDPConfig.read(
+            {"verbos": True, "te_checkpoint_wrapper": True, "sharding_strategy": "x", "forward_prefetch": "yes"}
+        )
     assert len(str(caught.value).splitlines()) == 4
 
 
@@ -110,9 +113,5 @@ def test_precisions():
     assert MixedPrecision.of("FULL", "amp_bf16") == MixedPrecision(full, full, full)
     assert MixedPrecision.of("default", "amp_bf16") == MixedPrecision(low, full, low)
     assert MixedPrecision.of("PURE", "amp_bf16") == MixedPrecision(low, low, low)
-    assert MixedPrecision.of({"param_dtype": "fp16"}, "fp32") == MixedPrecision(torch.float16, full, full)
-
-
-def test_dtypes_of_buffers_are_told():
-    config = FSDPConfig.read({"mixed_precision": {"param_dtype": "bf16", "buffer_dtype": "bf16"}})
-    assert config.told == ("fsdp_config: mixed_precision.buffer_dtype has no effect: buffers stay as they are",)
+    assert MixedPrecision.of({"param_dtype": "fp16"}, "fp32") == MixedPrecision(torch.float16, full, None)
+    assert MixedPrecision.of({"buffer_dtype": "bf16"}, "fp32") == MixedPrecision(full, full, low)

@@ -81,6 +81,8 @@ def test_sizes(given, expected):
         ),
         ({"fp16": {"enabled": False, "scale": 2}}, ConfigError, "fp16.scale: unknown; known are enabled, loss_scale"),
         ({"gradient_clipping": "much"}, ConfigError, "expected a number of at least 0"),
+        ({"gradient_clipping": float("nan")}, ConfigError, "expected a number of at least 0, found nan"),
+        ({"bf16": {"enabled": "false"}}, ConfigError, "bf16.enabled: expected True or False, found .false."),
         (3, ConfigTypeError, "expected a dict, found 3"),
     ],
 )
