@@ -258,34 +258,39 @@ class State(_Numbered):
     def clear(self) -> None:
         """Forget everything, as before the first `smp.init`."""
         self._forget()
-        self.current: Session | None = None  # the session, if there is one
+        self._session: Session | None = None
         self.closers: list[Callable[[], None]] = []  # what smp.shutdown calls first
 
     def start(self, session: Session) -> None:
         """Enter a session; `smp.init` calls it."""
-        self.current = session
+        self._session = session
 
     @property
     def initialized(self) -> bool:
         """Whether there is a session."""
-        return self.current is not None
+        return self._session is not None
 
     @property
     def session(self) -> Session:
         """The current session. Raises UsageError before `smp.init`."""
-        if self.current is None:
+        if self._session is None:
             raise UsageError(
                 "smp.init has not been called in this process; call smp.init(config) first, once, on every rank"
             )
-        return self.current
+        return self._session
 
     def check_current(self, session: Session | None, what: str) -> None:
         """Raise UsageError unless `session`, in which `what` was made, is the current one."""
-        if session is not self.current:
+        if session is not self._session:
             raise UsageError(
                 f"this {what} belongs to a session that smp.shutdown has ended, and with it its groups; after smp.init, construct a new "
                 f"{what} (its weights: state_dict() before smp.shutdown, load_state_dict() of the new one)"
             )
+
+    @property
+    def current(self) -> Session | None:
+        """The current session, if there is one."""
+        return self._session
 
     @property
     def cfg(self) -> Config:
