@@ -98,6 +98,11 @@ class StageModule(Container):
         owners = buffer_owners(self, buffers) if buffers else ()
         return run_checkpointed(region, *values, preserve_rng_state=preserve_rng_state, buffers=owners)
 
+    @property
+    def holds_tensors(self) -> bool:
+        """Whether there is anything to `refresh`."""
+        return bool(self._held_buffers or self._held_attributes)
+
     def refresh(self) -> None:
         """Takes over the tensors of buffers and attributes that the model, or another stage module over it, has replaced."""
         for held, name, model in self._held_buffers:

@@ -166,7 +166,7 @@ class FailureMonitor:
         """The report, if any rank has failed. Once seen it is kept: the store may end with its host."""
         if self._seen is None:
             with contextlib.suppress(RuntimeError):
-                self._seen = find(self._store)
+                self._seen = find(self._store) if self._store.check([REPORT]) else None
         return self._seen
 
     # -- the main thread -----------------------------------------------------------------------------------------------

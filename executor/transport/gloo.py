@@ -24,11 +24,60 @@ from torch import Tensor
 from smpc.errors import TransportError
 from smpc.executor.host_memory.shared_memory import connect
 from smpc.executor.transport.layout import WireFormat
-from smpc.executor.transport.pool import BufferPool
 from smpc.executor.transport.rings import LIMIT, Post, Rings, ring_bytes
 
 _TAG, _MAIL_TAG = 0x5350, 0x5351  # any numbers that users' own send and recv are unlikely to take
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
+_CPU = torch.device("cpu")
+_MAX_BUFFERS = 64  # of one format
+_TRIES = 4  # buffers are taken and given back in nearly the same order, so a free one is near the head
+_SMALL = 64 * 1024  # bytes; below, allocating is faster than looking
+_IDLE_STEPS = 64
+
+
+class BufferPool:
+    """Receive buffers by format, which are used again.
+
+    Fresh memory costs the operating system a page fault for every 4 KiB: filling a new 4 MiB buffer takes twice as long as filling an old
+    one. A buffer is used again when nothing else refers to its storage: not autograd (which may keep a received activation, or a view of a
+    received gradient), not the user (who may keep a model output that is a received value). Inputs of ever new shapes bring ever new
+    formats: the buffers of one that has not been asked for in so many steps are given back.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[tuple[object, ...], deque[torch.UntypedStorage]] = {}
+        self._last_step: dict[tuple[object, ...], int] = {}
+        self._step = 0
+
+    def take(self, form: WireFormat) -> Tensor:
+        """A tensor in the planned layout that shares memory with no other living tensor."""
+        if form.gaps:  # what has gaps on arrival leaves its buffer at once
+            return form.empty(_CPU)
+        key = (form.shape, form.stride, form.dtype)
+        storages = self._storages.get(key)
+        if storages is None:
+            storages = self._storages[key] = deque()
+        self._last_step[key] = self._step
+        for _ in range(min(_TRIES, len(storages))):
+            storage = storages[0]
+            storages.rotate(-1)
+            if _num_references(storage) == 1:
+                return torch.empty(0, dtype=form.dtype).set_(storage, 0, form.shape, form.stride)
+        buffer = form.empty(_CPU)
+        if buffer.nbytes >= _SMALL and len(storages) < _MAX_BUFFERS:
+            storages.append(buffer.untyped_storage())
+        return buffer
+
+    def end_step(self) -> None:
+        """Give the buffers of formats back that have been idle for long."""
+        self._step += 1
+        idle = [key for key, step in self._last_step.items() if self._step - step > _IDLE_STEPS]
+        for key in idle:
+            del self._storages[key], self._last_step[key]
+
+
+def _num_references(storage: torch.UntypedStorage) -> int:
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 class GlooReceipt:
@@ -100,7 +149,7 @@ class GlooTransport:
     def __init__(self, group: dist.ProcessGroup, *, timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> None:
         self._group: dist.ProcessGroup | None = group
         self._timeout = timeout
-        self._pool = BufferPool(torch.device("cpu"))
+        self._pool = BufferPool()
         # What keeps a tensor: gloo's Work, or the tensor itself if it went through memory. The latter could go at once; it stays as long as
         # the former so that a rank needs what is predicted of it, on one host or on several.
         self._sent: list[deque[dist.Work | Tensor]] = [deque() for _ in range(group.size())]

@@ -32,11 +32,11 @@ class LateHooks:
         self._cut = [(fqn, model.get_submodule(fqn)) for fqn in calls if not _is_inside(fqn, whole)]
         self._model = model
         self._shared = tuple(shared)
-        self._last = -1
+        self.seen = -1  # the number of the next hook, when all were looked at
 
     def check(self) -> None:
         """StepError for a hook that would not run, PartitionError for one that would see part of a gradient."""
-        if self._last == RemovableHandle.next_id:
+        if self.seen == RemovableHandle.next_id:
             return
         _check_parameters(self._model, self._shared)
         check_hooks(self._model)
@@ -47,7 +47,7 @@ class LateHooks:
                     f"module {fqn!r} has a {kind} now, but was cut, and is not called each time, in the programs compiled before; "
                     "register it before the first step, and it stays whole"
                 )
-        self._last = RemovableHandle.next_id
+        self.seen = RemovableHandle.next_id
 
 
 def _num_calls(path: str, codes: Iterable[StageCode]) -> int:

@@ -107,6 +107,7 @@ class RankPrograms:
         self._late_hooks.check()
         program = compilation.programs[rank]
         self.stages = {code.index: build_stage(code, model, device) for code in program.stages}
+        self._refreshed = [stage for stage in self.stages.values() if stage.holds_tensors]
         _compile(self.stages, program, model)
         labels = _labels(compilation.trace)
         made = hooks(self.stages)  # may put other parameters in the places of the model's
@@ -130,8 +131,9 @@ class RankPrograms:
 
     def interpreter(self, training: bool) -> Interpreter:
         """The interpreter of the training program, or of the program that runs forwards only, for one step."""
-        self._late_hooks.check()
-        for stage in self.stages.values():
+        if self._late_hooks.seen != RemovableHandle.next_id:  # torch numbers all hooks of a process
+            self._late_hooks.check()
+        for stage in self._refreshed:
             stage.refresh()
         return self._interpreters[training]
 

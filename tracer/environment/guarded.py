@@ -410,19 +410,17 @@ class Environment:
     def difference(self) -> Difference | None:
         """The first place whose value is another one now; None if the trace holds. Threads wait for each other."""
         with self._lock:
-            return self._difference()
-
-    def _difference(self) -> Difference | None:
-        if self._polls:
-            self._versions.poll()
-        for fixed in self._fixed:
-            found = fixed.difference()
-            if found is not None:
-                return found
-        for always in self._always:
-            if not always.holds():
-                return always.difference()
-        return self._difference_of_tables() or self._difference_of_modes()
+            if self._polls:
+                self._versions.poll()
+            for fixed in self._fixed:
+                found = fixed.difference()
+                if found is not None:
+                    return found
+            for always in self._always:
+                if not always.holds():
+                    return always.difference()
+            found = None if self._seen == self._versions.generation else self._difference_of_tables()
+            return self._difference_of_modes() if found is None and self._trained else found
 
     def _watch_content(self, guard: Guard) -> None:
         """A dict of plain values is looked at when it has been written to, wherever it has come from."""
@@ -448,8 +446,6 @@ class Environment:
 
     def _difference_of_tables(self) -> Difference | None:
         generation = self._versions.generation
-        if self._seen == generation:
-            return None
         changed = self._versions.changed_in
         candidates = (position for position in self._checks if changed[position] > self._seen)
         first = () if self._broken is None else (self._broken,)

@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -153,11 +153,7 @@ def convert_command(
     from smpc.checkpoint.sources.renamed_source import tied_names, with_tied
 
     as_dtype = _dtype(dtype)
-    for name, given in (("--copy", copy), ("--model-type", model_type)):
-        if to is not Form.HF and given:
-            raise ConfigError(f"{name}: has no effect with --to {to}; only --to hf is for Hugging Face")
-    if to is Form.DCP and as_dtype is not None:
-        raise ConfigError("--dtype: not possible with --to dcp; convert with --to partial first")
+    _check_form(to, {"--copy": copy, "--model-type": model_type}, as_dtype)
     if not 1e-9 <= max_file_size < math.inf:
         raise ConfigError(f"--max-file-size: expected a number of GB above 0, found {max_file_size:g}")
     most = int(max_file_size * 1e9)
@@ -177,6 +173,15 @@ def convert_command(
             else:
                 write_distributed(opened, target, advance=advance)
     typer.echo(f"{target}: written")
+
+
+def _check_form(to: Form, for_hugging_face: Mapping[str, object], dtype: object) -> None:
+    """Raise ConfigError for options, by name, that the form does not have."""
+    for name, given in for_hugging_face.items():
+        if to is not Form.HF and given:
+            raise ConfigError(f"{name}: has no effect with --to {to}; only --to hf is for Hugging Face")
+    if to is Form.DCP and dtype is not None:
+        raise ConfigError("--dtype: not possible with --to dcp; convert with --to partial first")
 
 
 @checkpoint_app.command("prune")

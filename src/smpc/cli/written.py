@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from smpc.partitioner.graph.plan import Plan
 
 
 def diff_command(
@@ -57,8 +60,6 @@ def simulate_command(
     before = load_plan(plan)  # first: the rest takes seconds to import
     from rich.text import Text
 
-    from smpc.report.format import count, format_bytes, format_time, schedule_name
-    from smpc.report.memory import memory_curves
     from smpc.report.predict import plan_timeline, predict
     from smpc.report.tables import TextTable
     from smpc.report.terminal import print_report, stdout_console, text_table
@@ -75,20 +76,25 @@ def simulate_command(
         return
     console = stdout_console()
     print_report(after, plan_timeline(after), console)
-    rows = []
-    for label, found in (("plan", before), ("here", after)):
-        summary = found.schedule
-        rows.append(
-            (
-                label,
-                f"{schedule_name(summary.name)}, {count(summary.num_microbatches, 'microbatch', 'es')}, "
-                f"{summary.active_microbatches} active",
-                format_time(summary.step_time),
-                format_time(summary.step_time / summary.num_microbatches),
-                f"{summary.bubble_fraction:.1%}",
-                format_bytes(max(curve.peak_bytes for curve in memory_curves(found, plan_timeline(found)))),
-            )
-        )
+    rows = (_prediction("plan", before), _prediction("here", after))
     headers = ("", "Schedule", "Step", "Per microbatch", "Bubble", "Peak memory")
     console.print(Text())
-    console.print(text_table(TextTable(headers, tuple(rows), left=("", "Schedule")), console.width))
+    console.print(text_table(TextTable(headers, rows, left=("", "Schedule")), console.width))
+
+
+def _prediction(label: str, plan: Plan) -> tuple[str, ...]:
+    """A row of the table: what is predicted of a plan."""
+    from smpc.report.format import count, format_bytes, format_time, schedule_name
+    from smpc.report.memory import memory_curves
+    from smpc.report.predict import plan_timeline
+
+    summary = plan.schedule
+    return (
+        label,
+        f"{schedule_name(summary.name)}, {count(summary.num_microbatches, 'microbatch', 'es')}, "
+        f"{summary.active_microbatches} active",
+        format_time(summary.step_time),
+        format_time(summary.step_time / summary.num_microbatches),
+        f"{summary.bubble_fraction:.1%}",
+        format_bytes(max(curve.peak_bytes for curve in memory_curves(plan, plan_timeline(plan)))),
+    )

@@ -1,14 +1,14 @@
 import torch
 
 from smpc.executor.transport import WireFormat
-from smpc.executor.transport.pool import BufferPool
+from smpc.executor.transport.gloo import BufferPool
 from smpc.tracer.ir import TensorSpec
 
 BIG = WireFormat.of("v", TensorSpec((256, 512), "float32", (1, 256)))
 
 
 def test_a_free_buffer_is_used_again():
-    pool = BufferPool(torch.device("cpu"))
+    pool = BufferPool()
     first = pool.take(BIG)
     address = first.data_ptr()
     del first
@@ -19,7 +19,7 @@ def test_a_free_buffer_is_used_again():
 
 def test_a_buffer_in_use_is_not_handed_out():
     """In use: by a tensor, by a view, by autograd's saved tensors."""
-    pool = BufferPool(torch.device("cpu"))
+    pool = BufferPool()
     held = [pool.take(BIG), pool.take(BIG).flatten()[5:], pool.take(BIG).fill_(3).requires_grad_().exp().sum()]
     leaf = pool.take(BIG).fill_(3).requires_grad_()
     address = leaf.data_ptr()
@@ -33,7 +33,7 @@ def test_a_buffer_in_use_is_not_handed_out():
 
 def test_buffers_that_are_idle_for_many_steps_are_given_back():
     """Every step has a format of its own beside one that all use: as with sequences of ever new lengths."""
-    pool = BufferPool(torch.device("cpu"))
+    pool = BufferPool()
     address = pool.take(BIG).data_ptr()
     for step in range(200):
         assert pool.take(BIG).data_ptr() == address

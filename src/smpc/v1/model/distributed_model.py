@@ -18,6 +18,7 @@ Source: public SMP v1 API ("smdistributed.modelparallel.torch.DistributedModel")
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -46,7 +47,7 @@ from smpc.v1.model.replicated import Replicated
 from smpc.v1.model.replication import Replication
 from smpc.v1.model.stateful import StateExchange
 from smpc.v1.model.tensor_parallel import TensorParallelModel
-from smpc.v1.model.wrapping import NotWrapped, refuse_compiled_wrapper
+from smpc.v1.model.wrapping import NotWrapped, compiled_wrapper
 from smpc.v1.session.connections import make_control, make_state_control, make_transport
 from smpc.v1.session.launcher_watch import make_observer
 from smpc.v1.session.precision import Precision, cast_inputs, cast_module, cast_outputs, half_dtype
@@ -196,7 +197,9 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for one microbatch, in a step function, or for the batch. Raises StepError with a pipeline elsewhere."""
-        refuse_compiled_wrapper()
+        dynamo = sys.modules.get("torch._dynamo.eval_frame")  # without it, nothing has been compiled
+        if dynamo is not None and dynamo.__dict__["_is_in_optimized_module"]():
+            raise compiled_wrapper()
         calls = self._context.calls or self._outside("the model", args, kwargs)
         half = self._context.precision.dtype
         if half is None:

@@ -35,13 +35,8 @@ class ShownModel(StatefulModel):
             signature = inspect.signature(module.forward)
         except (TypeError, ValueError):  # a forward of which Python knows none
             return
-        own = self.forward
-
-        @functools.wraps(own)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return own(*args, **kwargs)
-
-        forward.__dict__["__signature__"] = signature
+        forward: Any = functools.update_wrapper(functools.partial(self.forward), self.forward)
+        forward.__signature__ = signature
         self.__dict__["forward"] = forward
         self.__dict__["__signature__"] = signature
 

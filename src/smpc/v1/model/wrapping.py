@@ -11,7 +11,6 @@ Each of these libraries asks a model for an attribute of its own before it does 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
@@ -79,11 +78,9 @@ class NotWrapped(nn.Module):
         return self
 
 
-def refuse_compiled_wrapper() -> None:
-    """Raise UsageError where torch.compile(DistributedModel) is being called."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is not None and dynamo.__dict__["_is_in_optimized_module"]():
-        raise UsageError(
-            "torch.compile(DistributedModel) would compile nothing: the stages run elsewhere. Call model.compile(), with the same "
-            "arguments, before the first step, or compile the module, or blocks of it, before smp.DistributedModel"
-        )
+def compiled_wrapper() -> UsageError:
+    """What is raised where torch.compile(DistributedModel) is being called."""
+    return UsageError(
+        "torch.compile(DistributedModel) would compile nothing: the stages run elsewhere. Call model.compile(), with the same "
+        "arguments, before the first step, or compile the module, or blocks of it, before smp.DistributedModel"
+    )

@@ -66,6 +66,8 @@ def _acts(
 
     @functools.wraps(method)
     def acting(self: DistributedOptimizer, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if len(state.scripts) == 1 and state.scripts[0] is self._script:  # which acts anyway
+            return method(self, *args, **kwargs)
         with state.acting(self._script):
             return method(self, *args, **kwargs)
 
@@ -119,6 +121,11 @@ class DistributedOptimizer(ShardedNames):
         self._overflow = False
         self._clipped: Tensor | None = None  # what clipping has multiplied masters' gradients by
         self._deferred: Mapping[str, Any] | None = None
+        self._max_norm = max_norm()  # what `step` clips to; 0: it does not
+        # Torch's own code may read gradients of absent parameters; other optimizers may do so in this context.
+        is_torchs = type(optimizer).__module__.startswith("torch.")
+        self._reading: Callable[[], contextlib.AbstractContextManager[None]]
+        self._reading = contextlib.nullcontext if is_torchs else reading_gradients
         self._is_late = (
             state.model is not None and state.model.has_cut
         )  # made of what the first step has left on this rank
@@ -289,10 +296,11 @@ class DistributedOptimizer(ShardedNames):
             self.tell_others()
             agreement, self._agreement = self._agreement, None
             agreement.check()
-        watched = state.model.optimizer_step() if state.model is not None else contextlib.nullcontext()
-        if max_norm() > 0:
-            self._norm = self.clip_master_grads(max_norm())
-        with watched, reading_gradients():
+        model = self._script.model
+        watched = model.optimizer_step() if model is not None else contextlib.nullcontext()
+        if self._max_norm > 0:
+            self._norm = self.clip_master_grads(self._max_norm)
+        with watched, self._reading():
             if self._updates.is_plain:
                 return self.optimizer.step() if closure is None else self.optimizer.step(closure)
             if closure is not None:
@@ -328,7 +336,7 @@ class DistributedOptimizer(ShardedNames):
         is_plain = self._updates.is_plain
         if not is_plain:
             self._updates.drop_gradients()
-        with reading_gradients():
+        with self._reading():
             self.optimizer.zero_grad(set_to_none)
         for parameter in () if is_plain else self._updates.parameters():
             if set_to_none or parameter.grad is None:

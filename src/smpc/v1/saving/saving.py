@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, get_args
 
 from smpc.checkpoint import Checkpoint, Content, Root, Saving, Shard, check, load, together, verify_source
@@ -86,9 +86,7 @@ def save_checkpoint(
             contents.append(_content(model, optimizer, data, *_split(user_content, pickle)))
         return f"partial={partial}, asynchronous={asynchronous}, force={force}, num_kept_partial_checkpoints={keep}, {full_format=}"
 
-    said = sorted(set(together(found.channel, collect)))
-    if len(said) > 1:
-        raise CheckpointError(f"save_checkpoint: expected the same arguments on all ranks, found {'; '.join(said)}")
+    _check_alike(together(found.channel, collect))
     (content,) = contents
     channel = found.saver.channel if asynchronous else found.channel
     saving: Saving | full.ModelSaving
@@ -102,6 +100,13 @@ def save_checkpoint(
     else:
         saving.agree()
         saving.write()
+
+
+def _check_alike(said: Iterable[str]) -> None:
+    """Raise CheckpointError where ranks save with other arguments than others."""
+    found = sorted(set(said))
+    if len(found) > 1:
+        raise CheckpointError(f"save_checkpoint: expected the same arguments on all ranks, found {'; '.join(found)}")
 
 
 @loading

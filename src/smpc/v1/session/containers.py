@@ -49,7 +49,10 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def slices_itself(value: Any) -> bool:
     """Whether an object knows how to be split."""
-    return type(value) not in _PLAIN and isinstance(value, Sliceable) and not isinstance(value, type)
+    if type(value) in _PLAIN or isinstance(value, type):
+        return False
+    # A DistributedModel would look for it in the module in it.
+    return isinstance(value, Sliceable) if not isinstance(value, torch.nn.Module) else hasattr(type(value), "smp_slice")
 
 
 def _open(value: Any) -> tuple[list[str] | None, list[Any]]:

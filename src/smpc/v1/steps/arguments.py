@@ -44,7 +44,7 @@ from smpc.errors import StepError
 from smpc.executor.transport.layout import WireFormat
 from smpc.tracer.constants import is_constant, normalise
 from smpc.tracer.ir import TensorSpec
-from smpc.v1.session.containers import map_leaves, map_tensors, slices_itself
+from smpc.v1.session.containers import map_leaves, slices_itself
 
 Arguments = dict[str, Any]
 
@@ -94,7 +94,7 @@ class StepBody:
         return self.function(*bound.args, **bound.kwargs, **more)
 
     def split(self, arguments: Arguments, num_microbatches: int, device: torch.device) -> list[Arguments]:
-        """The arguments of every microbatch, their tensors on the device.
+        """The arguments of every microbatch. `device`: where their tensors are, see `on_device`.
 
         Raises StepError, with a line for every tensor that does not divide.
         """
@@ -107,10 +107,9 @@ class StepBody:
             raise StepError("\n".join([f"step function {self.name} cannot split its batch; {more}", *wrong]))
         microbatches: list[Arguments] = [{} for _ in range(num_microbatches)]
         for name, value in arguments.items():
-            moved = _moved(value, device)
-            parts = [moved] * num_microbatches
+            parts = [value] * num_microbatches
             if name not in self._whole:
-                parts = split_argument(moved, name, num_microbatches, self._axes.get(name, 0), device)
+                parts = split_argument(value, name, num_microbatches, self._axes.get(name, 0), device)
             for microbatch, part in zip(microbatches, parts, strict=True):
                 microbatch[name] = part
         return microbatches
@@ -147,8 +146,13 @@ def _check_options(function: Any, whole: Any, axes: Any) -> None:
         raise StepError("\n".join([f"step function {getattr(function, '__qualname__', function)}:", *wrong]))
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
+def on_device(arguments: Arguments, device: torch.device) -> Arguments:
+    """The arguments with their tensors on the device."""
+
+    def move(leaf: Any, path: str) -> Any:
+        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+    return {name: map_leaves(value, move, "") for name, value in arguments.items()}
 
 
 def check_argument(value: Any, name: str, num_microbatches: int, axis: int = 0) -> list[str]:
@@ -180,7 +184,7 @@ def split_argument(
             return leaf.narrow(axis, index * size, size)
         if slices_itself(leaf):
             own = leaf.smp_slice(num_microbatches, index, axis)
-            return own if device is None else _moved(own, device)
+            return own if device is None else on_device({"": own}, device)[""]
         return leaf
 
     return [map_leaves(value, partial(part, index=index), name) for index in range(num_microbatches)]
@@ -229,6 +233,7 @@ class ArgumentForm:
 def form_of(arguments: Arguments) -> tuple[ArgumentForm, list[Tensor]]:
     """The form of rank 0's arguments, and the tensors to send; one that occurs twice is sent once."""
     tensors: list[Tensor] = []
+    specs: list[TensorSpec] = []
     slots: dict[int, Slot] = {}
     holds_tensor = False
 
@@ -243,6 +248,7 @@ def form_of(arguments: Arguments) -> tuple[ArgumentForm, list[Tensor]]:
         if id(leaf) not in slots:
             slots[id(leaf)] = Slot(len(tensors))
             tensors.append(leaf)
+            specs.append(TensorSpec.of(leaf.detach()))
         return slots[id(leaf)]
 
     skeleton: Arguments = {}
@@ -251,7 +257,7 @@ def form_of(arguments: Arguments) -> tuple[ArgumentForm, list[Tensor]]:
         replaced = map_leaves(value, replace, name)
         if holds_tensor:
             skeleton[name] = replaced
-    return ArgumentForm(skeleton, tuple(TensorSpec.of(tensor.detach()) for tensor in tensors)), tensors
+    return ArgumentForm(skeleton, tuple(specs)), tensors
 
 
 def merge_arguments(form: ArgumentForm, own: Arguments, tensors: list[Tensor]) -> Arguments:

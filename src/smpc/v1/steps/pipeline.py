@@ -44,13 +44,12 @@ from smpc.sample_inputs import Inputs
 from smpc.tracer.environment.memory_words import DictVersions
 from smpc.tracer.guards import state_asked_for
 from smpc.tracer.state.state_use import StateUse
-from smpc.v1.session.containers import map_tensors
 from smpc.v1.session.control import Control
 from smpc.v1.session.step_errors import AGREED, Description, describe, raise_everywhere
-from smpc.v1.steps.arguments import ArgumentForm, Arguments, StepBody, form_of, merge_arguments
+from smpc.v1.steps.arguments import ArgumentForm, Arguments, StepBody, form_of, merge_arguments, on_device
 from smpc.v1.steps.calls import Capture, Captured
 from smpc.v1.steps.context import StepContext
-from smpc.v1.steps.context_parallel import digests_of
+from smpc.v1.steps.context_parallel import SharedSequences, digests_of
 from smpc.v1.steps.last_stage import LastRank
 from smpc.v1.steps.nonfinite import agree
 from smpc.v1.steps.programs.compiler import Compiler
@@ -202,7 +201,8 @@ class Pipeline:
                 request = self._request(body, own)
             except Exception as error:
                 failure = error
-            failure = self._agree_on(body, request, failure)
+            if self._context.sequences is not None:
+                failure = self._agree_on(self._context.sequences, body, request, failure)
             if self._context.experts is not None:
                 failure = self._context.experts.agree(body.name, self._asks_to_train(body, request), failure)
             request = None if failure is not None else request
@@ -282,7 +282,7 @@ class Pipeline:
     def _request(self, body: StepBody, own: OwnArguments) -> Request:
         """Rank 0: run the step function up to the model, for every microbatch."""
         context, device = self._context, self._session.device
-        arguments = {name: map_tensors(value, lambda tensor: tensor.to(device)) for name, value in own().items()}
+        arguments = on_device(own(), device)
         microbatches = body.split(arguments, self._num_microbatches, device)
         with torch._C.DisableTorchFunctionSubclass():  # absent parameters are asked like others, and as fast
             modes = self._modes.read()
@@ -314,11 +314,10 @@ class Pipeline:
             return Request(inputs, self.programs.signature(known), form, tensors, arguments, known)
         return Request(inputs, self._compiler.answered(asked, inputs), form, tensors, arguments)
 
-    def _agree_on(self, body: StepBody, request: Request | None, failure: Exception | None) -> Exception | None:
-        """Rank 0: the failure of this step, which is that of all ranks that share sequences, if there are such."""
-        sequences = self._context.sequences
-        if sequences is None:
-            return failure
+    def _agree_on(
+        self, sequences: SharedSequences, body: StepBody, request: Request | None, failure: Exception | None
+    ) -> Exception | None:
+        """Rank 0: the failure of this step, which is that of all ranks that share sequences."""
         asked: Any = None
         digests: dict[str, str] = {}
         try:
@@ -368,8 +367,9 @@ class Pipeline:
 
         def arrive() -> list[Arguments]:
             tensors = request.tensors if request is not None else self._control.wait(receipts)
-            merged = merge_arguments(form, own(), tensors)
-            return body.split(merged, self._num_microbatches, self._session.device)
+            device = self._session.device
+            merged = on_device(merge_arguments(form, own(), tensors), device)
+            return body.split(merged, self._num_microbatches, device)
 
         return arrive
 

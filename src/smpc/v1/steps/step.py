@@ -52,12 +52,12 @@ class StepFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step. Returns what the function returns, with a StepOutput for every tensor and a list for any other value."""
-        if state.model is None:
+        script = state.scripts[0] if len(state.scripts) == 1 else self._script(args, kwargs)
+        if script is None or script.model is None:
             raise UsageError(
                 f"step function {self._body.name} was called before there is a model; call smp.init and smp.DistributedModel "
                 "first, on every rank"
             )
-        script = self._script(args, kwargs)
         try:
             with state.acting(script):
                 return script.model.run_step(self._body, args, kwargs)
@@ -66,9 +66,11 @@ class StepFunction:
             error.__traceback__ = cut(error.__traceback__)
             raise
 
-    def _script(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Script:
-        """That of the model among the arguments, where there are several models."""
+    def _script(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Script | None:
+        """That of the model among the arguments, where there are several models; None where there is none."""
         scripts = state.with_models
+        if not scripts:
+            return None
         if len(scripts) == 1:
             return scripts[0]
         found = [each for each in scripts if any(value is each.model for value in (*args, *kwargs.values()))]
@@ -158,8 +160,8 @@ class StepRunner:
         optimizer = context.script.optimizer
         if optimizer is not None:
             optimizer.gradients_changed()
-        context.supervision.end_start()
         if not context.hooks.have_stepped:
+            context.supervision.end_start()
             context.hooks.after_step()
         return result
 

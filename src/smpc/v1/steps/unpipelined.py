@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from smpc.errors import StepError
 from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.observe.observer import Watch, batch_of
-from smpc.v1.steps.arguments import Arguments, StepBody
+from smpc.v1.steps.arguments import Arguments, StepBody, on_device
 from smpc.v1.steps.calls import Whole
 from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.nonfinite import Losses, agree
@@ -59,7 +59,8 @@ class Single:
 
     def _run(self, body: StepBody, arguments: Arguments, watch: Watch) -> tuple[object, int]:
         context = self._context
-        microbatches = body.split(arguments, self._session.config.microbatches, self._session.device)
+        device = self._session.device
+        microbatches = body.split(on_device(arguments, device), self._session.config.microbatches, device)
         replicas = self._replicas if self._may_train(body) else None
         if replicas is not None:
             self._modes.check_none_unfrozen(self._first_modes, self._modes.read())
