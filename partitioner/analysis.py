@@ -9,11 +9,10 @@ import networkx as nx
 import numpy as np
 
 from smpc.partitioner.costs.cost import CostModel, NodeTimes, node_times
-from smpc.partitioner.exact import check_total
 from smpc.partitioner.graph.clusters import Clusters, find_clusters
 from smpc.partitioner.graph.recompute import Requested, depths, find_recomputable, requested_regions, with_regions
 from smpc.partitioner.graph.trace_graph import Graph, build_graph
-from smpc.partitioner.problem import Units
+from smpc.partitioner.problem import Units, check_total
 from smpc.partitioner.solvers.coarsen import node_units
 from smpc.tracer.ir import Trace
 

@@ -27,9 +27,8 @@ import numpy as np
 from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner.analysis import Analysis
 from smpc.partitioner.costs.device import Device
-from smpc.partitioner.exact import LARGEST
 from smpc.partitioner.graph.plan import Plan
-from smpc.partitioner.problem import IntArray, Scale
+from smpc.partitioner.problem import LARGEST, IntArray, Scale
 from smpc.partitioner.sizes import at_least
 from smpc.partitioner.solvers.chain_limited import LimitedChain, fits, least_peak, solve_limited
 from smpc.partitioner.solvers.coarsen import chain_problem, coarse_problem

@@ -22,24 +22,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from smpc.errors import SmpcError, TraceError
-from smpc.tracer.effects.randomness import kept
+from smpc.tracer.effects.randomness import ModuleGenerators, kept
+from smpc.tracer.effects.surroundings import uncompiled
 from smpc.tracer.effects.torch_calls import tensors_in
-from smpc.tracer.effects.uncompiled import uncompiled
 from smpc.tracer.environment.frozen import AnyTensor, Frozen, freeze
 from smpc.tracer.environment.guarded import Guard, Names
-from smpc.tracer.environment.process.outside import PARALLEL, OutsideRead
+from smpc.tracer.environment.outside_reads import PARALLEL, OutsideRead
 from smpc.tracer.environment.reads import noting_reads
-from smpc.tracer.environment.state_changes import Leftovers, Survivors, UnsettledError, refusal
+from smpc.tracer.environment.state_changes import Leftovers, Survivors, UnsettledError, check_histories, refusal
 from smpc.tracer.guards import Answers
 from smpc.tracer.ir import Autocast, Trace
-from smpc.tracer.operations.data_sized import DataSized, SizeAskedError
-from smpc.tracer.operations.higher_order import without_compiling
-from smpc.tracer.patches import Functions, Transforms, call_script, looking
+from smpc.tracer.operations.values import DataSized, SizeAskedError
+from smpc.tracer.patches import Functions, Transforms, call_script, looking, without_compiling
 from smpc.tracer.recording.recorder import Recorder, current_recorder
 from smpc.tracer.recording.untraceable import UntraceableError, call_model, innermost_line
 from smpc.tracer.state.fakes import installed, make_fakes
-from smpc.tracer.state.generators import Generators
-from smpc.tracer.state.histories import check_histories
 from smpc.tracer.state.python_state import PythonState
 
 _CUSTOM_OPS = "torch._library.autograd"  # where torch defines the autograd functions of custom ops
@@ -117,7 +114,7 @@ def record_once(subject: Subject) -> Run:
         stack.enter_context(installed(model, state))
         stack.enter_context(mode)
         stack.enter_context(uncompiled())
-        generators = Generators(model)
+        generators = ModuleGenerators(model)
         stack.callback(generators.restore)
         recorder = Recorder(
             model,
@@ -314,7 +311,7 @@ def _module_calls(recorder: Recorder) -> Iterator[None]:
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
-            return original(module, *args, **kwargs)  # see `smpc.tracer.environment.process.outside`
+            return original(module, *args, **kwargs)  # see `smpc.tracer.environment.outside_reads`
 
         def run() -> Any:
             calls.resume()

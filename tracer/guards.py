@@ -213,7 +213,7 @@ class Answers:
 
     given    of each guard: what was expected, and dtypes
     leaves   the modules that were called whole
-    sizes    keys of the sizes that were asked for (see `smpc.tracer.operations.data_sized`)
+    sizes    keys of the sizes that were asked for (see `smpc.tracer.operations.values`)
     """
 
     given: tuple[tuple[Any, tuple[str, ...]], ...]

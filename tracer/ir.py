@@ -203,7 +203,7 @@ class Guard:
     expected: Any
     dtypes: tuple[str, ...] = ()
     source: str = ""
-    size: str = ""  # the key of a size that was asked for (see `smpc.tracer.operations.data_sized`)
+    size: str = ""  # the key of a size that was asked for (see `smpc.tracer.operations.values`)
 
     def __str__(self) -> str:
         arguments = ", ".join(to_source(arg, str) for arg in self.args)

@@ -54,6 +54,16 @@ values, and the mask travels with the activations. A recording can look where a 
 It could look at the model's inputs, too, but then its program would hold only for some: an `attention_mask` of ones is left out,
 one with zeros is not. So it looks only at inputs that the caller names (`record`'s `shown`), and a guard says on what that rests.
 Training scripts name the masks that are ones in all microbatches of a step. All others are written out, in one program for all.
+
+`run_higher_order`: `torch.cond`, `while_loop`, `scan`, `associative_scan` and `map`. What their Python does once is recorded, as that of
+`if` and `for` is.
+
+These operators take functions, which a trace cannot hold. Run by themselves they call their functions one after another, and so they do
+while a model is recorded: a branch is taken, a loop runs. What decides is a question about values (see
+`smpc.tracer.guards`): known where it depends on inputs and buffers alone, and guarded; otherwise the module around the
+operator is called whole.
+
+    torch.cond(lengths.max() > 4, long, short, (x,))        the nodes of `long(x)`, and a guard
 """
 
 from __future__ import annotations
@@ -61,10 +71,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch._functorch import eager_transforms, vmap
+from torch._higher_order_ops import utils
+from torch._higher_order_ops.associative_scan import associative_scan_op, generic_associative_scan
+from torch._higher_order_ops.cond import cond_op
+from torch._higher_order_ops.map import map_dense, map_impl
+from torch._higher_order_ops.scan import generic_scan, scan_op
+from torch._higher_order_ops.while_loop import while_loop_dense, while_loop_op
 from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -73,9 +89,12 @@ from smpc.tracer import targets
 from smpc.tracer.effects import torch_calls
 from smpc.tracer.effects.differentiation import OWN_MODULE
 from smpc.tracer.effects.torch_calls import tensors_in, version_of
-from smpc.tracer.operations.data_sized import SizeAskedError
-from smpc.tracer.operations.measure import moved_bytes
-from smpc.tracer.recording.recorder import Recorder
+from smpc.tracer.operations.meter import moved_bytes
+from smpc.tracer.operations.values import SizeAskedError
+
+if TYPE_CHECKING:
+    from smpc.tracer.recording.recorder import Recorder
+
 
 _Class = type[Function]
 
@@ -417,3 +436,60 @@ def looking(is_shown: Callable[[torch.Tensor], bool]) -> Iterator[None]:
         yield
     finally:
         setattr(library, _ASKED[1], original)
+
+
+def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any) -> Any:
+    return true_fn(*operands) if pred else false_fn(*operands)
+
+
+def _scan(combine_fn: Callable[..., Any], init: Any, xs: Any, additional_inputs: Any = ()) -> Any:
+    return generic_scan(combine_fn, init, xs, additional_inputs=additional_inputs)  # type: ignore[no-untyped-call]
+
+
+def _associative_scan(combine_fn: Callable[..., Any], xs: Any, additional_inputs: Any = ()) -> Any:
+    return generic_associative_scan(combine_fn, xs, additional_inputs=additional_inputs)  # type: ignore[no-untyped-call]
+
+
+_OTHER_WAY = (
+    "what to do: take an implementation without it (attn_implementation='sdpa' in place of 'flex_attention'), "
+    "or have the module called whole that makes these functions (leaf_modules=[...], smpc.mark_leaf)"
+)
+
+_DIRECTLY: dict[Any, Callable[..., Any]] = {
+    cond_op: _cond,
+    while_loop_op: while_loop_dense,
+    scan_op: _scan,
+    associative_scan_op: _associative_scan,
+    map_impl: map_dense,
+}
+
+
+def is_higher_order(func: Callable[..., Any]) -> bool:
+    """Whether the call is that of an operator which takes functions."""
+    return isinstance(func, torch._ops.HigherOrderOperator)
+
+
+def run_higher_order(
+    recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """What the operator returns; what its functions call is recorded. Raises UntraceableError for other operators."""
+    if func not in _DIRECTLY:
+        what = f"torch.ops.higher_order.{func.__name__} takes Python functions, which a trace cannot hold"
+        raise recorder.error(what, way_out=_OTHER_WAY)
+    with recorder:
+        return _DIRECTLY[func](*args, **kwargs)
+
+
+@contextmanager
+def without_compiling() -> Iterator[None]:
+    """In this context these operators are not compiled before they run, which they are otherwise, if only by Dynamo."""
+    original = utils._hop_compile_and_call
+
+    def call(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+    utils._hop_compile_and_call = call
+    try:
+        yield
+    finally:
+        utils._hop_compile_and_call = original

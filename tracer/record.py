@@ -30,14 +30,14 @@ from smpc.tracer.effects.module_hooks import check_hooks, hook_of
 from smpc.tracer.environment.aliased import Aliases, read_tensors
 from smpc.tracer.environment.guarded import Environment, TableLike, tables_of
 from smpc.tracer.environment.memory_words import DictVersions
-from smpc.tracer.environment.process.moved_clocks import ahead
-from smpc.tracer.environment.process.of_torch import guards_of_torch
+from smpc.tracer.environment.outside_reads import ahead
+from smpc.tracer.environment.reached import guards_of_torch
 from smpc.tracer.environment.state_changes import Survivors, common_module, is_same, settled
 from smpc.tracer.environment.weakly_held import check_proxies
 from smpc.tracer.guards import Answers
 from smpc.tracer.ir import Autocast, Trace
-from smpc.tracer.operations.data_sized import DataSized, SizeAskedError
 from smpc.tracer.operations.opaque import shape_rule
+from smpc.tracer.operations.values import DataSized, SizeAskedError
 from smpc.tracer.recording.untraceable import UntraceableError
 
 _LEAF_MARK = "_smpc_leaf"

@@ -36,7 +36,7 @@ from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.executor.split_backward.intercept import Deferral
 from smpc.executor.transport import Transport
 from smpc.partitioner.graph.plan import INPUTS
-from smpc.tracer.effects.uncompiled import uncompiled
+from smpc.tracer.effects.surroundings import uncompiled
 
 
 class Split:

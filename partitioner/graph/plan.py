@@ -180,3 +180,22 @@ def _stage(data: dict[str, Any]) -> Stage:
 
 def _tuples(data: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+
+
+def plan_warnings(plan: Plan) -> tuple[str, ...]:
+    """What was asked for and is not done, for people."""
+    split = [
+        f"{name or 'the model'} is not checkpointed: the partition puts it on stages {', '.join(map(str, stages))}"
+        for name, stages in plan.split_checkpoints
+    ]
+    idle = plan.loading_horizon and not any(stage.checkpoints for stage in plan.stages)
+    nothing = ["offload_activations has no effect: no module is checkpointed, and only what those keep is offloaded"]
+    unused = [
+        f"kernels: {use.op} is not used"
+        + (f" at {use.first or 'the model'}" if use.count else "")
+        + (f" and {use.count - 1} more" if use.count > 1 else "")
+        + f": {use.reason}"
+        for use in plan.kernels
+        if use.reason
+    ]
+    return (*plan.notes, *split, *(nothing if idle else ()), *unused)

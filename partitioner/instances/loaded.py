@@ -13,11 +13,10 @@ from fractions import Fraction
 
 import numpy as np
 
-from smpc.partitioner.exact import in_proportion
 from smpc.partitioner.instances.amounts import totals
 from smpc.partitioner.instances.instance import Instance, Processor
 from smpc.partitioner.instances.units import Found, joined, values
-from smpc.partitioner.problem import FloatArray, IntArray
+from smpc.partitioner.problem import FloatArray, IntArray, in_proportion
 from smpc.partitioner.solvers.load_program import solve_loads
 from smpc.partitioner.solvers.loads import LoadProblem, simple_bound
 from smpc.partitioner.solvers.moves import improve

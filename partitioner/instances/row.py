@@ -15,11 +15,10 @@ from fractions import Fraction
 import networkx as nx
 
 from smpc.errors import PartitionError
-from smpc.partitioner.exact import in_proportion
 from smpc.partitioner.instances.amounts import is_within
 from smpc.partitioner.instances.instance import Instance
 from smpc.partitioner.instances.units import Found, joined, values
-from smpc.partitioner.problem import Scale, Units, stage_costs
+from smpc.partitioner.problem import Scale, Units, in_proportion, stage_costs
 from smpc.partitioner.solvers.bound import graph_bound
 from smpc.partitioner.solvers.chain import ChainProblem, solve_chain
 from smpc.partitioner.solvers.ilp import PlacementProblem, Value, received_bytes, solve_placement

@@ -8,8 +8,8 @@ from fractions import Fraction
 
 import networkx as nx
 
-from smpc.partitioner.exact import in_proportion
 from smpc.partitioner.instances.instance import Instance
+from smpc.partitioner.problem import in_proportion
 from smpc.partitioner.solvers.ilp import Value
 
 

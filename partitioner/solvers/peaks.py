@@ -24,11 +24,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from smpc.partitioner.costs.cost import CostModel, NodeTimes
-from smpc.partitioner.exact import check_total
 from smpc.partitioner.graph.trace_graph import Graph
 from smpc.partitioner.memory.lifetimes import lifetimes, loss_roots, saved_activations
 from smpc.partitioner.memory.peak import RECEIVE_WINDOW, Bytes, StepTerms, received_ahead, step_peak, working_bytes
-from smpc.partitioner.problem import IntArray, Scale, SharedItem, Units
+from smpc.partitioner.problem import IntArray, Scale, SharedItem, Units, check_total
 from smpc.partitioner.solvers.chain import Intervals
 from smpc.partitioner.solvers.coarsen import node_units, state_items
 from smpc.tracer.ir import NodeKind, Region, StateSpec

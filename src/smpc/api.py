@@ -16,10 +16,10 @@ from torch import nn
 from smpc.callbacks import ProgressLine, TensorBoard, WandB
 from smpc.compile.options import PipelineOptions, asked_of, takes_options
 from smpc.compile.passes import compile_batch, compile_model
-from smpc.compile.result import Compilation, plan_warnings
+from smpc.compile.result import Compilation
 from smpc.compile.search import Search, search
 from smpc.observe.observer import StepInfo
-from smpc.partitioner.graph.plan import Plan
+from smpc.partitioner.graph.plan import Plan, plan_warnings
 from smpc.report.notebook import ShownPlan
 from smpc.runtime import LoopbackRuntime, Runtime
 from smpc.tracer import mark_leaf, register_shape_rule

@@ -3,12 +3,18 @@
 Grad mode and autocast are recorded with every node. All else must be, while a node is recorded, as it was when the recording began: a stage
 calls the node's function under the settings of its own process. A module that changes a setting and puts it back is called whole; one
 that leaves it changed is refused.
+
+`uncompiled`: what was given to torch.compile runs as it is, without compiling, while anybody asks for that. torch keeps one setting for
+all threads, its stance, and stages of one process run in threads. If each thread set it and put back what
+it found, threads that overlap would leave it set for good: the last to leave would put back what the first had set. They are counted.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -91,3 +97,30 @@ def _pop_modes(modes: tuple[type, ...]) -> None:
 def modes() -> tuple[bool, bool]:
     """Grad mode and inference mode, which are recorded with every node: a call of a module must leave them as they were."""
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
+_lock = threading.Lock()
+_stances: list[AbstractContextManager[object]] = []  # the one that the first to enter has set
+_inside = 0
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """In this context compiled modules and functions run what they were compiled from, in all threads.
+
+    Under a mode that watches torch calls torch.compile would compile what the mode does, or nothing, and never again what it has met there.
+    """
+    global _inside
+    with _lock:
+        if (
+            not _stances and "torch._dynamo" in sys.modules
+        ):  # importing it takes a second; nothing is compiled without it
+            _stances.append(torch.compiler.set_stance("force_eager"))
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside and _stances:
+                _stances.pop().__exit__(None, None, None)

@@ -3,12 +3,20 @@
     smpc.tracer.effects.differentiation     autograd's graph, hooks, gradients
     smpc.tracer.effects.randomness          generators
     smpc.tracer.effects.surroundings        settings of the process
-    smpc.tracer.effects.ownership           whose tensors a module reads
-    smpc.tracer.effects.other_threads       what threads do that forward hands work to
+    smpc.tracer.effects.torch_calls         what threads do that forward hands work to
     smpc.tracer.operations.opaque           modules that are called whole
 
 What a trace cannot hold is an error of the module whose code does it (`Recorder.error`): it is called whole, where that is right, and the
 recording refused where it is not. An error that the model's own code catches is raised again when its module ends.
+
+`Ownership`: whose tensors a module reads while it runs, its own, under their own names, or others'. Calling a module again gives what it
+gave only if it reads then what it has read while it was recorded. These are told by identity:
+
+    torch.func.functional_call(self.block, weights, x)      other tensors stand in the block's tables when it is called
+    self.block.weight = other; self.block(x)                the same
+    F.linear(x, self.list[0].weight)                        in `forward` of a module that the weight does not belong to
+
+A call for which this holds is not made again by a stage; its nodes are, with the tensors that they have read.
 """
 
 from __future__ import annotations
@@ -24,14 +32,98 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smpc.errors import TraceError
 from smpc.tracer.constants import references
-from smpc.tracer.effects import differentiation, other_threads, randomness, surroundings, torch_calls
-from smpc.tracer.effects.ownership import OpenCall, Ownership, tables_in
+from smpc.tracer.effects import differentiation, randomness, surroundings, torch_calls
 from smpc.tracer.ir import Node, StateSpec
 from smpc.tracer.operations.opaque import Run, WholeCall
+from smpc.tracer.recording.nodes import OpenCall
 from smpc.tracer.recording.untraceable import current_line
+from smpc.tracer.state.fakes import FakeState
 
 if TYPE_CHECKING:
     from smpc.tracer.recording.recorder import Recorder
+
+
+_Table = dict[str, Tensor | None]
+
+
+class Ownership:
+    """The tensors that every module of a model holds when a recording starts, with fakes in place."""
+
+    def __init__(self, model: nn.Module, state: FakeState) -> None:
+        self._state = state
+        modules = tables_in(model)
+        self._parameters: dict[int, _Table] = {id(module): dict(module._parameters) for module in modules}
+        self.buffers: dict[int, _Table] = {id(module): dict(module._buffers) for module in modules}  # as last seen
+        self._owned: dict[int, frozenset[int]] = {}
+        self._names = {id(module): name for name, module in model.named_modules()}
+
+    def owned(self, module: nn.Module) -> frozenset[int]:
+        """Ids of the parameters, buffers and tensor attributes of a module and of those in it."""
+        found = self._owned.get(id(module))
+        if found is None:
+            found = frozenset(id(tensor) for inner in module.modules() for tensor in self._tensors(inner))
+            self._owned[id(module)] = found
+        return found
+
+    def swapped(self, module: nn.Module) -> str:
+        """The first parameter or buffer in a module in whose place another tensor stands now; "" if there is none."""
+        return next(filter(None, map(self._swapped, module.modules())), "")
+
+    def _swapped(self, module: nn.Module) -> str:
+        if id(module) not in self._parameters:
+            return ""
+        for table, known in (
+            (module._parameters, self._parameters[id(module)]),
+            (module._buffers, self.buffers[id(module)]),
+        ):
+            for key in dict.fromkeys((*known, *table)):
+                if table.get(key) is not known.get(key):
+                    name = self._names.get(id(module), "")
+                    return f"{name}.{key}" if name else key
+        return ""
+
+    def rebound(self, opened: OpenCall) -> Iterator[tuple[str, Tensor]]:
+        """Buffers that a call which ends has rebound, by name: its module's own or, when the model's ends, those that are left.
+
+        Where other tensors stand in their places for the time of the call, whoever has put them there takes them away.
+        """
+        is_model = opened.index == 0
+        for module in tables_in(opened.module) if is_model else () if opened.is_swapped else (opened.module,):
+            if id(module) not in self.buffers:
+                continue  # made by a module that is called whole
+            before = self.buffers[id(module)] if is_model else opened.buffers
+            for key, value in module._buffers.items():
+                if value is not None and value is not before.get(key):
+                    self.buffers[id(module)][key] = value
+                    name = self._names[id(module)]
+                    yield (f"{name}.{key}" if name else key), value
+
+    def replaced_parameter(self, outer: nn.Module) -> str:
+        """The first parameter in a module that is another one now, or is new or gone."""
+        for module in tables_in(outer):
+            known: Mapping[str, Any] = self._parameters.get(id(module), {})
+            for key in dict.fromkeys((*known, *module._parameters)):
+                if known.get(key) is not module._parameters.get(key):
+                    name = self._names.get(id(module), type(module).__name__)
+                    return f"{name}.{key}" if name else key
+        return ""
+
+    def _tensors(self, module: nn.Module) -> Iterator[Tensor]:
+        if isinstance(module, torch.jit.ScriptModule):
+            yield from (*module.parameters(), *module.buffers())  # no fakes: it runs over its own tensors
+        tables = (self._parameters.get(id(module), {}), self.buffers.get(id(module), {}))
+        yield from (tensor for table in tables for tensor in table.values() if tensor is not None)
+        for value in vars(module).values():
+            items = (
+                value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else (value,)
+            )
+            yield from (item for item in items if isinstance(item, Tensor) and id(item) in self._state.names)
+
+
+def tables_in(model: nn.Module) -> list[nn.Module]:
+    """The modules in a model whose tables of parameters and buffers are Python's; TorchScript's are not."""
+    return [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+
 
 _OWN_RANDOM = (
     "what to do: draw with torch's functions, from torch's generator; or have a module of its own do it, which is then called whole, and "
@@ -48,7 +140,7 @@ class Watch:
     def __init__(self, recorder: Recorder, model: nn.Module, closely: bool) -> None:
         self._recorder, self._closely = recorder, closely
         self.ownership = Ownership(model, recorder.state)
-        self._generators = randomness.Generators(model)
+        self._generators = randomness.UsableGenerators(model)
         self._states = self._generators.states()
         self._has_used_others = False
         self._settings: surroundings.Settings = ()
@@ -64,7 +156,7 @@ class Watch:
     def active(self, mode: FakeTensorMode) -> Iterator[None]:
         """While the model runs, over fakes of that mode."""
         with ExitStack() as stack:
-            stack.enter_context(other_threads.watching_others(mode, self._note_others))
+            stack.enter_context(torch_calls.watching_others(mode, self._note_others))
             stack.enter_context(differentiation.watching_backward(self._note_backward))
             stack.enter_context(surroundings.kept())
             stack.enter_context(randomness.watching(self._note_random))

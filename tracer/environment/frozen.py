@@ -33,7 +33,7 @@ import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from smpc.tracer.environment.random_states import GENERATORS, generator_state, set_generator_state
+from smpc.tracer.effects.randomness import GENERATORS, comparable_state, generator_state, set_generator_state
 from smpc.tracer.environment.weakly_held import weakly_held
 from smpc.tracer.ir import TensorSpec
 
@@ -473,7 +473,7 @@ def _freeze_known(value: Any, contents: Contents, inner: Callable[[Any], Frozen]
     """A value of a class of Python or numpy that tells what it holds; None for others."""
     if isinstance(value, GENERATORS):
         contents.generators.setdefault(id(value), (value, generator_state(value)))
-        return Content(type(value), repr(generator_state(value)), lambda generator: repr(generator_state(generator)))
+        return Content(type(value), comparable_state(value), comparable_state)
     if isinstance(value, numpy.ndarray) and value.dtype.hasobject:
         return Seen(value, inner(_seen(value)))
     if isinstance(value, (numpy.ndarray, numpy.generic)):

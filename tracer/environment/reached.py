@@ -2,6 +2,10 @@
 
 A function that ran depends on the variables of its closure, on its defaults and on its code. A class or a module of Python counts by the
 names in it that the code uses; a module of the standard library, of numpy or torch by those of numbers and strings.
+
+`guards_of_torch`: the functions, methods and classes of torch that the code names. A script may put others in their places
+(`F.relu = F.gelu`). The recorder itself replaces some of them while it runs. So they are read when it has ended, and they are guarded by
+identity.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import logging
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -21,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smpc.tracer.environment.frozen import Entries, Frozen, Items, freeze
+from smpc.tracer.environment.frozen import Entries, Frozen, Identical, Items, freeze
 from smpc.tracer.environment.guarded import BASES, CLASS, CODE, NAMES, Guard, GuardSource, is_special
 
 _TRUSTED = frozenset({"torch", "smpc", "numpy", *sys.stdlib_module_names}) - {"__main__"}
@@ -63,7 +67,7 @@ Read = Callable[..., Guard | None]
 class Reached:
     """Finds what is behind values. `known`: guards that are there already, by (id of the holder, key); `read` makes others.
 
-    `of_torch`: torch's modules of Python that were met, see `smpc.tracer.environment.process.of_torch`.
+    `of_torch`: torch's modules of Python that were met, see `smpc.tracer.environment.reached`.
     """
 
     def __init__(self, codes: Mapping[CodeType, Called], known: Mapping[tuple[int, Any], Guard], read: Read) -> None:
@@ -352,3 +356,35 @@ def slots_of(cls: type) -> tuple[str, ...]:
     """Names of the slots that a class declares."""
     found = vars(cls).get("__slots__", ())
     return tuple(name for name in ((found,) if isinstance(found, str) else found) if not name.startswith("__"))
+
+
+_CALLED = (FunctionType, BuiltinFunctionType, type)
+
+
+def guards_of_torch(layers: Iterable[nn.Module], modules: Iterable[ModuleType], names: Collection[str]) -> list[Guard]:
+    """Guards of what `names` stand for in torch's `modules` of Python and in its tensors, and of what its classes of `layers` compute."""
+    guards = []
+    for place in (*_in_modules(modules, names), *_in_tensors(names), *_in_layers(layers)):
+        value = place.read()
+        guards.append(Guard(place, [Identical(value)], value))
+    return guards
+
+
+def _in_modules(modules: Iterable[ModuleType], names: Collection[str]) -> Iterator[GuardSource]:
+    for module in modules:
+        for name in sorted(names):
+            if isinstance(vars(module).get(name), _CALLED):
+                yield GuardSource(vars(module), name, f"{name!r} of {module.__name__}", is_answer=True)
+
+
+def _in_tensors(names: Collection[str]) -> Iterator[GuardSource]:
+    for name in sorted(names):
+        for cls in (torch.Tensor, nn.Parameter):
+            yield GuardSource(cls, name, f"{cls.__module__}.{cls.__qualname__}.{name}", is_answer=True)
+
+
+def _in_layers(layers: Iterable[nn.Module]) -> Iterator[GuardSource]:
+    classes = {base: None for layer in layers for base in type(layer).__mro__}
+    for base in classes:
+        if base.__module__.partition(".")[0] == "torch" and base is not nn.Module and "forward" in vars(base):
+            yield GuardSource(base, "forward", f"{base.__qualname__}.forward", is_answer=True)

@@ -28,8 +28,21 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from smpc.tracer.environment.asked import (
+    CACHE,
+    DECIMAL,
+    DEFAULT_DTYPE,
+    FILTERS,
+    asked,
+    depends_on_decimal,
+    is_asked,
+    is_question,
+    kept_by_cache,
+    question_of,
+    question_of_cache,
+)
 from smpc.tracer.environment.call_hook import CallHook
-from smpc.tracer.environment.classes import TensorClasses
+from smpc.tracer.environment.fake_identity import Identity, Run, TensorClasses, compares_identity
 from smpc.tracer.environment.frozen import (
     MISSING,
     AnyTensor,
@@ -43,19 +56,7 @@ from smpc.tracer.environment.frozen import (
     freeze_tensor,
 )
 from smpc.tracer.environment.guarded import BASES, CLASS, Guard, GuardSource, Names, Question, hook_tables
-from smpc.tracer.environment.identity import Identity, Run, compares_identity
-from smpc.tracer.environment.process.asked import (
-    DECIMAL,
-    DEFAULT_DTYPE,
-    FILTERS,
-    asked,
-    depends_on_decimal,
-    is_asked,
-    is_question,
-    question_of,
-)
-from smpc.tracer.environment.process.caches import CACHE, kept, question
-from smpc.tracer.environment.process.outside import (
+from smpc.tracer.environment.outside_reads import (
     OutsideRead,
     handed_over,
     is_outside,
@@ -64,7 +65,6 @@ from smpc.tracer.environment.process.outside import (
     read_of,
     text_of,
 )
-from smpc.tracer.environment.process.running import Running, is_generator
 from smpc.tracer.environment.reached import (
     MUTABLE,
     Called,
@@ -80,6 +80,7 @@ from smpc.tracer.environment.reached import (
     tables_in,
 )
 from smpc.tracer.state.fakes import FakeState
+from smpc.tracer.state.python_state import Running, is_generator
 
 _MODULE_FILE = nn.Module.__call__.__code__.co_filename
 _LOOKS = frozenset(
@@ -141,7 +142,7 @@ class Reads:
         self._names_of: list[Names] = []  # of the objects and classes that were reached
         self._shadows: dict[int, Names] = {}  # by namespace: globals that would hide what is Python's own
         self._unseen: set[int | None] = {None}  # objects any of whose attributes may count; what is none of an object's
-        self.of_torch: list[ModuleType] = []  # modules of Python, see `smpc.tracer.environment.process.of_torch`
+        self.of_torch: list[ModuleType] = []  # modules of Python, see `smpc.tracer.environment.reached`
         self.used: set[str] | None = None  # the names of attributes that count, None if any may; known after `finish`
         self.listed: dict[
             int, nn.Module
@@ -427,9 +428,9 @@ class Reads:
     def _note_kept(self, function: Any) -> None:
         """Notes what else a cache has kept, as far as others may change it; nothing if that has come from the run."""
         known = self._kept_keys.setdefault(id(function), {})
-        keys = [key for key in kept(function) if id(key) not in known]
+        keys = [key for key in kept_by_cache(function) if id(key) not in known]
         known.update((id(key), key) for key in keys)  # held, as nothing else has their ids then
-        place = question(function, keys)
+        place = question_of_cache(function, keys)
         value, contents = place.read(), self._contents()
         frozen = self._freeze(value, contents, False)
         if frozen is None:

@@ -26,6 +26,11 @@ arguments that it was recorded with, on a rank that may hold nothing else. So al
                    cut where a stage begins
 
 Anything else is an error of the module around it, which is then called whole in its place.
+
+`Probes`: real runs are made once for modules that are alike. A mixture of experts has such a module in every layer. Two modules are alike
+here if all that their real runs depend on is equal: their classes, parts, parameters' shapes and dtypes, attributes, and the arguments
+but for values. Attributes that are no plain values must be the very same objects. Modules with buffers, whose values the runs use, or
+with hooks are alike to none.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -47,10 +52,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smpc.errors import TraceError
 from smpc.tracer.effects import differentiation
 from smpc.tracer.effects.differentiation import joined
-from smpc.tracer.effects.other_threads import written_by
-from smpc.tracer.effects.torch_calls import tensors_in, version_of
+from smpc.tracer.effects.torch_calls import tensors_in, version_of, written_by
 from smpc.tracer.ir import TensorSpec
-from smpc.tracer.operations.measure import Meter
+from smpc.tracer.operations.meter import Meter
 from smpc.tracer.state.fakes import FakeState
 from smpc.tracer.structure import Structure, flatten
 
@@ -425,3 +429,64 @@ class WholeCall:
 
     def _state_name(self, target: Any) -> str:
         return self._recorder.state.names.get(id(target), "")
+
+
+_PLAIN_TYPES = (type(None), bool, int, float, complex, str, torch.dtype)
+_PARTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")  # what is looked at by itself
+
+
+class Probes:
+    """The probes of one recording."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Probe] = {}
+
+    def of(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: FakeState, meter: Meter
+    ) -> Probe:
+        """What a real run of the module told, or of one that is alike. Raises whatever the module raises."""
+        form = _form(module, args, kwargs)
+        found = None if form is None else self._known.get(form)
+        if found is None:
+            found = probe(module, args, kwargs, state, meter)
+            if form is not None:
+                self._known[form] = found
+        return found
+
+
+def _form(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """All that real runs depend on; None: it is not known."""
+    if next(module.buffers(), None) is not None:
+        return None
+    leaves, structure = flatten((args, kwargs))
+    first = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves)))}
+    given = tuple((first[id(leaf)], _value(leaf)) for leaf in leaves)
+    parts = []
+    for name, part in module.named_modules(remove_duplicate=False):
+        attributes = tuple(_attributes(part))
+        if any(value is None for _, value in attributes):
+            return None
+        parameters = tuple((key, _value(value)) for key, value in part._parameters.items())
+        parts.append((name, type(part), attributes, parameters))
+    return structure, given, tuple(parts), tuple(_numbers(module))
+
+
+def _numbers(module: nn.Module) -> Iterator[int]:
+    """Which names are of one parameter: by name, the number of the parameter."""
+    seen: dict[int, int] = {}
+    for _, parameter in module.named_parameters(remove_duplicate=False):
+        yield seen.setdefault(id(parameter), len(seen))
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
+    """What a module has beside its parts; None in place of the value if it has hooks."""
+    for name, value in vars(module).items():
+        is_hooks = "_hooks" in name
+        if name not in _PARTS and (value or not is_hooks):
+            yield name, None if is_hooks else _value(value)
+
+
+def _value(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return TensorSpec.of(value), str(value.device)
+    return (type(value), value) if isinstance(value, _PLAIN_TYPES) else (type(value), id(value))

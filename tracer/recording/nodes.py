@@ -1,13 +1,26 @@
-"""Which node a tensor comes from, and what the node is called.
+"""What the recorder keeps of tensors, nodes and open calls: which node a tensor comes from, and what the node is called.
 
 `NodeNames`: names after what nodes call, unique, and good as Python variables.
 
 `Identities`: which node's value a tensor is, and which storage of the trace it lies in. Tensors and storages are known by identity. They
 are kept alive until the recording ends, for identities are unique only among living objects.
+
+`OpenCall` is a module call that has not returned yet, as the recorder keeps it.
+
+`AttributeWrites`: plain attributes of modules that other modules write while the model runs.
+
+    class Block(nn.Module):
+        def forward(self, x):
+            self.unit.state = None          # a write from outside of `unit`
+            return self.unit(x)             # reads the state, and leaves another one behind
+
+Called on its own by a stage, `unit` would start from the state that its last call has left. So such a module, and every module around
+it that does not contain the writer, is not called intact: its nodes are.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import keyword
 import re
 import unicodedata
@@ -15,9 +28,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from smpc.tracer import targets
+from smpc.tracer.ir import Autocast, ModuleCall
+from smpc.tracer.structure import Structure
 
 
 class NodeNames:
@@ -105,3 +121,65 @@ class Identities:
         """The number of a storage that no tensor of the recording shows."""
         self.storage_bytes.append(num_bytes)
         return len(self.storage_bytes) - 1
+
+
+class OpenCall:
+    """What is known of the call so far; `index` is that of the `ModuleCall` it becomes, `first` its first node."""
+
+    __slots__ = (
+        "arguments",
+        "autocast",
+        "bare",
+        "buffers",
+        "first",
+        "fqn",
+        "given",
+        "grad_enabled",
+        "index",
+        "is_swapped",
+        "leaves",
+        "modes",
+        "module",
+        "parent",
+        "sequence",
+        "whole",
+    )
+
+    def __init__(self, index: int, fqn: str, module: nn.Module, parent: int, first: int) -> None:
+        self.index, self.fqn, self.module, self.parent, self.first = index, fqn, module, parent, first
+        self.leaves: tuple[Any, ...] = ()
+        self.arguments = Structure()
+        self.grad_enabled = True
+        self.autocast: Autocast | None = None
+        self.bare = False
+        self.sequence = -1  # number of the sequence that its children are the layers of
+        self.given: frozenset[int] = frozenset()  # ids of the tensors among its arguments
+        self.modes = (True, False)  # grad mode and inference mode when it began
+        self.buffers: dict[str, Tensor | None] = {}  # of the module itself, when it began
+        self.is_swapped = False  # whether other tensors stood in the places of its own
+        self.whole = True  # whether it may be made again
+
+
+class AttributeWrites:
+    """The writes of one recording, as (owner, writer) FQNs."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], None] = {}
+
+    def note(self, owner: str, writer: str) -> None:
+        """Takes down a write into an attribute of `owner` by the code of `writer`."""
+        if owner != writer:
+            self._found[owner, writer] = None
+
+    def marked(self, calls: tuple[ModuleCall, ...]) -> tuple[ModuleCall, ...]:
+        """The calls, those that depend on such a write marked as not to be made again."""
+        if not self._found:
+            return calls
+        return tuple(dataclasses.replace(call, whole=False) if self._needs_writer(call.fqn) else call for call in calls)
+
+    def _needs_writer(self, fqn: str) -> bool:
+        return any(_contains(fqn, owner) and not _contains(fqn, writer) for owner, writer in self._found)
+
+
+def _contains(outer: str, inner: str) -> bool:
+    return not outer or outer == inner or inner.startswith(f"{outer}.")

@@ -23,20 +23,17 @@ from smpc.tracer import targets
 from smpc.tracer.constants import Opaque, Ref, TraceDevice, is_constant, normalise, references
 from smpc.tracer.effects import torch_calls
 from smpc.tracer.effects.differentiation import mark_of
-from smpc.tracer.effects.ownership import AttributeWrites, OpenCall
+from smpc.tracer.effects.randomness import HOLD_GENERATOR, ModuleGenerators, generators_of
 from smpc.tracer.effects.torch_calls import CallModes, dense, running_statistics, tensors_in, version_of
 from smpc.tracer.effects.watch import Watch
 from smpc.tracer.environment.reads import Reads
 from smpc.tracer.guards import Answers, Questions, is_fixed
 from smpc.tracer.ir import ModuleCall, Node, NodeKind, TensorSpec, Trace
-from smpc.tracer.operations import higher_order
-from smpc.tracer.operations.data_sized import DataSized
-from smpc.tracer.operations.dtypes import WAY_OUT, DtypeError
-from smpc.tracer.operations.measure import Meter, moved_bytes, touched_bytes
-from smpc.tracer.operations.opaque import WholeCall, fake_of, shape_rule
-from smpc.tracer.operations.probes import Probes
-from smpc.tracer.operations.values import UNTRACEABLE, Values, is_ctc, is_packed, run_ctc, run_packed
-from smpc.tracer.recording.nodes import Identities, NodeNames, parts_of, short_name
+from smpc.tracer.operations.meter import WAY_OUT, DtypeError, Meter, moved_bytes, touched_bytes
+from smpc.tracer.operations.opaque import Probes, WholeCall, fake_of, shape_rule
+from smpc.tracer.operations.values import UNTRACEABLE, DataSized, Values, is_ctc, is_packed, run_ctc, run_packed
+from smpc.tracer.patches import is_higher_order, run_higher_order
+from smpc.tracer.recording.nodes import AttributeWrites, Identities, NodeNames, OpenCall, parts_of, short_name
 from smpc.tracer.recording.untraceable import (
     BUILD_WHOLE,
     CALL_WHOLE,
@@ -47,7 +44,6 @@ from smpc.tracer.recording.untraceable import (
 )
 from smpc.tracer.regions import RegionLog, checkpoint_mark
 from smpc.tracer.state.fakes import FakeState
-from smpc.tracer.state.generators import HOLD_GENERATOR, Generators, generators_of
 from smpc.tracer.structure import Structure, flatten, input_path
 
 _NO_DATA = "its data is not allocated yet"  # a kernel has read the memory of a fake tensor
@@ -68,7 +64,7 @@ class Recorder(TorchFunctionMode):
         names: dict[int, str],
         leaf_modules: frozenset[str],
         device: torch.device,
-        generators: Generators,
+        generators: ModuleGenerators,
         answers: Answers | None = None,
         shown: Collection[str] = (),
         sizes: DataSized | None = None,
@@ -199,8 +195,8 @@ class Recorder(TorchFunctionMode):
         if (other := torch_calls.override(tuple(types))) is not None:
             with self:
                 return other.__torch_function__(func, types, args, kwargs)
-        if higher_order.is_higher_order(func):
-            return higher_order.run(self, func, args, kwargs)
+        if is_higher_order(func):
+            return run_higher_order(self, func, args, kwargs)
         before = [(tensor, version_of(tensor)) for tensor in tensors_in((args, kwargs))]
         mark = mark_of(func)
         has_effect = bool(mark) and self.watch.has_effect(mark, args)

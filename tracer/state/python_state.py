@@ -6,28 +6,33 @@
 
 Lists, dicts, sets, deques, attributes of objects, arrays of numpy, bytearrays, locks, open files and iterators that can be copied are put
 back in place, wherever they are reached from the model's attributes. Tensors, modules, functions and classes are looked after elsewhere. A
-module that is called whole is the case in point: its Python runs as it is, and nothing else notes what it does. Generators cannot be put
-back.
+module that is called whole is the case in point: its Python runs as it is, and nothing else notes what it does.
+`Running`: generators and queues of C that the model had before a recording, and that forward goes on with. Nobody can put them back
+where they were.
 """
 
 from __future__ import annotations
 
 import copy
+import dis
+import functools
 import inspect
 import io
+import threading
+from _multiprocessing import SemLock  # type: ignore[import-not-found]
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from operator import is_
-from types import GeneratorType
+from queue import SimpleQueue
+from types import CodeType, FrameType, GeneratorType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from smpc.tracer.environment.process.locks import is_held, is_lock, put_back
 from smpc.tracer.environment.reached import is_looked_into, slots_of
 
 _MOST = 200_000  # values that are looked at
@@ -160,3 +165,67 @@ def _write_array(value: Any, before: Any) -> None:
 def _write_slot(value: Any, name: str, before: Any) -> None:
     if getattr(value, name, None) is not before:
         setattr(value, name, before)
+
+
+_LOCK, _RLOCK = type(threading.Lock()), type(threading.RLock())
+_ASKING = ("acquire", "locked", "_is_owned", "_is_mine", "_is_zero", "_get_value", "_count")
+
+
+def is_lock(value: Any) -> bool:
+    """Whether it is a lock of C, as those of `threading` and `multiprocessing` are within."""
+    return type(value) in (_LOCK, _RLOCK, SemLock)
+
+
+def asks_lock(function: Any) -> bool:
+    """Whether a C function is a method of a lock that tells whether it is free. `with lock` tells nothing: it waits."""
+    return is_lock(getattr(function, "__self__", None)) and function.__name__ in _ASKING
+
+
+def is_held(lock: Any) -> bool:
+    """Whether anybody holds it now."""
+    if isinstance(lock, SemLock):
+        return bool(lock._is_zero())
+    return bool(lock.locked()) if type(lock) is _LOCK else not repr(lock).startswith("<unlocked")
+
+
+def put_back(lock: Any, was_held: bool) -> None:
+    """Takes it, or gives it away, where that was otherwise before."""
+    if was_held and not is_held(lock):
+        lock.acquire(False)
+    elif is_held(lock) and not was_held:
+        lock.release()
+
+
+class Running:
+    """Notes which of them a run goes on with. `found`: what the first one is called; empty if there is none."""
+
+    def __init__(self) -> None:
+        self.found = ""
+        self._own: set[int] = set()  # frames of the generators that began to run in this run
+
+    def resumed(self, frame: FrameType) -> None:
+        """A generator's code starts, or goes on."""
+        if _is_first(frame):
+            self._own.add(id(frame))
+        elif id(frame) not in self._own and not self.found:
+            self.found = f"generator {frame.f_code.co_qualname}"
+
+    def used(self, owner: Any) -> None:
+        """A method of C is called, of something that the model holds."""
+        if type(owner) is SimpleQueue and not self.found:
+            self.found = "a SimpleQueue"
+
+
+def is_generator(code: CodeType) -> bool:
+    """Whether calls of this code may wait in the middle."""
+    return bool(code.co_flags & inspect.CO_GENERATOR)
+
+
+def _is_first(frame: FrameType) -> bool:
+    return frame.f_lasti <= _first(frame.f_code)
+
+
+@functools.lru_cache(maxsize=4096)
+def _first(code: CodeType) -> int:
+    """The offset of the instruction that a generator begins with."""
+    return next((step.offset for step in dis.get_instructions(code) if step.opname == "RESUME"), 0)

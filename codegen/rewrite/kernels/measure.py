@@ -20,7 +20,7 @@ from smpc.tracer import targets
 from smpc.tracer.constants import Ref, map_references, references
 from smpc.tracer.effects.torch_calls import same_memory
 from smpc.tracer.ir import Node, NodeKind, TensorSpec, Trace
-from smpc.tracer.operations.measure import Meter, touched_bytes
+from smpc.tracer.operations.meter import Meter, touched_bytes
 from smpc.tracer.replay import resolved
 
 

@@ -38,8 +38,7 @@ from smpc.codegen.rewrite.kernels.patterns.cross_entropy import CROSS_ENTROPY, L
 from smpc.codegen.rewrite.kernels.patterns.norms import ADD_NORM, LAYER_NORM, RMS_NORM
 from smpc.codegen.rewrite.kernels.replacement import Refusal, Replacement, Rewrite
 from smpc.errors import ConfigError
-from smpc.kernels.defaults import used_by_default
-from smpc.kernels.setting import AUTO, OFF, OPERATIONS, KernelUse, faults_of, names_in
+from smpc.kernels.setting import OPERATIONS, KernelUse, faults_of, wanted
 from smpc.tracer.constants import Opaque, Ref
 from smpc.tracer.ir import ModuleCall, Node, NodeKind, Trace
 from smpc.tracer.structure import Structure
@@ -65,11 +64,7 @@ def select_rewrites(kernels: str | Sequence[str], *, on_gpu: bool) -> tuple[Rewr
     faults = faults_of(kernels)
     if faults:
         raise ConfigError("\n".join(faults))
-    names = names_in(kernels)
-    if names == (OFF,):
-        return ()
-    if names == (AUTO,):
-        return tuple(rewrite for rewrite in REWRITES if on_gpu and used_by_default(rewrite.op))
+    names = wanted(kernels, on_gpu=on_gpu)
     return tuple(rewrite for rewrite in REWRITES if rewrite.op in names)
 
 

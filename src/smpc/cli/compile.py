@@ -161,7 +161,7 @@ def _compile(
     In half precision the model is cast as `smp.DistributedModel` casts it.
     """
     from smpc.compile.passes import compile_batch
-    from smpc.compile.result import plan_warnings
+    from smpc.partitioner.graph.plan import plan_warnings
 
     verified = None
     with _loaded(target, specs, real=verify) as (model, sample_inputs, show):

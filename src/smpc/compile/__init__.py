@@ -25,7 +25,8 @@ if TYPE_CHECKING:
         rewrite_trace,
         write_programs,
     )
-    from smpc.compile.result import Compilation, Planned, Traced, plan_warnings
+    from smpc.compile.result import Compilation, Planned, Traced
+    from smpc.partitioner.graph.plan import plan_warnings
 
 __all__ = [
     "Compilation",

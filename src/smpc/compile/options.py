@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 from smpc.codegen.rewrite.context_parallel.methods import AUTO, METHODS
 from smpc.codegen.rewrite.context_parallel.rewrite import LAYOUTS, ContextTrace, collectives_of
 from smpc.codegen.rewrite.expert_parallel import ExpertTrace
-from smpc.codegen.rewrite.kernels import select_rewrites
 from smpc.codegen.rewrite.tensor_parallel.rewrite import ShardedTrace
 from smpc.codegen.schedules.choice import Choice, choose
 from smpc.compile.keys import CompilationKeys
@@ -29,6 +28,7 @@ from smpc.config import KEYS, Config
 from smpc.config.key import keys_of
 from smpc.config.planner import PlannerKeys
 from smpc.errors import ConfigError, SmpcError
+from smpc.kernels.setting import faults_of
 from smpc.mesh import Axis, Mesh
 from smpc.partitioner.costs.cost import CostModel, NodeTimes, times_with_collectives
 from smpc.partitioner.costs.description import Device, Group
@@ -71,7 +71,8 @@ class PipelineOptions(CompilationKeys):
         _ = self.limit_bytes
         _ = self.devices
         find_optimizer(self.optimizer)
-        select_rewrites(self.kernels, on_gpu=True)
+        if faults := faults_of(self.kernels):
+            raise ConfigError("\n".join(faults))
 
     def _wrong_experts(self) -> list[str]:
         """What does not go with experts that are divided over ranks."""

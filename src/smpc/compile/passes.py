@@ -42,11 +42,12 @@ from smpc.codegen.split import plan_channels, split
 from smpc.codegen.verify import verify_programs
 from smpc.compile.cut import Cut, schedule_of
 from smpc.compile.options import PipelineOptions, asked_of, takes_options
-from smpc.compile.result import Compilation, Planned, Traced, plan_warnings
+from smpc.compile.result import Compilation, Planned, Traced
 from smpc.errors import ConfigError, PartitionError
+from smpc.kernels.setting import wanted
 from smpc.partitioner.costs.cost import NodeTimes, node_times
 from smpc.partitioner.costs.timing import measure_times, measure_workspace
-from smpc.partitioner.graph.plan import Plan
+from smpc.partitioner.graph.plan import Plan, plan_warnings
 from smpc.partitioner.memory_limit import with_size_note
 from smpc.sample_inputs import Inputs, as_inputs, first_microbatch
 from smpc.tracer.attempt import Request
@@ -309,6 +310,8 @@ def _use_kernels(trace: Trace, options: PipelineOptions, on_gpu: bool | None) ->
     """With the ops that `options.kernels` asks for, as far as the model computes what they do."""
     if on_gpu is None:
         on_gpu = all(device.transport != "gloo" for device in options.devices)
+    if not wanted(options.kernels, on_gpu=on_gpu):
+        return Rewritten(trace, ())
     found = rewrite_kernels(trace, select_rewrites(options.kernels, on_gpu=on_gpu))
     if options.kernels != "auto":
         return found

@@ -10,7 +10,7 @@ first step. States of a DTensor parameter are DTensors placed alike. Unlike torc
 the parameter's dtype.
 
 Who computes, by group option `kernel`: True the Triton kernels, False torch's foreach functions (for AdamW on CUDA torch's
-fused kernel), None whichever is known to be faster (`smpc.kernels.defaults`). Where kernels cannot work, torch does: without
+fused kernel), None whichever is known to be faster (`smpc.kernels.setting`). Where kernels cannot work, torch does: without
 Triton, on the CPU, for fp64, and for parameters with gaps in memory.
 """
 
@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError
-from smpc.kernels.defaults import used_by_default
 from smpc.kernels.optimizers import Bucket, kernels_update
+from smpc.kernels.setting import used_by_default
 from smpc.kernels.shared.elements import FLOATING_DTYPES, accumulation_dtype
 from smpc.kernels.shared.tensor_table import TableCache, same_layout
 from smpc.optimizers.norm_groups import NormGroups, ShardGroup, check_gradient, local_part
@@ -58,7 +58,7 @@ class Batch:
 class FusedOptimizer(Optimizer, ABC):
     """The base class; see the module's docstring. A subclass defines what its class attributes say, `_update` and `_faults`."""
 
-    op = ""  # the name in smpc.kernels.defaults
+    op = ""  # the name in smpc.kernels.setting
     moments: tuple[str, ...] = ()  # states that look like the parameter, in the order of Bucket.first, second
     numbers: tuple[str, ...] = ()  # states without dimension, besides `step`
     norm_groups = NormGroups()

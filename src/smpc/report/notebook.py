@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from smpc.compile.options import PipelineOptions
-from smpc.compile.result import Compilation, plan_warnings
+from smpc.compile.result import Compilation
 from smpc.config.limits import shown
 from smpc.errors import ConfigTypeError
-from smpc.partitioner.graph.plan import Plan
+from smpc.partitioner.graph.plan import Plan, plan_warnings
 from smpc.report.advice import Outlook, outlook
 from smpc.report.files import plan_files, write_files
 from smpc.report.format import count, format_bytes, format_time, module_list, printable

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smpc.partitioner.costs.cost import CostModel, node_times
+from smpc.partitioner.costs.cost import CostModel, attention_flops, is_attention, name_of, node_times, product_of
 from smpc.partitioner.costs.description import Kernels
 from smpc.partitioner.costs.device import find_device
-from smpc.partitioner.costs.operations import attention_flops, is_attention, name_of, product_of
 from smpc.tracer import record
 
 A100 = find_device("a100")

@@ -26,9 +26,8 @@ from smpc.compile.search.space import Candidate
 from smpc.compile.step import BUCKET_BYTES, Sharding
 from smpc.partitioner.analysis import analyse
 from smpc.partitioner.costs.collectives import Kind, collective_time, least_time
-from smpc.partitioner.costs.cost import CostModel, NodeTimes, node_times, weight_time
+from smpc.partitioner.costs.cost import CostModel, NodeTimes, is_attention, node_times, weight_time
 from smpc.partitioner.costs.description import Device, Group, Wire
-from smpc.partitioner.costs.operations import is_attention
 from smpc.partitioner.graph.recompute import requested_regions
 from smpc.partitioner.memory.peak import distinct_state
 from smpc.partitioner.problem import FloatArray, Scale

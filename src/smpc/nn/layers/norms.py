@@ -3,7 +3,7 @@
     norm = FusedLayerNorm(1024)            weight, bias: as torch.nn.LayerNorm, state dicts are interchangeable
     norm = FusedRMSNorm(1024, eps=1e-6)    weight: as torch.nn.RMSNorm
 
-On CUDA the kernel of `smpc.kernels` computes them if it is known to be the faster one (`smpc.kernels.defaults`) or asked for by
+On CUDA the kernel of `smpc.kernels` computes them if it is known to be the faster one (`smpc.kernels.setting`) or asked for by
 `kernel=True`; otherwise, and on every other device, torch does. What torch cannot do, the kernel's op does in any case, on every
 device: `memory_efficient`, which keeps the output for the backward pass instead of the input, and inputs of another dtype than the
 weights'. Statistics are fp32 in all of them.
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from smpc.errors import UsageError
-from smpc.kernels.defaults import used_by_default
 from smpc.kernels.layer_norm import layer_norm
 from smpc.kernels.rms_norm import rms_norm
+from smpc.kernels.setting import used_by_default
 
 
 class _FusedNorm(nn.Module):

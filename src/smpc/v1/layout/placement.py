@@ -22,8 +22,7 @@ from smpc.errors import PartitionError
 from smpc.nn.init.delayed import draw_delayed
 from smpc.nn.parallel import Shard
 from smpc.partitioner.graph.plan import Plan
-from smpc.tracer.state.aliases import on_meta
-from smpc.tracer.state.fakes import FakeState, installed
+from smpc.tracer.state.fakes import FakeState, installed, on_meta
 from smpc.tracer.state.state_use import StateUse, moved_buffer
 from smpc.v1.layout import absent
 from smpc.v1.layout.slices import Slices

@@ -24,7 +24,7 @@ import torch
 
 from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import measure_trace, plan_trace, rewrite_trace, schedule_plan, write_programs
-from smpc.compile.result import Compilation, Planned, Traced, plan_warnings
+from smpc.compile.result import Compilation, Planned, Traced
 from smpc.errors import SmpcError, StepError, TraceError
 from smpc.executor.failure.start import Phase
 from smpc.executor.measure.link_measurement import measure_wire
@@ -32,7 +32,7 @@ from smpc.executor.transport import Transport
 from smpc.mesh import Axis
 from smpc.partitioner.costs.cost import NodeTimes, Workspace
 from smpc.partitioner.costs.device import DEVICES, find_device
-from smpc.partitioner.graph.plan import Plan
+from smpc.partitioner.graph.plan import Plan, plan_warnings
 from smpc.sample_inputs import Inputs
 from smpc.tracer.attempt import Request
 from smpc.tracer.environment.memory_words import DictVersions

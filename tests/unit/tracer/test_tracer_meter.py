@@ -12,7 +12,7 @@ from torch import nn
 
 from smpc.errors import TraceError
 from smpc.tracer import record
-from smpc.tracer.operations import dtypes
+from smpc.tracer.operations import meter
 
 FLOAT, DOUBLE, HALF, BRAIN = torch.float32, torch.float64, torch.float16, torch.bfloat16
 LONG, INT, BOOL = torch.int64, torch.int32, torch.bool
@@ -203,19 +203,19 @@ def test_a_dtype_that_only_this_processor_lacks_is_accepted():
 
 def test_large_and_repeated_calls_cost_nothing_more():
     def runs(model, *shape):
-        before = dtypes._refusal.cache_info().misses
+        before = meter._refusal.cache_info().misses
         record(model, (torch.zeros(shape, device="meta"),))
-        return dtypes._refusal.cache_info().misses - before
+        return meter._refusal.cache_info().misses - before
 
     layers = [nn.Linear(4096, 4096, device="meta") for _ in range(40)]
-    dtypes._refusal.cache_clear()
+    meter._refusal.cache_clear()
     assert runs(nn.Sequential(*layers[:2]), 65536, 4096) > 0
     assert runs(nn.Sequential(*layers), 65536, 4096) == 0
     assert runs(nn.Sequential(*layers), 2**20, 4096) == 0
 
 
 def test_nobodys_random_numbers_are_used():
-    dtypes._refusal.cache_clear()
+    meter._refusal.cache_clear()
     torch.manual_seed(3)
     before = torch.get_rng_state()
     record(Call(lambda x: torch.bernoulli(F.dropout(x))), (torch.full((6,), 0.5),))
@@ -225,7 +225,7 @@ def test_nobodys_random_numbers_are_used():
 @pytest.mark.parametrize("order", [(1, 1.0), (1.0, 1), (True, 1.0)])
 def test_numbers_that_are_equal_are_not_the_same_argument(order):
     """What is known of `x & 1` says nothing of `x & 1.0`."""
-    dtypes._refusal.cache_clear()
+    meter._refusal.cache_clear()
     for number in order:
         eager, recorded = refusals(Call(lambda x, number=number: x & number), (torch.ones(3, dtype=LONG),))
         assert (eager is None) == (recorded is None) == (type(number) is not float)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from smpc.tracer.operations import probes
+from smpc.tracer.operations import opaque
 from smpc.tracer.record import record
 
 
@@ -25,11 +25,11 @@ class Routed(nn.Module):
 @pytest.fixture
 def runs(monkeypatch):
     found = []
-    monkeypatch.setattr(probes, "probe", lambda module, *rest: found.append(module) or real(module, *rest))
+    monkeypatch.setattr(opaque, "probe", lambda module, *rest: found.append(module) or real(module, *rest))
     return found
 
 
-real = probes.probe
+real = opaque.probe
 
 
 def recorded(*layers):

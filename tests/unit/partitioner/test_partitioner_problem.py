@@ -17,9 +17,8 @@ from torch import nn
 from smpc.compile import PipelineOptions, Traced, compile_model, plan_trace
 from smpc.errors import PartitionError
 from smpc.partitioner.costs.cost import NodeTimes, node_times
-from smpc.partitioner.exact import LARGEST, UNITS_PER_SECOND, whole_times
 from smpc.partitioner.graph.plan import ScheduleSummary
-from smpc.partitioner.problem import Scale, SharedItem, Units, stage_costs
+from smpc.partitioner.problem import LARGEST, UNITS_PER_SECOND, Scale, SharedItem, Units, stage_costs, whole_times
 from smpc.partitioner.solve import solve_partition
 from smpc.partitioner.solvers.bound import graph_bound
 from smpc.partitioner.solvers.chain import ChainProblem, solve_chain

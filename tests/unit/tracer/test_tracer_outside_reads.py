@@ -67,7 +67,7 @@ def test_what_is_other_every_time_has_its_module_called_whole(name):
     assert whole_modules(recorded(nn.Sequential(nn.Linear(4, 4), Asks(lambda: read()))).trace) == ["1"]
     with pytest.raises(
         TraceError,
-        match=r"the model itself, test_tracer_outside.py:\d+: forward (reads the clock|asks for the date|draws from .*entropy)",
+        match=r"the model itself, test_tracer_outside_reads.py:\d+: forward (reads the clock|asks for the date|draws from .*entropy)",
     ):
         recorded(Asks(lambda: read()))
 

@@ -11,6 +11,9 @@
 A module whose trace depends on one of them is called whole, and so is one that hands work to others.
 Reads are seen as calls of C functions by code of the model, directly or through Python's standard library. What torch reads for itself,
 what loggers put in front of a line and what an import does is left out.
+
+`ahead`: Python's clocks, years ahead for the code of a model. What it does then, it will do some time. After a deadline, or at another time
+of the day, the second trace is another one; where the model only measures how long something takes, it is the same.
 """
 
 from __future__ import annotations
@@ -22,14 +25,23 @@ import os
 import queue
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures.thread import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.process import BaseProcess
-from types import CodeType, FrameType
+from types import BuiltinFunctionType, CodeType, FrameType
 from typing import Any
 
-from smpc.tracer.environment.process.moved_clocks import CLOCKS, DATES
 from smpc.tracer.environment.reached import is_trusted
+
+_COUNTING = ("time", "perf_counter", "monotonic", "process_time", "thread_time", "clock_gettime")
+_CLOCKS: tuple[Any, ...] = tuple(
+    getattr(time, name) for clock in _COUNTING for name in (clock, f"{clock}_ns") if hasattr(time, name)
+)
+_DATES: tuple[Any, ...] = (time.localtime, time.gmtime, time.ctime, time.asctime, time.strftime)  # of now, if not told
 
 _CLOCK, _DATE = "reads the clock", "asks for the date"
 _ENTROPY, _FILE = "draws from the system's entropy", "opens a file"
@@ -40,7 +52,7 @@ _OF_FILES = (
 _COLLECTOR = "asks the garbage collector, which rests while a model is recorded"
 _TEXT = "makes text of a tensor's values"
 _FUNCTIONS: dict[Any, str] = {
-    **dict.fromkeys((*CLOCKS, *DATES), _CLOCK),
+    **dict.fromkeys((*_CLOCKS, *_DATES), _CLOCK),
     **dict.fromkeys(
         (datetime.datetime.now, datetime.datetime.utcnow, datetime.date.today, datetime.datetime.today, os.times), _DATE
     ),
@@ -138,3 +150,64 @@ def model_frame(frame: FrameType | None) -> FrameType | None:
             return None
         frame = frame.f_back
     return None
+
+
+_AHEAD_NS = 315_360_001_370_000_007  # ten years, and no multiple of what a model may divide by
+
+
+@contextmanager
+def ahead(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Moves the clocks in module `time` and in these namespaces, for what this thread's code reads, Python's and torch's aside."""
+    thread = threading.get_ident()
+    moved = {clock: partial(_count, clock, thread) for clock in _CLOCKS}
+    moved |= {date: partial(_date, date, thread) for date in _DATES}
+    places = [
+        (space, name)
+        for space in (vars(time), *namespaces)
+        for name, value in list(space.items())
+        if type(value) is BuiltinFunctionType and value in moved
+    ]
+    before = [space[name] for space, name in places]
+    for (space, name), clock in zip(places, before, strict=True):
+        space[name] = _function(moved[clock])
+    try:
+        yield
+    finally:
+        for (space, name), clock in zip(places, before, strict=True):
+            space[name] = clock
+
+
+def _function(call: Callable[..., Any]) -> Callable[..., Any]:
+    """As a function of this module: guards know these for smpc's own."""
+
+    def clock(*args: Any) -> Any:
+        return call(sys._getframe(1).f_globals, *args)
+
+    return clock
+
+
+def _is_models(thread: int, caller: dict[str, Any]) -> bool:
+    return threading.get_ident() == thread and not is_trusted(str(caller.get("__name__", "")))
+
+
+def _count(clock: Any, thread: int, caller: dict[str, Any], *args: Any) -> Any:
+    now = clock(*args)
+    if not _is_models(thread, caller):
+        return now
+    return now + (_AHEAD_NS if isinstance(now, int) else _AHEAD_NS / 1e9)
+
+
+def _date(date: Any, thread: int, caller: dict[str, Any], *args: Any) -> Any:
+    is_told = len(args) == (2 if date is _STRFTIME else 1)
+    if is_told or not _is_models(thread, caller):
+        return date(*args)
+    seconds = _TIME() + _AHEAD_NS / 1e9
+    return date(*args, _LOCALTIME(seconds) if date in (_ASCTIME, _STRFTIME) else seconds)
+
+
+_TIME, _LOCALTIME, _ASCTIME, _STRFTIME = (
+    time.time,
+    time.localtime,
+    time.asctime,
+    time.strftime,
+)  # as they are outside `ahead`

@@ -1,8 +1,11 @@
-"""Dtypes that an operation's real kernel does not take, though its fake run does.
+"""What a fake run shows of a call: what it costs, in FLOPs, bytes and random draws, and whether its dtypes have a kernel.
 
-Shape rules ask little about dtypes: over fake tensors, a linear layer of floats takes integers, and a plan comes out that no device can
-run. So each aten operation that a recording sees is also run for real, once for each combination of operation, dtypes and small sizes,
-on tensors of a few elements, with what other arguments it has.
+`Meter` is a TorchDispatchMode that sees the aten operations under a recorded torch function.
+
+`check_dtypes`: dtypes that an operation's real kernel does not take, though its fake run does. Shape rules ask little about dtypes: over
+fake tensors, a linear layer of floats takes integers, and a plan comes out that no device can run. So each aten operation that a
+recording sees is also run for real, once for each combination of operation, dtypes and small sizes, on tensors of a few elements, with
+what other arguments it has.
 
 An operation is refused only if dtypes are why it fails: the same call passes with other ones, so the sizes were right. The call is
 accepted where there is no such evidence:
@@ -19,7 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -27,6 +30,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from smpc.tracer.effects.torch_calls import same_memory
 
 WAY_OUT = "what to do: convert the tensor to that dtype, in the model or before it is passed in"
 _SIZES = (2, 8)  # most elements along a dimension: few do for most operations, pooling and the like need more
@@ -263,3 +270,65 @@ def _parts(name: str, value: Any) -> list[str]:
 
 def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    """FLOPs of softmax(q k^T) v for shapes [batch, heads, queries, d] and [batch, heads, keys, d]: two matrix products."""
+    batch, heads, queries, width = query.shape
+    return int(2 * batch * heads * queries * key.shape[-2] * (width + value.shape[-1]))
+
+
+# torch's registry lacks the fused attention of CPUs.
+_OWN_FORMULAS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+}
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the FLOPs of the aten operations that pass, and notes whether one draws random numbers."""
+
+    supports_higher_order_operators = True  # `torch.cond` and the like pass, not counted
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+        self.random = False
+
+    def reset(self) -> None:
+        """Starts again at zero."""
+        self.flops, self.random = 0, False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        check_dtypes(func, args, kwargs or {})
+        self.add(func, args, kwargs or {}, out)
+        return out
+
+    def add(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Adds an operation that has returned `out`."""
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            self.flops += int(flop_registry[packet](*args, **kwargs, out_val=out))
+        elif packet in _OWN_FORMULAS:
+            self.flops += _OWN_FORMULAS[packet](*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.random = True
+
+
+def moved_bytes(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], writes: bool) -> int:
+    """Bytes that a call reads and writes; none if it only makes views."""
+    if not writes and all(any(same_memory(output, tensor) for tensor in inputs) for output in outputs):
+        return 0
+    return sum(touched_bytes(tensor) for tensor in (*inputs, *outputs))
+
+
+def touched_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that reading the whole tensor moves: an expanded tensor counts its memory once."""
+    if tensor.layout is not torch.strided:
+        return int(tensor.numel() * tensor.element_size())
+    distinct = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
+    return distinct * tensor.element_size()

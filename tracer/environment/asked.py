@@ -7,6 +7,7 @@
     logger.isEnabledFor(DEBUG)                                the logger's level, or that of one above it
     Decimal(1) / 3                                            the precision of decimal's context
     lock.acquire(blocking=False)                              whether the lock is free
+    a function under functools.lru_cache                      what its cache has kept: whoever calls it finds that, and no code runs
     warnings.warn("slow path")                                an error, if a filter says so
 
 Such calls are seen by a profile function. What torch, a logger or an import asks for itself is left out.
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import abc
 import decimal
+import functools
+import gc
 import inspect
 import logging
 import multiprocessing.process
@@ -25,7 +28,7 @@ import sys
 import threading
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import CodeType, FrameType, FunctionType
@@ -34,10 +37,11 @@ from typing import Any
 import numpy
 import torch
 
+from smpc.tracer.environment.frozen import MISSING
 from smpc.tracer.environment.guarded import GuardSource, Question
-from smpc.tracer.environment.process.locks import asks_lock, is_held, put_back
-from smpc.tracer.environment.process.outside import model_frame
+from smpc.tracer.environment.outside_reads import model_frame
 from smpc.tracer.environment.reached import is_trusted, is_trusted_class
+from smpc.tracer.state.python_state import asks_lock, is_held, put_back
 
 
 def setting(name: str, ask: Callable[[], Any]) -> GuardSource:
@@ -254,3 +258,38 @@ def is_asked(code: CodeType) -> bool:
 def asked(frame: FrameType) -> GuardSource | None:
     """What a call of such a function is asked; None if the model's code is not the one that asks."""
     return None if model_frame(frame.f_back) is None else _QUESTIONS[frame.f_code](frame)
+
+
+CACHE: Any = type(functools.lru_cache(lambda: None))
+
+
+def kept_by_cache(function: Callable[..., Any]) -> dict[Any, Any]:
+    """What the cache of a function has kept, by the key that it has made of the arguments.
+
+    Python tells by its garbage collector alone: a cache without a bound is a dict, one with a bound a list of keys and results, and a dict.
+    """
+    held = gc.get_referents(function)
+    dicts = [each for each in held if type(each) is dict and each is not vars(function)]
+    table: dict[Any, Any] = dicts[-1] if dicts else {}
+    if function.cache_parameters()["maxsize"] is None:  # type: ignore[attr-defined]
+        return dict(table)
+    ids, found, position = {id(key) for key in table}, dict[Any, Any](), 0
+    while position + 1 < len(held):
+        is_key = id(held[position]) in ids
+        if is_key:
+            found[held[position]] = held[position + 1]
+        position += 2 if is_key else 1
+    return found
+
+
+def question_of_cache(function: Callable[..., Any], keys: Sequence[Any]) -> GuardSource:
+    """The guarded place of what it has kept for these keys."""
+    asked = Question(
+        ("cache", id(function), tuple(map(id, keys))), partial(_kept_for_keys, function, keys), about=function
+    )
+    return asked.place(f"what the cache of {function.__qualname__} has kept")
+
+
+def _kept_for_keys(function: Callable[..., Any], keys: Sequence[Any]) -> tuple[Any, ...]:
+    now = kept_by_cache(function)
+    return tuple(now.get(key, MISSING) for key in keys)

@@ -1,22 +1,30 @@
-"""Which object a tensor is. A fake is another one than the parameter or buffer that it stands for.
+"""What the model's code can tell of a fake: which object it is, and of which class. Both are those of the tensor that it stands for.
+
+`Identity`: which object a tensor is. A fake is another one than the parameter or buffer that it stands for.
 
     seen = {model.head.weight: 2}       held outside of modules, where no fake takes its place
     seen.get(self.weight, 1)            finds nothing while the model is recorded
 
-Code of the model that looks a fake up, or compares what it is (`is`) while such tensors are within its reach, has its module called whole,
-and so has code that gives parameters attributes. `id` is among what `smpc.tracer.environment.process.outside` notes.
+Code of the model that looks a fake up, or compares what it is (`is`) while such tensors are within its reach, has its module called
+whole, and so has code that gives parameters attributes. `id` is among what `smpc.tracer.environment.outside_reads` notes.
+
+`TensorClasses`: which class it is of. `type(x) is torch.Tensor` says of a fake what it says of a tensor. Python's `type` is another
+object in the globals of the code that runs, for the time of the recording. Code of torch and of Python's standard library finds the
+fakes' own class.
 """
 
 from __future__ import annotations
 
 import builtins
+import ctypes
 import dis
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -114,3 +122,76 @@ def compares_identity(code: CodeType) -> bool:
             return True
         before = step
     return False
+
+
+_NAME, _CLASS = "type", "__class__"
+
+
+class _SeenAsType(type):
+    """Calls, `isinstance` and `issubclass` are those of `type`, but for the class of a fake."""
+
+    originals: ClassVar[Mapping[int, torch.Tensor]] = {}
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return type(*args, **kwargs)
+        return class_seen(args[0], cls.originals)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, type)
+
+    def __subclasscheck__(cls, other: Any) -> bool:
+        return issubclass(other, type)
+
+
+def class_seen(value: Any, originals: Mapping[int, torch.Tensor]) -> type:
+    """The class of a value; of a fake, that of what it stands for. `originals`: by the id of their fake."""
+    if type(value) is not FakeTensor:
+        return type(value)
+    original = originals.get(id(value))
+    if original is not None:
+        return type(original)
+    return nn.Parameter if vars(value).get("_is_param") else torch.Tensor
+
+
+class TensorClasses:
+    """For one recording. `originals`: parameters and buffers by the id of the fake that stands for each."""
+
+    def __init__(self, originals: Mapping[int, torch.Tensor]) -> None:
+        self._originals = originals
+        self._type = _SeenAsType(_NAME, (type,), {"originals": originals})
+        self._namespaces: list[dict[str, Any]] = []
+
+    def is_shown(self, value: Any) -> bool:
+        """Whether a value is what stands for Python's `type`."""
+        return value is self._type
+
+    def show_in(self, namespace: dict[str, Any]) -> None:
+        """Code with these globals is about to ask for types."""
+        if _NAME not in namespace:
+            namespace[_NAME] = self._type
+            self._namespaces.append(namespace)
+
+    def end(self) -> None:
+        """Code finds Python's `type` again."""
+        while self._namespaces:
+            del self._namespaces.pop()[_NAME]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """While the model runs, `x.__class__` says it, too."""
+        originals = self._originals
+        (table,) = gc.get_referents(vars(FakeTensor))  # an assignment would set the class of FakeTensor itself
+        table[_CLASS] = property(lambda fake: class_seen(fake, originals))
+        _forget_lookups(FakeTensor)
+        try:
+            yield
+        finally:
+            del table[_CLASS]
+            _forget_lookups(FakeTensor)
+            self.end()
+
+
+def _forget_lookups(cls: type) -> None:
+    """Python remembers what it has found in a class; who writes into the table of one tells it."""
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(cls))
