@@ -66,12 +66,16 @@ class _Ring(torch.autograd.Function):
         group: TensorGroup,
     ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
-        out = torch.zeros(q.shape, dtype=wide, device=q.device)
-        lse = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
+        out, lse = q.new_empty(q.shape, dtype=wide), q.new_empty(q.shape[:3], dtype=wide)
         for step, keys, values in _around(torch.stack((k, v)), group, causal, mirrored):
-            if step.queries is not None:
-                rows, own, bias = _rows(step, q), _own_keys(step, keys, values), _bias(step, biases)
-                block = block_forward(q[:, :, rows], *own, bias, scale, step.causal)
+            if step.queries is None:
+                continue
+            rows, own, bias = _rows(step, q), _own_keys(step, keys, values), _bias(step, biases)
+            block = block_forward(q[:, :, rows], *own, bias, scale, step.causal)
+            if step.source == group.rank:  # the first, of all queries
+                out.copy_(block[0])
+                lse.copy_(block[1])
+            else:
                 merge(out[:, :, rows], lse[:, :, rows], *block)
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse, *biases)
@@ -87,7 +91,7 @@ class _Ring(torch.autograd.Function):
         travelling: Tensor | None = None  # gradients of the keys and values of the step, with the parts of ranks before
         incoming: _Exchange | None = None
         for step, keys, values in _around(torch.stack((k, v)), group, ctx.causal, ctx.mirrored):
-            part = torch.zeros((2, *k.shape), dtype=lse.dtype, device=q.device)
+            part: Tensor | None = None  # None: nothing to add
             if step.queries is not None:
                 rows, own, bias = _rows(step, q), _own_keys(step, keys, values), _bias(step, tuple(biases))
                 dq_part, *parts = block_backward(
@@ -101,10 +105,14 @@ class _Ring(torch.autograd.Function):
                     step.causal,
                 )
                 dq[:, :, rows] += dq_part
-                length = own[0].shape[2]
-                for place, own_part in enumerate(parts):
-                    part[place, :, :, :length] += own_part
-            travelling = part if incoming is None else part.add_(incoming.wait())
+                part = torch.stack(parts).to(lse.dtype)
+            if incoming is None:
+                travelling = part
+            else:
+                travelling = incoming.wait()
+                if part is not None:
+                    travelling[:, :, :, : part.shape[3]] += part
+            assert travelling is not None, "the first step is of a rank's own keys, all of them"
             incoming = _Exchange(travelling, group, _GRADIENTS)
         assert incoming is not None, "there is a step for every rank"
         home = incoming.wait() if num_ranks > 1 else travelling

@@ -66,6 +66,19 @@ def test_the_error_is_at_most_twice_that_of_torch(ranks, causal, mirrored):
     assert max(found) <= 2 * max(own), (found, own)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_long_slices_are_computed_in_runs_of_queries(ranks):
+    """600 positions a rank: two whole runs of the causal block and a part of one, backward."""
+    for mirrored in (True, False):
+        tensors = drawn(600 * ranks)
+        exact = whole_attention(*tensors, dtype=torch.float64, causal=True)
+        own = errors(whole_attention(*tensors, dtype=torch.float32, causal=True), exact)
+        found = errors(on_ring(by_ring, ranks, *tensors, causal=True, mirrored=mirrored), exact)
+        wide = errors(on_ring(by_ring, ranks, *(x.double() for x in tensors), causal=True, mirrored=mirrored), exact)
+        assert max(found) <= 2 * max(own), (found, own)
+        assert max(wide) < 1e-14
+
+
 @pytest.mark.parametrize("key_heads", [1, 4])
 @pytest.mark.parametrize("call", [by_ring, by_exchange])
 def test_double_precision_has_its_own_error_alone(call, key_heads):
