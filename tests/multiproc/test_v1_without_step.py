@@ -1,5 +1,7 @@
 """Tensor and data parallelism without a pipeline need no step functions: plain calls and backward passes train as one process does."""
 
+import types
+
 import pytest
 import torch
 from executor_harness import run_workers
@@ -82,6 +84,41 @@ def test_plain_calls_train_as_one_process(tmp_path, tp, world, options):
     together = losses_of("together", world, tp, options)
     assert together[-1] < together[0]
     assert together == pytest.approx(alone, rel=1e-5)
+
+
+class Outputs(dict):
+    """What the model returns: a class of the script's own."""
+
+
+class Returns(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.kind = nn.Linear(WIDTH, WIDTH), kind
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        return Outputs(hidden=hidden) if self.kind == "a dict of its own" else types.SimpleNamespace(hidden=hidden)
+
+
+def train_what_returns(rank, folder, kind):
+    smp.init({"pipeline_parallel_degree": 1, "ddp": True})
+    torch.manual_seed(1)
+    model = smp.DistributedModel(Returns(kind))
+    output = model(batches()[0].chunk(smp.dp_size())[smp.dp_rank()])
+    (output["hidden"] if isinstance(output, Outputs) else output.hidden).square().mean().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    smp.shutdown()
+    return gradients
+
+
+@pytest.mark.parametrize("kind", ["a dict of its own", "an object"])
+def test_replicas_are_averaged_whatever_holds_the_output(tmp_path, kind):
+    torch.manual_seed(1)
+    model = Returns(kind)
+    model.layer(batches()[0]).square().mean().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    for found in run_workers(train_what_returns, 2, tmp_path, kind):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
 def give_different_batches(rank, folder):

@@ -12,11 +12,14 @@ An object with `smp_slice(num_mb, mb, axis)` is a leaf, whatever it is made of.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, MutableMapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from types import FunctionType, ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 _PLAIN = frozenset(
     {list, tuple, dict, set, frozenset, str, int, float, bool, type(None)}
@@ -77,3 +80,46 @@ def _rebuild(value: Any, children: list[Any]) -> Any:
         return type(value)(*children)
     cls: Any = type(value)
     return cls(children)
+
+
+_CLOSED = (str, bytes, int, float, complex, type(None), type, FunctionType, ModuleType, torch.nn.Module)
+
+
+def tensors_within(value: Any) -> Iterator[Tensor]:
+    """Every tensor that a value leads to, once: through containers, torch's pytrees, and attributes of objects of any class.
+
+    What `forward` returns may be a class of the script's own, of which pytree knows nothing.
+    """
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        for leaf in tree_leaves(waiting.pop()):
+            if isinstance(leaf, _CLOSED) or id(leaf) in seen:
+                continue
+            seen.add(id(leaf))
+            if isinstance(leaf, Tensor):
+                yield leaf
+            else:
+                waiting += _inside(leaf)
+
+
+def _inside(value: Any) -> list[Any]:
+    """What an object holds directly."""
+    found: list[Any] = []
+    if isinstance(value, Mapping):
+        found += value.values()
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        found += value
+    found += getattr(value, "__dict__", {}).values()
+    for slot in _slots(type(value)):
+        if hasattr(value, slot):
+            found.append(getattr(value, slot))
+    return found
+
+
+def _slots(cls: type) -> Iterable[str]:
+    for each in cls.__mro__:
+        slots = each.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            hidden = slot.startswith("__") and not slot.endswith("__")
+            yield f"_{each.__name__.lstrip('_')}{slot}" if hidden else slot

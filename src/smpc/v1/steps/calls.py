@@ -17,12 +17,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from smpc.errors import StepError
 from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import Autocast
+from smpc.v1.session.containers import tensors_within
 
 Tensors = Tensor | Sequence[Tensor]
 Gradients = Tensor | Sequence[Tensor | None] | None
@@ -46,9 +46,9 @@ class Outputs:
 
     def watch(self, output: Any) -> None:
         """From now on, a gradient that comes back to it is an error."""
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                self._hooks.append(leaf.grad_fn.register_prehook(self._refuse))
+        for tensor in tensors_within(output):
+            if tensor.grad_fn is not None:
+                self._hooks.append(tensor.grad_fn.register_prehook(self._refuse))
 
     def release(self) -> None:
         """From now on gradients may come."""

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves
 
 from smpc.executor.replicas.step_hooks import StepHooks
+from smpc.v1.session.containers import tensors_within
 from smpc.v1.steps.calls import Gradients, Tensors, make_roots
 from smpc.v1.steps.context import StepContext
 
@@ -48,9 +48,9 @@ class Direct:
         self._is_reducing = False  # of a backward pass that has failed
         self._start()
         output = self._module(*args, **kwargs)
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                leaf.register_hook(self._note)  # type: ignore[no-untyped-call]
+        for tensor in tensors_within(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(self._note)  # type: ignore[no-untyped-call]
         return output
 
     def backward(self, tensors: Tensors, gradients: Gradients) -> None:

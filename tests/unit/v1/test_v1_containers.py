@@ -1,0 +1,53 @@
+"""Containers of scripts: every tensor that an output leads to, whatever it is held by."""
+
+import collections
+import dataclasses
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
+
+from smpc.v1.session.containers import tensors_within
+
+
+class Batch(dict):
+    """A dict of the script's own, of which pytree knows nothing."""
+
+
+class Slots:
+    __slots__ = ("__hidden", "absent", "seen")
+
+    def __init__(self, hidden, seen):
+        self.__hidden, self.seen = hidden, seen
+
+
+@dataclasses.dataclass
+class Record:
+    values: list
+    more: object = None
+
+
+def found_in(value):
+    return sorted(tensor.item() for tensor in tensors_within(value))
+
+
+def t(number):
+    return torch.tensor(float(number))
+
+
+def test_tensors_are_found_in_whatever_holds_them():
+    extra = Batch(a=t(1))
+    extra.note = t(2)
+    assert found_in(extra) == [1, 2]
+    assert found_in(Slots(t(1), [t(2)])) == [1, 2]
+    assert found_in(Record([t(1), Batch(b=Record([t(2)]))], more={t(3)})) == [1, 2, 3]
+    assert found_in(CausalLMOutput(loss=t(1), logits=t(2))) == [1, 2]
+    assert found_in(collections.UserDict(a=t(1))) == [1]
+    assert found_in((t(1), collections.deque([t(2)]), collections.defaultdict(list, a=[t(3)]))) == [1, 2, 3]
+
+
+def test_what_leads_to_itself_ends_and_models_are_not_entered():
+    circle = Record([t(1)])
+    circle.more = circle
+    assert found_in(circle) == [1]
+    assert found_in(Record([nn.Linear(1, 1)], more="text")) == []
