@@ -70,9 +70,11 @@ def innermost(hooks: StepHooks | None) -> StepHooks | None:
 
 
 def sum_together(grads: Sequence[Tensor], group: TensorGroup, divided_by: int = 1) -> None:
-    """Replaces gradients of one dtype by their sums over the group, or what these are divided by a number, in one message."""
-    flat = sum_over(torch.cat([grad.reshape(-1) for grad in grads]), group)
-    if divided_by != 1:
-        flat = flat / divided_by
+    """Replaces gradients of one dtype by their sums over the group, divided by a number, in one message.
+
+    The division comes first, as in DistributedDataParallel: a sum may be beyond float16 whose average is not.
+    """
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    flat = sum_over(flat if divided_by == 1 else flat / divided_by, group)
     for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
         grad.copy_(part.view(grad.shape))

@@ -31,7 +31,7 @@ from smpc.experts.confirm import Confirmed, confirm
 from smpc.experts.dispatch import WAYS
 from smpc.experts.listed import spread_out
 from smpc.experts.stacked import Options, cut
-from smpc.experts.structure import Found, Listed, Stacked, find_experts, register_experts
+from smpc.experts.structure import Found, Listed, Stacked, find_experts, register_experts, shared_and_trained
 from smpc.experts.whole import Holdings
 
 _ROUTERS = ("none", "balanced")
@@ -183,6 +183,8 @@ def _unsuited(found: Found, group: TensorGroup, router: str) -> str | None:
     """Why experts cannot be cut, whatever they compute."""
     if found.num_experts < group.size:
         return f"{found.num_experts} experts are fewer than {group.size} ranks"
+    if isinstance(found, Stacked) and (reason := shared_and_trained(found)) is not None:
+        return reason
     modules = [found.module] if isinstance(found, Stacked) else [found.block, *found.members]
     if any("forward" in vars(module) for module in modules):
         return "somebody has replaced the forward of an instance"

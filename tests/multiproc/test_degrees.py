@@ -1,4 +1,7 @@
-"""Every tuple of degrees (pipeline, tensor, context, expert, shards, replicas) trains as one process does, or is refused beforehand."""
+"""Every tuple of degrees (pipeline, tensor, context, expert, shards, replicas) trains as one process does, or is refused beforehand.
+
+Experts over replicas without a pipeline are left to tests/multiproc/test_v1_experts.py: plans have none.
+"""
 
 import pytest
 import torch

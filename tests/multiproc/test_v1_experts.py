@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import smpc.v1 as smp
 from smpc.errors import CheckpointError, ConfigError, ConfigUnsupportedError, StepError
+from smpc.expert_parallel import register_experts
 
 STEPS, HALF, MB = 4, 2, 2
 VOCABULARY = expert_models.VOCABULARY
@@ -391,6 +392,18 @@ def tied():
     return model
 
 
+class Sharing(Experts):
+    """Experts with a parameter that all of them share."""
+
+
+def sharing():
+    register_experts(Sharing, ["up", "bias", "down"])
+    model = ByHand()
+    model.blocks[0].experts.__class__ = Sharing
+    model.blocks[0].experts.scale = nn.Parameter(torch.ones(16))
+    return model
+
+
 def refuse(rank, folder):
     for degree, config, said in (
         (2, {"ddp": False}, "expert_parallel_degree: 2 requires ddp: true, found ddp: false"),
@@ -408,6 +421,7 @@ def refuse(rank, folder):
         (lambda: ByHand(3), "blocks.0.experts: expected a number of experts that 2 divides, found 3"),
         (hooked, "blocks.0.experts: there are hooks on its gradients"),
         (tied, "blocks.0.experts: other modules share its parameters"),
+        (sharing, "blocks.0.experts: all experts share scale; freeze it"),
         (lambda: ByHand(2 + 2 * smp.rank()), "expected the same experts on all replicas"),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -415,6 +429,8 @@ def refuse(rank, folder):
     with pytest.raises(ConfigError, match="trace_execution_times: not with expert_parallel_degree above 1"):
         smp.DistributedModel(ByHand(), trace_execution_times=True)
     model = smp.DistributedModel(made("by hand"))
+    with pytest.raises(ConfigError, match="found Adafactor, which may look at the whole of a parameter"):
+        smp.DistributedOptimizer(torch.optim.Adafactor(model.parameters()))
     with pytest.raises(ConfigUnsupportedError, match="expert_parallel_degree"):
         model.register_comm_hook(None, None)
     with pytest.raises(ConfigUnsupportedError, match="expert_parallel_degree"), model.join():

@@ -59,6 +59,18 @@ class Listed:
 Found = Stacked | Listed
 
 
+def shared_and_trained(found: Stacked) -> str | None:
+    """Why experts cannot be cut where gradients are averages over ranks: trained parameters that all of them share.
+
+    The gradient of an expert is divided by the ranks that send it tokens. That of a shared parameter is a sum over all ranks, and would be
+    divided once more.
+    """
+    names = [
+        name for name, each in found.module.named_parameters() if each.requires_grad and name not in found.parameters
+    ]
+    return f"all experts share {', '.join(names)}; freeze it, or keep it outside of their module" if names else None
+
+
 def register_experts(module_class: type[nn.Module], parameters: Sequence[str]) -> type[nn.Module]:
     """Declares that modules of a class hold experts stacked along the first dimension of these parameters; returns the class.
 

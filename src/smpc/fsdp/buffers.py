@@ -7,7 +7,7 @@
     a buffer of                   is cast to the buffer_dtype of
     a module of a unit            the innermost unit around it
     a child without parameters    the configuration
-    BatchNorm, torchmetrics, ignored_modules, and the model itself: none, it stays as it is
+    BatchNorm and InstanceNorm, torchmetrics, ignored_modules, and the model itself: none, it stays as it is
 
 Recomputation in backward sees the same buffers, since they are never cast back.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 
 class CastBuffers:
@@ -99,4 +99,4 @@ def _innermost(name: str, units: Mapping[str, object]) -> str:
 
 
 def _stays(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) or type(module).__module__.startswith("torchmetrics")
+    return isinstance(module, _NormBase) or type(module).__module__.startswith("torchmetrics")

@@ -298,6 +298,9 @@ def test_a_registered_class():
     losses = run_ranks(2, lambda rank: modules[rank](**tokens(rank))["loss"].detach())
     for rank, loss in enumerate(losses):
         torch.testing.assert_close(loss, whole(**tokens(rank))["loss"].detach(), rtol=1e-12, atol=0)
+    for block in whole.blocks:
+        block.inner.shared.requires_grad_()
+    check_refused(whole, "all experts share shared; freeze it")
 
 
 class Averaging(Stack):

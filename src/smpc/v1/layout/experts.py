@@ -32,7 +32,7 @@ from smpc.executor.sharded_state import has_hooks
 from smpc.experts.confirm import Confirmed, confirm
 from smpc.experts.dispatch import owned
 from smpc.experts.stacked import Options, become_part
-from smpc.experts.structure import Found, Stacked, find_experts
+from smpc.experts.structure import Found, Stacked, find_experts, shared_and_trained
 from smpc.mesh import Axis
 from smpc.nn.parallel import Shard
 from smpc.v1.layout.placement import Placement
@@ -178,6 +178,8 @@ def _unsuited(found: Found, degree: int, uses: Mapping[int, int]) -> str | None:
         return "its experts are modules of their own, whose block runs twice; in scripts experts must be one module"
     if found.num_experts % degree:
         return f"expected a number of experts that {degree} divides, found {found.num_experts}"
+    if (reason := shared_and_trained(found)) is not None:
+        return reason
     own = [found.module.get_parameter(name) for name in found.parameters]
     if any(uses[id(parameter)] > 1 for parameter in own):
         return "other modules share its parameters"

@@ -44,7 +44,8 @@ from smpc.sharding.tensors import as_state_of
 from smpc.v1.layout.absent import reading_gradients
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization.agreement import Agreement
-from smpc.v1.optimization.fused import SessionNormGroups
+from smpc.v1.optimization.elementwise import is_elementwise
+from smpc.v1.optimization.fused import FusedLamb, FusedNovoGrad, SessionNormGroups
 from smpc.v1.optimization.loss_scale import LossScaler, make_scaler, refuse_torchs_scaler
 from smpc.v1.optimization.sharded import Shards
 from smpc.v1.optimization.sharded_names import ShardedNames, max_norm
@@ -106,12 +107,25 @@ class DistributedOptimizer(ShardedNames):
         with state.acting(self._script):
             self._begin(scaler, half)
 
+    def _check_sees_enough(self) -> None:
+        """Raise ConfigError for an optimizer that looks at whole parameters, where this rank has a part of the experts."""
+        model, optimizer = state.model, self.optimizer
+        if model is None or is_elementwise(optimizer) or isinstance(optimizer, (FusedLamb, FusedNovoGrad)):
+            return
+        if any(model.has_experts_apart(each) for group in optimizer.param_groups for each in group["params"]):
+            raise ConfigError(
+                f"expert_parallel_degree: expected an optimizer whose update of an element depends on that element alone, or "
+                f"smp.optimizers.FusedLamb or FusedNovoGrad; found {type(optimizer).__name__}, which may look at the whole of a parameter, "
+                "where each rank has some of the experts; use another optimizer, or leave the degree out"
+            )
+
     def _begin(self, scaler: LossScaler, half: torch.dtype | None) -> None:
         optimizer = self.optimizer
         if isinstance(state.model, DistributedModel):
             self.exchange(state.model.exchanged)
         self._session = state.current
         self._scaler = scaler if half is torch.float16 else None
+        self._check_sees_enough()
         shards, self._world = _make_shards()
         tp_size = state.session.mesh.tp_size if state.initialized else 1
         self._updates = Updates(optimizer, half, shards, tp_size)

@@ -71,6 +71,7 @@ class Memory:
     arguments: ArgumentForm | None = None
     results: ResultForm | None = None
     trains: dict[int, bool] = field(default_factory=dict)  # program -> whether it was ever followed by a backward
+    trained: bool | None = None  # the same of all programs with gradients that there ever were; None: there was none
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,10 @@ class Pipeline:
             try:
                 program, request = self._begin(body, own)
             except AGREED as error:
-                if self._session.mesh.rdp_size > self._session.mesh.cp_size:
-                    supervision.report(error)  # replicas with other data would wait for this one
+                mesh = self._session.mesh
+                agreed = mesh.ep_size if context.experts is not None and mesh.cp_size == 1 else mesh.cp_size
+                if mesh.rdp_size > agreed:
+                    supervision.report(error)  # replicas that have not agreed would wait for this one
                 raise
             except BaseException as error:
                 with supervision.guard():
@@ -270,10 +273,12 @@ class Pipeline:
         return None if request is None else self._trains(body, request.signature, request.program)
 
     def _trains(self, body: StepBody, signature: Signature, program: int) -> bool:
-        known = self._memories.setdefault(body.number, Memory()).trains
-        if self._context.experts is not None and known:  # of any program: others that send tokens have other programs
-            return signature.grad_enabled and any(known.values())
-        return signature.grad_enabled and known.get(program, True)
+        memory = self._memories.setdefault(body.number, Memory())
+        if (
+            self._context.experts is not None and memory.trained is not None
+        ):  # others that send tokens have other programs
+            return signature.grad_enabled and memory.trained
+        return signature.grad_enabled and memory.trains.get(program, True)
 
     def partition_without_data(self) -> None:
         """Take part in the first program of all, for a replica that has no batch."""
@@ -400,6 +405,8 @@ class Pipeline:
         if not status:
             memory.results = control.broadcast_object(form, last)
         memory.trains[program] = memory.trains.get(program, False) or bool(did_backward)
+        if self.programs.signature(program).grad_enabled:
+            memory.trained = bool(memory.trained) or bool(did_backward)
         assert memory.results is not None, "it came with the first results"
         device = self._session.device
         if tail is not None:

@@ -49,7 +49,8 @@ class Single:
         if join is not None and self._may_train(body):
             join.begin_step()
         with supervision.step():
-            failure = None if experts is None else experts.agree(body.name, self._may_train(body), None)
+            with supervision.guard():
+                failure = None if experts is None else experts.agree(body.name, self._may_train(body), None)
             if failure is not None:
                 if self._session.mesh.rdp_size > self._session.mesh.ep_size:
                     supervision.report(failure)  # replicas outside of the group would wait for this one
