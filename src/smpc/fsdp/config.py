@@ -54,12 +54,12 @@ class MixedPrecision:
     def of(cls, value: object, precision: str, where: str = "mixed_precision") -> MixedPrecision:
         """FULL, DEFAULT or PURE of a precision (`fp32`, `amp_fp16`, `amp_bf16`), in any case, or a dict of the three dtypes."""
         low, full = _PRECISIONS[precision], torch.float32
-        buffers = None if low == full else low  # float64 stays float64
         if isinstance(value, str):
-            named = {"FULL": (full, full, None), "DEFAULT": (low, full, buffers), "PURE": (low, low, buffers)}
+            named = {"FULL": (full, full, full), "DEFAULT": (low, full, low), "PURE": (low, low, low)}
             if value.upper() not in named:
                 raise ConfigError(f"{where}: expected FULL, DEFAULT, PURE or a dict of dtypes, found {value!r}")
-            return cls(*named[value.upper()])
+            param, reduce, buffer = named[value.upper()]
+            return cls(param, reduce, None if low == full else buffer)  # nothing is mixed: a float64 buffer stays one
         if not isinstance(value, Mapping):
             raise ConfigTypeError(f"{where}: expected FULL, DEFAULT, PURE or a dict of dtypes, found {value!r}")
         names = tuple(each.name for each in fields(cls))

@@ -113,5 +113,6 @@ def test_precisions():
     assert MixedPrecision.of("FULL", "amp_bf16") == MixedPrecision(full, full, full)
     assert MixedPrecision.of("default", "amp_bf16") == MixedPrecision(low, full, low)
     assert MixedPrecision.of("PURE", "amp_bf16") == MixedPrecision(low, low, low)
+    assert MixedPrecision.of("DEFAULT", "fp32") == MixedPrecision.of("FULL", "fp32") == MixedPrecision(full, full, None)
     assert MixedPrecision.of({"param_dtype": "fp16"}, "fp32") == MixedPrecision(torch.float16, full, None)
     assert MixedPrecision.of({"buffer_dtype": "bf16"}, "fp32") == MixedPrecision(full, full, low)
