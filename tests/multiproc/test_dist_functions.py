@@ -16,7 +16,7 @@ from torch import distributed
 import smpc.v1 as smp
 import smpc.v2 as tsm
 from smpc import dist
-from smpc.errors import PeerError
+from smpc.errors import PeerError, UsageError
 
 
 def _begin(rank, size, port, per_node=2):
@@ -135,6 +135,34 @@ def test_a_local_rank_zero_that_fails_ends_all(tmp_path, port):
                 assert (kind, text) == ("PeerError", "rank 2, local rank 0: ValueError: no disk")
         assert len(found) == 2
     assert list((tmp_path / "signals").iterdir()) == []
+
+
+def folders(rank, folder, port):
+    _begin(rank, 4, port)
+    file, found = folder / "file", []
+    if rank == 0:
+        file.write_text("")
+    dist.barrier()
+    for place in (file / "below", folder / f"of{rank}"):
+        ran, began = False, time.monotonic()
+        try:
+            with dist.busy_wait_for_local_rank_zero(str(place)):
+                ran = True
+        except UsageError as error:
+            found.append((ran, str(error), time.monotonic() - began < 10.0))
+    dist.barrier()  # all are still together
+    return found
+
+
+def test_a_folder_in_which_nobody_would_find_the_file(tmp_path, port):
+    """The others used to wait for it for half an hour, behind bodies that had run."""
+    for found in run_workers(folders, 4, tmp_path, port):
+        assert [(ran, in_time) for ran, _, in_time in found] == [(False, True)] * 2
+        assert "local rank 0 of node 1 cannot write to" in found[0][1]
+        assert (
+            f"expected '{tmp_path / 'of2'}', as local rank 0 of node 1 has it, found '{tmp_path / 'of3'}'"
+            in found[1][1]
+        )
 
 
 AGAIN = """

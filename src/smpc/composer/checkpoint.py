@@ -249,6 +249,7 @@ def _is_left_out(part: str, ignore: Sequence[str]) -> bool:
 
 def load_rest(state: State, reader: Reader, ignore: Sequence[str]) -> None:
     """The optimizer, the schedulers, how far the run has come, and random states. Collective if only rank 0 reads."""
+    _check_plain(reader.plain)
     if not reader.plain.get("timestamp"):
         if not any(name.startswith("optimizers.") for name in reader.shapes):
             raise CheckpointError(
@@ -279,6 +280,25 @@ def load_rest(state: State, reader: Reader, ignore: Sequence[str]) -> None:
             state.loader = decoded(rng.get("loader", "null"))
 
 
+def _check_plain(plain: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for values that no run has, before one of them is taken."""
+    counts = dict(plain.get("timestamp") or {})
+    wrong = [f"timestamp.{name}: {value!r}" for name, value in counts.items() if not _is_number(value, int)]
+    best, size, scale = (plain.get(name) for name in ("best", "microbatch", "scale"))
+    if best is not None and not isinstance(best, int | float):
+        wrong.append(f"best: {best!r}")
+    if size is not None and not (_is_number(size, int) and size):
+        wrong.append(f"microbatch: {size!r}")
+    if scale is not None and not (len(scale) == 3 and all(_is_number(value, int | float) for value in scale)):
+        wrong.append(f"scale: {scale!r}")
+    if wrong:
+        raise CheckpointError(f"the checkpoint: expected numbers as a run has them, found {'; '.join(wrong)[:500]}")
+
+
+def _is_number(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and value >= 0
+
+
 def _load_optimizer(state: State, reader: Reader) -> None:
     optimizer, kind = state.optimizer, type(state.optimizer).__name__
     saved_kinds = {name.split(".")[1] for name in reader.shapes if name.startswith("optimizers.")} - {ANY}
@@ -304,6 +324,8 @@ def _load_optimizer(state: State, reader: Reader) -> None:
     for group, saved in zip(optimizer.param_groups, groups, strict=False):
         for key, value in saved.items():
             if key != "params":
+                if isinstance(group.get(key), float) and not isinstance(value, int | float):
+                    raise CheckpointError(f"the optimizer: {key}: expected a number, found {value!r}")
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 

@@ -118,7 +118,7 @@ class Saving:
         folder = self.folder if self.folder is not None else os.path.dirname(path or "")
         target = path or os.path.join(folder, self._named(self._prefix or self._filename, state))
         self._write()(state, target, weights_only=self._weights_only, overwrite=self._overwrite)
-        self._saved.append(target)
+        self._saved = [saved for saved in self._saved if saved != target] + [target]  # one written over counts once
         latest = self.latest(state) if path is None else None
 
         def finish() -> None:

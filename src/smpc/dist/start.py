@@ -32,10 +32,7 @@ def initialize_dist(device: str | torch.device | None = None, timeout: float = 3
     kind = _kind(device)
     if not is_available():
         raise GroupError("this torch was built without torch.distributed")
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise ConfigTypeError(f"timeout: expected seconds, found {timeout!r}")
-    if not 0 < timeout < 1e9:
-        raise ConfigError(f"timeout: expected seconds above 0, found {timeout!r}")
+    checked_seconds(timeout)
     watch_end()
     if is_initialized():
         _check_backend(kind)
@@ -61,6 +58,15 @@ def initialize_dist(device: str | torch.device | None = None, timeout: float = 3
         timeout=limit,
     )
     _set_variables(launch)
+
+
+def checked_seconds(timeout: float) -> float:
+    """The timeout. Raises ConfigTypeError or ConfigError for what is no time: all comparisons with NaN are false, and a wait would have no end."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise ConfigTypeError(f"timeout: expected seconds, found {timeout!r}")
+    if not 0 < timeout < 1e9:
+        raise ConfigError(f"timeout: expected seconds above 0, found {timeout!r}")
+    return timeout
 
 
 def _kind(device: str | torch.device | None) -> str:

@@ -12,12 +12,14 @@ from __future__ import annotations
 import os
 import random
 import string
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from smpc.dist.collectives import all_gather_object, has_others
 from smpc.dist.place import get_global_rank, get_local_rank, get_node_rank
+from smpc.dist.start import checked_seconds
 from smpc.errors import PeerError, TransportError, UsageError
 
 _POLL_SECONDS = 0.1
@@ -61,10 +63,11 @@ def _check(outcomes: list[str | None]) -> None:
 def local_rank_zero_download_and_wait(expected_file_path: str, timeout: float | None = None) -> Iterator[None]:
     """On local rank 0 the body runs at once; on the others when the file is there. Needs no process groups.
 
-    `timeout`: seconds that the others wait at most, 1800 by default. Raises TransportError then.
+    `timeout`: seconds that the others wait at most, 1800 by default. Raises TransportError then, and ConfigError for what is no time.
     """
+    seconds = _DEFAULT_SECONDS if timeout is None else checked_seconds(timeout)
     if get_local_rank() != 0:
-        _await_file(expected_file_path, _DEFAULT_SECONDS if timeout is None else timeout)
+        _await_file(expected_file_path, seconds)
     yield
 
 
@@ -113,11 +116,13 @@ def busy_wait_for_local_rank_zero(dir_path: str | None = None) -> Iterator[None]
     """All ranks run the body; the others then wait for local rank 0's end, which a file in `dir_path` tells. Collective.
 
     Unlike a collective call, the wait may take long (1800 s) without a timeout of the process group. The file is removed in the end. A rank
-    whose body fails raises its own exception, and all others PeerError.
+    whose body fails raises its own exception, and all others PeerError. Raises UsageError on all ranks, before any body, where local rank 0
+    cannot write to the folder, or ranks of a node name different ones.
     """
     name = get_node_signal_file_name()
     outcome: str | None = None
-    path = os.path.join(dir_path or os.getcwd(), name)
+    path = os.path.join(os.path.realpath(dir_path or os.getcwd()), name)
+    _check_folder(path)
     try:
         try:
             yield
@@ -125,13 +130,37 @@ def busy_wait_for_local_rank_zero(dir_path: str | None = None) -> Iterator[None]
             outcome = _told(error)
             raise
         finally:
-            _write(name, dir_path, _WRONG if outcome else "")
+            _write(
+                name, os.path.dirname(path), _WRONG if outcome else ""
+            )  # the body may have changed the working directory
             if outcome is None and get_local_rank() != 0:
                 _await_file(path, _DEFAULT_SECONDS)
     except BaseException as error:
         _exchange(outcome or _told(error), path)
         raise
     _check(_exchange(None, path))
+
+
+def _check_folder(path: str) -> None:
+    """Before anybody waits for a file: one folder on all ranks of a node, to which local rank 0 can write. Collective."""
+    folder, found = os.path.dirname(path), None
+    if get_local_rank() == 0:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            found = f"dir_path: local rank 0 of node {get_node_rank()} cannot write to {folder!r}: {error.strerror}"
+    told = all_gather_object((get_node_rank(), get_local_rank(), folder, found))
+    wrong = [problem for *_, problem in told if problem is not None]
+    of_zero = {node: where for node, local_rank, where, _ in told if local_rank == 0}
+    wrong += [
+        f"dir_path: expected {of_zero[node]!r}, as local rank 0 of node {node} has it, found {where!r} on local rank {local_rank}"
+        for node, local_rank, where, _ in told
+        if where != of_zero.get(node, where)
+    ]
+    if wrong:
+        raise UsageError("busy_wait_for_local_rank_zero: " + "; ".join(wrong[:4]))
 
 
 def _exchange(outcome: str | None, path: str) -> list[str | None]:

@@ -1,5 +1,6 @@
 """The Trainer in one process: the loop, intervals, files of a run, and damage to them."""
 
+import json
 import os
 import pickle
 import shutil
@@ -156,6 +157,39 @@ def test_names_links_and_how_many_are_kept(tmp_path):
     again = trainer(4, save_folder=str(tmp_path), run_name="r", autoresume=True)
     assert torch.equal(everything(again), everything(made))
     assert again.state.timestamp == made.state.timestamp
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_that_is_written_over_counts_once(sharded, tmp_path):
+    """The newest one was removed, as the name was an older one's, too."""
+    options = {"save_filename": "only.pt"}
+    if sharded:
+        options = {"fsdp_config": SHARDED | {"sharded_ckpt_prefix_dir": "only.pt"}}
+    options |= {"save_folder": str(tmp_path), "save_overwrite": True, "run_name": "r"}
+    made = trainer(4, save_interval="1ba", save_num_checkpoints_to_keep=1, **options)
+    made.fit()
+    assert sorted(os.listdir(tmp_path)) == [".smpc", "latest-rank0.pt", "only.pt"]
+    again = trainer(4, autoresume=True, **options)
+    assert again.state.timestamp == made.state.timestamp
+    assert torch.equal(everything(again), everything(made))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"timestamp": {"batch": "x"}}, {"timestamp": {"batch": -5}}, {"timestamp": {"epoch": True}}, {"timestamp": [1]},
+        {"microbatch": "many"}, {"microbatch": 0}, {"microbatch": -3}, {"best": "low"}, {"scale": [1.0]}, {"scale": "big"},
+        {"groups": [1]}, {"groups": [{"lr": "hot"}]},
+    ],
+)  # fmt: skip
+def test_values_that_no_run_has(wrong, tmp_path):
+    """A run went on from batch "x" and -5, and in microbatches of "many" and -3 samples."""
+    trainer(4, max_duration="1ba").save_checkpoint(str(tmp_path / "a.pt"))
+    saved = torch.load(tmp_path / "a.pt", weights_only=True)
+    saved["state"]["plain"] = json.dumps(json.loads(saved["state"]["plain"]) | wrong)
+    torch.save(saved, tmp_path / "b.pt")
+    with pytest.warns(UserWarning, match="no checksums"), pytest.raises(CheckpointError, match=r"expected|not as"):
+        trainer(4, load_path=str(tmp_path / "b.pt"))
 
 
 @pytest.fixture

@@ -180,3 +180,21 @@ def test_timeouts_that_cannot_be(timeout):
     with pytest.raises(ConfigError, match="timeout: expected seconds"):
         dist.initialize_dist("cpu", timeout=timeout)
     assert not distributed.is_initialized()
+
+
+@pytest.mark.parametrize("timeout", ["300", True, 0, -1.0, float("nan")])
+def test_times_to_wait_for_a_file_that_cannot_be(timeout, monkeypatch, tmp_path):
+    """NaN had no end; the others were told of a wrong type, and local rank 0 was not."""
+    for local_rank in ("0", "1"):
+        for name, value in (
+            ("RANK", local_rank),
+            ("WORLD_SIZE", "2"),
+            ("LOCAL_RANK", local_rank),
+            ("LOCAL_WORLD_SIZE", "2"),
+        ):
+            monkeypatch.setenv(name, value)
+        with (
+            pytest.raises(ConfigError, match="timeout: expected seconds"),
+            dist.local_rank_zero_download_and_wait(str(tmp_path / "absent"), timeout=timeout),
+        ):
+            pytest.fail("nobody should begin")
