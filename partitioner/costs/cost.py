@@ -311,16 +311,22 @@ class NodeTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Costed:
-    """A node that computes, its dtype, and the inputs that need gradients."""
+    """A node that computes, its dtype, the inputs that need gradients, and bytes kept that are neither inputs nor output."""
 
     position: int
     node: Node
     dtype: str
     num_gradients: int
+    kept: int
 
 
-def _costed(trace: Trace) -> Iterator[_Costed]:
+def _costed(trace: Trace) -> tuple[_Costed, ...]:
     """The nodes that take time, in order."""
+    return trace.remembered(_costed, lambda: tuple(_find_costed(trace)))
+
+
+def _find_costed(trace: Trace) -> Iterator[_Costed]:
+    storages = {node.name: node.storage for node in trace.nodes}
     needs_gradient: dict[str, bool] = {}
     dtypes: dict[str, str] = {}
     flat: dict[str, bool] = {}  # biases: beside a product their gradients take no time
@@ -337,17 +343,16 @@ def _costed(trace: Trace) -> Iterator[_Costed]:
             dtypes[node.name] = next((dtypes[name] for name in inputs), "float32")
         flat[node.name] = node.spec is not None and len(node.spec.shape) < 2
         if node.kind in (NodeKind.CALL_FUNCTION, NodeKind.CALL_MODULE):
-            yield _Costed(i, node, dtypes[node.name], gradients if needs_gradient[node.name] else 0)
+            kept = _kept_bytes(trace, node, storages)
+            yield _Costed(i, node, dtypes[node.name], gradients if needs_gradient[node.name] else 0, kept)
 
 
 def node_times(trace: Trace, cost_model: CostModel) -> NodeTimes:
     """Times of every node of a trace."""
     forward, backward = np.zeros((2, len(trace.nodes)))
-    storages = {node.name: node.storage for node in trace.nodes}
     weights = _weights(trace, cost_model) if cost_model.accumulated else {}
     for item in _costed(trace):
-        i, node = item.position, item.node
-        kept = _kept_bytes(trace, node, storages)
+        i, node, kept = item.position, item.node, item.kept
         forward[i] = cost_model.forward_time(node, item.dtype, kept)
         backward[i] = cost_model.backward_time(node, item.dtype, item.num_gradients, kept)
         if backward[i] and cost_model.accumulated:
@@ -370,9 +375,8 @@ class Work:
 
 def work_of(trace: Trace) -> Iterator[Work]:
     """The work of every node that computes or moves bytes, in order."""
-    storages = {node.name: node.storage for node in trace.nodes}
     for item in _costed(trace):
-        node, kept = item.node, _kept_bytes(trace, item.node, storages)
+        node, kept = item.node, item.kept
         if node.flops:
             size = forward = node.flops
             backward = min(2, item.num_gradients) * size
@@ -435,10 +439,18 @@ class Collective(Protocol):
 
 
 def times_with_collectives(
-    trace: Trace, collectives: Iterable[Collective], cost_model: CostModel, group: Group, device: Device
+    trace: Trace,
+    collectives: Iterable[Collective],
+    cost_model: CostModel,
+    group: Group,
+    device: Device,
+    plain: NodeTimes | None = None,
 ) -> NodeTimes:
-    """Predicted times of a sharded trace's nodes: those of the collectives by what they send, in groups of this kind."""
-    times = node_times(trace, cost_model)
+    """Predicted times of a sharded trace's nodes: those of the collectives by what they send, in groups of this kind.
+
+    `plain`: the times without collectives, if they are known already.
+    """
+    times = plain or node_times(trace, cost_model)
     known = tuple(collectives)
     forward, backward = collective_times(trace, known, group, device)
     for position in (trace.position(item.node) for item in known if item.overlaps):

@@ -26,11 +26,30 @@ from smpc.report.terminal import labelled, stdout_console, text_table
 _SHOWN = 12  # candidates by time
 _CLOSEST = 3  # of each other verdict
 _WORDS = 30  # letters of a reason
+_NAME = 12  # letters of a name in the table
 _SHARED = {Sharding.NONE: "-", Sharding.STATE: "state", Sharding.FULL: "all"}
 
 
 def _again(name: str) -> str:
     return "none" if name == "model" else printable(name)
+
+
+def _again_in_table(name: str) -> str:
+    """A name as it is, or the number of parts, where their names would fill lines; each set has another number."""
+    if name == "model":
+        return "-"
+    parts = name.split(" + ")
+    return printable(name) if len(parts) == 1 or len(name) <= _NAME else f"{len(parts)} parts"
+
+
+def _parts(found: Search) -> tuple[str, ...]:
+    """What the table has a number for: `2 parts of a block computed again: norm + attention`."""
+    names = sorted({result.candidate.recompute for result in _shown(found)}, key=lambda name: (name.count(" + "), name))
+    return tuple(
+        f"{short} of a block computed again: {printable(name)}"
+        for name in names
+        if (short := _again_in_table(name)) not in ("-", printable(name))
+    )
 
 
 # field of a candidate -> its name for people, and how a value is shown
@@ -106,6 +125,7 @@ def search_summary(found: Search) -> tuple[tuple[str, str], ...]:
             "neighbouring ranks, not pipelines; Batches: microbatches x samples; Schedule x stages of a rank; Shared: what replicas "
             "divide; Again: what the backward computes again",
         ),
+        *(("", text) for text in _parts(found)),
         *((("Left out", rest),) if rest else ()),
         ("Settings", f"placement_strategy: {placement}, optimizer {printable(found.optimizer)}"),
         *_not_settings(found),
@@ -168,7 +188,7 @@ def _row(found: Search, result: Result) -> tuple[str, ...]:
         f"{candidate.microbatches} x {candidate.microbatch_size}",
         f"{candidate.schedule}{pieces}{more}",
         _SHARED[candidate.sharding],
-        "-" if candidate.recompute == "model" else printable(candidate.recompute),
+        _again_in_table(candidate.recompute),
         step,
         peak,
         _why_not(found, result),

@@ -183,10 +183,9 @@ class Forecast:
             options = PipelineOptions(1, device=device, optimizer=self.setting.optimizer)
             # as with the fewest microbatches
             costs = replace(options.cost_model, accumulated=0.5 if shape.microbatches > 1 else 0.0)
-            times = self.loads.times(load, mesh, costs)
+            times = self.loads.times(load, mesh, costs) or node_times(traced.trace, costs)
             known = self._profiles.get(load)
             found = self._samples[key] = Sample.of(traced.trace, costs, (), times, profile=known)
-            times = times or node_times(traced.trace, costs)
             for name in self.again.names:
                 if known is None and name != "model":
                     self._note_again(traced.trace, found.profile, name)

@@ -150,7 +150,7 @@ class Workloads:
         plain = node_times(trace, costs)
         forward, backward = plain.forward, plain.backward
         for collectives, group in exchanges:
-            found = times_with_collectives(trace, collectives, costs, group, self.device)
+            found = times_with_collectives(trace, collectives, costs, group, self.device, plain)
             forward, backward = forward + found.forward - plain.forward, backward + found.backward - plain.backward
         return replace(plain, forward=forward, backward=backward)
 
