@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
+import sys
 from pathlib import Path
 
 import public_names
@@ -27,3 +29,28 @@ def test_commands_and_options_are_those_recorded():
 def test_modules_with_the_same_text_of_an_annotation_give_the_same_line():
     assert public_names.short("dict[smpc.a.b.Key, nn.Module] | None") == "dict[Key, Module] | None"
     assert public_names.short(dict[str, Path]) == "dict[str, Path]"
+
+
+OFFERED = """
+import importlib, pkgutil, smpc
+
+offered, missing = 0, []
+for found in pkgutil.walk_packages(smpc.__path__, "smpc."):
+    try:
+        module = importlib.import_module(found.name)
+    except ImportError as error:  # of a library that an extra brings
+        missing += [found.name] if (error.name or "").startswith("smpc") else []
+        continue
+    for name in getattr(module, "__all__", ()):
+        offered += 1
+        missing += [] if hasattr(module, name) else [f"{found.name}.{name}"]
+print(offered, missing)
+"""
+
+
+def test_every_name_that_a_module_offers_is_there():
+    """In a process of its own, which imports everything."""
+    run = subprocess.run([sys.executable, "-P", "-c", OFFERED], capture_output=True, text=True, check=True)
+    offered, _, missing = run.stdout.strip().splitlines()[-1].partition(" ")
+    assert int(offered) > 400
+    assert missing == "[]"

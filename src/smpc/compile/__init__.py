@@ -43,12 +43,13 @@ __all__ = [
     "write_programs",
 ]
 
-_ELSEWHERE = {"PipelineOptions": "options"} | dict.fromkeys(
-    ("Compilation", "Planned", "Traced", "plan_warnings"), "result"
-)
+_ELSEWHERE = {
+    "PipelineOptions": "smpc.compile.options",
+    "plan_warnings": "smpc.partitioner.graph.plan",
+} | dict.fromkeys(("Compilation", "Planned", "Traced"), "smpc.compile.result")
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'smpc.compile' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"smpc.compile.{_ELSEWHERE.get(name, 'passes')}"), name)
+    return getattr(importlib.import_module(_ELSEWHERE.get(name, "smpc.compile.passes")), name)
