@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -309,20 +310,19 @@ def _module_calls(recorder: Recorder) -> Iterator[None]:
     original, set_attribute = nn.Module.__call__, nn.Module.__setattr__
     calls, thread = recorder.reads.calls, threading.get_ident()
 
+    def run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        calls.resume()
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            calls.pause()
+
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
             return original(module, *args, **kwargs)  # see `smpc.tracer.environment.outside_reads`
-
-        def run() -> Any:
-            calls.resume()
-            try:
-                return original(module, *args, **kwargs)
-            finally:
-                calls.pause()
-
         calls.pause()
-        try:
-            return recorder.module_call(module, run, args, kwargs)
+        try:  # no closure over tensors: the traceback of an error would hold them
+            return recorder.module_call(module, partial(run, module, args, kwargs), args, kwargs)
         finally:
             calls.resume()
 

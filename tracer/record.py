@@ -15,7 +15,6 @@ statistics without telling autograd, is the one operation that has to be known b
 from __future__ import annotations
 
 import dataclasses
-import traceback
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -165,13 +164,8 @@ class _Attempts:
 
     def _attempt(self, leaves: Mapping[str, None], sizes: DataSized) -> Run:
         subject = Subject(self.model, self.names, self.request, frozenset(leaves), sizes, Survivors())
-        try:
-            with subject.survivors:
-                run = _settled(subject, _looked(subject))
-        except (TraceError, SizeAskedError) as error:
-            traceback.clear_frames(error.__traceback__)
-            subject.survivors.forget_cached()
-            raise
+        with subject.survivors:
+            run = _settled(subject, _looked(subject))
         subject.survivors.check()
         return run
 

@@ -32,8 +32,11 @@ was computed from parameters, is refused if anything uses it.
 from __future__ import annotations
 
 import gc
+import sys
+import traceback
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
@@ -243,19 +246,25 @@ class Survivors:
     def __init__(self) -> None:
         self._refs: list[weakref.ref[torch.Tensor]] = []
         self._freezes = self._disables = False
+        self._handled: BaseException | None = None
 
     def __enter__(self) -> Survivors:
         self._freezes, self._disables = gc.get_freeze_count() == 0, gc.isenabled()
+        self._handled = sys.exc_info()[1]
         gc.disable()  # what others do when it runs is not what the model does
         if self._freezes:
             gc.freeze()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if self._disables:
             gc.enable()
-        if any(ref() is not None for ref in self._refs):
-            gc.collect()
+        _forget_variables(error, self._handled)
+        self._handled = None
+        if self._alive():
+            gc.collect()  # of what is new alone: what was there is frozen
+        if self._alive():
+            self._forget_cached()
         if self._freezes:
             gc.unfreeze()
 
@@ -263,19 +272,8 @@ class Survivors:
         """These should not outlive the recording."""
         self._refs += map(weakref.ref, tensors)
 
-    def forget_cached(self) -> None:
-        """Clears the caches of functions that have kept some."""
-        caches = [
-            holder for holder in _holders(*self._alive()) if type(holder) is CACHE
-        ]  # one search: each goes through all objects
-        for cache in caches:
-            cache.cache_clear()
-
     def check(self) -> None:
         """Raises TraceError if one is kept elsewhere than in the cache of a function."""
-        if not self._alive():
-            return
-        self.forget_cached()
         alive = self._alive()
         if alive:
             raise TraceError(
@@ -284,18 +282,52 @@ class Survivors:
                 "buffer or as an attribute of a module, or return it"
             )
 
+    def _forget_cached(self) -> None:
+        """Clears the caches of functions that have kept some. Each search goes through all objects: first through the new ones, for all
+        that is between a tensor and a cache; then once through the old ones, unless a container of these is in between."""
+        kept: list[Any] = list(self._alive())
+        if self._freezes:
+            kept += _holders(kept)
+        with _unfrozen():
+            kept += _holders(kept)
+        for cache in kept:
+            if type(cache) is CACHE:
+                cache.cache_clear()
+
     def _alive(self) -> list[torch.Tensor]:
         return [fake for fake in (ref() for ref in self._refs) if fake is not None]
 
 
-def _holders(*tensors: torch.Tensor) -> list[Any]:
-    """What tensors are reachable from, through a few containers."""
+def _forget_variables(error: BaseException | None, outer: BaseException | None) -> None:
+    """Lets go of the tensors in variables of functions that an error has ended, back to the error that its caller handles."""
+    seen: set[int] = set()
+    while error is not None and error is not outer and id(error) not in seen:
+        seen.add(id(error))
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            with suppress(RuntimeError):  # it is running
+                frame.clear()
+                _ = frame.f_locals  # who has asked for these made a copy, which is brought up to date
+        error = error.__cause__ or error.__context__
+
+
+@contextmanager
+def _unfrozen() -> Iterator[None]:
+    """What is frozen is not searched."""
     is_frozen = gc.get_freeze_count() > 0
     if is_frozen:
-        gc.unfreeze()  # what is frozen is not searched
+        gc.unfreeze()
+    try:
+        yield
+    finally:
+        if is_frozen:
+            gc.freeze()
+
+
+def _holders(held: list[Any]) -> list[Any]:
+    """What objects are reachable from, through a few containers, but for caches of functions and what holds them."""
     found: list[Any] = []
-    level: list[Any] = list(tensors)
-    seen = {id(level), id(found), id(tensors), *map(id, tensors)}
+    level = held
+    seen = {id(held), id(found), *map(id, held)}
     for _ in range(_DEPTH):
         around: list[Any] = []
         seen.add(id(around))
@@ -304,21 +336,18 @@ def _holders(*tensors: torch.Tensor) -> list[Any]:
                 seen.add(id(holder))
                 around.append(holder)
         found += around
-        level = [
-            holder
-            for holder in around
-            if type(holder) in (dict, list, tuple, set) or not isinstance(holder, ModuleType)
-        ]
+        level = [holder for holder in around if not isinstance(holder, (ModuleType, CACHE))]
+        seen.add(id(level))
         if not level:
             break
-    if is_frozen:
-        gc.freeze()
     return found
 
 
 def _described(tensor: torch.Tensor) -> str:
     """The nearest holder with a name."""
-    for holder in _holders(tensor):
+    with _unfrozen():
+        holders = _holders([tensor])
+    for holder in holders:
         if isinstance(holder, ModuleType):
             return f"a global of {holder.__name__}"
         if type(holder) in (dict, list, tuple, set):
