@@ -5,18 +5,23 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 # One thread per process: reductions then have one order, and bitwise comparisons are fair.
 export OMP_NUM_THREADS := 1
+# Modules are compiled once, whatever the environment says: tests start hundreds of processes that import them.
+unexport PYTHONDONTWRITEBYTECODE
+SOURCES := src tracer partitioner codegen executor kernels
 
 .PHONY: demo test test-all matrix lint kernels docs bench gpu clean
 
 $(STAMP): pyproject.toml setup.py src/smpc_alias.pth constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,plot]'
+	$(BIN)/python -m compileall -q $(SOURCES)
 	touch $(STAMP)
 
 # The demo needs less than the tests do.
 $(VENV)/installed-demo: pyproject.toml setup.py src/smpc_alias.pth constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable '.[hf]'
+	$(BIN)/python -m compileall -q $(SOURCES)
 	touch $@
 
 demo: $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/installed-demo)

@@ -91,7 +91,7 @@ def assert_close(expected, got):
         assert (a - b).abs().max() <= 1e-5 * b.abs().max() + 1e-10
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("name", USED)
 def test_what_is_replaced_and_that_the_gradients_are_those_of_eager(name):
     model, batch = build(name)

@@ -61,6 +61,7 @@ MODELS = ("gpt2", "t5", "unet", "tied")
 SAMPLE = {("gpt2", "two pieces"), ("unet", "zb-h1"), ("gpt2", "zb-v"), ("tied", "list, two pieces")}
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

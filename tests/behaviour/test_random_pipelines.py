@@ -5,6 +5,7 @@ import copy
 import parity
 import pytest
 import torch
+from drawn import examples
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 from random_models import RandomModel, inputs, models
@@ -77,7 +78,7 @@ def placements(draw, num_stages):
     return tuple(number[rank] for rank in ranks)
 
 
-@settings(SETTINGS, max_examples=100)
+@settings(SETTINGS, max_examples=examples(100))
 @given(
     model=models(exact=True),
     num_stages=st.sampled_from([2, 3, 4, 4, 1]),
@@ -110,7 +111,7 @@ def test_any_plan_gives_the_bits_of_the_model(
     assert largest < 2**50, "sums of numbers this large would be rounded"
 
 
-@settings(SETTINGS, max_examples=100)
+@settings(SETTINGS, max_examples=examples(100))
 @given(
     model=models(exact=False),
     num_stages=st.sampled_from([2, 3, 4, 4, 1]),

@@ -117,6 +117,7 @@ def test_getting_started_is_a_script(tmp_path):
     assert losses[2][0] == losses[2][1] < 2.4
 
 
+@pytest.mark.slow
 def test_other_libraries_have_the_losses_of_their_replacements(tmp_path):
     # Two jobs, each with one `init_process_group`: torch's second one in a process may read the first one's addresses.
     jobs = (range(1), range(1, 4))

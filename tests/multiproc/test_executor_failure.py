@@ -78,7 +78,7 @@ def assert_stopped_in_time(folder):
     assert time.time() - float((folder / "moment").read_text()) < LIMIT
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("place", ["forward", "backward", "on_output"])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_all_ranks_stop_with_the_first_traceback(tmp_path, failing, place):

@@ -43,7 +43,7 @@ def digest(seed: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(1, 4), pytest.param(range(4, 24), marks=[pytest.mark.slow, pytest.mark.timeout(3000)])]
+    "seeds", [range(1, 3), pytest.param(range(3, 24), marks=[pytest.mark.slow, pytest.mark.timeout(3000)])]
 )
 def test_the_same_bytes_under_every_hash_seed(seeds):
     assert len({digest(seed) for seed in seeds}) == 1

@@ -106,6 +106,7 @@ def adapt(rank, folder):
     return whole, parts, train("lora", folder / "plain", PIPELINE)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
 def test_adapters_of_peft_train_and_resume(tmp_path):
     pytest.importorskip("peft")

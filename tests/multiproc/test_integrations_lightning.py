@@ -66,6 +66,7 @@ def resume(rank, folder):
     return whole, parts
 
 
+@pytest.mark.slow
 def test_it_resumes_bit_by_bit_with_dropout(tmp_path):
     for whole, parts in run_workers(resume, 2, tmp_path):
         assert len(parts["lines"]) == 8

@@ -119,6 +119,7 @@ def test_ranks_meet_on_loopback_and_get_their_arguments(write, tmp_path):
         assert {address for address, _ in listeners} == {"0100007F"}
 
 
+@pytest.mark.slow
 def test_plain_torchrun_runs_the_same_script(write):
     script = write(f"{ALL_REDUCE}\nprint(total.item())\ndistributed.destroy_process_group()\n")
     command = [
@@ -139,6 +140,7 @@ def test_plain_torchrun_runs_the_same_script(write):
 ONE_WRITE = "import os\nos.write(1, b'%d\\n' % int(total))\n"
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("is_safe", [False, True])
 def test_the_path_is_that_of_python_itself(write, tmp_path, is_safe):
     """PYTHONSAFEPATH keeps the script's folder out of it; the launcher had taken the first of PYTHONPATH away for it."""
@@ -152,6 +154,7 @@ def test_the_path_is_that_of_python_itself(write, tmp_path, is_safe):
     assert done.stdout == alone.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_two_jobs_share_the_host(write):
     script = write(f"{ALL_REDUCE}\ndistributed.barrier()\ndistributed.destroy_process_group()\n{ONE_WRITE}")
     jobs = [_start("-n", "2", script) for _ in range(2)]
@@ -196,7 +199,7 @@ def test_users_mistake_in_the_script_is_told_once(write):
     assert (done.returncode, done.stderr) == (2, "smpc: error: WORLD_SIZE: expected 4, found 2\n")
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @needs_proc
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_signal_to_the_launcher_leaves_nothing(write, tmp_path, sent):
@@ -222,6 +225,7 @@ def test_signal_to_the_launcher_leaves_nothing(write, tmp_path, sent):
     assert not list(temporary.iterdir())
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_failure_is_shown_though_the_user_is_impatient(write, tmp_path):
     """Ctrl-C, while the launcher waited for the others to end, used to lose what had failed."""
@@ -324,6 +328,7 @@ distributed.barrier() if "fail" in sys.argv else distributed.destroy_process_gro
 """
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
 def test_two_nodes(write, fails):
     """Two launchers on this host, with two ranks and one: what one of them learns, the other one says."""
@@ -356,6 +361,7 @@ distributed.barrier()
 """
 
 
+@pytest.mark.slow
 def test_a_node_that_only_lost_its_peer_waits_for_the_cause(write):
     """The launcher of the node at fault tells it when it can: after longer than the others wait for last words."""
     script = write(SLOW_TO_TELL)
@@ -408,6 +414,7 @@ def test_a_rank_of_another_node_that_fails_at_once(write):
     assert "smpc: error: rank 1 exited with status 42, which ended the other ranks\n" in own
 
 
+@pytest.mark.slow
 @needs_proc
 def test_signal_to_a_node_whose_ranks_have_ended(write, tmp_path):
     """Its launcher used to end at once: its folder stayed, and the other node was told that the store was lost."""
@@ -497,6 +504,7 @@ def test_a_rank_that_ends_too_early_is_named(write, tmp_path):
     assert "smpc: error: rank 1 ended with status 0 while rank 0 still needed its peers:" in done.stderr
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_rank_whose_exit_handlers_take_long_is_named(write, tmp_path):
     """Its peer misses it while it is still there."""
@@ -515,6 +523,7 @@ def test_a_rank_whose_exit_handlers_take_long_is_named(write, tmp_path):
     assert "smpc: error: rank 1 ended with status 0 while rank 0 still needed its peers:" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_before_the_others_meet_is_named(write):
     """The others used to wait for `start_timeout`; now they do not wait for slow ranks either, without which nothing would help."""
     script = write(
@@ -534,6 +543,7 @@ def test_a_rank_that_ends_before_the_others_meet_is_named(write):
     )
 
 
+@pytest.mark.slow
 def test_closed_streams_do_not_matter(write, tmp_path):
     """Python has None for them; it used to end the launcher with an AttributeError."""
     script = write("import os, sys\nprint('shown')\nopen(f\"{sys.argv[1]}/{os.environ['RANK']}\", 'w')\n")

@@ -167,7 +167,7 @@ def _run(folder, *arguments):
     return done
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("alias", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["alias", "imports"])
 @pytest.mark.parametrize(
     ("body", "batches"), [(FIRST, 4), (CUSTOM, 2), (SHARDED, 4), (ZERO, 3)], ids=["first", "custom", "sharded", "zero"]

@@ -112,6 +112,7 @@ def come_back(tmp_path, world, name, *args):
     run_workers(resume, world, folder, tmp_path, name, *args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [FAMILIES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[1:])])
 def test_every_family_opens_in_hugging_face_and_comes_back(tmp_path, name):
     check(tmp_path, name, "modules")

@@ -63,6 +63,7 @@ def continue_after_death(rank, folder, path, there, draft):
     return tags, [name for name in os.listdir(path) if name.startswith(".")], state
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("victim", "there", "call"),
     [

@@ -160,7 +160,7 @@ def kill_and_check(seeds, folder):
 
 def test_random_kills_while_a_full_checkpoint_is_saved(tmp_path):
     print(f"SMPC_KILL_SEED={SEED}")
-    assert len(kill_and_check(range(SEED, SEED + 3), tmp_path)) == 3
+    assert len(kill_and_check(range(SEED, SEED + 1), tmp_path)) == 1
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def train(rank, folder, name, world, by_hand):
     }
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("name", "world", "by_hand"),
     [
@@ -132,6 +132,7 @@ def modes_and_shapes(rank, folder, by_hand):
     return found
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("by_hand", [None, AROUND], ids=["auto", "by hand"])
 def test_modes_and_shapes(tmp_path, by_hand):
     first, second = run_workers(modes_and_shapes, 2, tmp_path, by_hand)
@@ -248,6 +249,7 @@ def train_tied(rank, folder, name, world=2, by_hand=None):
     return losses, model.state_dict(), {name: parameter.detach() for name, parameter in model.local_named_parameters()}
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", ["gpt2_tied", "t5"])
 def test_parameters_that_both_ranks_hold_stay_equal(tmp_path, name):
     results = run_workers(train_tied, 2, tmp_path, name)

@@ -324,6 +324,7 @@ def draws(rank, channel, degrees):
         return losses, {name: value.numpy() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_delayed_weights_are_the_same_whatever_the_degree(tmp_path):
     (one, alone), *_ = values_of(run_ranks(2, draws, tmp_path, {"hybrid_shard_degree": 2}, timeout=200))
     for losses, state in values_of(run_ranks(4, draws, tmp_path, SHARED, timeout=200)):

@@ -78,6 +78,7 @@ def share(rank, folder, name, attention):
     return found
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("name", "attention"), [("gpt2", "sdpa"), ("bert", "eager"), ("llama", "sdpa")])
 def test_dropout_drops_what_it_does_on_one_process(tmp_path, name, attention):
     model, batch = made(name, attention)

@@ -131,6 +131,7 @@ def mnist_in_plain_pytorch(num_replicas, runs=1, steps=4, batch=8):
     return found, sum(test).item() / (2 * batch)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("parameters", "num_replicas"),
     [
@@ -213,6 +214,7 @@ GPT2_CASES = {
 SLOW = ("tp 2 prescaled", "pp 2 without distributed layers")
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in GPT2_CASES]
 )
@@ -288,6 +290,7 @@ DEFAULT = {"gptneox": TENSOR_PARALLEL, "t5": PIPELINE}
 DEGREES = [(TENSOR_PARALLEL, 2), (PIPELINE, 1), ([], 2)]  # with the number of shards of the data
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("name", "arguments", "num_shards"),
     [

@@ -19,7 +19,7 @@ def test_the_list_says_what_the_command_says(name):
     assert " ".join(command.help.split("\n\n")[0].split()) == COMMANDS[name][2]
 
 
-@pytest.mark.matrix(10)
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize(
     ("arguments", "status", "text"),
     [

@@ -91,6 +91,7 @@ def test_what_is_wrong_is_said_in_one_line(compile_plan, options, text):
     assert len(err.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_same_bytes_under_every_hash_seed(target, compile_plan):
     _, free, _ = compile_plan()
     limit = str(int(0.8 * peak(free)))

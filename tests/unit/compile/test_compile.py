@@ -140,6 +140,7 @@ sys.stdout.write("".join(compilation.rank_source(rank) for rank in range(3)) + c
 """
 
 
+@pytest.mark.slow
 def test_two_processes_with_other_hash_seeds_write_the_same_bytes():
     script = SCRIPT.format(tests=str(SUPPORT))
     processes = [
@@ -156,6 +157,7 @@ def test_two_processes_with_other_hash_seeds_write_the_same_bytes():
     assert first == second
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", ["gpt2", "t5", "gpt2_tied", "convnet", "unet"])
 def test_evaluation_of_another_batch_like_a_compilation(name):
     """Trained once, then evaluated in eval mode on microbatches of another size: all parameters where they were."""

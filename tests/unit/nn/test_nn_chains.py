@@ -41,6 +41,7 @@ def unlinked(model):
     return model
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(("optimize", "prescaled"), [("memory", False), ("memory", True), ("speed", False)])
 def test_between_layers_hidden_states_are_inside(name, optimize, prescaled):

@@ -7,6 +7,7 @@ import math
 
 import networkx as nx
 import pytest
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,7 +53,7 @@ def more_than_all(units, scale, in_flight):
     return 1.0 + max(float(stage_costs(units, free, in_flight, [s] * len(units)).max()) for s in range(len(in_flight)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(graphs())
 def test_with_all_prefixes_the_smallest_bottleneck_is_found(case):
     units, dag, scale, in_flight = case
@@ -74,7 +75,7 @@ def test_with_all_prefixes_the_smallest_bottleneck_is_found(case):
     assert float(costs.max()) <= found.possible
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(graphs(), st.integers(2, 40))
 def test_with_fluid_units_and_empty_stages_the_bound_holds(case, most):
     units, dag, scale, in_flight = case
@@ -89,7 +90,7 @@ def test_with_fluid_units_and_empty_stages_the_bound_holds(case, most):
     assert found.bound <= best * (1 + 1e-12) + 1e-15
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(graphs())
 def test_graph_bound_is_below_every_placement(case):
     units, dag, scale, in_flight = case
@@ -99,7 +100,7 @@ def test_graph_bound_is_below_every_placement(case):
         assert graph_bound(units, dag, scale, in_flight, 0.0) <= best * (1 + 1e-12)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(graphs(), st.sampled_from([3, 8, 1000]))
 def test_placements_are_valid(case, most):
     units, dag, scale, in_flight = case

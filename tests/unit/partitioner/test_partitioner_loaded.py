@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,7 +121,7 @@ def placements(instance):
             yield stage_of
 
 
-@settings(max_examples=250)
+@settings(max_examples=examples(250))
 @given(instances())
 def test_equals_brute_force(instance):
     found = list(placements(instance))

@@ -151,7 +151,7 @@ CASES = [
 ]
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(("name", "marks", "default", "placement"), CASES, ids=lambda value: str(value)[:40])
 def test_models_by_hand(name, marks, default, placement):
     model, batch = zoo.build(name)

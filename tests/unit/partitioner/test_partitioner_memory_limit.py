@@ -89,7 +89,7 @@ def test_limited_solutions_equal_brute_force(widths, in_flight, num_microbatches
     assert not fits(chain, least - 1)
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 @pytest.mark.parametrize(("in_flight", "num_microbatches"), [((2, 1), 4), ((3, 3, 3), 3)])
 @pytest.mark.parametrize(
@@ -144,6 +144,7 @@ def stated(text, pattern):
     return math.ceil(float(found[1]) * 1024 ** (1 + ("KiB", "MiB", "GiB").index(found[2])))
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow), "unet"])
 def test_the_memory_that_is_said_to_do_does(name, pipeline):

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from drawn import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -208,7 +209,7 @@ def test_unused_parameters_have_one_owner():
     assert plan.shared_parameters == ()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(branches(5), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_any_monotone_assignment_becomes_a_complete_plan(model, num_stages, random):
     trace = record(model, (torch.zeros(2, 4),))
@@ -225,7 +226,7 @@ def test_any_monotone_assignment_becomes_a_complete_plan(model, num_stages, rand
     assert plan.objective.lower_bound <= plan.objective.bottleneck
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(branches(3), st.integers(2, 3), st.sampled_from([0.0, 0.5, 1.0]), st.booleans())
 def test_lower_bound_holds_for_every_placement(model, num_stages, memory_weight, rising):
     analysis = analyse(record(model, (torch.zeros(2, 4),)), CostModel())

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
+from drawn import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -390,7 +391,7 @@ class Program(nn.Module):
         return values[-1], values[len(values) // 2]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, len(OPERATIONS) - 1), st.integers(0, 9), st.integers(0, 9)), max_size=8))
 def test_random_programs_replay_bitwise(steps):
     model, x = Program(tuple(steps)), torch.linspace(-2, 2, 16).reshape(4, 4)

@@ -99,6 +99,7 @@ sys.stdout.write(record(transformers.Gemma3TextModel(config), (torch.arange(6)[N
 """
 
 
+@pytest.mark.slow
 def test_gemma_is_one_model_under_every_hash_seed():
     """Its ranks were told that they recorded different models."""
 

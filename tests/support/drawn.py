@@ -1,0 +1,10 @@
+"""How many examples a property test that compiles or trains draws: a quarter in `make test`, whose examples are the same in every run."""
+
+from hypothesis import core
+
+_LEAST = 10
+
+
+def examples(count: int) -> int:
+    """`count` where a seed is given, as `make test-all` does; else a quarter of it, and at least ten."""
+    return count if core.global_force_seed is not None else min(count, max(_LEAST, count // 4))
