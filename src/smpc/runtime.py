@@ -166,7 +166,9 @@ class RankPrograms:
                 )
             for name in self._written_inputs:
                 values[name] = values[name].clone()
-            found.append({name: tensor.to(self._device, non_blocking=True) for name, tensor in values.items()})
+            for name, tensor in values.items():
+                values[name] = tensor.to(self._device, non_blocking=True)
+            found.append(values)
         return found
 
     def held(self) -> Iterator[Tensor]:

@@ -383,7 +383,9 @@ class DistributedOptimizer(ShardedNames):
 
     def gradients_changed(self) -> None:
         """There are other gradients than masters have taken; the model says so after every step function."""
-        self._taken, self._used_scale = False, self.loss_scale
+        self._taken = False
+        if self._scaler is not None:
+            self._used_scale = self._scaler.scale
 
     def parameter_of(self, entry: Tensor) -> Tensor:
         """The model's parameter at whose place `entry` is in the groups; itself, but for masters and parts."""

@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from smpc.errors import StepError
 from smpc.executor.transport.layout import WireFormat
 from smpc.tracer.constants import is_constant, normalise
-from smpc.tracer.ir import TensorSpec
+from smpc.tracer.ir import TensorSpec, spec_of
 
 Arguments = dict[str, Any]
 _PLAIN = frozenset(
@@ -307,7 +307,7 @@ def form_of(arguments: Arguments) -> tuple[ArgumentForm, list[Tensor]]:
         if id(leaf) not in slots:
             slots[id(leaf)] = Slot(len(tensors))
             tensors.append(leaf)
-            specs.append(TensorSpec.of(leaf.detach()))
+            specs.append(spec_of(leaf.shape, leaf.dtype, leaf.stride() if leaf.layout is torch.strided else ()))
         return slots[id(leaf)]
 
     skeleton: Arguments = {}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
@@ -83,14 +84,14 @@ class Captured(BaseException):
     """Leaves the step function at the call of the model. No Exception: the function must not catch it by accident."""
 
 
+@dataclass(slots=True)
 class Capture:
     """Learns the model's inputs in one microbatch."""
 
-    def __init__(self, step_name: str) -> None:
-        self._step_name = step_name
-        self.inputs: Inputs | None = None
-        self.grad_enabled = True
-        self.autocast: Autocast | None = None  # what the step function calls the model under
+    step_name: str
+    inputs: Inputs | None = None
+    grad_enabled: bool = True
+    autocast: Autocast | None = None  # what the step function calls the model under
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Leave."""
@@ -101,7 +102,7 @@ class Capture:
 
     def backward(self, tensors: Tensors, gradients: Gradients) -> None:
         """Nothing to differentiate yet."""
-        raise _too_early(self._step_name)
+        raise _too_early(self.step_name)
 
 
 class Tail:

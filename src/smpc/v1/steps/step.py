@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol, overload
 
 from torch import Tensor
@@ -145,12 +146,9 @@ class StepRunner:
                 "step function, around the model and the loss, not around the step function"
             )
 
-        def own() -> Arguments:
-            arguments = body.bind(args, kwargs)
-            if context.distribution.checks_batch:
-                context.distribution.check_batch(arguments, body.name)
-            return arguments
-
+        own: Callable[[], Arguments] = partial(body.bind, args, kwargs)
+        if context.distribution.checks_batch:
+            own = partial(self._checked, body, args, kwargs)
         if context.script.job.checkpointer is not None:
             self._check_saving()
         if context.script.untold is not None:
@@ -183,6 +181,12 @@ class StepRunner:
             given = {f"argument {i}": arg for i, arg in enumerate(args)} | dict(kwargs)
             context.distribution.check_batch(given, "(none)")
         return self._single.direct
+
+    def _checked(self, body: StepBody, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        """The arguments, which the ranks of a tensor-parallel group must have alike."""
+        arguments = body.bind(args, kwargs)
+        self._context.distribution.check_batch(arguments, body.name)
+        return arguments
 
     def _check_saving(self) -> None:
         """Raise what a save in the background has failed with; ranks that do not know it yet are told."""

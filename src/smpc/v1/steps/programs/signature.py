@@ -38,7 +38,7 @@ from smpc.sample_inputs import Inputs
 from smpc.tracer.constants import decode, encode, is_constant, normalise
 from smpc.tracer.environment.memory_words import DictVersions, trained_reader
 from smpc.tracer.guards import Answers, broken_guard
-from smpc.tracer.ir import Autocast, Guard, TensorSpec, Trace
+from smpc.tracer.ir import Autocast, Guard, TensorSpec, Trace, spec_of
 from smpc.tracer.record import Recording
 from smpc.tracer.replay import input_values
 from smpc.tracer.structure import Structure, flatten
@@ -67,14 +67,15 @@ class Signature:
 
     def with_ones(self, microbatches: Sequence[Inputs]) -> Signature:
         """This signature, for the masks of these microbatches."""
-        masks = [pair for pair in _masks(self.structure) if isinstance(self.leaves[pair[0]], TensorSpec)]
+        masks = _masks(self.structure)
         if not masks:
             return self
         leaves = [flatten(inputs)[0] for inputs in microbatches]
         ones = (
             path
             for position, path in masks
-            if bool(torch.stack([(tensors[position] == 1).all() for tensors in leaves]).all())
+            if isinstance(self.leaves[position], TensorSpec)
+            and bool(torch.stack([(tensors[position] == 1).all() for tensors in leaves]).all())
         )
         return dataclasses.replace(self, ones=tuple(ones))
 
@@ -196,14 +197,17 @@ def read_signature(inputs: Inputs, modes: bytes, grad_enabled: bool, autocast: A
     Raises StepError for tensors that want gradients, and for objects that other ranks cannot be sent.
     """
     leaves, structure = flatten(inputs)
-    described = []
+    described: list[TensorSpec | Constant] = []
     for position, leaf in enumerate(leaves):
-        if grad_enabled and isinstance(leaf, Tensor) and leaf.requires_grad:
+        if not isinstance(leaf, Tensor):
+            described.append(_constant(leaf, structure, position))
+            continue
+        if grad_enabled and leaf.requires_grad:
             raise StepError(
                 f"model input {_argument(structure, position)} requires grad, but gradients do not flow out of the pipeline; detach it, "
                 "or compute it inside the model"
             )
-        described.append(_describe(leaf, structure, position))
+        described.append(spec_of(leaf.shape, leaf.dtype, leaf.stride() if leaf.layout is torch.strided else ()))
     return Signature(structure, tuple(described), modes, grad_enabled, autocast=autocast)
 
 
@@ -235,9 +239,7 @@ def check_equal(signatures: Sequence[Signature], step_name: str) -> None:
         )
 
 
-def _describe(leaf: Any, structure: Structure, position: int) -> TensorSpec | Constant:
-    if isinstance(leaf, Tensor):
-        return TensorSpec.of(leaf.detach())
+def _constant(leaf: Any, structure: Structure, position: int) -> Constant:
     leaf = normalise(leaf)
     if is_constant(leaf):
         return Constant(f"{type(leaf).__qualname__}:{leaf!r}", leaf)
