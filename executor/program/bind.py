@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from smpc.codegen.actions import split_backwards
-from smpc.codegen.program import Instruction, Op, RankProgram, StageCode
+from smpc.codegen.program import Instruction, Op, RankProgram, StageCode, split_backwards
 from smpc.codegen.recompute import Checkpointing
 from smpc.codegen.stage import StageModule
 from smpc.errors import StepError

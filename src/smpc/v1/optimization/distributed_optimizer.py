@@ -306,7 +306,7 @@ class DistributedOptimizer(ShardedNames):
     @_acts
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's parameters. Under fp16, and with sharded state, collective over all ranks."""
-        if self._session is not state.current:
+        if self._session is not state.job.session:
             raise ended("smp.DistributedOptimizer")
         if self._agreement is not None:
             self.tell_others()

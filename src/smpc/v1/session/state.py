@@ -72,6 +72,7 @@ class Job:
     """What all models of a script share."""
 
     def __init__(self) -> None:
+        self.session: Session | None = None  # once smp.init has begun it
         self.tracing = False  # whether a model is being recorded
         self.checkpointer: Any = None  # how the ranks save and load together, once they have
 
@@ -268,31 +269,35 @@ class State(_Numbered):
     def clear(self) -> None:
         """Forget everything, as before the first `smp.init`."""
         self._forget()
-        self.current: Session | None = None  # the session, if there is one
         self.closers: list[Callable[[], None]] = []  # what smp.shutdown calls first
 
     def start(self, session: Session) -> None:
         """Enter a session; `smp.init` calls it."""
-        self.current = session
+        self.job.session = session
 
     @property
     def initialized(self) -> bool:
         """Whether there is a session."""
-        return self.current is not None
+        return self.job.session is not None
 
     @property
     def session(self) -> Session:
         """The current session. Raises UsageError before `smp.init`."""
-        if self.current is None:
+        if self.job.session is None:
             raise UsageError(
                 "smp.init has not been called in this process; call smp.init(config) first, once, on every rank"
             )
-        return self.current
+        return self.job.session
 
     def check_current(self, session: Session | None, what: str) -> None:
         """Raise UsageError unless `session`, in which `what` was made, is the current one."""
-        if session is not self.current:
+        if session is not self.job.session:
             raise ended(what)
+
+    @property
+    def current(self) -> Session | None:
+        """The current session, if there is one."""
+        return self.job.session
 
     @property
     def cfg(self) -> Config:
