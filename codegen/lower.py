@@ -36,8 +36,7 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from smpc.codegen.actions import Action, Schedule
-from smpc.codegen.program import Channel, Instruction, Op
+from smpc.codegen.program import Action, Channel, Instruction, Op, Schedule
 from smpc.codegen.simulate import Costs, Event, Transfer, simulate
 from smpc.errors import ScheduleError
 from smpc.partitioner.graph.plan import INPUTS

@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 
-from smpc.codegen.actions import Action, Schedule
-from smpc.codegen.program import Instruction, Op
+from smpc.codegen.program import Action, Instruction, Op, Schedule
 
 _TASKS = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
 Key = tuple[int, int]  # stage, microbatch

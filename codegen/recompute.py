@@ -108,13 +108,23 @@ class Checkpointing:
         self._depth = 0
 
     def __enter__(self) -> Checkpointing:
-        _TORCH.replace()
+        with _TORCH.lock:
+            _TORCH.users += 1
+            if _TORCH.users == 1:
+                _TORCH.reentrant = checkpoint.CheckpointFunction
+                _TORCH.generator = checkpoint._checkpoint_without_reentrant_generator
+                checkpoint.CheckpointFunction = _NonReentrant  # type: ignore[misc, assignment]
+                checkpoint._checkpoint_without_reentrant_generator = _generator
         _ENTERED.stack.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         _ENTERED.stack.remove(self)
-        _TORCH.restore()
+        with _TORCH.lock:
+            _TORCH.users -= 1
+            if not _TORCH.users:
+                checkpoint.CheckpointFunction = _TORCH.reentrant  # type: ignore[misc]
+                checkpoint._checkpoint_without_reentrant_generator = _TORCH.generator
 
     def around(
         self,
@@ -150,26 +160,10 @@ class _TorchCheckpoints:
     """torch's own two functions, and how many contexts, in all threads, have others in their place: torch has one of each in a process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
+        self.lock = threading.Lock()
+        self.users = 0
         self.reentrant: Any = checkpoint.CheckpointFunction
         self.generator: Any = checkpoint._checkpoint_without_reentrant_generator
-
-    def replace(self) -> None:
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self.reentrant = checkpoint.CheckpointFunction
-                self.generator = checkpoint._checkpoint_without_reentrant_generator
-                checkpoint.CheckpointFunction = _NonReentrant  # type: ignore[misc, assignment]
-                checkpoint._checkpoint_without_reentrant_generator = _generator
-
-    def restore(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                checkpoint.CheckpointFunction = self.reentrant  # type: ignore[misc]
-                checkpoint._checkpoint_without_reentrant_generator = self.generator
 
 
 _ENTERED = _Entered()

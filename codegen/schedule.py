@@ -41,7 +41,7 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from smpc.codegen.actions import Action, Schedule, backward, forward, split_backwards
+from smpc.codegen.program import Action, Schedule, backward, forward, split_backwards
 from smpc.codegen.simulate import Costs, chain, merge, simulate, timeline_text
 from smpc.errors import ConfigError, ScheduleError
 

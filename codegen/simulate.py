@@ -33,8 +33,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from smpc.codegen.actions import Action, Schedule, backward, forward, split_backwards, weight
-from smpc.codegen.program import Channel, Op
+from smpc.codegen.program import Action, Channel, Op, Schedule, backward, forward, split_backwards, weight
 from smpc.errors import ScheduleError
 from smpc.partitioner.graph.plan import INPUTS, Plan
 

@@ -31,8 +31,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from smpc.codegen.actions import backward, forward, split_backwards, weight
-from smpc.codegen.program import Channel, Instruction, Op, RankProgram
+from smpc.codegen.program import Channel, Instruction, Op, RankProgram, backward, forward, split_backwards, weight
 from smpc.codegen.simulate import Transfer
 from smpc.errors import ScheduleError
 from smpc.partitioner.graph.plan import INPUTS

@@ -19,9 +19,8 @@ from difflib import SequenceMatcher
 import networkx as nx
 
 from smpc.errors import PartitionError
-from smpc.partitioner.graph.clusters import find_clusters
 from smpc.partitioner.graph.plan import Plan
-from smpc.partitioner.graph.trace_graph import NO_STAGE, Graph, build_graph
+from smpc.partitioner.graph.trace_graph import NO_STAGE, Graph, build_graph, find_clusters
 from smpc.tracer.ir import Node, NodeKind, Trace
 from smpc.tracer.state.state_use import StateUse
 

@@ -13,9 +13,9 @@ Which partition a node belongs to
     - none either, if nothing that the model returns depends on it, or if it only takes a part out of a result that is not a tensor.
 Values that depend on the model's inputs alone (masks, positions) go to the first stage that uses them, and others compute them again.
 
-Stages follow the order of execution, moving only what a cluster (see `smpc.partitioner.graph.clusters`) joins, so gradients are summed as
-in one process. Example: children created on partitions 1, 2, 1 and by default 0, called in this order, are four stages on the ranks (1,
-2, 1, 0):
+Stages follow the order of execution, moving only what a cluster (see `smpc.partitioner.graph.trace_graph`) joins, so gradients are summed
+as in one process. Example: children created on partitions 1, 2, 1 and by default 0, called in this order, are four stages on the ranks
+(1, 2, 1, 0):
 
     assignment, placement = assign_manually(trace, {"child0": 1, "child1": 2, "child2": 1}, default=0, num_ranks=3)
     placement    # (1, 2, 1, 0)
@@ -30,8 +30,7 @@ import networkx as nx
 import numpy as np
 
 from smpc.errors import ConfigError, PartitionError
-from smpc.partitioner.graph.clusters import Clusters, condense, find_clusters
-from smpc.partitioner.graph.trace_graph import Graph, build_graph
+from smpc.partitioner.graph.trace_graph import Clusters, Graph, build_graph, condense, find_clusters
 from smpc.tracer.ir import NodeKind, Trace
 
 

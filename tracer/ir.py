@@ -77,6 +77,12 @@ class TensorSpec:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
+@functools.lru_cache(maxsize=1024)
+def spec_of(shape: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...]) -> TensorSpec:
+    """The spec of tensors that need no gradient, made once for each kind: a step asks for those of every microbatch."""
+    return TensorSpec(tuple(shape), str(dtype).removeprefix("torch."), tuple(stride))
+
+
 @functools.cache
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)

@@ -32,7 +32,7 @@ def input_values(trace: Trace, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     wrong = []
     for position, (leaf, traced) in enumerate(zip(leaves, trace.input_leaves, strict=True)):
         expected = trace.node(traced.name).spec if isinstance(traced, Ref) else traced
-        if not _is_as_traced(leaf, expected):
+        if not is_as_traced(leaf, expected):
             found = TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)
             wrong.append(f"{structure.paths()[position]}: expected {expected}, found {found}")
     if wrong:
@@ -44,7 +44,7 @@ def input_values(trace: Trace, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     }
 
 
-def _is_as_traced(leaf: Any, expected: Any) -> bool:
+def is_as_traced(leaf: Any, expected: Any) -> bool:
     """Whether an input has the shape and dtype, or is the constant, that the trace was made for."""
     if isinstance(expected, TensorSpec):
         return isinstance(leaf, torch.Tensor) and (tuple(leaf.shape), leaf.dtype) == (

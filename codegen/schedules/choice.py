@@ -25,7 +25,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from smpc.codegen.actions import Schedule, peaks, rank_peaks
+from smpc.codegen.program import Schedule, peaks, rank_peaks
 from smpc.codegen.schedule import SCHEDULES, in_flight, interleaved_1f1b, loop_placement, scheduler
 from smpc.codegen.schedules.csv_file import read_csv
 from smpc.codegen.schedules.search import search

@@ -25,8 +25,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from smpc.codegen.actions import Action, Schedule, split_backwards
-from smpc.codegen.program import Op
+from smpc.codegen.program import Action, Op, Schedule, split_backwards
 from smpc.config.files import read_text
 from smpc.config.limits import MAX_MICROBATCHES, MAX_STEPS, shown, size_violation
 from smpc.errors import ConfigError, printable

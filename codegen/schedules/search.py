@@ -51,8 +51,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from smpc.codegen.actions import Action, Schedule, peaks, rank_peaks, split_backwards
-from smpc.codegen.program import Op
+from smpc.codegen.program import Action, Op, Schedule, peaks, rank_peaks, split_backwards
 from smpc.codegen.simulate import Costs, Transfer, simulate
 from smpc.errors import ScheduleError
 from smpc.partitioner.graph.plan import INPUTS

@@ -28,7 +28,7 @@ Example: p = 2, m = 3, F = I = W (`table`):
 
 from __future__ import annotations
 
-from smpc.codegen.actions import Action, Schedule, backward, forward, weight
+from smpc.codegen.program import Action, Schedule, backward, forward, weight
 from smpc.codegen.schedules.search import with_late_weights
 from smpc.codegen.simulate import Costs, chain
 

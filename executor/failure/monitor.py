@@ -125,7 +125,7 @@ class FailureMonitor:
         self._deadline = float("inf")
         self.start = Start(self._own, rank, start_timeout, ended)
         self._timeout = step_timeout  # of the current watch
-        self._num_steps = 0
+        self.num_steps = 0  # that this rank has begun
         self._round = 0  # the next one to answer
         self._place, self._since = "", time.monotonic()
         self._is_armed = False
@@ -187,7 +187,7 @@ class FailureMonitor:
             yield
             return
         if position is not None:
-            self._num_steps += 1
+            self.num_steps += 1
             self._position = position
         self._timeout = self._step_timeout if timeout is None else timeout
         self._deadline = time.monotonic() + self._timeout
@@ -388,10 +388,8 @@ class FailureMonitor:
         if not self.start.is_over:
             return self.start.place if where is None else f"{self.start.place}: {where()}"
         if where is None:
-            return (
-                f"after step {self._num_steps}, outside smpc: data loading, the optimizer or other code of the script"
-            )
-        return f"step {self._num_steps}, {where()}"
+            return f"after step {self.num_steps}, outside smpc: data loading, the optimizer or other code of the script"
+        return f"step {self.num_steps}, {where()}"
 
     def _answer(self) -> Standing:
         """Tell where this rank stands."""
@@ -404,7 +402,7 @@ class FailureMonitor:
             rank=self._rank,
             activity=activity_of(frame, self._waits, self._reduces),
             place=self._place,
-            progress=(self._num_steps, self._position() if self._num_steps else self.start.phase),
+            progress=(self.num_steps, self._position() if self.num_steps else self.start.phase),
             seconds=now - self._since,
             allowed=max(0.0 if where is None else self._deadline - now, self.start.allowed),
             stack=stack_of(frame),
@@ -453,7 +451,7 @@ class FailureMonitor:
             return None
         if self.start.is_late:
             return report_of(standings, self.start.timeout, key="start_timeout")
-        is_first = self._num_steps == 1 and not self.start.is_over
+        is_first = self.num_steps == 1 and not self.start.is_over
         return report_of(standings, self._timeout, key="start_timeout" if is_first else "")
 
     def _await_answers(self, keys: Sequence[str]) -> None:

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from smpc.codegen.actions import split_backwards
-from smpc.codegen.program import Instruction, Op, RankProgram, StageCode
+from smpc.codegen.program import Instruction, Op, RankProgram, StageCode, split_backwards
 from smpc.codegen.recompute import Checkpointing
 from smpc.codegen.stage import StageModule
 from smpc.errors import StepError
@@ -173,11 +172,12 @@ class Binder:
         num_inputs, num_outputs = len(frame.inputs), len(frame.outputs)
         has_backward = self._program.has_backward
         moves = (stage, microbatch) in self._moving
+        checkpointing = Checkpointing()
 
         def run() -> None:
             arguments = frame.inputs
             frame.inputs = [None] * num_inputs
-            with Checkpointing(frame.kept if moves else None):
+            with Checkpointing(frame.kept) if moves else checkpointing:
                 if split is not None and split.is_worthwhile:
                     with uncompiled(), Deferral(frame.pending):
                         outputs = module(*arguments)
@@ -233,7 +233,7 @@ class Binder:
                 if extra is not None:
                     roots.append(extra)
             if roots:
-                torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])  # type: ignore[arg-type]
+                torch.autograd.backward(*zip(*roots, strict=True))  # type: ignore[arg-type]
             if hooks is not None:
                 _reduce_alone(hooks, reduced[1:])
             for position in leaves:

@@ -18,7 +18,7 @@ from torch import Tensor
 from smpc.codegen.program import Channel, Instruction, RankProgram
 from smpc.errors import StepError
 from smpc.executor.program.frame import Frame
-from smpc.executor.program.handler import Handler, Inputs, Step
+from smpc.executor.program.handler import Handler, Step
 from smpc.executor.program.inbox import MASK_DTYPE, Delivery, Inbox, Presence, mask_form
 from smpc.executor.program.send_completion import awaited_by_sends, told_by_receives
 from smpc.executor.transport import Transport, WireFormat
@@ -72,7 +72,7 @@ class ChannelBinder:
         """A function that takes the channel's values out of where they are made."""
         step = self._step
         if channel.source == INPUTS:
-            return lambda: _inputs(step.inputs, channel, microbatch)
+            return partial(_inputs, step, channel, microbatch)
         outputs = self._codes[channel.source].outputs
         slots = tuple(outputs.index(value) for value in channel.values)
         frame = self._frames[channel.source, microbatch]
@@ -169,7 +169,7 @@ class ChannelBinder:
             gradients = strict and torch.is_grad_enabled()
             for value, form in zip(values, forms, strict=True):
                 form.check(value, where, gradients=gradients)
-            put([value.detach() for value in values])
+            put(list(map(Tensor.detach, values)))
 
         return run
 
@@ -248,9 +248,8 @@ class ChannelBinder:
         told, marks = self._told.get(instruction, 0), self._marks.get(peer, [])
 
         def run() -> None:
-            grads = inbox.take()
-            put(grads)
-            if told and (is_first or any(grad is not None and grad.numel() for grad in grads)):  # a message came
+            put(inbox.take())
+            if told and (is_first or presence.has_elements):  # a message came
                 transport.reap(peer, marks[told - 1])
 
         return Handler(run, instruction, inbox)
@@ -283,13 +282,14 @@ def _keep_layout(grads: list[Tensor | None], slot: int, stride: tuple[int, ...],
         grads[slot] = gradient
 
 
-def _inputs(inputs: Inputs | None, channel: Channel, microbatch: int) -> list[Tensor]:
-    if inputs is None:
+def _inputs(step: Step, channel: Channel, microbatch: int) -> list[Tensor]:
+    if step.inputs is None:
         raise StepError("pipeline rank 0 needs the model's inputs, found None")
-    missing = [value for value in channel.values if value not in inputs[microbatch]]
-    if missing:
-        raise StepError(f"microbatch {microbatch} lacks the model inputs {missing}, found {sorted(inputs[microbatch])}")
-    return [inputs[microbatch][value] for value in channel.values]
+    given = step.inputs[microbatch]
+    if not given.keys() >= set(channel.values):
+        missing = [value for value in channel.values if value not in given]
+        raise StepError(f"microbatch {microbatch} lacks the model inputs {missing}, found {sorted(given)}")
+    return list(map(given.__getitem__, channel.values))
 
 
 def _late_gradient(edge: int, value: str, microbatch: int) -> None:

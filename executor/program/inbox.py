@@ -33,10 +33,11 @@ MASK_DTYPE = torch.int64
 class Presence:
     """The formats of one channel's gradients in this step, None where there is none; unknown until its first delivery."""
 
-    __slots__ = ("forms",)
+    __slots__ = ("forms", "has_elements")
 
     def __init__(self) -> None:
         self.forms: list[WireFormat | None] | None = None
+        self.has_elements = False  # whether anything but a mask arrives
 
     def describe(self, planned: Sequence[WireFormat], gradients: Sequence[Tensor | None]) -> list[int]:
         """Take the layouts of the first gradients; the numbers of the mask."""
@@ -52,12 +53,13 @@ class Presence:
 
     def read(self, planned: Sequence[WireFormat], mask: Sequence[int]) -> None:
         """The inverse of `describe`."""
-        self.forms = []
+        self.forms, self.has_elements = [], False
         start = 0
         for form in planned:
             stop = start + 1 + len(form.shape)
             stride = tuple(mask[start + 1 : stop])
             self.forms.append(None if not mask[start] else form if stride == form.arrival else form.arriving(stride))
+            self.has_elements |= bool(mask[start]) and not form.is_empty
             start = stop
 
 
@@ -112,11 +114,6 @@ class Inbox:
         """Forget what is posted, after a failure."""
         self._posted.clear()
 
-    def _post_next(self) -> None:
-        """Post what is to be taken next, if it is not."""
-        if not self._posted:
-            self.allow(self._num_taken + 1)
-
     def _post(self) -> None:
         last = min(max(self._num_taken + self._window, self._allowed), len(self._deliveries))
         for index in range(self._num_taken + len(self._posted), last):
@@ -140,13 +137,15 @@ class Inbox:
 
     def ready(self) -> bool:
         """Whether `take` would return at once (loopback: the sender puts a whole delivery into the queue at a time)."""
-        self._post_next()
+        if not self._posted:
+            self.allow(self._num_taken + 1)
         return all(receipt is None or receipt.ready() for receipt in self._posted[0])
 
     def take(self) -> list[Tensor | None]:
         """Wait for the next delivery; None where a gradient does not exist."""
         delivery = self._deliveries[self._num_taken]
-        self._post_next()
+        if not self._posted:
+            self.allow(self._num_taken + 1)
         if delivery.is_first:
             mask = self._posted[0].pop(0)
             assert mask is not None

@@ -27,8 +27,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from smpc.codegen.actions import split_backwards
-from smpc.codegen.program import Instruction, Op, RankProgram
+from smpc.codegen.program import Instruction, Op, RankProgram, split_backwards
 from smpc.executor.program.send_completion import other_holders
 
 _SENDS = (Op.SEND, Op.SEND_GRAD)

@@ -16,6 +16,7 @@ import datetime
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -71,28 +72,24 @@ class BufferPool:
     def end_step(self) -> None:
         """Give the buffers of formats back that have been idle for long."""
         self._step += 1
-        idle = [key for key, step in self._last_step.items() if self._step - step > _IDLE_STEPS]
-        for key in idle:
-            del self._storages[key], self._last_step[key]
+        for key, step in tuple(self._last_step.items()):
+            if self._step - step > _IDLE_STEPS:
+                del self._storages[key], self._last_step[key]
 
 
 def _num_references(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
+@dataclass(slots=True)
 class GlooReceipt:
     """A posted receive into a buffer."""
 
-    __slots__ = ("_buffer", "_peer", "_timeout", "_value", "_work")
-
-    def __init__(
-        self, work: dist.Work | None, buffer: Tensor, peer: int, value: str, timeout: datetime.timedelta
-    ) -> None:
-        self._work = work
-        self._buffer = buffer
-        self._peer = peer
-        self._value = value
-        self._timeout = timeout
+    _work: dist.Work | None
+    _buffer: Tensor
+    _peer: int
+    _value: str
+    _timeout: datetime.timedelta
 
     def ready(self) -> bool:
         """Gloo cannot tell before the wait."""
@@ -112,13 +109,14 @@ class GlooReceipt:
         return self._buffer
 
 
+@dataclass(slots=True)
 class RingReceipt:
     """A posted receive through memory, into (the wire view of) a buffer."""
 
-    __slots__ = ("_buffer", "_peer", "_post", "_rings")
-
-    def __init__(self, rings: Rings, post: Post, buffer: Tensor, peer: int) -> None:
-        self._rings, self._post, self._buffer, self._peer = rings, post, buffer, peer
+    _rings: Rings
+    _post: Post
+    _buffer: Tensor
+    _peer: int
 
     def ready(self) -> bool:
         """Whether it is in the buffer, as one that was sent later has been waited for."""

@@ -25,6 +25,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
@@ -134,15 +135,15 @@ class Outbound:
         return place
 
 
+@dataclass(slots=True)
 class Post:
     """A buffer for a message, and what became of it."""
 
-    __slots__ = ("buffer", "is_done", "mail", "mailed", "value")
-
-    def __init__(self, buffer: Tensor, value: str, mail: Mail) -> None:
-        self.buffer, self.value, self.mail = buffer, value, mail
-        self.is_done = False
-        self.mailed: Mailed | None = None
+    buffer: Tensor
+    value: str
+    mail: Mail
+    is_done: bool = False
+    mailed: Mailed | None = None
 
 
 class Inbound:

@@ -13,7 +13,7 @@ Example: layers a, b on stage 0 and c, d, e on stage 1, strategy "group_2": the 
 
 Which values a stage computes again instead of receiving them.
 
-An input-only value (see `smpc.partitioner.graph.clusters`) may be recomputed by any stage. Its cone is every node that this
+An input-only value (see `smpc.partitioner.graph.trace_graph`) may be recomputed by any stage. Its cone is every node that this
 takes: the value, what it is computed from, and the in-place writes among them. It is recomputed when that is quicker
 than sending it:
 
@@ -31,8 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from smpc.partitioner.costs.cost import CostModel
-from smpc.partitioner.graph.clusters import Clusters
-from smpc.partitioner.graph.trace_graph import Graph
+from smpc.partitioner.graph.trace_graph import Clusters, Graph
 from smpc.partitioner.problem import IntArray
 from smpc.tracer.constants import references
 from smpc.tracer.ir import NodeKind, Region, Trace

@@ -30,8 +30,7 @@ from collections.abc import Sequence
 import networkx as nx
 import numpy as np
 
-from smpc.partitioner.graph.clusters import Clusters, condense
-from smpc.partitioner.graph.trace_graph import Graph
+from smpc.partitioner.graph.trace_graph import Clusters, Graph, condense
 from smpc.partitioner.problem import FloatArray, IntArray, Scale, Units, own_costs
 from smpc.partitioner.solvers.chain import relaxed_optimum
 from smpc.partitioner.solvers.lattice import best_chain, build_lattice, heaviest_path

@@ -14,6 +14,8 @@ read the same differentiable value keep their order, so that gradients are summe
 
 Shared items: a parameter or buffer (with gradient and optimizer state) is held once by each stage that uses it, an
 activation storage once by each stage whose nodes save it.
+
+`analyse` finds out, once, everything about a trace that does not depend on the stage of a node.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from dataclasses import dataclass, replace
 import networkx as nx
 import numpy as np
 
-from smpc.partitioner.costs.cost import CostModel, NodeTimes
-from smpc.partitioner.graph.clusters import Clusters, condense
-from smpc.partitioner.graph.trace_graph import Graph
+from smpc.partitioner.costs.cost import CostModel, NodeTimes, node_times
+from smpc.partitioner.graph.recompute import Requested, depths, find_recomputable, requested_regions, with_regions
+from smpc.partitioner.graph.trace_graph import Clusters, Graph, build_graph, condense, find_clusters
 from smpc.partitioner.memory.peak import state_bytes
-from smpc.partitioner.problem import FloatArray, IntArray, Scale, SharedItem, Units, stage_costs
+from smpc.partitioner.problem import FloatArray, IntArray, Scale, SharedItem, Units, check_total, stage_costs
 from smpc.partitioner.solvers.chain import ChainProblem, solve_chain
 from smpc.partitioner.solvers.ilp import PlacementProblem, Value
-from smpc.tracer.ir import StateSpec
+from smpc.tracer.ir import StateSpec, Trace
 
 _PIECES_PER_STAGE = 4  # a unit of the integer program should cost at most this part of a stage
 
@@ -222,3 +224,77 @@ def _is_ordered(dag: nx.DiGraph[int], units: Units, scale: Scale) -> bool:
     order = [unit for unit in nx.lexicographical_topological_sort(dag) if costs[unit] > 1e-6 * costs.sum()]
     reachable = nx.transitive_closure_dag(dag)
     return all(reachable.has_edge(u, w) for u, w in itertools.pairwise(order))
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A trace in index form, with its costs."""
+
+    graph: Graph
+    clusters: Clusters
+    times: NodeTimes  # a backward includes the forwards that are run again for it
+    times_once: NodeTimes  # it does not
+    recomputable: dict[int, tuple[int, ...]]
+    units: Units  # one for each compute node, by rank
+    cost_model: CostModel
+    checkpoints: Requested
+
+
+def analyse(
+    trace: Trace, cost_model: CostModel, times: NodeTimes | None = None, recompute: Sequence[str] = ()
+) -> Analysis:
+    """Index the trace and cost its nodes; `times` are measured ones, if there are any. `recompute`: names of modules to checkpoint."""
+    wanted = tuple(recompute)
+    requested, graph, clusters = trace.remembered((_index, wanted), lambda: _index(trace, wanted))
+    once = times or node_times(trace, cost_model)
+    graph = replace(graph, workspace=once.workspace)
+    times = once.with_reruns(depths(requested.regions))
+    recomputable = find_recomputable(graph, clusters, cost_model)
+    units = node_units(graph, times, cost_model)
+    return Analysis(graph, clusters, times, once, recomputable, units, cost_model, requested)
+
+
+def _index(trace: Trace, recompute: tuple[str, ...]) -> tuple[Requested, Graph, Clusters]:
+    """What depends on no cost."""
+    _check_bytes(trace)
+    requested = requested_regions(trace, recompute)
+    graph = with_regions(build_graph(trace), requested.regions)
+    return requested, graph, find_clusters(graph)
+
+
+def _check_bytes(trace: Trace) -> None:
+    """PartitionError if the bytes of one microbatch cannot be added up exactly: all its storages, and four times all values and state.
+
+    While one node works, a value has at most two gradients and their sum, and a parameter one gradient.
+    """
+    specs = [node.spec for node in trace.nodes if node.spec is not None] + [state.spec for state in trace.state]
+    total = sum(trace.storages) + 4 * sum(spec.num_bytes for spec in specs)
+    check_total(total, "bytes of values and gradients of one microbatch", "make microbatches smaller")
+
+
+def keep_regions_whole(analysis: Analysis, num_stages: int) -> Analysis:
+    """The analysis with nodes of a checkpointed region in one cluster, where the region takes no more than a stage's share of the time.
+
+    A region that a cut goes through is not checkpointed. Without change if that leaves fewer pieces than stages.
+    """
+    graph, time = analysis.graph, analysis.units.time
+    share, end = sum(time) / num_stages, 0
+    joined: nx.Graph[int] = nx.Graph()
+    for members in analysis.clusters.members:
+        nx.add_path(joined, members)
+    inside = np.zeros(graph.num_compute + 1, dtype=np.int64)
+    for region in analysis.checkpoints.regions:
+        positions = [i for i in range(region.first, region.last) if graph.is_compute(i)]
+        ranks = graph.rank[positions]
+        if region.first < end or len(positions) < 2 or sum(time[rank] for rank in ranks.tolist()) > share:
+            continue
+        end = region.last
+        nx.add_path(joined, positions)
+    groups = sorted(tuple(sorted(found)) for found in nx.connected_components(joined))
+    for group in groups:
+        ranks = graph.rank[list(group)]
+        inside[ranks.min() + 1] += 1
+        inside[ranks.max() + 1] -= 1
+    if np.count_nonzero(np.cumsum(inside)[:-1] == 0) < num_stages:
+        return analysis
+    return replace(analysis, clusters=replace(analysis.clusters, members=tuple(groups)))

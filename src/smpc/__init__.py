@@ -61,4 +61,6 @@ _ELSEWHERE = {"SmpcError": "smpc.errors", "alias": "smpc.aliasing"}
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'smpc' has no attribute {name!r}")
-    return getattr(importlib.import_module(_ELSEWHERE.get(name, "smpc.api")), name)
+    found = getattr(importlib.import_module(_ELSEWHERE.get(name, "smpc.api")), name)
+    globals()[name] = found  # the next use finds it there
+    return found

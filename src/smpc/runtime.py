@@ -30,8 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from smpc.codegen.actions import split_backwards
-from smpc.codegen.program import RankProgram
+from smpc.codegen.program import RankProgram, split_backwards
 from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, GROUP, group_attribute
 from smpc.codegen.stage import StageModule, build_stage, compile_stage
 from smpc.compile.result import Compilation
@@ -57,8 +56,9 @@ from smpc.tracer.constants import Ref, TraceDevice
 from smpc.tracer.environment.guarded import Environment
 from smpc.tracer.guards import broken_guard
 from smpc.tracer.ir import NodeKind, Trace
-from smpc.tracer.replay import input_values
+from smpc.tracer.replay import input_values, is_as_traced
 from smpc.tracer.state.state_use import StateUse
+from smpc.tracer.structure import flatten
 
 if TYPE_CHECKING:
     from smpc.report.measured import Comparison
@@ -100,12 +100,15 @@ class RankPrograms:
         self.plan = compilation.plan
         self.batch = _batch(compilation.trace, compilation.plan)
         self.flops = _flops(compilation.trace, compilation.plan)
-        self.written_inputs = _written_inputs(compilation.trace)
+        self._read_inputs = _input_reader(compilation.trace)
+        self._written_inputs = _written_inputs(compilation.trace)
+        self._device = device
         codes = [code for each in compilation.programs for code in each.stages]
         shared = (item.name for item in compilation.plan.shared_parameters)
         self._late_hooks = LateHooks(model, compilation.trace, codes, shared)
         self._late_hooks.check()
         program = compilation.programs[rank]
+        self._num_microbatches = program.num_microbatches
         self.stages = {code.index: build_stage(code, model, device) for code in program.stages}
         self._refreshed = [stage for stage in self.stages.values() if stage.holds_tensors]
         _compile(self.stages, program, model)
@@ -136,6 +139,36 @@ class RankPrograms:
         for stage in self._refreshed:
             stage.refresh()
         return self._interpreters[training]
+
+    def placeholders(self, microbatches: Sequence[Inputs]) -> list[dict[str, Tensor]]:
+        """The model's input tensors of every microbatch, by placeholder name, on the device; copies of those that the model writes into.
+
+        Raises StepError for another number of microbatches than planned, a tensor whose gradient would leave the pipeline, or inputs whose
+        values the trace does not hold for.
+        """
+        if len(microbatches) != self._num_microbatches:
+            raise StepError(f"the program runs {self._num_microbatches} microbatches, found {len(microbatches)}")
+        found = []
+        for index, (args, kwargs) in enumerate(microbatches):
+            values = self._read_inputs(args, kwargs)
+            for name, tensor in values.items():
+                if tensor.requires_grad:
+                    raise StepError(
+                        f"model input {name} of microbatch {index} requires grad, but gradients do not flow out of the pipeline; "
+                        "detach it, or compute it inside the model"
+                    )
+            broken = broken_guard(self.trace, self.model, values) if self.trace.guards else None
+            if broken is not None:
+                raise StepError(
+                    f"microbatch {index}: the model's Python depends on {broken[0]}, which was {broken[0].expected} when the model was "
+                    f"traced and is {broken[1]} here; compile it for such inputs"
+                )
+            for name in self._written_inputs:
+                values[name] = values[name].clone()
+            for name, tensor in values.items():
+                values[name] = tensor.to(self._device, non_blocking=True)
+            found.append(values)
+        return found
 
     def held(self) -> Iterator[Tensor]:
         """Parameters, their gradients, and buffers."""
@@ -172,6 +205,7 @@ class Runtime:
         self._optimizer: torch.optim.Optimizer | None = None  # what `observe` was given
         self._make_hooks = hooks
         self._hooks: StepHooks | None = None
+        self._shards: StageShards | None = None  # among the hooks
         self._programs: list[RankPrograms] = []
         self._running: Interpreter | None = None
         self._kept: KeptParameters | None = None  # unless its environment is looked after elsewhere
@@ -208,10 +242,8 @@ class Runtime:
         if self._kept is not None:
             self._kept.check()
         interpreter = self._running = programs.interpreter(training)
-        inputs = (
-            None if microbatches is None else placeholders(programs, interpreter.program, microbatches, self.device)
-        )
-        output = restored(programs.trace, on_output, self.device)
+        inputs = None if microbatches is None else programs.placeholders(microbatches)
+        output = None if on_output is None else restored(programs.trace, on_output, self.device)
         observer = self._observer
         with observer.step(() if observer.is_idle else _tensors(inputs)) as watch:
             if watch.is_wanted:
@@ -220,9 +252,8 @@ class Runtime:
                     interpreter.run(inputs, _noting_loss(output, watch))
             else:
                 interpreter.run(inputs, output)
-        shards = _shards_of(self._hooks)
-        if shards is not None:
-            shards.release()
+        if self._shards is not None:
+            self._shards.release()
         self._running = None
 
     def register_step_callback(self, callback: StepCallback) -> RemovableHandle:
@@ -280,9 +311,9 @@ class Runtime:
     def _hooks_for(self, stages: Mapping[int, StageModule]) -> StepHooks | None:
         if not self._programs:
             self._hooks = self._make_hooks(stages)
-            shards = _shards_of(self._hooks)
-            if shards is not None:
-                exchange(self._model, shards.exchanged)
+            self._shards = _shards_of(self._hooks)
+            if self._shards is not None:
+                exchange(self._model, self._shards.exchanged)
         return self._hooks
 
 
@@ -323,14 +354,13 @@ class LoopbackRuntime:
     def run(self, program: int, microbatches: Sequence[Inputs], on_output: OnOutput | None, *, training: bool) -> None:
         """One step of all ranks."""
         ranks = self._programs[program]
-        trace = ranks[0].trace
         if ranks[0].environment is not None:
             _check_environment(ranks[0].environment)
         assert self._models is not None, "a program is installed"
         self._models.begin_step()
         interpreters = [rank.interpreter(training) for rank in ranks]
-        inputs = placeholders(ranks[0], interpreters[0].program, microbatches, self._device)
-        output = restored(trace, on_output, self._device)
+        inputs = ranks[0].placeholders(microbatches)
+        output = None if on_output is None else restored(ranks[0].trace, on_output, self._device)
         with contextlib.ExitStack() as stack:
             for rank, observer in enumerate(self._observers):
                 watch = stack.enter_context(observer.step())
@@ -446,34 +476,32 @@ def shared_parameters(model: nn.Module, program: RankProgram) -> dict[str, nn.Pa
     return {name: named[name] for name, ranks in program.shared_parameters if program.rank in ranks}
 
 
-def placeholders(
-    programs: RankPrograms, program: RankProgram, microbatches: Sequence[Inputs], device: torch.device
-) -> list[dict[str, Tensor]]:
-    """The model's input tensors of every microbatch, by placeholder name, on the device; copies of those that the model writes into.
+def _input_reader(trace: Trace) -> Callable[[Sequence[Any], Mapping[str, Any]], dict[str, Tensor]]:
+    """`input_values` of this trace, of which everything is looked up now: a step asks for every microbatch."""
+    expected: list[tuple[str, tuple[int, ...], torch.dtype | None, Any]] = []  # no dtype: a constant
+    for traced in trace.input_leaves:
+        spec = trace.node(traced.name).spec if isinstance(traced, Ref) else None
+        if spec is None:
+            expected.append(("", (), None, traced))
+        else:
+            expected.append((traced.name, spec.shape, spec.torch_dtype, spec))
 
-    Raises StepError for another number of microbatches than planned, a tensor whose gradient would leave the pipeline, or inputs whose
-    values the trace does not hold for.
-    """
-    if len(microbatches) != program.num_microbatches:
-        raise StepError(f"the program runs {program.num_microbatches} microbatches, found {len(microbatches)}")
-    found = []
-    for index, (args, kwargs) in enumerate(microbatches):
-        values = input_values(programs.trace, args, kwargs)
-        wrong = [name for name, tensor in values.items() if tensor.requires_grad]
-        if wrong:
-            raise StepError(
-                f"model input {wrong[0]} of microbatch {index} requires grad, but gradients do not flow out of the pipeline; "
-                "detach it, or compute it inside the model"
-            )
-        broken = broken_guard(programs.trace, programs.model, values) if programs.trace.guards else None
-        if broken is not None:
-            raise StepError(
-                f"microbatch {index}: the model's Python depends on {broken[0]}, which was {broken[0].expected} when the model was traced "
-                f"and is {broken[1]} here; compile it for such inputs"
-            )
-        values |= {name: values[name].clone() for name in programs.written_inputs}
-        found.append({name: tensor.to(device, non_blocking=True) for name, tensor in values.items()})
-    return found
+    def read(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        leaves, structure = flatten((tuple(args), dict(kwargs)))
+        if structure != trace.inputs:
+            return input_values(trace, args, kwargs)  # which says what is wrong
+        values = {}
+        for leaf, (name, shape, dtype, traced) in zip(leaves, expected, strict=True):
+            if dtype is None:
+                is_right = is_as_traced(leaf, traced)
+            else:
+                is_right = isinstance(leaf, Tensor) and leaf.shape == shape and leaf.dtype is dtype
+                values[name] = leaf
+            if not is_right:
+                return input_values(trace, args, kwargs)
+        return values
+
+    return read
 
 
 def _labels(trace: Trace) -> dict[str, str]:
@@ -489,11 +517,9 @@ def _written_inputs(trace: Trace) -> tuple[str, ...]:
 
 
 def restored(
-    trace: Trace, on_output: OnOutput | None, device: torch.device
-) -> Callable[[int, tuple[Tensor, ...]], Roots | None] | None:
+    trace: Trace, on_output: OnOutput, device: torch.device
+) -> Callable[[int, tuple[Tensor, ...]], Roots | None]:
     """`on_output` for the interpreter: it gets the last stage's tensors, the user the model's own output structure."""
-    if on_output is None:
-        return None
     positions = {name: i for i, name in enumerate(trace.output_names)}
 
     def call(microbatch: int, outputs: tuple[Tensor, ...]) -> Roots | None:

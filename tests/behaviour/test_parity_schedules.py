@@ -10,8 +10,7 @@ import pytest
 import torch
 import zoo
 
-from smpc.codegen.actions import weight
-from smpc.codegen.program import Op
+from smpc.codegen.program import Op, weight
 from smpc.codegen.schedules.choice import Choice, choose
 from smpc.codegen.schedules.csv_file import to_csv
 from smpc.codegen.simulate import Costs, chain

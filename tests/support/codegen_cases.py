@@ -9,8 +9,7 @@ from collections import defaultdict, deque
 
 from hypothesis import strategies as st
 
-from smpc.codegen.actions import weight
-from smpc.codegen.program import Channel, Op
+from smpc.codegen.program import Channel, Op, weight
 from smpc.tracer.ir import TensorSpec
 
 

@@ -7,10 +7,8 @@ import numpy as np
 
 from smpc.codegen.schedules.choice import Choice
 from smpc.compile import Compilation, compile_plan
-from smpc.partitioner.graph.clusters import condense, find_clusters
-from smpc.partitioner.graph.edges import check_assignment
 from smpc.partitioner.graph.plan import ScheduleSummary
-from smpc.partitioner.graph.trace_graph import build_graph
+from smpc.partitioner.graph.trace_graph import build_graph, check_assignment, condense, find_clusters
 from smpc.partitioner.solve import plan_from_assignment
 from smpc.tracer import Trace
 

@@ -166,7 +166,8 @@ def _compile(
     verified = None
     with _loaded(target, specs, real=verify) as (model, sample_inputs, show):
         if _is_half(settings):
-            from smpc.v1.session.precision import cast_inputs, cast_module, half_dtype
+            from smpc.v1.session.precision import cast_module, half_dtype
+            from smpc.v1.steps.calls import cast_inputs
 
             cast_module(model, half_dtype(settings))
             sample_inputs = cast_inputs(sample_inputs, half_dtype(settings))

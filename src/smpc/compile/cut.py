@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from smpc.codegen.actions import Schedule, peaks
 from smpc.codegen.offload import resident
-from smpc.codegen.program import Channel
+from smpc.codegen.program import Channel, Schedule, peaks
 from smpc.codegen.schedules.choice import Choice
 from smpc.codegen.simulate import Costs, Transfer, chain
 from smpc.compile.options import PipelineOptions
@@ -29,9 +28,8 @@ from smpc.partitioner.graph.plan import Plan, ScheduleSummary
 from smpc.partitioner.heterogeneous import on_devices, solve_mixed
 from smpc.partitioner.keep_assignment import fits, follow
 from smpc.partitioner.manual import assign_manually
-from smpc.partitioner.memory_limit import check_peaks, rank_peaks, with_note
 from smpc.partitioner.sizes import at_least
-from smpc.partitioner.solve import plan_from_assignment, solve_partition
+from smpc.partitioner.solve import check_peaks, plan_from_assignment, rank_peaks, solve_partition, with_note
 from smpc.tracer.ir import Trace
 
 _HOPELESS = 1.5  # of the memory that there is: where contiguous cuts need more, no other way to cut fits

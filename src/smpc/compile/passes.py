@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from smpc.codegen.actions import Schedule
 from smpc.codegen.lower import lower
 from smpc.codegen.offload import insert_offloads
-from smpc.codegen.program import RankProgram, StageCode
+from smpc.codegen.program import RankProgram, Schedule, StageCode
 from smpc.codegen.rewrite import whole_draws
 from smpc.codegen.rewrite.context_parallel.calls import CALLS
 from smpc.codegen.rewrite.context_parallel.rewrite import ZIGZAG, ContextPlan, ContextTrace, share_sequence
@@ -48,7 +47,7 @@ from smpc.kernels.setting import wanted
 from smpc.partitioner.costs.cost import NodeTimes, node_times
 from smpc.partitioner.costs.timing import measure_times, measure_workspace
 from smpc.partitioner.graph.plan import Plan, plan_warnings
-from smpc.partitioner.memory_limit import with_size_note
+from smpc.partitioner.solve import with_size_note
 from smpc.sample_inputs import Inputs, as_inputs, first_microbatch
 from smpc.tracer.attempt import Request
 from smpc.tracer.ir import Trace

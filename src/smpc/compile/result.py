@@ -14,9 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from smpc.codegen.actions import Schedule, of_program
 from smpc.codegen.emit import describe_channel, emit_rank
-from smpc.codegen.program import Channel, RankProgram
+from smpc.codegen.program import Channel, RankProgram, Schedule, of_program
 from smpc.codegen.rewrite.context_parallel.rewrite import ContextTrace
 from smpc.codegen.rewrite.expert_parallel import ExpertTrace
 from smpc.codegen.rewrite.tensor_parallel.rewrite import ShardedTrace

@@ -22,7 +22,7 @@ from smpc.compile.passes import plan_trace
 from smpc.compile.result import Planned
 from smpc.compile.step import Around, StepParts, step_parts
 from smpc.errors import SmpcError
-from smpc.partitioner.memory_limit import rank_peaks
+from smpc.partitioner.solve import rank_peaks
 from smpc.report.format import format_bytes
 from smpc.report.memory import memory_curves
 from smpc.report.predict import predict

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smpc.codegen.actions import split_backwards
-from smpc.codegen.program import Op
+from smpc.codegen.program import Op, split_backwards
 from smpc.codegen.simulate import Timeline
 from smpc.partitioner.graph.plan import Plan, Stage
 

@@ -10,8 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from smpc.codegen.actions import Action, backward, forward
-from smpc.codegen.program import Op
+from smpc.codegen.program import Action, Op, backward, forward
 from smpc.codegen.simulate import Event, Timeline
 from smpc.partitioner.graph.plan import INPUTS, Plan
 from smpc.report.memory import memory_curves

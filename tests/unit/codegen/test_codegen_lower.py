@@ -5,9 +5,8 @@ from codegen_cases import chain_channels, channel, pipelines, reference, replay
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smpc.codegen.actions import Action
 from smpc.codegen.lower import lower
-from smpc.codegen.program import Op
+from smpc.codegen.program import Action, Op
 from smpc.codegen.schedule import SCHEDULES, evaluation, in_flight
 from smpc.codegen.verify import Expectation, verify
 from smpc.errors import ScheduleError

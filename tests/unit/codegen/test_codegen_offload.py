@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from smpc.codegen.actions import Action, peaks
 from smpc.codegen.offload import insert_offloads, resident
-from smpc.codegen.program import Instruction, Op
+from smpc.codegen.program import Action, Instruction, Op, peaks
 from smpc.codegen.schedule import interleaved, simple
 from smpc.codegen.schedules.zero_bubble import zb_v
 from smpc.codegen.verify import verify_programs

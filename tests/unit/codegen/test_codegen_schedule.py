@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smpc.codegen.actions import Action, backward, forward
+from smpc.codegen.program import Action, backward, forward
 from smpc.codegen.schedule import SCHEDULES, evaluation, in_flight, scheduler, table
 from smpc.errors import ConfigError, ScheduleError
 

@@ -7,7 +7,7 @@ import torch
 from locations import REPOSITORY
 from torch import nn
 
-from smpc.codegen.actions import of_program, peaks, rank_peaks
+from smpc.codegen.program import of_program, peaks, rank_peaks
 from smpc.compile import compile_model
 from smpc.errors import MemoryLimitError
 from smpc.partitioner.costs.device import Device, Wire

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from smpc.codegen.actions import rank_peaks
+from smpc.codegen.program import rank_peaks
 from smpc.codegen.schedules.choice import choose
 from smpc.codegen.simulate import Costs, chain, simulate
 

@@ -5,8 +5,8 @@ from codegen_cases import channel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smpc.codegen.actions import peaks, rank_peaks
 from smpc.codegen.lower import lower
+from smpc.codegen.program import peaks, rank_peaks
 from smpc.codegen.schedule import interleaved_1f1b, loop_placement
 from smpc.codegen.schedules.choice import passes
 from smpc.codegen.schedules.search import search

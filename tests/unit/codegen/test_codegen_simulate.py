@@ -3,7 +3,7 @@
 import pytest
 from codegen_cases import channel
 
-from smpc.codegen.actions import Action
+from smpc.codegen.program import Action
 from smpc.codegen.schedule import SCHEDULES, evaluation
 from smpc.codegen.simulate import Costs, Timeline, Transfer, chain, simulate, timeline_text
 from smpc.errors import ScheduleError

@@ -36,7 +36,7 @@ from smpc.partitioner.costs.cost import node_times, times_with_collectives
 from smpc.partitioner.costs.description import Group
 from smpc.partitioner.costs.device import Device, Wire, find_device
 from smpc.partitioner.costs.optimizers import find_optimizer
-from smpc.partitioner.memory_limit import rank_peaks
+from smpc.partitioner.solve import rank_peaks
 from smpc.tracer import record
 
 # Two devices a host: with four ranks it matters which of them share one.

@@ -18,7 +18,7 @@ from smpc.compile.search.space import Tried, shapes, ways
 from smpc.compile.search.workloads import Load, Workloads
 from smpc.compile.step import Sharding
 from smpc.partitioner.costs.device import find_device
-from smpc.partitioner.memory_limit import rank_peaks
+from smpc.partitioner.solve import rank_peaks
 from smpc.sample_inputs import as_inputs
 
 WORLD, BATCH, NO_LIMIT = 8, 16, 1 << 60

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from smpc.codegen.actions import backward, forward
+from smpc.codegen.program import backward, forward
 from smpc.codegen.simulate import Event, Timeline
 from smpc.compile import PipelineOptions, Traced, plan_trace
 from smpc.compile.passes import Sharing, rewrite_trace

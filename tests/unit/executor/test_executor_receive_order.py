@@ -11,9 +11,8 @@ from codegen_cases import chain_channels, channel, pipelines, split_backwards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smpc.codegen.actions import backward, forward
 from smpc.codegen.lower import lower
-from smpc.codegen.program import Op, RankProgram
+from smpc.codegen.program import Op, RankProgram, backward, forward
 from smpc.codegen.schedule import evaluation, interleaved
 from smpc.codegen.schedules.choice import NAMES, choose
 from smpc.codegen.simulate import Costs, chain

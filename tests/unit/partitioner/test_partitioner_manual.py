@@ -10,7 +10,7 @@ from torch import nn
 
 from smpc.compile import PipelineOptions, compile_model
 from smpc.errors import ConfigError, PartitionError
-from smpc.partitioner.graph.edges import check_assignment
+from smpc.partitioner.graph.trace_graph import check_assignment
 from smpc.partitioner.manual import ManualPartition, assign_manually
 from smpc.sample_inputs import first_microbatch
 from smpc.tracer import mark_leaf, record

@@ -15,8 +15,8 @@ from torch import nn
 from smpc.errors import PartitionError
 from smpc.partitioner import solve
 from smpc.partitioner.costs.cost import CostModel
-from smpc.partitioner.graph.edges import check_assignment
 from smpc.partitioner.graph.plan import INPUTS, Plan
+from smpc.partitioner.graph.trace_graph import check_assignment
 from smpc.partitioner.problem import Scale, stage_costs
 from smpc.partitioner.solve import TOLERANCE, analyse, plan_from_assignment, solve_partition
 from smpc.partitioner.solvers.bound import lower_bound

@@ -10,8 +10,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
 from smpc.errors import StepError
-from smpc.v1.session.containers import map_leaves
-from smpc.v1.steps.arguments import Plain, Slot, check_argument, form_of, merge_arguments, split_argument
+from smpc.v1.steps.arguments import Plain, Slot, check_argument, form_of, map_leaves, merge_arguments, split_argument
 
 Point = namedtuple("Point", "x y")
 

@@ -1,14 +1,17 @@
-"""Signatures of model inputs, and the modes of a model."""
+"""Signatures of model inputs, the modes of a model, and the table of programs, against a plain list of what was used when."""
 
 import pickle
 
 import numpy
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from smpc.errors import StepError
-from smpc.v1.steps.programs.signature import ModeReader, check_equal, read_signature
+from smpc.tracer import record
+from smpc.v1.steps.programs.signature import ModeReader, ProgramTable, check_equal, read_signature
 
 
 def signature(*args, grad_enabled=True, **kwargs):
@@ -76,3 +79,38 @@ def test_modes():
     reader.check_none_unfrozen(first, frozen)
     with pytest.raises(StepError, match=r"parameter '0.bias' requires grad now"):
         reader.check_none_unfrozen(frozen, first)
+
+
+TRACE = record(nn.Linear(2, 2), (torch.zeros(1, 2),))
+SIGNATURES = [read_signature(((torch.zeros(length, 2),), {}), b"", True) for length in range(1, 9)]
+
+
+def find(table, signature):
+    """The number of a signature's program; `lookup` asks the recording, too."""
+    return next((number for number, (known, _) in enumerate(table.entries) if known == signature), None)
+
+
+@given(st.integers(2, 5), st.lists(st.integers(0, len(SIGNATURES) - 1), max_size=60))
+def test_the_one_that_has_waited_longest_gives_way_but_never_the_first(bound, steps):
+    table = ProgramTable(bound)
+    kept, uses = [], []  # signatures by number; what ran, in order
+    for step in steps:
+        signature = SIGNATURES[step]
+        number = find(table, signature)
+        assert (number is None) == (step not in kept)
+        if number is None:
+            number = table.next_number()
+            if len(kept) < bound:
+                kept.append(step)
+            else:
+                longest = min(kept[1:], key=lambda other: max(i for i, used in enumerate(uses) if used == other))
+                assert kept[number] == longest
+                kept[number] = step
+            table.put(number, signature, TRACE)
+        table.use(number)
+        uses.append(step)
+        assert kept[number] == step
+        assert len(table.entries) == len(kept) <= bound
+        assert [entry[0] for entry in table.entries] == [SIGNATURES[s] for s in kept]
+        assert table.entries[number][0] == signature
+        assert find(table, SIGNATURES[steps[0]]) == 0

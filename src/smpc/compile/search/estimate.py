@@ -24,14 +24,13 @@ import numpy as np
 from smpc.compile.search.profile import Held, Profile, in_flight, placement
 from smpc.compile.search.space import Candidate
 from smpc.compile.step import BUCKET_BYTES, Sharding
-from smpc.partitioner.analysis import analyse
 from smpc.partitioner.costs.collectives import Kind, collective_time, least_time
 from smpc.partitioner.costs.cost import CostModel, NodeTimes, is_attention, node_times, weight_time
 from smpc.partitioner.costs.description import Device, Group, Wire
 from smpc.partitioner.graph.recompute import requested_regions
 from smpc.partitioner.memory.peak import distinct_state
 from smpc.partitioner.problem import FloatArray, Scale
-from smpc.partitioner.solvers.coarsen import chain_problem
+from smpc.partitioner.solvers.coarsen import analyse, chain_problem
 from smpc.tracer.ir import NodeKind, Trace
 
 

@@ -23,7 +23,7 @@ from smpc.compile.step import Around, StepParts, step_parts
 from smpc.mesh import Axis
 from smpc.partitioner.costs.description import Group
 from smpc.partitioner.graph.plan import Plan
-from smpc.partitioner.memory_limit import rank_peaks
+from smpc.partitioner.solve import rank_peaks
 
 
 @dataclass

@@ -22,13 +22,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from smpc.compile.step import Sharding
-from smpc.partitioner.analysis import Analysis
 from smpc.partitioner.graph.trace_graph import Graph
 from smpc.partitioner.memory.lifetimes import lifetimes, loss_roots, saved_activations
 from smpc.partitioner.memory.peak import RECEIVE_WINDOW, working_bytes
 from smpc.partitioner.problem import FloatArray, IntArray
 from smpc.partitioner.solvers.chain import ChainProblem
-from smpc.partitioner.solvers.coarsen import state_items
+from smpc.partitioner.solvers.coarsen import Analysis, state_items
 from smpc.tracer.ir import NodeKind, StateSpec
 
 TOLERANCE = 0.01  # by which a stage may be longer, for a cut that breaks less

@@ -66,9 +66,8 @@ from smpc.partitioner.costs.description import Device
 from smpc.partitioner.costs.device import find_device
 from smpc.partitioner.costs.optimizers import find_optimizer
 from smpc.partitioner.graph.plan import Plan
-from smpc.partitioner.memory_limit import rank_peaks
 from smpc.partitioner.sizes import parse_bytes
-from smpc.partitioner.solve import with_bound
+from smpc.partitioner.solve import rank_peaks, with_bound
 from smpc.sample_inputs import as_inputs
 
 TOLERANCE = 0.01  # how much faster a way that is not planned could be, where the search has come to its end

@@ -26,8 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from smpc.codegen.actions import Action, Schedule
-from smpc.codegen.program import Op
+from smpc.codegen.program import Action, Op, Schedule
 from smpc.codegen.simulate import Costs, Transfer, simulate
 from smpc.report.measured.steps import Message, PipelineStep, messages_of
 

@@ -50,12 +50,12 @@ from smpc.v1.model.tensor_parallel import TensorParallelModel
 from smpc.v1.model.wrapping import NotWrapped, compiled_wrapper
 from smpc.v1.session.connections import make_control, make_state_control, make_transport
 from smpc.v1.session.launcher_watch import make_observer
-from smpc.v1.session.precision import Precision, cast_inputs, cast_module, cast_outputs, half_dtype
+from smpc.v1.session.precision import Precision, cast_module, half_dtype
 from smpc.v1.session.state import Script, state
 from smpc.v1.session.supervision import Supervision
 from smpc.v1.session.watched import enter
 from smpc.v1.steps.arguments import StepBody
-from smpc.v1.steps.calls import Gradients, ModelCalls, Tensors
+from smpc.v1.steps.calls import Gradients, ModelCalls, Tensors, cast_inputs, cast_outputs
 from smpc.v1.steps.context import Measures, StepContext
 from smpc.v1.steps.context_parallel import make_shared_sequences
 from smpc.v1.steps.hooks import Hook, ModelHooks
@@ -132,7 +132,7 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         if session.config.ddp:
             self.module = Replicated(context.module)
         self.show_signature(context.module)
-        script.model = self
+        script.model, script.runner = self, self._runner
         state.module_manager.look_at(context.module)
         state.closers += [end_of_watch, self.close, *(begin() for begin in state.at_model)]
         enter(Phase.READY)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from smpc.errors import ConfigUnsupportedError, StepError
 from smpc.v1.model.stateful import StatefulModel
-from smpc.v1.session.containers import map_tensors
 from smpc.v1.session.state import state
+from smpc.v1.steps.arguments import map_tensors
 
 _GENERATE = "generate"
 

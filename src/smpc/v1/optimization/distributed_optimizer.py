@@ -35,13 +35,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
 from smpc.checkpoint.stateful import Held, Purpose, asked_by_torch
 from smpc.errors import ConfigError, ConfigTypeError, UsageError
 from smpc.optimizers.gradients import check_finite, clip_by, norm_of
 from smpc.sharding.tensors import as_state_of
-from smpc.v1.layout.absent import reading_gradients
+from smpc.v1.layout.absent import AbsentParameter, reading_gradients
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization.agreement import Agreement
 from smpc.v1.optimization.elementwise import is_elementwise
@@ -54,7 +55,10 @@ from smpc.v1.optimization.update_targets import Updates
 from smpc.v1.session.connections import make_world_control
 from smpc.v1.session.control import Control
 from smpc.v1.session.precision import found_anywhere, session_half_dtype
-from smpc.v1.session.state import state
+from smpc.v1.session.state import ended, state
+
+_PLAIN = frozenset({nn.Parameter, Tensor, AbsentParameter})
+_HOOKS_OF_ALL = _global_optimizer_pre_hooks, _global_optimizer_post_hooks  # of all optimizers, as torch has them
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -136,15 +140,12 @@ class DistributedOptimizer(ShardedNames):
         self._clipped: Tensor | None = None  # what clipping has multiplied masters' gradients by
         self._deferred: Mapping[str, Any] | None = None
         self._max_norm = max_norm()  # what `step` clips to; 0: it does not
-        # Torch's own code may read gradients of absent parameters; other optimizers may do so in this context.
-        is_torchs = type(optimizer).__module__.startswith("torch.")
-        self._reading: Callable[[], contextlib.AbstractContextManager[None]]
-        self._reading = contextlib.nullcontext if is_torchs else reading_gradients
         self._is_late = (
             state.model is not None and state.model.has_cut
         )  # made of what the first step has left on this rank
         self._agreement = _make_agreement()
         state.optimizer = self
+        self._script.untold = None if self._agreement is None else self
         self._prepare()
 
     # -- the wrapped optimizer's -----------------------------------------------------------------------------------------
@@ -305,10 +306,13 @@ class DistributedOptimizer(ShardedNames):
     @_acts
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's parameters. Under fp16, and with sharded state, collective over all ranks."""
-        state.check_current(self._session, "smp.DistributedOptimizer")
+        if self._session is not state.job.session:
+            raise ended("smp.DistributedOptimizer")
         if self._agreement is not None:
             self.tell_others()
             agreement, self._agreement = self._agreement, None
+            if self._script.untold is self:
+                self._script.untold = None
             agreement.check()
         model = self._script.model
         watched = model.optimizer_step() if model is not None else contextlib.nullcontext()
@@ -358,9 +362,30 @@ class DistributedOptimizer(ShardedNames):
             else:
                 parameter.grad = parameter.grad.detach().zero_()  # not in place: it may be a view of a bucket
 
+    def _reading(self) -> contextlib.AbstractContextManager[object]:
+        """Around what the wrapped optimizer does with gradients. Absent parameters have none, and nobody is warned of that here.
+
+        Code of torch's alone, over plain parameters, reads them as those of any tensor: without a call of Python for each.
+        """
+        optimizer = self.optimizer
+        if not type(optimizer).__module__.startswith("torch."):
+            return reading_gradients()
+        own = vars(optimizer)
+        hooks = own["_optimizer_step_pre_hooks"], own["_optimizer_step_post_hooks"], *_HOOKS_OF_ALL
+        step = own.get("step")  # of a scheduler of torch's, or of the script's
+        is_torchs = step is None or getattr(step, "__wrapped__", None) is type(optimizer).step
+        if any(hooks) or not is_torchs or "zero_grad" in own:
+            return contextlib.nullcontext()
+        for group in optimizer.param_groups:
+            if not _PLAIN.issuperset(map(type, group["params"])):
+                return contextlib.nullcontext()
+        return torch._C.DisableTorchFunctionSubclass()
+
     def gradients_changed(self) -> None:
         """There are other gradients than masters have taken; the model says so after every step function."""
-        self._taken, self._used_scale = False, self.loss_scale
+        self._taken = False
+        if self._scaler is not None:
+            self._used_scale = self._scaler.scale
 
     def parameter_of(self, entry: Tensor) -> Tensor:
         """The model's parameter at whose place `entry` is in the groups; itself, but for masters and parts."""

@@ -113,7 +113,8 @@ class Control:
         """
         self.settle()
         for work in self._acknowledgements:
-            _finish(work)
+            with suppress(RuntimeError):
+                work.wait()
         self._acknowledgements.clear()
         message = torch.zeros(1, dtype=torch.uint8, device=self._message_device)
         with self._connection() as group:
@@ -125,7 +126,8 @@ class Control:
             with suppress(RuntimeError):  # posting fails, too, once a peer has closed its end
                 works.append(group.recv([message], peer, _ACKNOWLEDGE))
         for work in works:
-            _finish(work)
+            with suppress(RuntimeError):
+                work.wait()
 
     def meet(self, what: str, timeout: datetime.timedelta, whereabouts: Whereabouts | None = None) -> None:
         """Wait for the other ranks. Raises CheckpointError, naming those that do not come in time, or that make another call.
@@ -217,8 +219,3 @@ class Control:
             yield self._group
         except RuntimeError as error:
             raise TransportError(f"pipeline rank {self.rank} lost the connection to its peers: {error}") from None
-
-
-def _finish(work: dist.Work) -> None:
-    with suppress(RuntimeError):
-        work.wait()

@@ -12,15 +12,12 @@ Without these keys nothing is cast.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from smpc.config import Config
 from smpc.mesh import Axis
-from smpc.v1.session.containers import map_tensors
 from smpc.v1.session.state import Script, Session
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -49,20 +46,6 @@ def cast_module(module: nn.Module, dtype: torch.dtype | None) -> None:
         module.half()
     elif dtype is torch.bfloat16:
         module.bfloat16()
-
-
-def cast_inputs(values: Any, dtype: torch.dtype | None) -> Any:
-    """What the model is given, with fp32 tensors as `dtype`."""
-    if dtype is None:
-        return values
-    return map_tensors(values, lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor)
-
-
-def cast_outputs(values: Any, dtype: torch.dtype | None) -> Any:
-    """What the model returns, with half-precision tensors as fp32."""
-    if dtype is None:
-        return values
-    return map_tensors(values, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor)
 
 
 def loads_as(saved: torch.dtype, own: torch.dtype, half: torch.dtype | None) -> bool:

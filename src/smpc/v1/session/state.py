@@ -72,6 +72,7 @@ class Job:
     """What all models of a script share."""
 
     def __init__(self) -> None:
+        self.session: Session | None = None  # once smp.init has begun it
         self.tracing = False  # whether a model is being recorded
         self.checkpointer: Any = None  # how the ranks save and load together, once they have
 
@@ -82,7 +83,9 @@ class Script:
     def __init__(self, job: Job | None = None) -> None:
         self.job = job or Job()
         self.model: Any = None  # the smp.DistributedModel
+        self.runner: Any = None  # the StepRunner of its steps
         self.optimizer: Any = None  # the smp.DistributedOptimizer
+        self.untold: Any = None  # the same, until it has been compared with those of the other ranks
         self.scaler: Any = None  # the smp.amp.GradScaler
 
 
@@ -243,6 +246,14 @@ class _Numbered(Scripts):
         return [name for name, _ in self.model.local_named_parameters()]
 
 
+def ended(what: str) -> UsageError:
+    """The error for something of a session that is over."""
+    return UsageError(
+        f"this {what} belongs to a session that smp.shutdown has ended, and with it its groups; after smp.init, construct a new "
+        f"{what} (its weights: state_dict() before smp.shutdown, load_state_dict() of the new one)"
+    )
+
+
 class State(_Numbered):
     """The one mutable object of `smpc.v1`."""
 
@@ -258,39 +269,35 @@ class State(_Numbered):
     def clear(self) -> None:
         """Forget everything, as before the first `smp.init`."""
         self._forget()
-        self._session: Session | None = None
         self.closers: list[Callable[[], None]] = []  # what smp.shutdown calls first
 
     def start(self, session: Session) -> None:
         """Enter a session; `smp.init` calls it."""
-        self._session = session
+        self.job.session = session
 
     @property
     def initialized(self) -> bool:
         """Whether there is a session."""
-        return self._session is not None
+        return self.job.session is not None
 
     @property
     def session(self) -> Session:
         """The current session. Raises UsageError before `smp.init`."""
-        if self._session is None:
+        if self.job.session is None:
             raise UsageError(
                 "smp.init has not been called in this process; call smp.init(config) first, once, on every rank"
             )
-        return self._session
+        return self.job.session
 
     def check_current(self, session: Session | None, what: str) -> None:
         """Raise UsageError unless `session`, in which `what` was made, is the current one."""
-        if session is not self._session:
-            raise UsageError(
-                f"this {what} belongs to a session that smp.shutdown has ended, and with it its groups; after smp.init, construct a new "
-                f"{what} (its weights: state_dict() before smp.shutdown, load_state_dict() of the new one)"
-            )
+        if session is not self.job.session:
+            raise ended(what)
 
     @property
     def current(self) -> Session | None:
         """The current session, if there is one."""
-        return self._session
+        return self.job.session
 
     @property
     def cfg(self) -> Config:

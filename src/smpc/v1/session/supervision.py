@@ -3,6 +3,8 @@
     with supervision.step(), supervision.guard():       a step: how long it may take; what ends the job if it fails
     with supervision.wait("state_dict", 1800.0):        any other exchange
 
+`step` and `guard` are the monitor's own contexts, bound once by `follow`; while the first step is not over, steps take longer.
+
 The work is that of the session's `smpc.executor.FailureMonitor`. A rank that is alone waits for nobody: then nothing here does anything.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from smpc.executor.failure.start import Phase
 from smpc.v1.session.state import Session
@@ -22,39 +25,38 @@ class Supervision:
     def __init__(self, session: Session, first: Supervision | None = None) -> None:
         self._monitor = session.monitor
         self._start_timeout = session.config.start_timeout
-        self._first = first or self
-        self.num_steps = 0  # that this rank has begun, of any model; the first one counts
+        self.step: Callable[[], AbstractContextManager[None]] = nullcontext  # limits how long a step may take
+        # Tells the other ranks what is raised in the body, and raises PeerError where another one has failed.
+        self.guard: Callable[[], AbstractContextManager[None]] = nullcontext
         self.whereabouts: Whereabouts | None = None if first is None else first.whereabouts
         if self._monitor is not None and first is None:
-            self.whereabouts = Whereabouts(session, lambda: self.num_steps)
+            self.whereabouts = Whereabouts(session, self._monitor)
             self._monitor.polled = self.whereabouts.answer
 
     def follow(self, where: Callable[[], str], position: Callable[[], int], close: Callable[[], None]) -> None:
         """What the rank does in a step, how far it has come, and what ends its connections; before anything is supervised."""
-        self._where, self._position, self._close = where, position, close
+        monitor = self._monitor
+        if monitor is None:
+            return
+        usual = partial(monitor.watch, where, position=position)
+
+        def step() -> AbstractContextManager[None]:
+            if monitor.start.is_over:
+                self.step = usual
+                return usual()
+            monitor.start.enter(Phase.STEP)
+            return usual(timeout=self._start_timeout)
+
+        self.step, self.guard = step, partial(monitor.step, where, close)
 
     @property
     def step_timeout(self) -> float | None:
         """Seconds that a step may take now; None: `step_timeout`."""
         return None if self._monitor is None or self._monitor.start.is_over else self._start_timeout
 
-    def step(self) -> AbstractContextManager[None]:
-        """Limits how long a step may take."""
-        self._first.num_steps += 1
-        if self._monitor is None:
-            return nullcontext()
-        if not self._monitor.start.is_over:
-            self._monitor.start.enter(Phase.STEP)
-            return self._monitor.watch(self._where, timeout=self._start_timeout, position=self._position)
-        return self._monitor.watch(self._where, position=self._position)
-
     def wait(self, what: str, timeout: float | None = None) -> AbstractContextManager[None]:
         """Limits how long `what` may take, an exchange outside a step; `timeout` is `step_timeout` if None."""
         return nullcontext() if self._monitor is None else self._monitor.watch(lambda: what, timeout=timeout)
-
-    def guard(self) -> AbstractContextManager[None]:
-        """Tells the other ranks what is raised in the body, and raises PeerError where another one has failed."""
-        return nullcontext() if self._monitor is None else self._monitor.step(self._where, self._close)
 
     def allow_compilation(self) -> None:
         """Give the current step as long as one that compiles, from now on."""

@@ -19,12 +19,13 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from smpc.checkpoint import channel
+from smpc.executor.failure.monitor import FailureMonitor
 from smpc.executor.failure.stall import Activity, activity_of, frame_of, stack_of
 from smpc.mesh import Axis
 from smpc.v1.session import control
@@ -54,12 +55,12 @@ class Answer:
 
 
 class Whereabouts:
-    """One rank's end. `num_steps`: how many steps it has begun."""
+    """One rank's end. `monitor` knows how many steps it has begun."""
 
-    def __init__(self, session: Session, num_steps: Callable[[], int]) -> None:
+    def __init__(self, session: Session, monitor: FailureMonitor) -> None:
         self._rank, self._size = session.rank, session.mesh.world_size
         self._replica = frozenset(session.mesh.group(Axis.MP, session.rank))
-        self._num_steps, self._main = num_steps, threading.get_ident()
+        self._monitor, self._main = monitor, threading.get_ident()
         # A connection for each thread: one that waits keeps the other from it.
         self._answering, self.store = (_store() for _ in range(2))
         self._unanswered: dict[int, float] = {}  # since when
@@ -76,7 +77,10 @@ class Whereabouts:
                     Activity.COLLECTIVE,
                     Activity.WAITING,
                 )
-                said = {"steps": self._num_steps(), "stack": stack_of(frame)[-_MAX_ANSWER // 2 :] if is_waiting else ""}
+                said = {
+                    "steps": self._monitor.num_steps,
+                    "stack": stack_of(frame)[-_MAX_ANSWER // 2 :] if is_waiting else "",
+                }
                 self._answering.set(f"answer/{self._rank}", json.dumps(said))
 
     def skipped(self, ranks: Sequence[int]) -> str | None:
@@ -84,7 +88,7 @@ class Whereabouts:
         answers = {rank: self._ask(rank) for rank in range(self._size) if rank != self._rank}
         for rank in ranks:
             found = answers.get(rank)
-            if found is not None and rank in self._replica and found.steps > self._num_steps():
+            if found is not None and rank in self._replica and found.steps > self._monitor.num_steps:
                 return f"rank {rank} has gone on to step {found.steps} without it"
         now = time.monotonic()
         for rank, found in answers.items():

@@ -8,10 +8,13 @@ Terms
     body          the function and its rules for splitting
     form          rank 0's arguments that hold tensors, with a `Slot` for every tensor and a `Plain` for every other leaf
     merged        the last rank's arguments with those of the form put in
+    container     list, tuple, named tuple, set, frozenset, or mutable mapping (dict and its kin, Hugging Face's ModelOutput and
+                  BatchEncoding): opened, and rebuilt of the same type when something inside has changed
+    leaf          everything else. An object with `smp_slice(num_mb, mb, axis)` is a leaf, whatever it is made of
+    path          how a leaf is reached from the argument, as Python: `batch['input_ids']`
 
-Split is every tensor in the arguments (see `smpc.v1.session.containers`). Tensors are narrowed along an axis into equal parts; an object
-with `smp_slice(num_mb, mb, axis)` is split by calling it; any other leaf goes to every microbatch as it is. A tensor without dimensions
-cannot be split and is such a leaf.
+Split is every tensor in the arguments. Tensors are narrowed along an axis into equal parts; an object with `smp_slice` is split by calling
+it; any other leaf goes to every microbatch as it is. A tensor without dimensions cannot be split and is such a leaf.
 
     >>> parts = split_argument({"x": torch.arange(4), "scale": 2}, "batch", num_microbatches=2)
     >>> parts[1]
@@ -30,12 +33,13 @@ Source: public SMP v1 API (`smp.step`).
 
 from __future__ import annotations
 
+import copy
 import inspect
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +47,12 @@ from torch import Tensor, nn
 from smpc.errors import StepError
 from smpc.executor.transport.layout import WireFormat
 from smpc.tracer.constants import is_constant, normalise
-from smpc.tracer.ir import TensorSpec
-from smpc.v1.session.containers import map_leaves, slices_itself
+from smpc.tracer.ir import TensorSpec, spec_of
 
 Arguments = dict[str, Any]
+_PLAIN = frozenset(
+    {list, tuple, dict, set, frozenset, str, int, float, bool, type(None)}
+)  # types that are quickly known
 
 
 class StepBody:
@@ -146,6 +152,62 @@ def _check_options(function: Any, whole: Any, axes: Any) -> None:
         raise StepError("\n".join([f"step function {getattr(function, '__qualname__', function)}:", *wrong]))
 
 
+@runtime_checkable
+class Sliceable(Protocol):
+    """A user's object that knows how to be split."""
+
+    def smp_slice(self, num_mb: int, mb: int, axis: int) -> Any:
+        """Microbatch `mb` of `num_mb`, cut along `axis`."""
+
+
+def map_leaves(value: Any, function: Callable[[Any, str], Any], path: str) -> Any:
+    """The value with `function(leaf, path)` in place of every leaf; the value itself if no leaf has changed."""
+    steps, children = _open(value)
+    if steps is None:
+        return function(value, path)
+    new = [map_leaves(child, function, path + step) for step, child in zip(steps, children, strict=True)]
+    if all(a is b for a, b in zip(new, children, strict=True)):
+        return value
+    return _rebuild(value, new)
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The value with `function(tensor)` in place of every tensor in its containers."""
+    return map_leaves(value, lambda leaf, _: function(leaf) if isinstance(leaf, Tensor) else leaf, "")
+
+
+def slices_itself(value: Any) -> bool:
+    """Whether an object knows how to be split."""
+    if type(value) in _PLAIN or isinstance(value, type):
+        return False
+    # A DistributedModel would look for it in the module in it.
+    return isinstance(value, Sliceable) if not isinstance(value, nn.Module) else hasattr(type(value), "smp_slice")
+
+
+def _open(value: Any) -> tuple[list[str] | None, list[Any]]:
+    """The path steps and children of a container; (None, []) for a leaf."""
+    if isinstance(value, (Tensor, torch.Size, nn.Module, str)) or slices_itself(value):
+        return None, []
+    if isinstance(value, (list, tuple, set, frozenset)):
+        children = list(value)
+        return [f"[{i}]" for i in range(len(children))], children
+    if isinstance(value, MutableMapping):
+        return [f"[{key!r}]" for key in value], list(value.values())
+    return None, []
+
+
+def _rebuild(value: Any, children: list[Any]) -> Any:
+    if isinstance(value, MutableMapping):
+        new = copy.copy(value)  # keeps the class and what else it knows, a default factory for instance
+        for key, child in zip(value, children, strict=True):
+            new[key] = child
+        return new
+    if isinstance(value, tuple) and type(value) is not tuple:
+        return type(value)(*children)
+    cls: Any = type(value)
+    return cls(children)
+
+
 def on_device(arguments: Arguments, device: torch.device) -> Arguments:
     """The arguments with their tensors on the device."""
 
@@ -160,8 +222,17 @@ def check_argument(value: Any, name: str, num_microbatches: int, axis: int = 0) 
     wrong: list[str] = []
 
     def check(leaf: Any, path: str) -> Any:
-        if isinstance(leaf, Tensor) and leaf.dim():
-            wrong.extend(_check_tensor(leaf, path, num_microbatches, axis))
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            return leaf
+        if not -leaf.dim() <= axis < leaf.dim():
+            wrong.append(f"argument {path}: expected a tensor with an axis {axis}, found shape {list(leaf.shape)}")
+            return leaf
+        size = leaf.shape[axis]
+        if not size or size % num_microbatches:
+            wrong.append(
+                f"argument {path}: size {size} of axis {axis} is not a multiple of microbatches = {num_microbatches} "
+                f"(shape {list(leaf.shape)})"
+            )
         return leaf
 
     map_leaves(value, check, name)
@@ -188,18 +259,6 @@ def split_argument(
         return leaf
 
     return [map_leaves(value, partial(part, index=index), name) for index in range(num_microbatches)]
-
-
-def _check_tensor(tensor: Tensor, path: str, num_microbatches: int, axis: int) -> list[str]:
-    if not -tensor.dim() <= axis < tensor.dim():
-        return [f"argument {path}: expected a tensor with an axis {axis}, found shape {list(tensor.shape)}"]
-    size = tensor.shape[axis]
-    if size and size % num_microbatches == 0:
-        return []
-    return [
-        f"argument {path}: size {size} of axis {axis} is not a multiple of microbatches = {num_microbatches} "
-        f"(shape {list(tensor.shape)})"
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +307,7 @@ def form_of(arguments: Arguments) -> tuple[ArgumentForm, list[Tensor]]:
         if id(leaf) not in slots:
             slots[id(leaf)] = Slot(len(tensors))
             tensors.append(leaf)
-            specs.append(TensorSpec.of(leaf.detach()))
+            specs.append(spec_of(leaf.shape, leaf.dtype, leaf.stride() if leaf.layout is torch.strided else ()))
         return slots[id(leaf)]
 
     skeleton: Arguments = {}

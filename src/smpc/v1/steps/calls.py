@@ -12,21 +12,27 @@ Averaging: a root's gradient is divided by the number of microbatches, which mak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from smpc.errors import StepError
 from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import Autocast
-from smpc.v1.session.containers import tensors_within
+from smpc.v1.session.precision import HALVES
+from smpc.v1.steps.arguments import map_tensors
 
 Tensors = Tensor | Sequence[Tensor]
 Gradients = Tensor | Sequence[Tensor | None] | None
 Roots = list[tuple[Tensor, Tensor | None]]
+_CLOSED = (str, bytes, int, float, complex, type(None), type, FunctionType, ModuleType, nn.Module)
 
 
 def current_autocast() -> Autocast | None:
@@ -78,14 +84,14 @@ class Captured(BaseException):
     """Leaves the step function at the call of the model. No Exception: the function must not catch it by accident."""
 
 
+@dataclass(slots=True)
 class Capture:
     """Learns the model's inputs in one microbatch."""
 
-    def __init__(self, step_name: str) -> None:
-        self._step_name = step_name
-        self.inputs: Inputs | None = None
-        self.grad_enabled = True
-        self.autocast: Autocast | None = None  # what the step function calls the model under
+    step_name: str
+    inputs: Inputs | None = None
+    grad_enabled: bool = True
+    autocast: Autocast | None = None  # what the step function calls the model under
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Leave."""
@@ -96,7 +102,7 @@ class Capture:
 
     def backward(self, tensors: Tensors, gradients: Gradients) -> None:
         """Nothing to differentiate yet."""
-        raise _too_early(self._step_name)
+        raise _too_early(self.step_name)
 
 
 class Tail:
@@ -226,6 +232,60 @@ def losses_of(tensors: Tensors, gradients: Gradients) -> list[Tensor]:
     roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     given = [gradients] * len(roots) if gradients is None or isinstance(gradients, Tensor) else list(gradients)
     return [root for root, gradient in zip(roots, given, strict=True) if gradient is None]
+
+
+def cast_inputs(values: Any, dtype: torch.dtype | None) -> Any:
+    """What the model is given, with fp32 tensors as `dtype`."""
+    if dtype is None:
+        return values
+    return map_tensors(values, lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor)
+
+
+def cast_outputs(values: Any, dtype: torch.dtype | None) -> Any:
+    """What the model returns, with half-precision tensors as fp32."""
+    if dtype is None:
+        return values
+    return map_tensors(values, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor)
+
+
+def tensors_within(value: Any) -> Iterator[Tensor]:
+    """Every tensor that a value leads to, once: through containers, torch's pytrees, and attributes of objects of any class.
+
+    What `forward` returns may be a class of the script's own, of which pytree knows nothing.
+    """
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        for leaf in tree_leaves(waiting.pop()):
+            if isinstance(leaf, _CLOSED) or id(leaf) in seen:
+                continue
+            seen.add(id(leaf))
+            if isinstance(leaf, Tensor):
+                yield leaf
+            else:
+                waiting += _inside(leaf)
+
+
+def _inside(value: Any) -> list[Any]:
+    """What an object holds directly."""
+    found: list[Any] = []
+    if isinstance(value, Mapping):
+        found += value.values()
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        found += value
+    found += getattr(value, "__dict__", {}).values()
+    for slot in _slots(type(value)):
+        if hasattr(value, slot):
+            found.append(getattr(value, slot))
+    return found
+
+
+def _slots(cls: type) -> Iterable[str]:
+    for each in cls.__mro__:
+        slots = each.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            hidden = slot.startswith("__") and not slot.endswith("__")
+            yield f"_{each.__name__.lstrip('_')}{slot}" if hidden else slot
 
 
 def _too_early(step_name: str) -> StepError:

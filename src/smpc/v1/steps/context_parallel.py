@@ -34,10 +34,9 @@ from smpc.tracer.constants import is_constant, normalise
 from smpc.tracer.ir import NodeKind, Trace
 from smpc.v1.layout.same_batch import digest_of
 from smpc.v1.session.comm import gather_objects
-from smpc.v1.session.containers import map_leaves
 from smpc.v1.session.state import Session
 from smpc.v1.session.step_errors import describe, raise_first
-from smpc.v1.steps.arguments import Arguments
+from smpc.v1.steps.arguments import Arguments, map_leaves
 
 _DIVIDE = (
     "divide the data by smp.data_rank() and smp.data_size(), as smpc.dist.get_sampler does, and draw what a step function draws alike on "

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from smpc.executor.replicas.step_hooks import StepHooks
-from smpc.v1.session.containers import tensors_within
-from smpc.v1.steps.calls import Gradients, Tensors, make_roots
+from smpc.v1.steps.calls import Gradients, Tensors, make_roots, tensors_within
 from smpc.v1.steps.context import StepContext
 
 

@@ -41,6 +41,7 @@ from smpc.observe.observer import Watch
 from smpc.partitioner.graph.plan import Plan
 from smpc.runtime import Runtime
 from smpc.sample_inputs import Inputs
+from smpc.tracer.environment.guarded import Environment
 from smpc.tracer.environment.memory_words import DictVersions
 from smpc.tracer.guards import state_asked_for
 from smpc.tracer.state.state_use import StateUse
@@ -53,8 +54,7 @@ from smpc.v1.steps.context_parallel import SharedSequences, digests_of
 from smpc.v1.steps.last_stage import LastRank
 from smpc.v1.steps.nonfinite import agree
 from smpc.v1.steps.programs.compiler import Compiler
-from smpc.v1.steps.programs.signature import ModeReader, Signature, check_equal, read_signature
-from smpc.v1.steps.programs.table import ProgramTable
+from smpc.v1.steps.programs.signature import ModeReader, ProgramTable, Signature, check_equal, read_signature
 from smpc.v1.steps.programs.verifying import verify_first
 from smpc.v1.steps.results import ResultForm, loss_from_bits, loss_to_bits, pack, read_results
 
@@ -180,7 +180,7 @@ class Pipeline:
             except BaseException as error:
                 with supervision.guard():
                     raise error
-            if join is not None and self._may_train(body, program):
+            if join is not None and self._trains(body, self.programs.entries[program][0], program):
                 join.begin_step()
             with supervision.guard():
                 outcome = self._run(body, own, program, request)
@@ -211,18 +211,18 @@ class Pipeline:
             request = None if failure is not None else request
         if self.first is None:
             self._partition(request, failure)
-            if request is not None and self.programs.signature(0) == request.signature:
+            if request is not None and self.programs.entries[0][0] == request.signature:
                 request = dataclasses.replace(request, program=0)
         return self._announce(body, request, failure), request
 
     def _run(self, body: StepBody, own: OwnArguments, program: int, request: Request | None) -> Outcome:
         """Run the step that `_begin` has prepared."""
         memory = self._memories.setdefault(body.number, Memory())
-        signature = self.programs.signature(program)
-        trains = self._may_train(body, program)
+        signature, recording = self.programs.entries[program]
+        trains = self._trains(body, signature, program)
         self._phase = f"step function {body.name}, program {program}"
         if self._context.sequences is not None:
-            self._context.sequences.begin_step(self.programs.recording(program).trace)
+            self._context.sequences.begin_step(recording.trace)
         form = memory.arguments
         assert form is not None, "the header brings it"
         if request is not None and not self._is_last:
@@ -233,8 +233,8 @@ class Pipeline:
         with torch._C.DisableTorchFunctionSubclass():
             self._modes.check(signature.modes)
         if self._control.rank != 0:  # which has compared it when it looked for the program
-            self._check_environment(program)
-        self.programs.recording(program).environment.leave()
+            _check_environment(recording.environment)
+        recording.environment.leave()
         with torch.inference_mode(False), torch.set_grad_enabled(signature.grad_enabled):
             self._runtime.run(
                 program,
@@ -255,24 +255,12 @@ class Pipeline:
             return outcome
         return dataclasses.replace(outcome, verdict=agree(outcome.verdict, body, self._session))
 
-    def _check_environment(self, program: int) -> None:
-        """Raise StepError if what the model's Python reads is not what it was when the program was recorded."""
-        difference = self.programs.recording(program).environment.difference()
-        if difference is not None:
-            raise StepError(
-                f"{difference} when this rank recorded the program that pipeline rank 0 runs now, where it has not changed; change it "
-                "on every rank, between the same two steps"
-            )
-
-    def _may_train(self, body: StepBody, program: int) -> bool:
-        """Whether this step of the function runs the training program; replicas then exchange buffers and gradients in it."""
-        return self._trains(body, self.programs.signature(program), program)
-
     def _asks_to_train(self, body: StepBody, request: Request | None) -> bool | None:
         """The same of rank 0's request, whose program may be new; None if there is none."""
         return None if request is None else self._trains(body, request.signature, request.program)
 
     def _trains(self, body: StepBody, signature: Signature, program: int) -> bool:
+        """Whether this step of the function runs the training program; replicas then exchange buffers and gradients in it."""
         memory = self._memories.setdefault(body.number, Memory())
         if (
             self._context.experts is not None and memory.trained is not None
@@ -316,7 +304,7 @@ class Pipeline:
         asked = signatures[0].with_ones(inputs)
         known = self.programs.lookup(asked, inputs, context.module)
         if known is not None:
-            return Request(inputs, self.programs.signature(known), form, tensors, arguments, known)
+            return Request(inputs, self.programs.entries[known][0], form, tensors, arguments, known)
         return Request(inputs, self._compiler.answered(asked, inputs), form, tensors, arguments)
 
     def _agree_on(
@@ -405,7 +393,7 @@ class Pipeline:
         if not status:
             memory.results = control.broadcast_object(form, last)
         memory.trains[program] = memory.trains.get(program, False) or bool(did_backward)
-        if self.programs.signature(program).grad_enabled:
+        if self.programs.entries[program][0].grad_enabled:
             memory.trained = bool(memory.trained) or bool(did_backward)
         assert memory.results is not None, "it came with the first results"
         device = self._session.device
@@ -433,8 +421,8 @@ class Pipeline:
         `microbatch`: of the first program of all, on rank 0, what it may be verified on.
         """
         context = self._context
-        if len(self.programs) and self._session.mesh.rdp_size > 1:
-            self._modes.check_none_unfrozen(self.programs.signature(0).modes, signature.modes)
+        if self.programs.entries and self._session.mesh.rdp_size > 1:
+            self._modes.check_none_unfrozen(self.programs.entries[0][0].modes, signature.modes)
         compilation, recording = self._compiler.compile(signature, like=self.first, saved=self.saved_plan)
         is_shared = context.tensors is not None or context.sequences is not None or context.experts is not None
         if self.first is None and self._session.config.verify and not is_shared:
@@ -455,7 +443,17 @@ class Pipeline:
         for memory in self._memories.values():
             memory.trains.pop(program, None)  # what was known of the program that gives way
         self._runtime.install(compilation, program)
-        if len(self.programs) == 0:
+        if not self.programs.entries:
             self._modes.rebase()  # others may have taken the parameters' places
         self.programs.put(program, signature, recording)
         return program
+
+
+def _check_environment(environment: Environment) -> None:
+    """Raise StepError if what the model's Python reads is not what it was when the program was recorded."""
+    difference = environment.difference()
+    if difference is not None:
+        raise StepError(
+            f"{difference} when this rank recorded the program that pipeline rank 0 runs now, where it has not changed; change it "
+            "on every rank, between the same two steps"
+        )

@@ -25,6 +25,7 @@ Source: public SMP v1 API (`StepOutput`).
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 import pickle
@@ -127,11 +128,13 @@ class ResultForm:
 
     def build(self, payload: Tensor) -> Any:
         """The step's return value out of the tensors' bytes."""
-        remaining = iter(_read(payload, self._places))
-        columns = [
-            [next(remaining) if isinstance(leaf, TensorSpec) else pickle.loads(leaf) for leaf in column]
-            for column in self.leaves
-        ]
+        tensors = _read(payload, self._places)
+        columns: list[list[Any]] = []
+        for column in self.leaves:
+            if isinstance(column[0], TensorSpec):  # in all microbatches, or in none
+                columns.append(list(itertools.islice(tensors, len(column))))
+            else:
+                columns.append(list(map(pickle.loads, column)))  # type: ignore[arg-type]
         return _join(self.structure, columns)
 
     @functools.cached_property
@@ -228,11 +231,12 @@ def _bytes_of(tensor: Tensor, device: torch.device) -> Tensor:
 
 def unpack(payload: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
     """The tensors in a payload, contiguous."""
-    return _read(payload, _places(specs))
+    return list(_read(payload, _places(specs)))
 
 
-def _read(payload: Tensor, places: Sequence[Place]) -> list[Tensor]:
-    return [payload[begin:end].view(dtype).view(shape) for begin, end, dtype, shape in places]
+def _read(payload: Tensor, places: Sequence[Place]) -> Iterator[Tensor]:
+    for begin, end, dtype, shape in places:
+        yield payload[begin:end].view(dtype).view(shape)
 
 
 def _places(specs: Sequence[TensorSpec]) -> list[Place]:
@@ -252,7 +256,7 @@ def _order(dtypes: Sequence[torch.dtype]) -> list[int]:
 
 def _join(structure: Structure, columns: Sequence[Sequence[Any]]) -> Any:
     """The step's return value out of its leaves in every microbatch."""
-    if structure.kind == LEAF and all(value is None for value in columns[0]):
+    if structure.kind == LEAF and columns[0][0] is None and all(value is None for value in columns[0]):
         return None
     return structure.unflatten(
         [StepOutput(column) if isinstance(column[0], Tensor) else list(column) for column in columns]

@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol, overload
 
 from torch import Tensor
@@ -59,8 +60,10 @@ class StepFunction:
                 "first, on every rank"
             )
         try:
+            if len(state.scripts) == 1:  # which acts anyway
+                return script.runner.run(self._body, args, kwargs)
             with state.acting(script):
-                return script.model.run_step(self._body, args, kwargs)
+                return script.runner.run(self._body, args, kwargs)
         except Exception as error:
             cut = user_part if isinstance(error, StepError) else from_script
             error.__traceback__ = cut(error.__traceback__)
@@ -143,15 +146,13 @@ class StepRunner:
                 "step function, around the model and the loss, not around the step function"
             )
 
-        def own() -> Arguments:
-            arguments = body.bind(args, kwargs)
-            if context.distribution.checks_batch:
-                context.distribution.check_batch(arguments, body.name)
-            return arguments
-
+        own: Callable[[], Arguments] = partial(body.bind, args, kwargs)
+        if context.distribution.checks_batch:
+            own = partial(self._checked, body, args, kwargs)
         if context.script.job.checkpointer is not None:
             self._check_saving()
-        self._tell_of_optimizer()
+        if context.script.untold is not None:
+            context.script.untold.tell_others()
         observer = context.observer
         with observer.step(() if observer.is_idle else _tensors(args, kwargs)) as watch:
             result, verdict = self._steps.step(body, own, watch)
@@ -173,18 +174,19 @@ class StepRunner:
             raise StepError(
                 f"{what} was called outside a step; call it in a function decorated with @smp.step, as {why}"
             )
-        self._tell_of_optimizer()
+        if context.script.untold is not None:
+            context.script.untold.tell_others()
         self._single.settle()
         if context.distribution.checks_batch:
             given = {f"argument {i}": arg for i, arg in enumerate(args)} | dict(kwargs)
             context.distribution.check_batch(given, "(none)")
         return self._single.direct
 
-    def _tell_of_optimizer(self) -> None:
-        """Before ranks meet in a step: what they compare before the first update."""
-        optimizer = self._context.script.optimizer
-        if optimizer is not None:
-            optimizer.tell_others()
+    def _checked(self, body: StepBody, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        """The arguments, which the ranks of a tensor-parallel group must have alike."""
+        arguments = body.bind(args, kwargs)
+        self._context.distribution.check_batch(arguments, body.name)
+        return arguments
 
     def _check_saving(self) -> None:
         """Raise what a save in the background has failed with; ranks that do not know it yet are told."""

@@ -48,8 +48,7 @@ from smpc.v1.session.step_errors import describe, raise_everywhere, raise_first
 from smpc.v1.session.watched import enter, exchange
 from smpc.v1.steps.context import Measures, StepContext
 from smpc.v1.steps.programs.one_trace import one_trace
-from smpc.v1.steps.programs.signature import ModeReader, Signature
-from smpc.v1.steps.programs.table import broken
+from smpc.v1.steps.programs.signature import ModeReader, Signature, broken
 
 
 class Compiler:

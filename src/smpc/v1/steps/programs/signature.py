@@ -1,4 +1,4 @@
-"""What a compiled program depends on: the model's inputs for one microbatch, and the modes that the model is in.
+"""What a compiled program depends on, the model's inputs for one microbatch and the modes that the model is in; and the programs by it.
 
 Terms
     modes       `training` of every module and `requires_grad` of every parameter, as bytes; and whether autograd is on
@@ -9,6 +9,15 @@ Terms
                 signatures run the same program
 
 Pipeline rank 0 captures signatures; the others get them, with everything that is needed to record the model: tensors become meta tensors.
+There a signature is not whole until it is known what the model's Python asks of the inputs' values: `ProgramTable.lookup` finds a program
+whose recording has asked the same, and got the same answers.
+
+A model that meets ever new shapes would compile ever new programs, so a table holds no more than `program_cache_size`. Beyond that a new
+one takes the number of the one that has not run for the longest time; that is compiled again if its inputs come back. The first one,
+number 0, stays: its stages are those that replicas average the gradients of. All ranks of a replica run the same programs in the same
+order, so they replace the same ones without a word.
+
+    bound 3, steps with signatures a b c b d     numbers 0 1 2 1 2: d replaces c
 """
 
 from __future__ import annotations
@@ -28,8 +37,10 @@ from smpc.errors import StepError
 from smpc.sample_inputs import Inputs
 from smpc.tracer.constants import decode, encode, is_constant, normalise
 from smpc.tracer.environment.memory_words import DictVersions, trained_reader
-from smpc.tracer.guards import Answers
-from smpc.tracer.ir import Autocast, TensorSpec, Trace
+from smpc.tracer.guards import Answers, broken_guard
+from smpc.tracer.ir import Autocast, Guard, TensorSpec, Trace, spec_of
+from smpc.tracer.record import Recording
+from smpc.tracer.replay import input_values
 from smpc.tracer.structure import Structure, flatten
 
 
@@ -56,14 +67,15 @@ class Signature:
 
     def with_ones(self, microbatches: Sequence[Inputs]) -> Signature:
         """This signature, for the masks of these microbatches."""
-        masks = [pair for pair in _masks(self.structure) if isinstance(self.leaves[pair[0]], TensorSpec)]
+        masks = _masks(self.structure)
         if not masks:
             return self
         leaves = [flatten(inputs)[0] for inputs in microbatches]
         ones = (
             path
             for position, path in masks
-            if bool(torch.stack([(tensors[position] == 1).all() for tensors in leaves]).all())
+            if isinstance(self.leaves[position], TensorSpec)
+            and bool(torch.stack([(tensors[position] == 1).all() for tensors in leaves]).all())
         )
         return dataclasses.replace(self, ones=tuple(ones))
 
@@ -185,14 +197,17 @@ def read_signature(inputs: Inputs, modes: bytes, grad_enabled: bool, autocast: A
     Raises StepError for tensors that want gradients, and for objects that other ranks cannot be sent.
     """
     leaves, structure = flatten(inputs)
-    described = []
+    described: list[TensorSpec | Constant] = []
     for position, leaf in enumerate(leaves):
-        if grad_enabled and isinstance(leaf, Tensor) and leaf.requires_grad:
+        if not isinstance(leaf, Tensor):
+            described.append(_constant(leaf, structure, position))
+            continue
+        if grad_enabled and leaf.requires_grad:
             raise StepError(
                 f"model input {_argument(structure, position)} requires grad, but gradients do not flow out of the pipeline; detach it, "
                 "or compute it inside the model"
             )
-        described.append(_describe(leaf, structure, position))
+        described.append(spec_of(leaf.shape, leaf.dtype, leaf.stride() if leaf.layout is torch.strided else ()))
     return Signature(structure, tuple(described), modes, grad_enabled, autocast=autocast)
 
 
@@ -224,9 +239,7 @@ def check_equal(signatures: Sequence[Signature], step_name: str) -> None:
         )
 
 
-def _describe(leaf: Any, structure: Structure, position: int) -> TensorSpec | Constant:
-    if isinstance(leaf, Tensor):
-        return TensorSpec.of(leaf.detach())
+def _constant(leaf: Any, structure: Structure, position: int) -> Constant:
     leaf = normalise(leaf)
     if is_constant(leaf):
         return Constant(f"{type(leaf).__qualname__}:{leaf!r}", leaf)
@@ -247,3 +260,51 @@ def _argument(structure: Structure, position: int) -> str:
 
 def _text(leaf: TensorSpec | Constant) -> str:
     return str(leaf) if isinstance(leaf, TensorSpec) else repr(leaf.value)
+
+
+class ProgramTable:
+    """The programs of one replica: `entries` has the signature and the recording of each, by number. `bound`: how many, 2 at least."""
+
+    def __init__(self, bound: int) -> None:
+        assert bound >= 2, "the first program and the one that runs"
+        self._bound = bound
+        self.entries: list[tuple[Signature, Recording]] = []
+        self._last_use: list[int] = []
+        self._num_uses = 0
+
+    def lookup(self, signature: Signature, inputs: Sequence[Inputs], model: nn.Module) -> int | None:
+        """The number of a program for these inputs: its guards hold on all microbatches, in the environment of now."""
+        for number, (known, recording) in enumerate(self.entries):
+            if dataclasses.replace(known, answers=signature.answers, environment=signature.environment) != signature:
+                continue
+            if recording.environment.difference() is not None:
+                continue
+            trace = recording.trace
+            if not trace.guards or all(broken(trace, model, microbatch) is None for microbatch in inputs):
+                return number
+        return None
+
+    def use(self, number: int) -> None:
+        """Note that a program runs now."""
+        self._num_uses += 1
+        self._last_use[number] = self._num_uses
+
+    def next_number(self) -> int:
+        """The number that the next new program gets: a free one, or that of the program which gives way."""
+        if len(self.entries) < self._bound:
+            return len(self.entries)
+        return min(range(1, self._bound), key=self._last_use.__getitem__)
+
+    def put(self, number: int, signature: Signature, recording: Recording) -> None:
+        """Enter a program under its `next_number`."""
+        if number == len(self.entries):
+            self.entries.append((signature, recording))
+            self._last_use.append(0)
+        else:
+            self.entries[number] = signature, recording
+        self.use(number)
+
+
+def broken(trace: Trace, model: nn.Module, inputs: Inputs) -> tuple[Guard, Any] | None:
+    """A guard that does not hold on the inputs of one microbatch."""
+    return broken_guard(trace, model, input_values(trace, *inputs)) if trace.guards else None

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 from smpc.partitioner.costs.cost import CostModel
-from smpc.partitioner.graph.clusters import find_clusters
 from smpc.partitioner.graph.recompute import find_recomputable
-from smpc.partitioner.graph.trace_graph import build_graph
+from smpc.partitioner.graph.trace_graph import build_graph, find_clusters
 from smpc.tracer import record
 
 

@@ -17,8 +17,7 @@ from torch import nn
 from smpc.compile import compile_model
 from smpc.errors import ConfigError, PartitionError
 from smpc.executor.program.interpreter import DEFAULT_WINDOW
-from smpc.partitioner import memory_limit as limit_module
-from smpc.partitioner.analysis import analyse
+from smpc.partitioner import solve as limit_module
 from smpc.partitioner.costs.cost import CostModel
 from smpc.partitioner.costs.device import find_device
 from smpc.partitioner.costs.optimizers import ADAM, find_optimizer
@@ -26,7 +25,7 @@ from smpc.partitioner.memory.peak import RECEIVE_WINDOW
 from smpc.partitioner.problem import Scale, Units, stage_costs
 from smpc.partitioner.solve import plan_from_assignment
 from smpc.partitioner.solvers.chain_limited import LimitedChain, fits, least_peak, solve_limited
-from smpc.partitioner.solvers.coarsen import chain_problem
+from smpc.partitioner.solvers.coarsen import analyse, chain_problem
 from smpc.partitioner.solvers.ilp import PlacementProblem, solve_placement
 from smpc.partitioner.solvers.peaks import PeakRows
 from smpc.tracer import record

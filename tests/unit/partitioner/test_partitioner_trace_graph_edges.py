@@ -7,8 +7,8 @@ import pytest
 from smpc.errors import PartitionError
 from smpc.partitioner.costs.cost import CostModel
 from smpc.partitioner.costs.device import find_device
-from smpc.partitioner.graph.edges import check_assignment
 from smpc.partitioner.graph.plan import INPUTS
+from smpc.partitioner.graph.trace_graph import check_assignment
 from smpc.partitioner.solve import plan_from_assignment
 from smpc.tracer import ModuleCall, Node, NodeKind, Ref, StateSpec, Structure, TensorSpec, Trace
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from smpc.v1.session.containers import tensors_within
+from smpc.v1.steps.calls import tensors_within
 
 
 class Batch(dict):
