@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import smpc.v1 as smp
+from smpc.sharding.tensors import whole
 from smpc.errors import CheckpointError, ConfigError, ConfigUnsupportedError, StepError
 from smpc.expert_parallel import register_experts
 
@@ -125,6 +126,14 @@ def eager(name, parts):
     return losses, norms, gradients, {key: p.detach().clone() for key, p in model.named_parameters()}
 
 
+FOUND = {"tensor_parallel_degree": 2, "tensor_parallel_plan": "auto", "prescaled_batch": True}
+
+
+def parts_of(world, pp, config):
+    """Batches of a step: ranks of a pipeline, a sequence and a tensor-parallel group share one."""
+    return world // pp // config.get("context_parallel_degree", 1) // config.get("tensor_parallel_degree", 1)
+
+
 def mean_loss(model, batch):
     """Of the microbatches of a batch."""
     parts = [{key: value.chunk(MB)[index] for key, value in batch.items()} for index in range(MB)]
@@ -154,7 +163,7 @@ def steps(model, optimizer, some):
         optimizer.zero_grad()
         loss = train_step(model, batch_of(step, smp.data_rank())).reduce_mean()
         gradients = gradients or {
-            key: (p.grad.clone(), model.slices.get(key)) for key, p in model.local_named_parameters()
+            key: (whole(p.grad).clone(), model.slices.get(key)) for key, p in model.local_named_parameters()
         }
         norms.append(clipped(model.parameters()).item())
         optimizer.step()
@@ -195,7 +204,7 @@ def check(tmp_path, name, pp, ep, world, config=None):
     folder.mkdir()
     config = config or {}
     found = run_workers(train, world, folder, name, pp, ep, config)
-    losses, norms, gradients, state = eager(name, world // pp // config.get("context_parallel_degree", 1))
+    losses, norms, gradients, state = eager(name, parts_of(world, pp, config))
     seen = {}
     values, model = set(), made(name).eval()
     for own_losses, own_norms, own_gradients, whole, of_optimizer, evaluated in found:
@@ -205,8 +214,9 @@ def check(tmp_path, name, pp, ep, world, config=None):
             expected = gradients[key]
             limit = 1e-5 * expected.abs().max().item()
             if shard is not None:
-                expected = expected.narrow(0, shard.start, gradient.shape[0])
-                assert gradient.shape[0] == shard.size // ep
+                runs = shard.runs_of(gradient.shape[shard.dim])
+                expected = torch.cat([expected.narrow(shard.dim, at, length) for _, at, length in runs], shard.dim)
+                assert gradient.shape[shard.dim] == shard.size // (ep if "experts." in key else 2)
             torch.testing.assert_close(gradient, expected, rtol=0, atol=max(limit, 1e-8))
             seen.setdefault(key, set()).add(0 if shard is None else shard.start)
         assert list(whole) == list(made(name).state_dict())
@@ -215,12 +225,12 @@ def check(tmp_path, name, pp, ep, world, config=None):
             assert of_optimizer[key]["exp_avg"].shape == value.shape
         model.load_state_dict(whole)
         values.add(tuple(evaluated))
-    parts = world // pp // config.get("context_parallel_degree", 1)
+    parts = parts_of(world, pp, config)
     with torch.no_grad():
         expected = [[mean_loss(model, batch_of(*which)) for which in evaluations(part)] for part in range(parts)]
     assert sorted(values) == [pytest.approx(each, rel=1e-6) for each in sorted(expected)]
     assert seen.keys() == gradients.keys()
-    assert sum(len(starts) == ep for starts in seen.values()) == sum("experts." in key for key in seen)
+    assert all(len(starts) == ep for key, starts in seen.items() if "experts." in key)
     return folder
 
 
@@ -261,12 +271,22 @@ def test_beside_a_pipeline(tmp_path):
         ("by hand", 1, 2, 4, {"shard_optimizer_state": True}),
         ("MixtralForCausalLM", 1, 2, 4, {"shard_optimizer_state": True}),
         ("MixtralForCausalLM", 2, 2, 4, {"shard_optimizer_state": True}),
+        ("by hand", 1, 2, 2, {"fully_shard": True}),
+        ("MixtralForCausalLM", 1, 2, 4, {"fully_shard": True}),
+        ("by hand", 2, 2, 4, {"fully_shard": True}),
+        ("Qwen2MoeForCausalLM", 1, 2, 4, {"fully_shard": True, "context_parallel_degree": 2}),
+        ("by hand", 1, 2, 4, {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0}),
+        ("MixtralForCausalLM", 1, 2, 4, {"sharded_data_parallel_degree": 4, "sdp_gradient_clipping": 0}),
+        ("MixtralForCausalLM", 2, 2, 4, {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0}),
+        ("by hand", 1, 2, 4, FOUND),
+        ("MixtralForCausalLM", 1, 2, 4, FOUND),
+        ("Qwen2MoeForCausalLM", 1, 2, 4, FOUND | {"fully_shard": True}),
     ],
 )
 def test_other_arrangements(tmp_path, name, pp, ep, world, config):
     """And other ranks, as many as there are parts of the data, go on from the checkpoint."""
     folder = check(tmp_path, name, pp, ep, world, config)
-    parts = world // pp // config.get("context_parallel_degree", 1)
+    parts = parts_of(world, pp, config)
     check_resumed(tmp_path, folder, name, 1, min(parts, 2), parts, parts, "half")
 
 
@@ -407,8 +427,6 @@ def sharing():
 def refuse(rank, folder):
     for degree, config, said in (
         (2, {"ddp": False}, "expert_parallel_degree: 2 requires ddp: true, found ddp: false"),
-        (2, {"fully_shard": True}, "expert_parallel_degree: 2 and fully_shard: true exclude each other in a script"),
-        (2, {"tensor_parallel_degree": 2, "tensor_parallel_plan": "auto", "prescaled_batch": True}, "and tensor_parallel_degree: 2 ex"),
         (2, {"schedule": "list"}, "and schedule: list exclude each other in a script: its order follows predicted times"),
         (4, {}, r"expected a divisor of 2 \(data-parallel replicas 2 x context_parallel_degree 1"),
     ):  # fmt: skip

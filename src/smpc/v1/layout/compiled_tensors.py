@@ -28,6 +28,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from smpc.codegen.rewrite.expert_parallel import parts_of_experts
 from smpc.codegen.rewrite.tensor_parallel.layouts import Kind, Layout
 from smpc.codegen.rewrite.tensor_parallel.rewrite import GROUP, ShardedTrace
 from smpc.codegen.rewrite.tensor_parallel.styles import find_plan, read_styles
@@ -77,8 +78,12 @@ class CompiledTensors:
 
     @property
     def sharing(self) -> Sharing:
-        """What each rank runs of the whole model. Only the first signature must have the outputs: one for evaluation may have no loss."""
-        return Sharing(self._group.size, self._plan, self._outputs, may_lack_outputs=self.is_placed)
+        """What each rank runs of the whole model. Only the first signature must have the outputs: one for evaluation may have no loss.
+
+        Experts that other ranks have the rest of are whole on all ranks of the group.
+        """
+        plan = dataclasses.replace(self._plan, whole=parts_of_experts(self._module))
+        return Sharing(self._group.size, plan, self._outputs, may_lack_outputs=self.is_placed)
 
     def place(self, placement: Placement) -> None:
         """After the first program: this rank's slices in place of the parameters that it holds. Collective over the group.

@@ -22,9 +22,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from smpc.errors import ConfigError, ConfigUnsupportedError, StepError
 from smpc.executor.collectives import TensorGroup
+from smpc.executor.replicas.apart import Apart
 from smpc.executor.replicas.data_parallel import broadcast
 from smpc.executor.replicas.expert_replicas import ExpertReplicas
 from smpc.executor.replicas.step_hooks import StepHooks
@@ -60,6 +62,7 @@ class DividedExperts:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._shapes: dict[str, tuple[Shard, torch.Size]] = {}
         self._parameters: dict[int, nn.Parameter] = {}
+        self._modules = tuple(one.experts.module for one in confirmed)
         tensors = [(one.experts.module.get_parameter(own), one) for one in confirmed for own in one.experts.parameters]
         self._agree([(names[id(tensor)], tuple(tensor.shape), tensor.is_meta) for tensor, _ in tensors])
         for tensor, one in tensors:
@@ -90,6 +93,14 @@ class DividedExperts:
         group = TensorGroup.of(self._session.groups[Axis.EXPERT_DATA])
         with exchange("making the replicas of experts equal"):
             return ExpertReplicas(self.held(stages), group, inner, passes)
+
+    def apart(self, stages: Mapping[int, nn.Module], mesh: DeviceMesh) -> Apart:
+        """The experts of this rank's stages, which lie in parts on the ranks of a mesh that hold the same ones."""
+        return Apart(self._modules, tuple(self.held(stages)), mesh, self._session.groups[Axis.EXPERT_DATA])
+
+    def exchange(self, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Other parameters have the places of some, as with `fully_shard`."""
+        self._parameters = {id(new): new for new in (exchanged.get(p, p) for p in self._parameters.values())}
 
     def agree(self, step_name: str, trains: bool | None, failure: Exception | None) -> Exception | None:
         """Before a step, on pipeline rank 0: why this step cannot run, on all ranks of the group alike. Collective over it.
