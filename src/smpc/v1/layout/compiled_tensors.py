@@ -57,7 +57,8 @@ class CompiledTensors:
         self._module, self._session, self._slices = module, session, slices
         self._group = session.parallel.group
         self._plan = find_plan(module, read_styles(config.tensor_parallel_plan, "tensor_parallel_plan"))
-        self._outputs = PipelineOptions.of(config).tensor_parallel_outputs
+        options = PipelineOptions.of(config, expert_parallel_degree=1)  # which the model that is recorded has already
+        self._outputs = options.tensor_parallel_outputs
         self.latest: ShardedTrace | None = None  # what the last recording became
         self._sliced: dict[int, None] = {}  # parameters, by identity
         vars(module)[GROUP] = self._group  # what the programs read
