@@ -146,14 +146,16 @@ def init(pp, ep, **config):
 
 
 def wrapped(name, seed=0.0):
-    model = made(name)
+    replaces = smp.tp_size() > 1 and smp.state.cfg.tensor_parallel_plan == "modules"  # modules, and their parameters
+    with smp.tensor_parallelism(replaces):
+        model = made(name)
     if seed:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(seed)
     optimizer = optimizer_of(model.parameters())  # its parameters stay the ones that train
     model = smp.DistributedModel(model)
-    return model, smp.DistributedOptimizer(optimizer)
+    return model, smp.DistributedOptimizer(optimizer_of(model.parameters()) if replaces else optimizer)
 
 
 def steps(model, optimizer, some):
@@ -278,6 +280,7 @@ def test_beside_a_pipeline(tmp_path):
         ("by hand", 1, 2, 4, {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0}),
         ("MixtralForCausalLM", 1, 2, 4, {"sharded_data_parallel_degree": 4, "sdp_gradient_clipping": 0}),
         ("MixtralForCausalLM", 2, 2, 4, {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0}),
+        ("by hand", 1, 2, 4, {"tensor_parallel_degree": 2, "prescaled_batch": True}),
         ("by hand", 1, 2, 4, FOUND),
         ("MixtralForCausalLM", 1, 2, 4, FOUND),
         ("Qwen2MoeForCausalLM", 1, 2, 4, FOUND | {"fully_shard": True}),
