@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import smpc.v1 as smp
-from smpc.sharding.tensors import whole
 from smpc.errors import CheckpointError, ConfigError, ConfigUnsupportedError, StepError
 from smpc.expert_parallel import register_experts
+from smpc.sharding.tensors import whole as gathered
 
 STEPS, HALF, MB = 4, 2, 2
 VOCABULARY = expert_models.VOCABULARY
@@ -49,15 +49,29 @@ class Block(nn.Module):
         return hidden + self.experts(flat, index, weights).view_as(hidden)
 
 
+class Listing(nn.Module):
+    """Experts that are modules of their own; of which no token ever chooses the last."""
+
+    def __init__(self, width, num_experts):
+        super().__init__()
+        self.norm, self.mixture = nn.LayerNorm(width), expert_models.LoopBlock(width, num_experts)
+        with torch.no_grad():
+            self.mixture.router.weight.abs_()[-1] = -1
+        self.mixture.router.weight.requires_grad_(False)
+
+    def forward(self, hidden):
+        return hidden + self.mixture(self.norm(hidden).square())[0]
+
+
 class Output(dict):
     loss = property(lambda self: self["loss"])
 
 
 class ByHand(nn.Module):
-    def __init__(self, num_experts=4):
+    def __init__(self, num_experts=4, block=Block):
         super().__init__()
         self.embedding, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
-        self.blocks = nn.ModuleList(Block(16, num_experts) for _ in range(2))
+        self.blocks = nn.ModuleList(block(16, num_experts) for _ in range(2))
 
     def forward(self, input_ids, labels, attention_mask=None):
         hidden = self.embedding(input_ids)
@@ -71,7 +85,9 @@ class ByHand(nn.Module):
 
 def made(name, dtype=torch.float32):
     torch.manual_seed(5)
-    return ByHand().to(dtype) if name == "by hand" else expert_models.hugging_face(name, dtype)
+    if name == "by hand":
+        return ByHand().to(dtype)
+    return ByHand(block=Listing).to(dtype) if name == "listed" else expert_models.hugging_face(name, dtype)
 
 
 @smp.step
@@ -119,7 +135,7 @@ def eager(name, parts):
                 loss = model(**{key: value.chunk(MB)[index] for key, value in whole.items()}).loss
                 (loss / MB / parts).backward()
                 total += loss.item() / MB / parts
-        gradients = gradients or {key: p.grad.clone() for key, p in model.named_parameters()}
+        gradients = gradients or {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
         norms.append(clipped(model.parameters()).item())
         optimizer.step()
         losses.append(total)
@@ -165,7 +181,9 @@ def steps(model, optimizer, some):
         optimizer.zero_grad()
         loss = train_step(model, batch_of(step, smp.data_rank())).reduce_mean()
         gradients = gradients or {
-            key: (whole(p.grad).clone(), model.slices.get(key)) for key, p in model.local_named_parameters()
+            key: (gathered(p.grad).clone(), model.slices.get(key))
+            for key, p in model.local_named_parameters()
+            if p.grad is not None
         }
         norms.append(clipped(model.parameters()).item())
         optimizer.step()
@@ -218,13 +236,15 @@ def check(tmp_path, name, pp, ep, world, config=None):
             if shard is not None:
                 runs = shard.runs_of(gradient.shape[shard.dim])
                 expected = torch.cat([expected.narrow(shard.dim, at, length) for _, at, length in runs], shard.dim)
-                assert gradient.shape[shard.dim] == shard.size // (ep if "experts." in key else 2)
+                if "mixture" not in key:
+                    assert gradient.shape[shard.dim] == shard.size // (ep if "experts." in key else 2)
             torch.testing.assert_close(gradient, expected, rtol=0, atol=max(limit, 1e-8))
             seen.setdefault(key, set()).add(0 if shard is None else shard.start)
         assert list(whole) == list(made(name).state_dict())
         for key, value in state.items():
             torch.testing.assert_close(whole[key], value, rtol=1e-4, atol=2e-5)
-            assert of_optimizer[key]["exp_avg"].shape == value.shape
+            if key in gradients:
+                assert of_optimizer[key]["exp_avg"].shape == value.shape
         model.load_state_dict(whole)
         values.add(tuple(evaluated))
     parts = parts_of(world, pp, config)
@@ -251,6 +271,13 @@ def test_two_ranks_train_as_one_process_and_others_go_on(tmp_path):
     check_resumed(tmp_path, folder, "by hand", 2, 2, 4, 2, "whole")
 
 
+def test_experts_that_are_modules_of_their_own(tmp_path):
+    """One rank has all of an expert, and the other none of its rows."""
+    folder = check(tmp_path, "listed", 1, 2, 2)
+    check_resumed(tmp_path, folder, "listed", 1, 1, 2, 2, "half")
+    check_resumed(tmp_path, folder, "listed", 2, 1, 4, 2, "whole")
+
+
 def test_beside_a_pipeline(tmp_path):
     folder = check(tmp_path, "MixtralForCausalLM", 2, 2, 4)
     check_resumed(tmp_path, folder, "MixtralForCausalLM", 1, 2, 2, 2, "half")
@@ -273,6 +300,7 @@ def test_beside_a_pipeline(tmp_path):
         ("by hand", 1, 2, 4, {"shard_optimizer_state": True}),
         ("MixtralForCausalLM", 1, 2, 4, {"shard_optimizer_state": True}),
         ("MixtralForCausalLM", 2, 2, 4, {"shard_optimizer_state": True}),
+        ("listed", 1, 2, 4, {}),
         ("by hand", 1, 2, 2, {"fully_shard": True}),
         ("MixtralForCausalLM", 1, 2, 4, {"fully_shard": True}),
         ("by hand", 2, 2, 4, {"fully_shard": True}),
@@ -394,11 +422,13 @@ class Whole(nn.Module):
 
 
 class Apart(nn.Module):
-    """Experts that are modules of their own."""
+    """Experts that are modules of their own, with buffers."""
 
     def __init__(self):
         super().__init__()
         self.block = expert_models.LoopBlock()
+        for expert in self.block.experts:
+            expert.register_buffer("calls", torch.zeros(()))
 
 
 def hooked():
@@ -438,7 +468,7 @@ def refuse(rank, folder):
     init(1, 2)
     for make, said in (
         (Whole, "found none: no module looks like experts"),
-        (Apart, "found none: block.experts: its experts are modules of their own"),
+        (Apart, "found none: block.experts: there are buffers in its experts"),
         (lambda: ByHand(3), "blocks.0.experts: expected a number of experts that 2 divides, found 3"),
         (hooked, "blocks.0.experts: there are hooks on its gradients"),
         (tied, "blocks.0.experts: other modules share its parameters"),
@@ -447,6 +477,17 @@ def refuse(rank, folder):
     ):
         with pytest.raises(ConfigError, match=said):
             smp.DistributedModel(make())
+    for config, said in (
+        ({"fully_shard": True}, "fully_shard"),
+        ({"shard_optimizer_state": True}, "shard_optimizer_state: true"),
+        ({"context_parallel_degree": 2}, "context_parallel_degree: 2"),
+    ):
+        smp.shutdown()
+        init(1, 2, **config)
+        with pytest.raises(ConfigError, match=f"found none: .*modules of their own.*not together with {said}"):
+            smp.DistributedModel(made("listed"))
+    smp.shutdown()
+    init(1, 2)
     with pytest.raises(ConfigError, match="trace_execution_times: not with expert_parallel_degree above 1"):
         smp.DistributedModel(ByHand(), trace_execution_times=True)
     model = smp.DistributedModel(made("by hand"))

@@ -130,7 +130,9 @@ def choose_by_plan(
         choice = choose(trace, degree, stays.allows, weights, facts=facts)
         if all(stays.fits(name, layout) for name, layout in choice.by_parameter):
             return choice
-        return choose(trace, degree, stays.allows, weights, share_blocks=False, facts=facts)  # blocks alike but for that
+        return choose(
+            trace, degree, stays.allows, weights, share_blocks=False, facts=facts
+        )  # blocks alike but for that
     restriction = _Restriction(trace, plan)
     restriction.check_sizes(trace, degree)
     return choose(trace, degree, restriction.allows, weights, share_blocks=False, facts=facts)

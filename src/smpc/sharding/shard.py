@@ -193,8 +193,8 @@ def shard(
             widen(new)
         taken.update(new)
         found._parts.append(_Part(made, unit.keep or options.keep, wide))
-    for name, new in root.named_parameters(remove_duplicate=False):
-        found.exchanged[before[name]] = new
+    for name, after in root.named_parameters(remove_duplicate=False):
+        found.exchanged[before[name]] = after
     for old in before.values():
         if old in ignored or isinstance(old, DTensor):  # a slice: torch lets nobody empty it
             continue

@@ -36,9 +36,7 @@ def units_to_keep(module: nn.Module, config: Config, apart: Apart | None) -> lis
     total = sum(parameter.numel() for parameter in module.parameters())
     keep = Keep.MICROBATCH if total <= config.sdp_max_live_parameters else Keep.NEVER
     names = [unit.name for unit in units]
-    return [
-        replace(unit, keep=Keep.STEP if _is_small(module, unit.name, names, config) else keep) for unit in units
-    ]
+    return [replace(unit, keep=Keep.STEP if _is_small(module, unit.name, names, config) else keep) for unit in units]
 
 
 def _is_small(module: nn.Module, name: str, names: Iterable[str], config: Config) -> bool:
