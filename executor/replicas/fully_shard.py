@@ -5,7 +5,8 @@
                       the last one averages them over the replicas, leaves each its part, and lets go of the whole parameters
     evaluation        the same without gradients; the parameters are let go of at the end
 
-A stage is one unit of `smpc.sharding`, with another inside of it for what is apart, which says how gradients are averaged, and what comes in the place of parameters.
+A stage is one unit of `smpc.sharding`, which says how gradients are averaged, and what comes in the place of parameters. What is apart
+(`smpc.executor.replicas.apart`) is another unit inside of it.
 
 Programs of other inputs have stage modules of their own over the same parameters. All of them run inside one module for each stage, whose
 hooks FSDP uses, and first take over the parameters that are there now.
