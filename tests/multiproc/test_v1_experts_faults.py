@@ -1,4 +1,4 @@
-"""Expert parallelism in training scripts where ranks do not do the same: programs that give way, ranks that are gone, errors of some ranks."""
+"""Expert parallelism in training scripts where ranks do not do the same: programs give way, ranks fail, some have errors."""
 
 import os
 
