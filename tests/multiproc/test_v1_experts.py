@@ -226,6 +226,7 @@ def test_beside_a_pipeline(tmp_path):
         ("MixtralForCausalLM", 2, 2, 4, {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0}),
         ("by hand", 1, 2, 4, {"tensor_parallel_degree": 2, "prescaled_batch": True}),
         ("by hand", 1, 2, 4, FOUND),
+        ("by hand", 1, 2, 4, FOUND | {"shard_optimizer_state": True}),
         ("MixtralForCausalLM", 1, 2, 4, FOUND),
         ("Qwen2MoeForCausalLM", 1, 2, 4, FOUND | {"fully_shard": True}),
     ],
@@ -276,9 +277,9 @@ def norm_of(model):
     return torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()
 
 
-def drawn_late(ep):
+def drawn_late(ep, **config):
     """The first loss and norm of a model whose parameters have no memory before it is distributed; seeds of ranks differ."""
-    init(1, ep)
+    init(1, ep, **config)
     torch.manual_seed(11 + smp.rank())
     with smp.delay_param_initialization():
         model = late()
@@ -318,6 +319,7 @@ def variants(rank, folder, ep):
         "fp16, state sharded": in_half(ep, {"fp16": True, "shard_optimizer_state": True}),
         "added up": added_up(ep),
         "drawn late": drawn_late(ep),
+        "drawn late, in parts": drawn_late(ep, fully_shard=True),
     }
 
 
