@@ -216,7 +216,7 @@ class _Restriction(_Whole):
         return all((layout.dim == dim) == (style == _COLUMNS) for dim in columns)
 
     def _style(self, name: str) -> str:
-        for alias in self._aliases[name]:
+        for alias in self._aliases[name] if name not in self._names else ():
             for pattern, style in self._plan.styles or ():
                 if _fits(pattern, alias) or _fits(pattern, alias.rpartition(".")[0]):
                     return STYLES[style]
