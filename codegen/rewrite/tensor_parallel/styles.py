@@ -25,6 +25,7 @@ from types import MappingProxyType
 
 from torch import nn
 
+from smpc.codegen.rewrite.tensor_parallel.fused_experts import undivided_experts
 from smpc.codegen.rewrite.tensor_parallel.layout_problem import Weights
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Kind, Layout
 from smpc.codegen.rewrite.tensor_parallel.search import ShardingChoice, choose
@@ -60,18 +61,20 @@ STYLES: Mapping[str, str] = MappingProxyType(
 class StylePlan:
     """`styles`: (pattern, style) pairs; None: choose freely. `layouts` of parameters that are decided already; None: none are.
 
-    `whole`: names of modules whose parameters every rank has whole, whatever else is said.
+    `whole`: names of modules whose parameters every rank has whole, whatever else is said. `undivided`: names of those that ranks cannot
+    have slices of where they are called whole.
     """
 
     styles: tuple[tuple[str, str], ...] | None = None
     layouts: tuple[tuple[str, Layout], ...] | None = None
     whole: tuple[str, ...] = ()
+    undivided: tuple[str, ...] = ()
 
 
 def find_plan(model: nn.Module, plan: str | Mapping[str, str]) -> StylePlan:
     """The plan of that name, or of these styles. ConfigError if it is wrong: unknown styles, patterns that fit nothing."""
     if plan == AUTO:
-        return StylePlan()
+        return StylePlan(undivided=undivided_experts(model))
     if plan == OFF:
         return StylePlan(())
     styles = _of_model(model) if plan == HUGGING_FACE else plan
@@ -126,9 +129,10 @@ def choose_by_plan(
 ) -> ShardingChoice:
     """The best choice among those that the plan allows. ConfigError if sizes that it splits cannot be."""
     if plan.styles is None and plan.layouts is None:
-        stays = _Whole(trace, plan.whole)
+        stays = _Whole(trace, plan)
         choice = choose(trace, degree, stays.allows, weights, facts=facts)
-        if all(stays.fits(name, layout) for name, layout in choice.by_parameter):
+        by_node = all(stays.allows(trace.node(name), strategy) for name, strategy in choice.by_node)
+        if by_node and all(stays.fits(name, layout) for name, layout in choice.by_parameter):
             return choice
         return choose(
             trace, degree, stays.allows, weights, share_blocks=False, facts=facts
@@ -139,18 +143,20 @@ def choose_by_plan(
 
 
 class _Whole:
-    """Lets parameters of some modules be whole alone."""
+    """Lets parameters of some modules be whole alone, and those of others where they are called whole."""
 
-    def __init__(self, trace: Trace, modules: tuple[str, ...]) -> None:
+    def __init__(self, trace: Trace, plan: StylePlan) -> None:
         names = [name for state in trace.state for name in state.names]
-        inside = tuple(f"{module}." for module in modules)
-        self._names = frozenset(name for name in names if name.startswith(inside))
+        whole, undivided = (tuple(f"{module}." for module in each) for each in (plan.whole, plan.undivided))
+        self._names = frozenset(name for name in names if name.startswith(whole))
+        self._undivided = frozenset(name for name in names if name.startswith(undivided))
 
     def allows(self, node: Node, strategy: Strategy) -> bool:
         """Whether none of them is divided."""
         if node.kind is NodeKind.GET_ATTR:
             return self.fits(node.target, strategy.output)
-        return all(self.fits(name, layout) for name, layout in strategy.state)
+        divided = [name for name, layout in strategy.state if layout.kind is Kind.SHARDED]
+        return not any(name in self._names or name in self._undivided for name in divided)
 
     def fits(self, name: str, layout: Layout) -> bool:
         """Whether a parameter may lie so."""
@@ -161,7 +167,7 @@ class _Restriction(_Whole):
     """Which strategies a plan allows."""
 
     def __init__(self, trace: Trace, plan: StylePlan) -> None:
-        super().__init__(trace, plan.whole)
+        super().__init__(trace, plan)
         self._users: dict[str, list[Node]] = {}
         for node in trace.nodes:
             for name in node.inputs:
