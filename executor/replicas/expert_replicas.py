@@ -2,9 +2,11 @@
 
     inner      averages everything else over all replicas (`StageReplicas(..., apart=experts)`)
     group      ranks that hold the same experts: one of every so many replicas
+    dividing   ranks that divide experts among them, where some are wholly on one of these: others have none of their rows
 
 What comes back to an expert is divided by the number of ranks that send it tokens already (`smpc.experts.stacked`), so the average over
-this group is that over all replicas. An expert without a gradient on one rank counts there as zero, on all of them it stays without.
+this group is that over all replicas. An expert without a gradient on one rank counts there as zero, on all of them it stays without. Of an
+expert that others hold, a rank has a gradient without rows if they have one: so all speak of the same parameters in norms.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ class ExpertReplicas(GroupHooks):
         group: TensorGroup,
         inner: StepHooks | None,
         backward_passes_per_step: int = 1,
+        dividing: TensorGroup | None = None,
     ) -> None:
         super().__init__(group, inner, backward_passes_per_step)
-        held = list(experts)
+        held, self._dividing = list(experts), dividing
         self._experts = [parameter for parameter in held if parameter.requires_grad]
         if group.process_group is not None and group.size > 1:
             broadcast([parameter.detach() for parameter in held], group.process_group)
@@ -41,10 +44,11 @@ class ExpertReplicas(GroupHooks):
         """Gradients that are there are averages, alike on all ranks, and stay so."""
 
     def _combine(self) -> None:
-        if self._group.size == 1 or not self._experts:
+        if not self._experts or (self._group.size == 1 and self._dividing is None):
             return
         present = torch.tensor([p.grad is not None for p in self._experts], dtype=torch.int32)
-        anywhere = sum_over(present.to(self._experts[0].device), self._group).tolist()
+        counts = sum_over(present.to(self._experts[0].device), self._group)
+        anywhere = (counts if self._dividing is None else sum_over(counts, self._dividing)).tolist()
         kinds: dict[torch.dtype, list[Tensor]] = {}
         for parameter, count in zip(self._experts, anywhere, strict=True):
             if not count:
@@ -53,5 +57,5 @@ class ExpertReplicas(GroupHooks):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=dtype)
             kinds.setdefault(dtype, []).append(parameter.grad)
-        for grads in kinds.values():
+        for grads in kinds.values() if self._group.size > 1 else ():
             sum_together(grads, self._group, divided_by=self._group.size)

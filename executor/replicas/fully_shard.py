@@ -5,7 +5,8 @@
                       the last one averages them over the replicas, leaves each its part, and lets go of the whole parameters
     evaluation        the same without gradients; the parameters are let go of at the end
 
-A stage is one unit of `smpc.sharding`, which says how gradients are averaged, and what comes in the place of parameters.
+A stage is one unit of `smpc.sharding`, which says how gradients are averaged, and what comes in the place of parameters. What is apart
+(`smpc.executor.replicas.apart`) is another unit inside of it.
 
 Programs of other inputs have stage modules of their own over the same parameters. All of them run inside one module for each stage, whose
 hooks FSDP uses, and first take over the parameters that are there now.
@@ -22,20 +23,34 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from smpc.executor.replicas.apart import Apart, make_equal
 from smpc.executor.replicas.data_parallel import broadcast
-from smpc.sharding import Keep, Sharded, ShardingOptions, shard
+from smpc.sharding import Keep, Sharded, ShardingOptions, Unit, shard
 
 
-class _Root(nn.Module):
-    """What is sharded: the first stage modules that share parameters, usually one; runs any that has the same parameters."""
+class _Held(nn.Module):
+    """Modules whose parameters are there while something runs. They keep their class and their hooks, which recordings look at."""
 
-    def __init__(self, stages: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(stages)
+        self.held = nn.ModuleList(modules)
 
     def forward(self, run: Callable[..., Any], *inputs: Tensor) -> Any:
         """Called by FSDP's hooks, with the whole parameters in place."""
         return run(*inputs)
+
+
+class _Root(_Held):
+    """What is sharded: the first stage modules that share parameters, usually one; runs any that has the same parameters."""
+
+    def __init__(self, stages: Sequence[nn.Module], apart: Apart | None) -> None:
+        super().__init__(stages)
+        found = [] if apart is None else apart.inside(self)
+        self.apart = _Held(found) if found else None
+
+    def forward(self, run: Callable[..., Any], *inputs: Tensor) -> Any:
+        """The same, with those in place that are apart."""
+        return super().forward(run, *inputs) if self.apart is None else self.apart(run, *inputs)
 
 
 class _Member(nn.Module):
@@ -65,7 +80,7 @@ class StageShards:
 
     Construction gives all ranks the parameters and buffers of the group's rank 0. `broadcast_buffers`: its buffers replace the others' at
     the start of every training step. A stage's parameters that train must have one dtype. Stages of a rank that share a parameter are
-    gathered, averaged and let go of together, with the last of their last backwards.
+    gathered, averaged and let go of together, with the last of their last backwards. What is `apart` is a unit of its own.
     """
 
     def __init__(
@@ -76,6 +91,7 @@ class StageShards:
         *,
         device_type: str = "cpu",
         broadcast_buffers: bool = True,
+        apart: Apart | None = None,
     ) -> None:
         self._group = group
         self._stages = [stages[index] for index in sorted(stages)]
@@ -90,11 +106,13 @@ class StageShards:
         self._first: dict[int, int] = {}
         self._waits: dict[int, set[int]] = {}  # by that one, the stages whose last backward is still to come
         for members in _sharing(stages):
-            root = _Root([stages[index] for index in members])
-            broadcast([*root.parameters(), *root.buffers()], group)
+            root = _Root([stages[index] for index in members], apart)
+            make_equal([root], group, apart)
             self._roots.update(dict.fromkeys(members, root))
             if any(True for _ in root.parameters()):
-                made = self._sharded[members[0]] = shard(root, (), mesh, ShardingOptions(Keep.STEP, stays_outside=True))
+                units = () if apart is None or root.apart is None else (Unit("apart", mesh=apart.mesh),)
+                options = ShardingOptions(Keep.STEP, stays_outside=True)
+                made = self._sharded[members[0]] = shard(root, units, mesh, options)
                 self._first.update(dict.fromkeys(members, members[0]))
                 self.exchanged.update(made.exchanged)
 

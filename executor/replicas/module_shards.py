@@ -1,7 +1,7 @@
 """Sharded data parallelism of a module that runs as it is, without a program: its blocks are units of `smpc.sharding`.
 
 Construction gives all ranks the parameters and buffers of the group's first one, and divides the parameters over the mesh. The hooks are
-those of a step; without them, every backward averages its gradients.
+those of a step; without them, every backward averages its gradients. What is `apart` lies in parts on other ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from smpc.executor.replicas.apart import Apart, make_equal
 from smpc.executor.replicas.data_parallel import broadcast
 from smpc.sharding import ShardingOptions, Unit, shard
 
@@ -28,9 +29,10 @@ class ModuleShards:
         options: ShardingOptions,
         *,
         broadcast_buffers: bool = True,
+        apart: Apart | None = None,
     ) -> None:
         self._module, self._group, self._has_buffers = module, group, broadcast_buffers
-        broadcast([*module.parameters(), *module.buffers()], group)
+        make_equal([module], group, apart)
         self._sharded = shard(module, units(module), mesh, options)
         self.exchanged = self._sharded.exchanged
 

@@ -24,9 +24,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from smpc.errors import ConfigError
+from smpc.codegen.rewrite.expert_parallel import PARTS
+from smpc.errors import ConfigError, ConfigUnsupportedError
 from smpc.executor.collectives import TensorGroup, sum_over
+from smpc.executor.replicas.apart import Apart
 from smpc.experts.confirm import Confirmed, confirm
 from smpc.experts.dispatch import WAYS
 from smpc.experts.listed import spread_out
@@ -72,6 +75,23 @@ class ExpertParallelModule(nn.Module):
         """Names in the model, and the parameters, of this rank's experts: those that other ranks have other values of."""
         own = self._holdings.own()
         return ((name, parameter) for name, parameter in self.model.named_parameters() if name in own)
+
+    def apart(self, mesh: DeviceMesh, group: dist.ProcessGroup) -> Apart:
+        """This rank's experts as `StageShards(stages, replicas, ..., apart=...)` takes them: in parts on the ranks that hold the same ones.
+
+        `mesh` has these ranks, as (shard) or (replica, shard), and `group` all of them. ConfigUnsupportedError for experts that are modules
+        of their own.
+        """
+        modules = tuple(module for module in self.model.modules() if PARTS in vars(module))
+        held = {id(parameter) for module in modules for parameter in module.parameters()}
+        own = tuple(parameter for _, parameter in self.expert_parameters())
+        left = [name for name, parameter in self.expert_parameters() if id(parameter) not in held]
+        if left:
+            raise ConfigUnsupportedError(
+                f"fully_shard: expected experts that are one module, found {left[0]} and {len(left) - 1} more parameters of experts that "
+                "are modules of their own; leave these whole (`experts=`)"
+            )
+        return Apart(modules, own, mesh, group)
 
     def average_gradients(self) -> None:
         """Averages the gradients of what is not an expert over the group, in place. All ranks must call it, after backward.

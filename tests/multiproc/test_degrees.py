@@ -29,6 +29,7 @@ def degrees_of(world, name):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_small_worlds(world, name, tmp_path):
@@ -37,6 +38,7 @@ def test_small_worlds(world, name, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", MODELS)
 def test_eight_ranks(name, tmp_path):
     check(8, tmp_path, [(degrees, name, torch.float64) for degrees in degrees_of(8, name)])

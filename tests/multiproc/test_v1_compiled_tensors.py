@@ -2,6 +2,7 @@
 
 import functools
 
+import mixtures
 import pytest
 import torch
 import transformers
@@ -252,3 +253,39 @@ def draw_and_refuse(rank, folder):
 
 def test_random_numbers_agree_and_what_does_not_go_together_is_refused(tmp_path):
     assert run_workers(draw_and_refuse, 2, tmp_path) == [None] * 2
+
+
+@smp.step
+def step_of_batches(model, batch):
+    loss = model(**batch).loss
+    model.backward(loss)
+    return loss
+
+
+def first_lengths(rank, folder):
+    """Replicas whose first batches have other lengths, for which layouts of their own would be best."""
+    init(2, 1)
+    model = smp.DistributedModel(mixtures.made("MixtralForCausalLM"))
+    found = []
+    for step in range(2):
+        found.append(step_of_batches(model, mixtures.batch_of(step, smp.rdp_rank())).reduce_mean().item())
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()
+    smp.shutdown()
+    return found, norm
+
+
+def test_replicas_whose_first_batches_differ_run_what_the_first_program_has_decided(tmp_path):
+    """The recording of a replica's own batch came before parameters were laid out, and was run after."""
+    found = run_workers(first_lengths, 4, tmp_path)
+    model, losses = mixtures.made("MixtralForCausalLM"), {}
+    for step in range(2):
+        for part in range(2):
+            whole = mixtures.batch_of(step, part)
+            for index in range(MB):
+                loss = model(**{key: value.chunk(MB)[index] for key, value in whole.items()}).loss
+                (loss / MB / 2).backward()
+                losses[step, part] = losses.get((step, part), 0) + loss.item() / MB
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()
+    for rank, (own, own_norm) in enumerate(found):
+        assert own == pytest.approx([losses[step, rank // 2] for step in range(2)], rel=1e-6)
+        assert own_norm == pytest.approx(norm, rel=1e-5)

@@ -6,71 +6,15 @@ import expert_models
 import pytest
 import torch
 from executor_harness import run_workers
+from mixtures import MB, ByHand, Experts, batch_of, made
 from torch import nn
-from torch.nn import functional as F
 
 import smpc.v1 as smp
 from smpc.errors import CheckpointError, ConfigError, ConfigUnsupportedError, StepError
 from smpc.expert_parallel import register_experts
+from smpc.sharding.tensors import whole as gathered
 
-STEPS, HALF, MB = 4, 2, 2
-VOCABULARY = expert_models.VOCABULARY
-
-
-class Experts(nn.Module):
-    """All experts in one module, with biases."""
-
-    def __init__(self, num_experts, width, inner):
-        super().__init__()
-        self.num_experts = num_experts
-        self.up = nn.Parameter(torch.randn(num_experts, width, inner) * 0.3)
-        self.bias = nn.Parameter(torch.randn(num_experts, inner) * 0.3)
-        self.down = nn.Parameter(torch.randn(num_experts, inner, width) * 0.3)
-
-    def forward(self, hidden, index, weights):
-        found = torch.zeros_like(hidden)
-        for expert in range(self.num_experts):
-            row, slot = (index == expert).nonzero(as_tuple=True)
-            inner = F.gelu(hidden[row] @ self.up[expert] + self.bias[expert])
-            found = found.index_add(0, row, (inner @ self.down[expert]) * weights[row, slot].unsqueeze(1))
-        return found
-
-
-class Block(nn.Module):
-    def __init__(self, width, num_experts):
-        super().__init__()
-        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, num_experts, bias=False)
-        self.experts = Experts(num_experts, width, 24)
-
-    def forward(self, hidden):
-        flat = self.norm(hidden).reshape(-1, hidden.shape[-1])
-        weights, index = self.router(flat).softmax(-1).topk(2)
-        return hidden + self.experts(flat, index, weights).view_as(hidden)
-
-
-class Output(dict):
-    loss = property(lambda self: self["loss"])
-
-
-class ByHand(nn.Module):
-    def __init__(self, num_experts=4):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
-        self.blocks = nn.ModuleList(Block(16, num_experts) for _ in range(2))
-
-    def forward(self, input_ids, labels, attention_mask=None):
-        hidden = self.embedding(input_ids)
-        if attention_mask is not None:
-            hidden = hidden * attention_mask.unsqueeze(-1)
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits = self.head(hidden)
-        return Output(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100), logits=logits)
-
-
-def made(name, dtype=torch.float32):
-    torch.manual_seed(5)
-    return ByHand().to(dtype) if name == "by hand" else expert_models.hugging_face(name, dtype)
+STEPS, HALF = 4, 2
 
 
 @smp.step
@@ -83,17 +27,6 @@ def train_step(model, batch):
 @smp.step
 def evaluate(model, batch):
     return model(**batch).loss
-
-
-def batch_of(step, part):
-    """One data rank's batch: with padding, lengths and numbers of labels of its own."""
-    generator = torch.Generator().manual_seed(10 * step + part)
-    length = 8 + 2 * ((step + part) % 2)
-    ids = torch.randint(3, VOCABULARY, (2 * MB, length), generator=generator)
-    mask = torch.ones_like(ids)
-    for row in range(2 * MB):
-        mask[row, length - (part + row + step) % 4 :] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
 def optimizer_of(parameters):
@@ -118,11 +51,19 @@ def eager(name, parts):
                 loss = model(**{key: value.chunk(MB)[index] for key, value in whole.items()}).loss
                 (loss / MB / parts).backward()
                 total += loss.item() / MB / parts
-        gradients = gradients or {key: p.grad.clone() for key, p in model.named_parameters()}
+        gradients = gradients or {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
         norms.append(clipped(model.parameters()).item())
         optimizer.step()
         losses.append(total)
     return losses, norms, gradients, {key: p.detach().clone() for key, p in model.named_parameters()}
+
+
+FOUND = {"tensor_parallel_degree": 2, "tensor_parallel_plan": "auto", "prescaled_batch": True}
+
+
+def parts_of(world, pp, config):
+    """Batches of a step: ranks of a pipeline, a sequence and a tensor-parallel group share one."""
+    return world // pp // config.get("context_parallel_degree", 1) // config.get("tensor_parallel_degree", 1)
 
 
 def mean_loss(model, batch):
@@ -137,14 +78,16 @@ def init(pp, ep, **config):
 
 
 def wrapped(name, seed=0.0):
-    model = made(name)
+    replaces = smp.tp_size() > 1 and smp.state.cfg.tensor_parallel_plan == "modules"  # modules, and their parameters
+    with smp.tensor_parallelism(replaces):
+        model = made(name)
     if seed:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(seed)
     optimizer = optimizer_of(model.parameters())  # its parameters stay the ones that train
     model = smp.DistributedModel(model)
-    return model, smp.DistributedOptimizer(optimizer)
+    return model, smp.DistributedOptimizer(optimizer_of(model.parameters()) if replaces else optimizer)
 
 
 def steps(model, optimizer, some):
@@ -154,7 +97,9 @@ def steps(model, optimizer, some):
         optimizer.zero_grad()
         loss = train_step(model, batch_of(step, smp.data_rank())).reduce_mean()
         gradients = gradients or {
-            key: (p.grad.clone(), model.slices.get(key)) for key, p in model.local_named_parameters()
+            key: (gathered(p.grad).clone(), model.slices.get(key))
+            for key, p in model.local_named_parameters()
+            if p.grad is not None
         }
         norms.append(clipped(model.parameters()).item())
         optimizer.step()
@@ -195,7 +140,7 @@ def check(tmp_path, name, pp, ep, world, config=None):
     folder.mkdir()
     config = config or {}
     found = run_workers(train, world, folder, name, pp, ep, config)
-    losses, norms, gradients, state = eager(name, world // pp // config.get("context_parallel_degree", 1))
+    losses, norms, gradients, state = eager(name, parts_of(world, pp, config))
     seen = {}
     values, model = set(), made(name).eval()
     for own_losses, own_norms, own_gradients, whole, of_optimizer, evaluated in found:
@@ -205,22 +150,25 @@ def check(tmp_path, name, pp, ep, world, config=None):
             expected = gradients[key]
             limit = 1e-5 * expected.abs().max().item()
             if shard is not None:
-                expected = expected.narrow(0, shard.start, gradient.shape[0])
-                assert gradient.shape[0] == shard.size // ep
+                runs = shard.runs_of(gradient.shape[shard.dim])
+                expected = torch.cat([expected.narrow(shard.dim, at, length) for _, at, length in runs], shard.dim)
+                if "mixture" not in key:
+                    assert gradient.shape[shard.dim] == shard.size // (ep if "experts." in key else 2)
             torch.testing.assert_close(gradient, expected, rtol=0, atol=max(limit, 1e-8))
             seen.setdefault(key, set()).add(0 if shard is None else shard.start)
         assert list(whole) == list(made(name).state_dict())
         for key, value in state.items():
             torch.testing.assert_close(whole[key], value, rtol=1e-4, atol=2e-5)
-            assert of_optimizer[key]["exp_avg"].shape == value.shape
+            if key in gradients:
+                assert of_optimizer[key]["exp_avg"].shape == value.shape
         model.load_state_dict(whole)
         values.add(tuple(evaluated))
-    parts = world // pp // config.get("context_parallel_degree", 1)
+    parts = parts_of(world, pp, config)
     with torch.no_grad():
         expected = [[mean_loss(model, batch_of(*which)) for which in evaluations(part)] for part in range(parts)]
     assert sorted(values) == [pytest.approx(each, rel=1e-6) for each in sorted(expected)]
     assert seen.keys() == gradients.keys()
-    assert sum(len(starts) == ep for starts in seen.values()) == sum("experts." in key for key in seen)
+    assert all(len(starts) == ep for key, starts in seen.items() if "experts." in key)
     return folder
 
 
@@ -237,6 +185,13 @@ def test_two_ranks_train_as_one_process_and_others_go_on(tmp_path):
     folder = check(tmp_path, "by hand", 1, 2, 2)
     check_resumed(tmp_path, folder, "by hand", 1, 1, 2, 2, "half")
     check_resumed(tmp_path, folder, "by hand", 2, 2, 4, 2, "whole")
+
+
+def test_experts_that_are_modules_of_their_own(tmp_path):
+    """One rank has all of an expert, and the other none of its rows."""
+    folder = check(tmp_path, "listed", 1, 2, 2)
+    check_resumed(tmp_path, folder, "listed", 1, 1, 2, 2, "half")
+    check_resumed(tmp_path, folder, "listed", 2, 1, 4, 2, "whole")
 
 
 def test_beside_a_pipeline(tmp_path):
@@ -261,12 +216,25 @@ def test_beside_a_pipeline(tmp_path):
         ("by hand", 1, 2, 4, {"shard_optimizer_state": True}),
         ("MixtralForCausalLM", 1, 2, 4, {"shard_optimizer_state": True}),
         ("MixtralForCausalLM", 2, 2, 4, {"shard_optimizer_state": True}),
+        ("listed", 1, 2, 4, {}),
+        ("by hand", 1, 2, 2, {"fully_shard": True}),
+        ("MixtralForCausalLM", 1, 2, 4, {"fully_shard": True}),
+        ("by hand", 2, 2, 4, {"fully_shard": True}),
+        ("Qwen2MoeForCausalLM", 1, 2, 4, {"fully_shard": True, "context_parallel_degree": 2}),
+        ("by hand", 1, 2, 4, {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0}),
+        ("MixtralForCausalLM", 1, 2, 4, {"sharded_data_parallel_degree": 4, "sdp_gradient_clipping": 0}),
+        ("MixtralForCausalLM", 2, 2, 4, {"sharded_data_parallel_degree": 2, "sdp_gradient_clipping": 0}),
+        ("by hand", 1, 2, 4, {"tensor_parallel_degree": 2, "prescaled_batch": True}),
+        ("by hand", 1, 2, 4, FOUND),
+        ("by hand", 1, 2, 4, FOUND | {"shard_optimizer_state": True}),
+        ("MixtralForCausalLM", 1, 2, 4, FOUND),
+        ("Qwen2MoeForCausalLM", 1, 2, 4, FOUND | {"fully_shard": True}),
     ],
 )
 def test_other_arrangements(tmp_path, name, pp, ep, world, config):
     """And other ranks, as many as there are parts of the data, go on from the checkpoint."""
     folder = check(tmp_path, name, pp, ep, world, config)
-    parts = world // pp // config.get("context_parallel_degree", 1)
+    parts = parts_of(world, pp, config)
     check_resumed(tmp_path, folder, name, 1, min(parts, 2), parts, parts, "half")
 
 
@@ -309,9 +277,9 @@ def norm_of(model):
     return torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()
 
 
-def drawn_late(ep):
+def drawn_late(ep, **config):
     """The first loss and norm of a model whose parameters have no memory before it is distributed; seeds of ranks differ."""
-    init(1, ep)
+    init(1, ep, **config)
     torch.manual_seed(11 + smp.rank())
     with smp.delay_param_initialization():
         model = late()
@@ -329,9 +297,9 @@ def late():
     return transformers.MixtralForCausalLM(config)
 
 
-def recomputed(ep):
+def recomputed(ep, **config):
     """The first loss and norm, with blocks computed again in the backward pass."""
-    init(1, ep)
+    init(1, ep, **config)
     model = smp.DistributedModel(made("MixtralForCausalLM"))
     for layer in model.get_module().model.layers:
         smp.set_activation_checkpointing(layer)
@@ -343,11 +311,15 @@ def recomputed(ep):
 def variants(rank, folder, ep):
     return {
         "recomputed": recomputed(ep),
+        "recomputed, in parts": recomputed(ep, fully_shard=True),
+        "bf16, in parts": in_half(ep, {"bf16": True, "fully_shard": True}),
+        "fp16, in parts": in_half(ep, {"fp16": True, "fully_shard": True}),
         "bf16": in_half(ep, {"bf16": True}),
         "fp16": in_half(ep, {"fp16": True}),
         "fp16, state sharded": in_half(ep, {"fp16": True, "shard_optimizer_state": True}),
         "added up": added_up(ep),
         "drawn late": drawn_late(ep),
+        "drawn late, in parts": drawn_late(ep, fully_shard=True),
     }
 
 
@@ -371,11 +343,13 @@ class Whole(nn.Module):
 
 
 class Apart(nn.Module):
-    """Experts that are modules of their own."""
+    """Experts that are modules of their own, with buffers."""
 
     def __init__(self):
         super().__init__()
         self.block = expert_models.LoopBlock()
+        for expert in self.block.experts:
+            expert.register_buffer("calls", torch.zeros(()))
 
 
 def hooked():
@@ -407,8 +381,6 @@ def sharing():
 def refuse(rank, folder):
     for degree, config, said in (
         (2, {"ddp": False}, "expert_parallel_degree: 2 requires ddp: true, found ddp: false"),
-        (2, {"fully_shard": True}, "expert_parallel_degree: 2 and fully_shard: true exclude each other in a script"),
-        (2, {"tensor_parallel_degree": 2, "tensor_parallel_plan": "auto", "prescaled_batch": True}, "and tensor_parallel_degree: 2 ex"),
         (2, {"schedule": "list"}, "and schedule: list exclude each other in a script: its order follows predicted times"),
         (4, {}, r"expected a divisor of 2 \(data-parallel replicas 2 x context_parallel_degree 1"),
     ):  # fmt: skip
@@ -417,7 +389,7 @@ def refuse(rank, folder):
     init(1, 2)
     for make, said in (
         (Whole, "found none: no module looks like experts"),
-        (Apart, "found none: block.experts: its experts are modules of their own"),
+        (Apart, "found none: block.experts: there are buffers in its experts"),
         (lambda: ByHand(3), "blocks.0.experts: expected a number of experts that 2 divides, found 3"),
         (hooked, "blocks.0.experts: there are hooks on its gradients"),
         (tied, "blocks.0.experts: other modules share its parameters"),
@@ -426,6 +398,17 @@ def refuse(rank, folder):
     ):
         with pytest.raises(ConfigError, match=said):
             smp.DistributedModel(make())
+    for config, said in (
+        ({"fully_shard": True}, "fully_shard"),
+        ({"shard_optimizer_state": True}, "shard_optimizer_state: true"),
+        ({"context_parallel_degree": 2}, "context_parallel_degree: 2"),
+    ):
+        smp.shutdown()
+        init(1, 2, **config)
+        with pytest.raises(ConfigError, match=f"found none: .*modules of their own.*not together with {said}"):
+            smp.DistributedModel(made("listed"))
+    smp.shutdown()
+    init(1, 2)
     with pytest.raises(ConfigError, match="trace_execution_times: not with expert_parallel_degree above 1"):
         smp.DistributedModel(ByHand(), trace_execution_times=True)
     model = smp.DistributedModel(made("by hand"))

@@ -1,6 +1,6 @@
 """Every tuple of degrees of a world, and what trains a tiny model on its ranks: through a plan with pipelines, as SMP v2 without.
 
-plan    `compile_model` and `Runtime`; replicas are averaged by `StageReplicas`, parts by `StageShards`, experts by hand
+plan    `compile_model` and `Runtime`; replicas are averaged by `StageReplicas`, parts by `StageShards`, experts beside them
 v2      `tsm.transform` and `fully_shard`
 """
 
@@ -21,6 +21,7 @@ from smpc.compile import compile_model
 from smpc.errors import ConfigError
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.replicas.data_parallel import StageReplicas
+from smpc.executor.replicas.expert_replicas import ExpertReplicas
 from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.sharded_state import whole_of
 from smpc.executor.transport.gloo import GlooTransport
@@ -192,8 +193,12 @@ def _on_plan(rank, mesh, name, dtype):
         context_parallel.place(model, compilation.context, groups[Axis.CP])
     layouts = {} if compilation.sharded is None else dict(compilation.sharded.layouts)
     runtime = Runtime(
-        model, rank=mesh.pp_rank(rank), transport=GlooTransport(groups[Axis.PP]), hooks=_hooks(mesh, rank, groups)
+        model,
+        rank=mesh.pp_rank(rank),
+        transport=GlooTransport(groups[Axis.PP]),
+        hooks=_hooks(mesh, rank, groups, experts),
     )
+    of_experts = set() if experts is None else {key for key, _ in experts.expert_parameters()}
     program, optimizer = runtime.install(compilation), None
     for step in range(STEPS):
         losses = []
@@ -206,42 +211,41 @@ def _on_plan(rank, mesh, name, dtype):
         parts = [((), part) for part in microbatches(given, MICROBATCHES)] if mesh.pp_rank(rank) == 0 else None
         runtime.run(program, parts, on_output, training=True)
         own = {key: p for stage in runtime.stages.values() for key, p in stage.named_parameters()}
-        if experts is not None:
-            _average(own, {key for key, _ in experts.expert_parameters()}, groups)
-        gradients = _whole(own, layouts, tensor, experts)
+        gradients = _whole(own, layouts, tensor, of_experts, groups)
         optimizer = optimizer or optimizer_of(own.values())
         yield (sum(losses).item() / MICROBATCHES if losses else None), gradients
         optimizer.step()
         optimizer.zero_grad()
 
 
-def _hooks(mesh, rank, groups):
+def _hooks(mesh, rank, groups, experts):
+    def over(shards):
+        axes = (Axis.REPLICA, shards) if mesh.size(Axis.REPLICA) > 1 else (shards,)
+        return device_mesh(mesh, rank, "cpu", axes, groups, [f"{axis}_{groups[axis].group_name}" for axis in axes])
+
     def hooks(stages):
-        if mesh.rdp_size == 1 or mesh.ep_size > 1:
+        if mesh.rdp_size == 1:
             return None
-        if mesh.shard_size == 1:
-            return StageReplicas(stages, groups[Axis.RDP])
-        axes = (Axis.REPLICA, Axis.FSDP) if mesh.size(Axis.REPLICA) > 1 else (Axis.FSDP,)
-        names = [f"{axis}_{groups[axis].group_name}" for axis in axes]
-        return StageShards(stages, groups[Axis.RDP], device_mesh(mesh, rank, "cpu", axes, groups, names))
+        if mesh.shard_size > 1:
+            apart = None if experts is None else experts.apart(over(Axis.EXPERT_FSDP), groups[Axis.EXPERT_DATA])
+            return StageShards(stages, groups[Axis.RDP], over(Axis.FSDP), apart=apart)
+        own = {} if experts is None else {id(parameter) for _, parameter in experts.expert_parameters()}
+        held = [p for stage in stages.values() for p in stage.parameters() if id(p) in own]
+        replicas = StageReplicas(stages, groups[Axis.RDP], apart=held)
+        return replicas if experts is None else ExpertReplicas(held, TensorGroup.of(groups[Axis.EXPERT_DATA]), replicas)
 
     return hooks
 
 
-def _average(own, experts, groups):
-    """Over the ranks that hold the same."""
-    for key, parameter in own.items():
-        group = groups[Axis.EXPERT_DATA if key in experts else Axis.RDP]
-        dist.all_reduce(parameter.grad, group=group)
-        parameter.grad /= group.size()
-
-
-def _whole(own, layouts, tensor, experts):
+def _whole(own, layouts, tensor, of_experts, groups):
     found = {}
-    gathered = {} if experts is None else experts.whole_gradients()
     for key, parameter in own.items():
         grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        found[key] = whole_of(gathered.get(key, grad), layouts.get(key, REPLICATED), tensor).clone()
+        if key in of_experts:
+            parts = [torch.empty_like(grad) for _ in range(groups[Axis.EP].size())]
+            dist.all_gather(parts, grad.contiguous(), group=groups[Axis.EP])
+            grad = torch.cat(parts)
+        found[key] = whole_of(grad, layouts.get(key, REPLICATED), tensor).clone()
     return found
 
 

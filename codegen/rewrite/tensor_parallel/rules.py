@@ -356,11 +356,12 @@ def strategies(facts: Facts, node: Node) -> tuple[Strategy, ...]:
         rule = RULES.get(short_name(node.target)) or RULES.get(node.target)
     else:
         rule = experts
-    found_by = rule(facts, node) if rule is not None and facts.spec(node.name) is not None else ()
+    is_known = facts.spec(node.name) is not None and not any(_has_unknown_shape(facts, name) for name in node.inputs)
+    found_by = rule(facts, node) if rule is not None and is_known else ()
     is_call = node.kind is NodeKind.CALL_FUNCTION
     names = (short_name(node.target), node.target) if is_call else (of_module(node.target),)
     extra = next((facts.more[name] for name in names if name in facts.more), None)
-    for strategy in (*found_by, *(extra(facts, node) if extra is not None else ())):
+    for strategy in (*found_by, *(extra(facts, node) if extra is not None and is_known else ())):
         known = tuple(
             layout.for_gradient(facts.requires_grad(name))
             for name, layout in zip(node.inputs, strategy.inputs, strict=True)
@@ -369,6 +370,11 @@ def strategies(facts: Facts, node: Node) -> tuple[Strategy, ...]:
         if not _sums_truth_values(facts, node, strategy):
             found[dataclasses.replace(strategy, inputs=known, output=output)] = None
     return tuple(found)
+
+
+def _has_unknown_shape(facts: Facts, name: str) -> bool:
+    """Whether the shape of a tensor depends on values, such as of what a mask selects."""
+    return facts.spec(name) is None
 
 
 def _rounds_gradients(facts: Facts, node: Node) -> bool:

@@ -25,6 +25,7 @@ from types import MappingProxyType
 
 from torch import nn
 
+from smpc.codegen.rewrite.tensor_parallel.fused_experts import undivided_experts
 from smpc.codegen.rewrite.tensor_parallel.layout_problem import Weights
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Kind, Layout
 from smpc.codegen.rewrite.tensor_parallel.search import ShardingChoice, choose
@@ -58,16 +59,22 @@ STYLES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class StylePlan:
-    """`styles`: (pattern, style) pairs; None: choose freely. `layouts` of parameters that are decided already; None: none are."""
+    """`styles`: (pattern, style) pairs; None: choose freely. `layouts` of parameters that are decided already; None: none are.
+
+    `whole`: names of modules whose parameters every rank has whole, whatever else is said. `undivided`: names of those that ranks cannot
+    have slices of where they are called whole.
+    """
 
     styles: tuple[tuple[str, str], ...] | None = None
     layouts: tuple[tuple[str, Layout], ...] | None = None
+    whole: tuple[str, ...] = ()
+    undivided: tuple[str, ...] = ()
 
 
 def find_plan(model: nn.Module, plan: str | Mapping[str, str]) -> StylePlan:
     """The plan of that name, or of these styles. ConfigError if it is wrong: unknown styles, patterns that fit nothing."""
     if plan == AUTO:
-        return StylePlan()
+        return StylePlan(undivided=undivided_experts(model))
     if plan == OFF:
         return StylePlan(())
     styles = _of_model(model) if plan == HUGGING_FACE else plan
@@ -122,31 +129,62 @@ def choose_by_plan(
 ) -> ShardingChoice:
     """The best choice among those that the plan allows. ConfigError if sizes that it splits cannot be."""
     if plan.styles is None and plan.layouts is None:
-        return choose(trace, degree, weights=weights, facts=facts)
+        stays = _Whole(trace, plan)
+        choice = choose(trace, degree, stays.allows, weights, facts=facts)
+        by_node = all(stays.allows(trace.node(name), strategy) for name, strategy in choice.by_node)
+        if by_node and all(stays.fits(name, layout) for name, layout in choice.by_parameter):
+            return choice
+        return choose(
+            trace, degree, stays.allows, weights, share_blocks=False, facts=facts
+        )  # blocks alike but for that
     restriction = _Restriction(trace, plan)
     restriction.check_sizes(trace, degree)
     return choose(trace, degree, restriction.allows, weights, share_blocks=False, facts=facts)
 
 
-class _Restriction:
+class _Whole:
+    """Lets parameters of some modules be whole alone, and those of others where they are called whole."""
+
+    def __init__(self, trace: Trace, plan: StylePlan) -> None:
+        names = [name for state in trace.state for name in state.names]
+        whole, undivided = (tuple(f"{module}." for module in each) for each in (plan.whole, plan.undivided))
+        self._names = frozenset(name for name in names if name.startswith(whole))
+        self._undivided = frozenset(name for name in names if name.startswith(undivided))
+
+    def allows(self, node: Node, strategy: Strategy) -> bool:
+        """Whether none of them is divided."""
+        if node.kind is NodeKind.GET_ATTR:
+            return self.fits(node.target, strategy.output)
+        divided = [name for name, layout in strategy.state if layout.kind is Kind.SHARDED]
+        return not any(name in self._names or name in self._undivided for name in divided)
+
+    def fits(self, name: str, layout: Layout) -> bool:
+        """Whether a parameter may lie so."""
+        return name not in self._names or layout.kind is not Kind.SHARDED
+
+
+class _Restriction(_Whole):
     """Which strategies a plan allows."""
 
     def __init__(self, trace: Trace, plan: StylePlan) -> None:
+        super().__init__(trace, plan)
         self._users: dict[str, list[Node]] = {}
         for node in trace.nodes:
             for name in node.inputs:
                 self._users.setdefault(name, []).append(node)
-        self._names = {name: state.names for state in trace.state if state.is_parameter for name in state.names}
+        self._aliases = {name: state.names for state in trace.state if state.is_parameter for name in state.names}
         self._plan = plan
         self._fixed = None if plan.layouts is None else dict(plan.layouts)
 
     def allows(self, node: Node, strategy: Strategy) -> bool:
         """Parameters must lie as the plan says; a module called whole has its parameters to itself."""
+        if not super().allows(node, strategy):
+            return False
         if node.kind is NodeKind.GET_ATTR:
             return self._allows(node.target, strategy.output, node)
         if node.kind is NodeKind.CALL_MODULE:
             split = dict(strategy.state)
-            own = [name for name in self._names if name.startswith(f"{node.target}.")]
+            own = [name for name in self._aliases if name.startswith(f"{node.target}.") and name not in self._names]
             return all(self._allows(name, split.get(name, REPLICATED), None) for name in own)
         return True
 
@@ -155,7 +193,7 @@ class _Restriction:
         wrong = []
         for node in trace.nodes if self._fixed is None else ():
             style = (
-                self._style(node.target) if node.kind is NodeKind.GET_ATTR and node.target in self._names else _WHOLE
+                self._style(node.target) if node.kind is NodeKind.GET_ATTR and node.target in self._aliases else _WHOLE
             )
             if style == _WHOLE or node.spec is None or (style == _ROWS and not node.target.endswith("weight")):
                 continue
@@ -173,7 +211,7 @@ class _Restriction:
 
     def _allows(self, name: str, layout: Layout, node: Node | None) -> bool:
         if self._fixed is not None:
-            wanted = next((self._fixed[alias] for alias in self._names[name] if alias in self._fixed), REPLICATED)
+            wanted = next((self._fixed[alias] for alias in self._aliases[name] if alias in self._fixed), REPLICATED)
             return layout == wanted
         style = self._style(name)
         if style == _WHOLE or node is None or (style == _ROWS and not name.endswith("weight")):
@@ -184,7 +222,7 @@ class _Restriction:
         return all((layout.dim == dim) == (style == _COLUMNS) for dim in columns)
 
     def _style(self, name: str) -> str:
-        for alias in self._names[name]:
+        for alias in self._aliases[name] if name not in self._names else ():
             for pattern, style in self._plan.styles or ():
                 if _fits(pattern, alias) or _fits(pattern, alias.rpartition(".")[0]):
                     return STYLES[style]

@@ -85,19 +85,11 @@ def _experts(sound: Sound, where: Where) -> Iterator[str]:
     what = f"expert_parallel_degree: {degree}"
     if not sound.get("ddp", False):
         yield f"{what} requires ddp: true, found ddp: false"
-    tensor, shards = sound.get("tensor_parallel_degree", 1), sound.get("sharded_data_parallel_degree", 1)
-    others = {
-        f"tensor_parallel_degree: {tensor}": (tensor > 1, "smpc.v2 has both"),
-        "fully_shard: true": (sound.get("fully_shard", False), "smpc.v2 has both"),
-        f"sharded_data_parallel_degree: {shards}": (shards > 1, "smpc.v2 has both"),
-        "schedule: list": (
-            sound.get("schedule", "") == "list",
-            "its order follows predicted times, which batches of several lengths set apart, and ranks that send each other tokens need one",
-        ),
-    }
-    for other, (is_there, why) in others.items():
-        if is_there:
-            yield f"{what} and {other} exclude each other in a script: {why}; keep one{where('expert_parallel_degree')}"
+    if sound.get("schedule", "") == "list":
+        yield (
+            f"{what} and schedule: list exclude each other in a script: its order follows predicted times, which batches of several "
+            f"lengths set apart, and ranks that send each other tokens need one; keep one{where('expert_parallel_degree')}"
+        )
 
 
 def _sharding(sound: Sound) -> Iterator[str]:

@@ -12,6 +12,7 @@ second run alone. UsageError if the runs pass different rows: then what one expe
 experts. An expert must treat every row alike, whatever the others are, and take nothing but rows.
 
 The modules of the experts stay where they are. Those of other ranks have no parameters: under their names lie tensors on the meta device.
+Whoever `keeps` their parameters leaves nothing in them (no rows), and they stay the objects that optimizers know.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Block:
     group: TensorGroup
     options: Options
     outside: list[nn.Module]  # the modules of the block that are not in an expert
+    keeps: bool = False
     calls: list[_Call] | None = None
     position: int | None = None
     widths: dict[tuple[object, ...], torch.Size] = field(default_factory=dict)
@@ -98,20 +100,28 @@ class Block:
         return call.result
 
     def width(self, rows: Tensor) -> torch.Size:
-        """The sizes of what an expert returns for a row, found on the meta device."""
+        """The sizes of what an expert returns for a row, found on the meta device where absent experts are there."""
         key = (rows.shape[-1], rows.dtype)
         if key not in self.widths:
-            absent = next(expert for expert in range(len(self.members)) if expert not in self.mine)
-            member = self.members[absent]
-            _absent_dtype(member, rows.dtype)
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                found = own_forward(member, torch.empty(1, rows.shape[-1], dtype=rows.dtype, device="meta"))
+            found = self._of_one(rows) if self.keeps else self._of_absent(rows)
             if not isinstance(found, Tensor) or found.dim() != 2 or found.shape[0] != 1:
                 raise UsageError(
                     f"{self.name}: expected experts to return a row for every row; leave these whole (`experts=`)"
                 )
             self.widths[key] = found.shape[1:]
         return self.widths[key]
+
+    def _of_absent(self, rows: Tensor) -> Any:
+        """What an expert of another rank returns for a row."""
+        member = next(member for expert, member in enumerate(self.members) if expert not in self.mine)
+        _absent_dtype(member, rows.dtype)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            return own_forward(member, torch.empty(1, rows.shape[-1], dtype=rows.dtype, device="meta"))
+
+    def _of_one(self, rows: Tensor) -> Any:
+        """What an expert of this rank returns for a row of zeros."""
+        with torch.no_grad(), torch.random.fork_rng(devices=_devices(rows)):
+            return own_forward(self.members[self.mine.start], rows.new_zeros(1, rows.shape[-1]))
 
     def exchange(self, like: Tensor | None) -> Tensor:
         """Serves all calls; returns what came back, whole. `like`: a tensor of the block's inputs, for a rank without calls."""
@@ -147,8 +157,7 @@ class Block:
         ]
         if found:
             return torch.cat(found)
-        with torch.no_grad(), torch.random.fork_rng(devices=_devices(rows)):
-            like: Tensor = own_forward(self.members[self.mine.start], rows.new_zeros(1, rows.shape[1]))
+        like: Tensor = self._of_one(rows)
         return rows.sum(1, keepdim=True).expand(0, *width).to(like.dtype)
 
 
@@ -210,14 +219,17 @@ def own_forward(member: nn.Module, rows: Tensor) -> Any:
     return cast(Expert, member).own(rows)
 
 
-def spread_out(found: Listed, group: TensorGroup, options: Options) -> None:
-    """Leaves this rank its experts, in place. Their parameters stay the same objects; those of the others are dropped."""
+def spread_out(found: Listed, group: TensorGroup, options: Options, *, keeps: bool = False) -> None:
+    """Leaves this rank its experts, in place. Their parameters stay the same objects; those of the others are dropped.
+
+    `keeps`: they are not; the caller has left nothing in them, or will before the block is called.
+    """
     members = found.members
     inside = {id(module) for member in members for module in member.modules()}
     outside = [module for module in found.block.modules() if id(module) not in inside]
-    block = Block(found.name, members, group, options, outside)
+    block = Block(found.name, members, group, options, outside, keeps)
     for expert, member in enumerate(members):
-        if expert not in block.mine:
+        if expert not in block.mine and not keeps:
             _drop_parameters(member)
         vars(member)[_MEMBER] = (block, expert)
         take_role(member, Expert)

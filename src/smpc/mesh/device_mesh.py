@@ -31,7 +31,7 @@ DIMENSIONS = {
     "tensor": Axis.TP,
 }
 _OTHER_NAMES = {"pp": "pipeline", "dp_replicate": "replica", "dp_shard": "shard", "cp": "context", "tp": "tensor"}
-# Without context, expert and sharded data parallelism these are all that anybody asks for.
+# Without context, expert and sharded data parallelism no groups are made for others.
 _BASIC = (Axis.WORLD, Axis.PP, Axis.TP, Axis.RDP, Axis.DP, Axis.MP)
 
 
@@ -47,8 +47,10 @@ def make_groups(
     made = {mesh.groups(Axis.WORLD): world}
     groups: dict[Axis, dist.ProcessGroup] = {}
     is_basic = mesh.fsdp_size == mesh.ep_size == 1
-    for axis in _BASIC if is_basic else Axis:
+    for axis in dict.fromkeys((*_BASIC, *Axis)):
         partition = mesh.groups(axis)
+        if is_basic and axis not in _BASIC and partition not in made:
+            continue
         if partition not in made or (axis is Axis.EP and mesh.ep_size > 1):
             new = [dist.new_group(list(members), timeout=timeout) for members in partition]
             made[partition] = next(group for members, group in zip(partition, new, strict=True) if rank in members)

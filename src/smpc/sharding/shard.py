@@ -158,6 +158,8 @@ def shard(
 ) -> Sharded:
     """Divide the parameters of a model over a mesh of (shard) or (replica, shard), in place. Collective.
 
+    A parameter belongs to the first unit, in their order, that reaches it: others may reach it by another way.
+
     All ranks must have equal parameters, unless `source` gives them those of one rank; the others' may be on meta then.
     `units`: names as `find_units` has them, inner before outer; "" is the model, and comes last whether it is named or not. `ignored`
     parameters stay whole, and nobody averages their gradients. Raises ConfigUnsupportedError for units whose parameters that train have
@@ -167,10 +169,10 @@ def shard(
     ordered = [*(unit for unit in known.values() if unit.name), known.get("", Unit(""))]
     _check_parameters(root, [unit.name for unit in ordered])
     before = dict(root.named_parameters(remove_duplicate=False))
-    found = Sharded(root, options)
+    found, taken = Sharded(root, options), set[nn.Parameter]()  # what belongs to units that come before
     for unit in ordered:
         module = root.get_submodule(unit.name)
-        own = own_parameters(module)
+        own = _untaken(module, taken)
         wide = any(is_wide(parameter) for parameter in own)
         if not options.stays_outside:
             module.register_forward_hook(_without_views)
@@ -180,17 +182,19 @@ def shard(
             reshard_after_forward=not options.stays_outside,
             mp_policy=unit.policy or _precision(options, wide, is_root=not unit.name),
             offload_policy=_offload(mesh.device_type) if options.offload else OffloadPolicy(),
-            ignored_params=set(ignored) or None,
+            ignored_params={*ignored, *taken} or None,
         )
         if unit.divisor is not None:
             made.set_gradient_divide_factor(unit.divisor)
+        new = _untaken(module, taken)
         if source is not None:
-            _fill(module, own, "cpu" if options.offload else mesh.device_type, source, ignored)
+            _fill(module, own, new, "cpu" if options.offload else mesh.device_type, source, ignored)
         if wide:
-            widen(own_parameters(module))
+            widen(new)
+        taken.update(new)
         found._parts.append(_Part(made, unit.keep or options.keep, wide))
-    for name, new in root.named_parameters(remove_duplicate=False):
-        found.exchanged[before[name]] = new
+    for name, after in root.named_parameters(remove_duplicate=False):
+        found.exchanged[before[name]] = after
     for old in before.values():
         if old in ignored or isinstance(old, DTensor):  # a slice: torch lets nobody empty it
             continue
@@ -208,11 +212,12 @@ def _offload(device_type: str) -> CPUOffloadPolicy:
 def _fill(
     module: nn.Module,
     old: Sequence[nn.Parameter],
+    new: Sequence[nn.Parameter],
     device_type: str,
     source: Incoming,
     ignored: frozenset[nn.Parameter],
 ) -> None:
-    """Give a unit that is in parts the values that one rank has in its `old` parameters, and let go of those. Collective.
+    """Give a unit that is in parts, its `new` parameters, the values that one rank has in the `old` ones, and let go of those. Collective.
 
     `device_type`: where parts are to lie.
     """
@@ -221,7 +226,7 @@ def _fill(
             _own_modules(module)
         ):  # the unit itself last: it takes note of what its modules have then
             inner.to_empty(device=torch.device(device_type), recurse=False)
-    for before, after in zip(old, own_parameters(module), strict=True):
+    for before, after in zip(old, new, strict=True):
         values = source.take(before)
         local(after.detach()).copy_(own_part(after, values))
         if before not in ignored:
@@ -242,6 +247,11 @@ def _precision(options: ShardingOptions, wide: bool, *, is_root: bool) -> MixedP
         output_dtype=options.output_dtype if is_root else None,
         cast_forward_inputs=options.cast_inputs,
     )
+
+
+def _untaken(module: nn.Module, taken: Collection[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters of a unit: its own, but for those that belong to others."""
+    return [parameter for parameter in own_parameters(module) if parameter not in taken]
 
 
 def own_parameters(module: nn.Module, others: Collection[nn.Module] = ()) -> list[nn.Parameter]:
@@ -271,9 +281,11 @@ def _has_whole_gradients(part: _Part) -> bool:
 
 def _check_parameters(root: nn.Module, names: Sequence[str]) -> None:
     modules = [root.get_submodule(name) for name in names]
-    wrong = []
+    wrong: list[str] = []
+    seen: set[nn.Parameter] = set()
     for name, module in zip(names, modules, strict=True):
-        own = own_parameters(module, [other for other in modules if other is not module])
+        own = [p for p in own_parameters(module, [other for other in modules if other is not module]) if p not in seen]
+        seen.update(own)
         dtypes = sorted({str(parameter.dtype) for parameter in own if parameter.requires_grad})
         if len(dtypes) > 1:
             wrong.append(

@@ -7,6 +7,7 @@ from torch import nn
 
 from smpc.codegen.rewrite.tensor_parallel.layouts import Kind
 from smpc.codegen.rewrite.tensor_parallel.rules import localised, strategies
+from smpc.codegen.rewrite.tensor_parallel.search import choose
 from smpc.codegen.rewrite.tensor_parallel.strategy import Carried, Facts, carried, dimension_groups
 from smpc.tracer.ir import NodeKind
 from smpc.tracer.record import record
@@ -173,3 +174,26 @@ def test_dimension_groups(source, target, groups):
 
 def test_a_fused_projection_is_sliced_in_blocks():
     assert list(carried((96,), (3, 4, 8), 2)) == [Carried(0, 1, source_blocks=(32, 32, 32))]
+
+
+class Selecting(nn.Module):
+    """The loss of the tokens that a mask selects: how many they are depends on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 8)
+
+    def forward(self, hidden, mask, labels):
+        chosen = mask != 0
+        return F.cross_entropy(self.head(hidden)[chosen].view(-1, 8), labels[chosen].view(-1))
+
+
+def test_what_has_a_shape_that_depends_on_values_is_computed_whole():
+    """The rule of cross entropy asked for the shape, and the search ended with an AssertionError (Granite Speech)."""
+    batch = (torch.randn(2, 4, 6), torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1]]), torch.ones(2, 4, dtype=torch.int64))
+    trace = record(Selecting(), batch)
+    facts = Facts(trace, DEGREE)
+    (loss,) = [node for node in trace.nodes if node.target.endswith("cross_entropy")]
+    assert facts.spec(loss.inputs[0]) is None
+    assert not any(strategy.divides_work for strategy in strategies(facts, loss))
+    assert choose(trace, DEGREE).by_node

@@ -28,6 +28,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from smpc.codegen.rewrite.expert_parallel import parts_of_experts
 from smpc.codegen.rewrite.tensor_parallel.layouts import Kind, Layout
 from smpc.codegen.rewrite.tensor_parallel.rewrite import GROUP, ShardedTrace
 from smpc.codegen.rewrite.tensor_parallel.styles import find_plan, read_styles
@@ -56,7 +57,8 @@ class CompiledTensors:
         self._module, self._session, self._slices = module, session, slices
         self._group = session.parallel.group
         self._plan = find_plan(module, read_styles(config.tensor_parallel_plan, "tensor_parallel_plan"))
-        self._outputs = PipelineOptions.of(config).tensor_parallel_outputs
+        options = PipelineOptions.of(config, expert_parallel_degree=1)  # which the model that is recorded has already
+        self._outputs = options.tensor_parallel_outputs
         self.latest: ShardedTrace | None = None  # what the last recording became
         self._sliced: dict[int, None] = {}  # parameters, by identity
         vars(module)[GROUP] = self._group  # what the programs read
@@ -77,8 +79,12 @@ class CompiledTensors:
 
     @property
     def sharing(self) -> Sharing:
-        """What each rank runs of the whole model. Only the first signature must have the outputs: one for evaluation may have no loss."""
-        return Sharing(self._group.size, self._plan, self._outputs, may_lack_outputs=self.is_placed)
+        """What each rank runs of the whole model. Only the first signature must have the outputs: one for evaluation may have no loss.
+
+        Experts that other ranks have the rest of are whole on all ranks of the group.
+        """
+        plan = dataclasses.replace(self._plan, whole=parts_of_experts(self._module))
+        return Sharing(self._group.size, plan, self._outputs, may_lack_outputs=self.is_placed)
 
     def place(self, placement: Placement) -> None:
         """After the first program: this rank's slices in place of the parameters that it holds. Collective over the group.

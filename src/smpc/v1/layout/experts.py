@@ -8,6 +8,8 @@ The ranks of a group are replicas, each with a batch of its own, but of every mi
 tokens of all (`smpc.experts`). So gradients of all else are averaged over all replicas, those of experts over the ranks that hold the
 same ones (`smpc.executor.replicas.expert_replicas`); experts are slices along their first dimension to state dicts, checkpoints and norms.
 
+Of experts that are modules of their own each rank has some wholly, and of the others no rows.
+
 Experts are cut when the model is made, before anything is recorded: values are those of replica 0, whatever the others drew. What is still
 to be drawn is drawn as slices. Parameters stay the objects that they are, so that optimizers may be made before.
 
@@ -22,17 +24,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from smpc.config import MODULES
 from smpc.errors import ConfigError, ConfigUnsupportedError, StepError
 from smpc.executor.collectives import TensorGroup
+from smpc.executor.replicas.apart import Apart
 from smpc.executor.replicas.data_parallel import broadcast
 from smpc.executor.replicas.expert_replicas import ExpertReplicas
 from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.executor.sharded_state import has_hooks
 from smpc.experts.confirm import Confirmed, confirm
 from smpc.experts.dispatch import owned
+from smpc.experts.listed import spread_out
 from smpc.experts.stacked import Options, become_part
-from smpc.experts.structure import Found, Stacked, find_experts, shared_and_trained
+from smpc.experts.structure import Found, Listed, Stacked, find_experts, shared_and_trained
 from smpc.mesh import Axis
 from smpc.nn.parallel import Shard
 from smpc.v1.layout.placement import Placement
@@ -56,19 +62,27 @@ class DividedExperts:
         self._session, self._members = session, session.groups[Axis.EP]
         self._group = TensorGroup.of(self._members)
         self._seed = torch.initial_seed()  # of what is drawn late
-        confirmed = _confirmed(module, self._group.size, warns=session.rank == 0)
+        confirmed = _confirmed(module, self._group.size, session)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._shapes: dict[str, tuple[Shard, torch.Size]] = {}
         self._parameters: dict[int, nn.Parameter] = {}
-        tensors = [(one.experts.module.get_parameter(own), one) for one in confirmed for own in one.experts.parameters]
+        stacked = [one for one in confirmed if isinstance(one, Confirmed)]
+        listed = [one for one in confirmed if isinstance(one, Listed)]
+        self._modules, self._has_listed = tuple(one.experts.module for one in stacked), bool(listed)
+        tensors = [
+            *(own for one in stacked for own in _rows(one, self._group)),
+            *(own for one in listed for own in _wholly(one, self._group)),
+        ]
         self._agree([(names[id(tensor)], tuple(tensor.shape), tensor.is_meta) for tensor, _ in tensors])
-        for tensor, one in tensors:
+        for tensor, rows in tensors:
             name = names[id(tensor)]
-            self._cut(name, tensor, one.experts.num_experts)
+            self._cut(name, tensor, rows)
             slices.add(name, self._shapes[name][0])
         options = Options(gradient_scale=1 / self._group.size)
-        for one in confirmed:
+        for one in stacked:
             become_part(one, self._group, options)
+        for block in listed:
+            spread_out(block, self._group, options, keeps=True)
 
     def __contains__(self, parameter: object) -> bool:
         """Whether ranks of the group have other values of a parameter."""
@@ -88,8 +102,17 @@ class DividedExperts:
     def hooks(self, stages: Mapping[int, nn.Module], inner: StepHooks | None, passes: int) -> StepHooks:
         """What averages the gradients of experts, around what averages all else. Collective over the ranks that hold the same."""
         group = TensorGroup.of(self._session.groups[Axis.EXPERT_DATA])
+        dividing = self._group if self._has_listed else None
         with exchange("making the replicas of experts equal"):
-            return ExpertReplicas(self.held(stages), group, inner, passes)
+            return ExpertReplicas(self.held(stages), group, inner, passes, dividing)
+
+    def apart(self, stages: Mapping[int, nn.Module], mesh: DeviceMesh) -> Apart:
+        """The experts of this rank's stages, which lie in parts on the ranks of a mesh that hold the same ones."""
+        return Apart(self._modules, tuple(self.held(stages)), mesh, self._session.groups[Axis.EXPERT_DATA])
+
+    def exchange(self, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Other parameters have the places of some, as with `fully_shard`."""
+        self._parameters = {id(new): new for new in (exchanged.get(p, p) for p in self._parameters.values())}
 
     def agree(self, step_name: str, trains: bool | None, failure: Exception | None) -> Exception | None:
         """Before a step, on pipeline rank 0: why this step cannot run, on all ranks of the group alike. Collective over it.
@@ -124,11 +147,11 @@ class DividedExperts:
         self._seed = found[0][1]
 
     @torch.no_grad()
-    def _cut(self, name: str, parameter: nn.Parameter, num_experts: int) -> None:
-        """This rank's experts in place of all, of replica 0's values; of what is still to be drawn the size alone is known."""
-        mine, session = owned(num_experts, self._group), self._session
+    def _cut(self, name: str, parameter: nn.Parameter, mine: range) -> None:
+        """This rank's rows in place of all, of replica 0's values; of what is still to be drawn the size alone is known."""
+        session = self._session
         own = torch.Size((len(mine), *parameter.shape[1:]))
-        self._shapes[name] = Shard(0, num_experts, mine.start), own
+        self._shapes[name] = Shard(0, parameter.shape[0], mine.start), own
         self._parameters[id(parameter)] = parameter
         if parameter.is_meta:
             return
@@ -147,16 +170,51 @@ def divide_experts(module: nn.Module, session: Session, slices: Slices) -> Divid
     return None if session.mesh.ep_size == 1 else DividedExperts(module, session, slices)
 
 
-def _confirmed(module: nn.Module, degree: int, *, warns: bool) -> list[Confirmed]:
+def _rows(found: Confirmed, group: TensorGroup) -> Iterator[tuple[nn.Parameter, range]]:
+    """The parameters of experts that are one module, and which rows of them this rank has: those of its experts."""
+    mine = owned(found.experts.num_experts, group)
+    return ((found.experts.module.get_parameter(name), mine) for name in found.experts.parameters)
+
+
+def _wholly(found: Listed, group: TensorGroup) -> Iterator[tuple[nn.Parameter, range]]:
+    """The parameters of experts that are modules of their own, and which rows of them this rank has: all or none."""
+    mine = owned(found.num_experts, group)
+    for expert, member in enumerate(found.members):
+        for parameter in member.parameters():
+            rows = parameter.shape[0]
+            yield parameter, range(rows) if expert in mine else range(rows, rows)
+
+
+def _goes_without(session: Session) -> str | None:
+    """Why experts that are modules of their own stay whole in this session."""
+    config, mesh = session.config, session.mesh
+    others = {
+        f"pipeline_parallel_degree: {mesh.pp_size}": mesh.pp_size > 1,
+        f"context_parallel_degree: {mesh.cp_size}": mesh.cp_size > 1,
+        f"tensor_parallel_plan: {config.tensor_parallel_plan}": mesh.tp_size > 1
+        and config.tensor_parallel_plan != MODULES,
+        "fully_shard, sharded_data_parallel_degree": session.is_sharded,
+        "shard_optimizer_state: true": config.shard_optimizer_state,
+    }
+    found = [other for other, is_there in others.items() if is_there]
+    if not found:
+        return None
+    return (
+        f"its experts are modules of their own, whose block runs twice; in scripts not together with {'; '.join(found)}"
+    )
+
+
+def _confirmed(module: nn.Module, degree: int, session: Session) -> list[Confirmed | Listed]:
     """The experts to cut. Raises an error where there are none, and for those that cannot be divided as they are."""
     uses = _uses(module)
-    cuttable, refused, whole = [], [], []
+    cuttable: list[Confirmed | Listed] = []
+    refused, whole = [], []
     for one in find_experts(module):
-        reason = _unsuited(one, degree, uses)
-        outcome = confirm(one) if reason is None and isinstance(one, Stacked) else reason
-        if isinstance(outcome, Confirmed):
+        reason = (_goes_without(session) if isinstance(one, Listed) else None) or _unsuited(one, degree, uses)
+        outcome = reason or (confirm(one) if isinstance(one, Stacked) else one)
+        if not isinstance(outcome, str):
             cuttable.append(outcome)
-        elif isinstance(one, Stacked) and reason is not None:
+        elif reason is not None and isinstance(one, Stacked):
             refused.append(f"{one.name}: {reason}")
         else:
             whole.append(f"{one.name}: {outcome}")
@@ -167,25 +225,34 @@ def _confirmed(module: nn.Module, degree: int, *, warns: bool) -> list[Confirmed
             f"{_KEY}: expected a model with experts that {degree} ranks can divide among them, found none: "
             f"{'; '.join(whole) or 'no module looks like experts'}; leave it out (docs/expert_parallelism.md)"
         )
-    if whole and warns:
+    if whole and session.rank == 0:
         warnings.warn(f"{_KEY}: every rank has all of these experts: {'; '.join(whole)}", stacklevel=5)
     return cuttable
 
 
 def _unsuited(found: Found, degree: int, uses: Mapping[int, int]) -> str | None:
     """Why experts cannot be cut, whatever they compute."""
-    if not isinstance(found, Stacked):
-        return "its experts are modules of their own, whose block runs twice; in scripts experts must be one module"
     if found.num_experts % degree:
         return f"expected a number of experts that {degree} divides, found {found.num_experts}"
-    if (reason := shared_and_trained(found)) is not None:
-        return reason
-    own = [found.module.get_parameter(name) for name in found.parameters]
+    own: list[nn.Parameter]
+    if isinstance(found, Stacked):
+        if (reason := shared_and_trained(found)) is not None:
+            return reason
+        own, modules = [found.module.get_parameter(name) for name in found.parameters], [found.module]
+    else:
+        own, modules = [each for member in found.members for each in member.parameters()], [found.block, *found.members]
+        if any(True for member in found.members for _ in member.buffers()):
+            return "there are buffers in its experts, of which other ranks would not see the changes"
+        inside = [module for member in found.members for module in member.modules()]
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in inside):
+            return "there is a BatchNorm in its experts, which depends on all rows that an expert gets"
+        if any(parameter.dim() == 0 for parameter in own):
+            return "there are parameters without a dimension in its experts; give them one"
     if any(uses[id(parameter)] > 1 for parameter in own):
         return "other modules share its parameters"
     if any(has_hooks(parameter) for parameter in own):
         return "there are hooks on its gradients, which would see this rank's experts alone"
-    if "forward" in vars(found.module):
+    if any("forward" in vars(module) for module in modules):
         return "somebody has replaced the forward of the instance"
     return None
 

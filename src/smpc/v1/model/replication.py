@@ -1,6 +1,7 @@
 """What averages a model's gradients over replicas and tensor-parallel ranks: chosen by the configuration, made with its stages.
 
-fully_shard                  `StageShards`: parameters lie in parts on the replicas; `ModuleShards` without a pipeline
+fully_shard                  `StageShards`: parameters lie in parts on the replicas; `ModuleShards` without a pipeline. Experts that ranks
+                             divide lie in parts on the replicas that have the same ones
 several replicas             `StageReplicas`: DistributedDataParallel for each stage
 tensor-parallel modules      around these: `Distribution.hooks`
 experts that ranks divide    around these: `DividedExperts.hooks`
@@ -13,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from smpc.errors import ConfigError, ConfigUnsupportedError, UsageError
@@ -61,21 +63,32 @@ class Replication:
     def _make_shards(self, stages: Mapping[int, nn.Module]) -> StageShards | ModuleShards:
         context, session = self._context, self._context.session
         group, mesh, buffers = session.groups[Axis.RDP], shard_mesh(session), self.options["broadcast_buffers"]
+        experts = context.experts
+        apart = None if experts is None else experts.apart(stages, shard_mesh(session, of_experts=True))
         shards: StageShards | ModuleShards
         with exchange("dividing parameters over the replicas"):
             if not context.has_program:
-                keep = partial(units_to_keep, config=session.config)
-                shards = ModuleShards(stages[0], group, mesh, keep, ShardingOptions(), broadcast_buffers=buffers)
+                keep = partial(units_to_keep, config=session.config, apart=apart)
+                shards = ModuleShards(
+                    stages[0], group, mesh, keep, ShardingOptions(), broadcast_buffers=buffers, apart=apart
+                )
             else:
-                shards = StageShards(stages, group, mesh, broadcast_buffers=buffers)
+                shards = StageShards(stages, group, mesh, broadcast_buffers=buffers, apart=apart)
         self.exchanged = shards.exchanged
+        if experts is not None:
+            experts.exchange(shards.exchanged)
         if session.mesh.shard_size > 1:
-            name_parts(shards.exchanged.values(), session.groups[Axis.FSDP])
+            name_parts(shards.exchanged.values(), self._group_of_parts)
         context.placement.exchange(shards.exchanged)
         context.distribution.exchange(shards.exchanged)
         if context.script.optimizer is not None:
             context.script.optimizer.exchange(shards.exchanged)
         return shards
+
+    def _group_of_parts(self, parameter: nn.Parameter) -> ProcessGroup:
+        """The ranks that have the parts of one copy of a parameter."""
+        experts, groups = self._context.experts, self._context.session.groups
+        return groups[Axis.FSDP if experts is None or parameter not in experts else Axis.EXPERT_FSDP]
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """See `DistributedModel.register_comm_hook`."""
@@ -105,12 +118,13 @@ class Replication:
             self.replicas.register_comm_hook(state, hook)
 
 
-def shard_mesh(session: Session) -> DeviceMesh:
+def shard_mesh(session: Session, *, of_experts: bool = False) -> DeviceMesh:
     """The ranks over which parameters lie in parts, and the replicas of them if there are several."""
     mesh = session.mesh
-    axes: tuple[Axis, ...] = (Axis.RDP,)
+    every, parts = (Axis.EXPERT_DATA, Axis.EXPERT_FSDP) if of_experts else (Axis.RDP, Axis.FSDP)
+    axes: tuple[Axis, ...] = (every,)
     if mesh.shard_size > 1:
-        axes = (Axis.REPLICA, Axis.FSDP) if mesh.replica_size > 1 else (Axis.FSDP,)
+        axes = (Axis.REPLICA, parts) if mesh.replica_size > 1 else (parts,)
     # torch keeps layouts by meshes that are equal, even of groups that were destroyed: names of their own for each group.
     names = [f"{axis}_{session.groups[axis].group_name}" for axis in axes]
     return device_mesh(mesh, session.rank, session.device.type, axes, session.groups, names)

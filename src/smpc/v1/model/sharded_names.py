@@ -13,25 +13,30 @@ Source: public SMP v1 reference ("Sharded Data Parallelism") for the keys; publi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from smpc.config import Config
+from smpc.executor.replicas.apart import Apart
 from smpc.sharding import Keep, Unit, find_units
 from smpc.sharding.tensors import local
 
 
-def units_to_keep(module: nn.Module, config: Config) -> list[Unit]:
-    """The units of a model, and how long each stays whole."""
-    names = find_units(module)
+def units_to_keep(module: nn.Module, config: Config, apart: Apart | None) -> list[Unit]:
+    """The units of a model, and how long each stays whole. What is `apart` are some, inside of the blocks."""
+    inner = [] if apart is None else apart.units(module)
+    taken = {unit.name for unit in inner}
+    units = [*inner, *(Unit(name) for name in find_units(module) if name not in taken)]
     if config.sharded_data_parallel_degree == 1:
-        return [Unit(name) for name in names]
+        return units
     total = sum(parameter.numel() for parameter in module.parameters())
     keep = Keep.MICROBATCH if total <= config.sdp_max_live_parameters else Keep.NEVER
-    return [Unit(name, keep=Keep.STEP if _is_small(module, name, names, config) else keep) for name in names]
+    names = [unit.name for unit in units]
+    return [replace(unit, keep=Keep.STEP if _is_small(module, unit.name, names, config) else keep) for unit in units]
 
 
 def _is_small(module: nn.Module, name: str, names: Iterable[str], config: Config) -> bool:
@@ -41,9 +46,10 @@ def _is_small(module: nn.Module, name: str, names: Iterable[str], config: Config
     return max(own, default=0) < config.sdp_param_persistence_threshold
 
 
-def name_parts(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Give parameters in parts the names that scripts know."""
+def name_parts(parameters: Iterable[nn.Parameter], group_of: Callable[[nn.Parameter], dist.ProcessGroup]) -> None:
+    """Give parameters in parts the names that scripts know. `group_of`: the ranks that have the parts of one."""
     for parameter in parameters:
+        group = group_of(parameter)
         rows = -(-parameter.shape[0] // group.size())
         part: Any = local(parameter.detach())
         part.ds_numel = rows * (parameter.numel() // max(1, parameter.shape[0]))

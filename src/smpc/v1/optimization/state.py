@@ -347,7 +347,7 @@ class OptimizerState:
             shape, rows = shapes.get(name, ()), ranges.get(name)
             if rows is not None and tuple(value.shape) == rows.shape(shape):
                 return rows.within(model.slices.get(name), shape[rows.dim])
-            if tuple(value.shape) == model.slices.whole_shape(name, shape):
+            if tuple(value.shape) == model.slices.whole_shape(name, shape) != tuple(shape):
                 return None
             return model.slices.of_state(name, entry, value, shape)
 

@@ -171,6 +171,11 @@ def fill(target: Tensor, shard: Shard | None, piece: Piece, value: Tensor) -> No
 
 def _whole(key: Any, found: Sequence[Described], wrong: list[str]) -> Item:
     """The item that pieces make up; says what is wrong with them."""
+    having = [each for each in found if _has_all(*each[1:])]
+    if having and all(
+        each in having or not each[1].num_elements for each in found
+    ):  # some have all of it, others nothing
+        found = having
     first, spec, shard = found[0]
     pieces: dict[int, Piece] = {}
     for rank, other, place in found:
@@ -193,6 +198,11 @@ def _whole(key: Any, found: Sequence[Described], wrong: list[str]) -> Item:
     return Item(ordered, whole_shape(shard, spec.shape), spec.dtype)
 
 
+def _has_all(spec: TensorSpec, shard: Shard | None) -> bool:
+    """Whether a rank has the whole of what its slice is part of."""
+    return shard is None or spec.shape[shard.dim] == shard.size
+
+
 def _runs(rank: int, spec: TensorSpec, shard: Shard) -> list[Piece]:
     """The pieces that a slice is."""
     if not shard.runs:
@@ -207,4 +217,4 @@ def _runs(rank: int, spec: TensorSpec, shard: Shard) -> list[Piece]:
 
 def _kind(shard: Shard | None, spec: TensorSpec) -> tuple[object, ...]:
     """What must be the same for all pieces of a whole."""
-    return tuple(spec.shape) if shard is None else (shard.dim, *whole_shape(shard, spec.shape))
+    return tuple(spec.shape) if shard is None or _has_all(spec, shard) else (shard.dim, *whole_shape(shard, spec.shape))

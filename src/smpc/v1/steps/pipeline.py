@@ -174,8 +174,8 @@ class Pipeline:
             except AGREED as error:
                 mesh = self._session.mesh
                 agreed = mesh.ep_size if context.experts is not None and mesh.cp_size == 1 else mesh.cp_size
-                if mesh.rdp_size > agreed:
-                    supervision.report(error)  # replicas that have not agreed would wait for this one
+                if (mesh.rdp_size if context.experts is None else mesh.dp_size) > agreed:
+                    supervision.report(error)  # ranks that have not agreed would wait for this one
                 raise
             except BaseException as error:
                 with supervision.guard():

@@ -52,8 +52,8 @@ class Single:
             with supervision.guard():
                 failure = None if experts is None else experts.agree(body.name, self._may_train(body), None)
             if failure is not None:
-                if self._session.mesh.rdp_size > self._session.mesh.ep_size:
-                    supervision.report(failure)  # replicas outside of the group would wait for this one
+                if self._session.mesh.dp_size > self._session.mesh.ep_size:
+                    supervision.report(failure)  # ranks outside of the group would wait for this one
                 raise failure
             with supervision.guard():
                 return self._run(body, own(), watch)

@@ -125,6 +125,8 @@ class Compiler:
         """
         self._context.supervision.allow_compilation()
         recording = self._recording_of_group(signature)
+        if like is None:  # one of this rank's own inputs was rewritten before this program decides how parameters lie
+            self._recorded = None
         planned = self._agreed_plan(recording.trace, like, saved)
         enter(Phase.STEP, "compiling")
         assert self._traced is not None, "the model has been recorded"

@@ -1,0 +1,92 @@
+"""Mixtures of experts written by hand, with batches of several lengths, for training scripts that divide the experts."""
+
+import expert_models
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+MB = 2
+VOCABULARY = expert_models.VOCABULARY
+
+
+class Experts(nn.Module):
+    """All experts in one module, with biases."""
+
+    def __init__(self, num_experts, width, inner):
+        super().__init__()
+        self.num_experts = num_experts
+        self.up = nn.Parameter(torch.randn(num_experts, width, inner) * 0.3)
+        self.bias = nn.Parameter(torch.randn(num_experts, inner) * 0.3)
+        self.down = nn.Parameter(torch.randn(num_experts, inner, width) * 0.3)
+
+    def forward(self, hidden, index, weights):
+        found = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            row, slot = (index == expert).nonzero(as_tuple=True)
+            inner = F.gelu(hidden[row] @ self.up[expert] + self.bias[expert])
+            found = found.index_add(0, row, (inner @ self.down[expert]) * weights[row, slot].unsqueeze(1))
+        return found
+
+
+class Block(nn.Module):
+    def __init__(self, width, num_experts):
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, num_experts, bias=False)
+        self.experts = Experts(num_experts, width, 24)
+
+    def forward(self, hidden):
+        flat = self.norm(hidden).reshape(-1, hidden.shape[-1])
+        weights, index = self.router(flat).softmax(-1).topk(2)
+        return hidden + self.experts(flat, index, weights).view_as(hidden)
+
+
+class Listing(nn.Module):
+    """Experts that are modules of their own; of which no token ever chooses the last."""
+
+    def __init__(self, width, num_experts):
+        super().__init__()
+        self.norm, self.mixture = nn.LayerNorm(width), expert_models.LoopBlock(width, num_experts)
+        with torch.no_grad():
+            self.mixture.router.weight.abs_()[-1] = -1
+        self.mixture.router.weight.requires_grad_(False)
+
+    def forward(self, hidden):
+        return hidden + self.mixture(self.norm(hidden).square())[0]
+
+
+class Output(dict):
+    loss = property(lambda self: self["loss"])
+
+
+class ByHand(nn.Module):
+    def __init__(self, num_experts=4, block=Block):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.blocks = nn.ModuleList(block(16, num_experts) for _ in range(2))
+
+    def forward(self, input_ids, labels, attention_mask=None):
+        hidden = self.embedding(input_ids)
+        if attention_mask is not None:
+            hidden = hidden * attention_mask.unsqueeze(-1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden)
+        return Output(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100), logits=logits)
+
+
+def made(name, dtype=torch.float32):
+    torch.manual_seed(5)
+    if name == "by hand":
+        return ByHand().to(dtype)
+    return ByHand(block=Listing).to(dtype) if name == "listed" else expert_models.hugging_face(name, dtype)
+
+
+def batch_of(step, part):
+    """One data rank's batch: with padding, lengths and numbers of labels of its own."""
+    generator = torch.Generator().manual_seed(10 * step + part)
+    length = 8 + 2 * ((step + part) % 2)
+    ids = torch.randint(3, VOCABULARY, (2 * MB, length), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(2 * MB):
+        mask[row, length - (part + row + step) % 4 :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}

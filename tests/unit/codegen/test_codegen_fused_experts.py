@@ -1,0 +1,72 @@
+"""Fused experts that ranks may have slices of, and those that only look so; on two pretended ranks beside the whole model."""
+
+import copy
+
+import pytest
+import torch
+from tensor_ranks import run_ranks, tensor_groups
+from torch import nn
+from torch.nn import functional as F
+
+from smpc.codegen.rewrite.tensor_parallel.fused_experts import undivided_experts
+from smpc.tensor_parallel import shard
+
+
+class Experts(nn.Module):
+    """`form`: halves, gate before up; turned, weights from the left; alternating, every other column is the gate; added, input and all."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+        up, down = (4, 16, 12), (4, 12, 8)
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 12, 16) if form == "turned" else torch.randn(up))
+        self.down_proj = nn.Parameter(torch.randn(4, 8, 12) if form == "turned" else torch.randn(down))
+
+    def forward(self, hidden, index, weights):
+        found = hidden.clone() if self.form == "added" else torch.zeros_like(hidden)
+        for expert in range(4):
+            row, slot = (index == expert).nonzero(as_tuple=True)
+            up, down = self.gate_up_proj[expert], self.down_proj[expert]
+            if self.form == "turned":
+                up, down = up.T, down.T
+            both = F.linear(hidden[row], up)
+            gate, rest = (both[..., ::2], both[..., 1::2]) if self.form == "alternating" else both.chunk(2, -1)
+            found = found.index_add(0, row, F.linear(F.silu(gate) * rest, down) * weights[row, slot, None])
+        return found
+
+
+class Model(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.embedding, self.router, self.head = nn.Embedding(32, 12), nn.Linear(12, 4), nn.Linear(12, 32)
+        self.experts = Experts(form)
+
+    def forward(self, ids):
+        hidden = self.embedding(ids).view(-1, 12)
+        weights, index = self.router(hidden).softmax(-1).topk(2)
+        return self.head(hidden + self.experts(hidden, index, weights)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("form", "divided"), [("halves", True), ("turned", True), ("alternating", False), ("added", False)]
+)
+def test_experts_are_divided_where_slices_add_up(form, divided):
+    """Names and shapes alone had decided: a module whose gate and up alternate trained on wrong numbers without a word."""
+    torch.manual_seed(0)
+    model, ids = Model(form), torch.randint(0, 32, (2, 8))
+    assert undivided_experts(model) == (() if divided else ("experts",))
+    loss = model(ids)
+    loss.backward()
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    modules = [shard(copy.deepcopy(model), {"ids": ids}, group) for group in tensor_groups(2)]
+
+    def work(rank):
+        own = modules[rank](ids=ids)
+        own.backward()
+        return own.detach(), modules[rank].whole_gradients()
+
+    for own, gradients in run_ranks(2, work):
+        torch.testing.assert_close(own, loss.detach(), rtol=1e-5, atol=0)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=0, atol=1e-5 * wanted[name].abs().max().item())
+    assert (modules[0].model.experts.down_proj.numel() < model.experts.down_proj.numel()) == divided
