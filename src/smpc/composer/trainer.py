@@ -6,6 +6,7 @@ import dataclasses
 import random
 import string
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
@@ -23,10 +24,10 @@ from smpc.composer.loss_scale import LossScale
 from smpc.composer.microbatches import moved, num_samples
 from smpc.composer.model import ComposerModel
 from smpc.composer.readers import open_checkpoint
-from smpc.composer.saving import Saving
+from smpc.composer.saving import Saving, named
 from smpc.composer.state import State
 from smpc.composer.step import Stepper
-from smpc.errors import CheckpointError, ConfigError, ConfigUnsupportedError, UsageError
+from smpc.errors import CheckpointError, ConfigError, UsageError
 from smpc.fsdp import prepare
 from smpc.sharding.agreement import Agreement
 
@@ -90,6 +91,7 @@ class Trainer:
         self._callbacks = found.callbacks
         self.state = State(model, found.optimizer, found.schedulers)
         self.state.device_train_microbatch_size, self.state.run_name = how.microbatch_size, run_name or _drawn_name()
+        save_folder = None if save_folder is None else named(save_folder, {"run_name": self.state.run_name})
         names = (save_filename, save_latest_filename, how.prefix, save_best_filename)
         self._save = Saving(
             save_folder, names, save_overwrite, save_weights_only, save_num_checkpoints_to_keep, how.save_planner
@@ -109,11 +111,9 @@ class Trainer:
             prepared = prepare(model, how.config, how.precision, self.state.optimizer, self._device.type, how.tensor)
             if prepared.tensor_group is not None:
                 share_random_state(prepared.tensor_group)
-            if prepared.own_groups and self._save.folder is not None:
-                raise ConfigUnsupportedError(
-                    f"save_folder: expected units over all ranks, found {', '.join(prepared.own_groups)}, which have other values in each "
-                    "group: they cannot be saved"
-                )
+            self.state.numbered = prepared.numbered
+            if self._save.folder is not None:
+                self._save.check_kind(self.state)
         agreement = None
         if how.is_automatic:
             agreement = Agreement.over(model, self._device, is_sliced=how.slices > 1)
@@ -172,6 +172,10 @@ class Trainer:
         end = self._end(duration)
         batches = len(self._train) if isinstance(self._train, Sized) else None
         self._save.check_first(self.state, self._save_interval, batches)
+        if end.is_over(self.state.timestamp):
+            warnings.warn(
+                f"fit: nothing to train: the run is at {self.state.timestamp}, and ends after {end}", stacklevel=2
+            )
         self.state.model.train()
         while not end.is_over(self.state.timestamp):
             began = self.state.timestamp.batch
