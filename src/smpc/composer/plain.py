@@ -3,12 +3,14 @@
 >>> decoded(encoded({"rows": (1, 2), "seen": b"ab"}))
 {'rows': (1, 2), 'seen': b'ab'}
 
-Kinds: None, bool, numbers, text, bytes, lists, tuples, dicts with plain keys, tensors, and arrays; numbers of NumPy come back as Python's.
+Kinds: None, bool, numbers, text, bytes, lists, tuples, dicts with plain keys, counters, tensors, and arrays; numbers of NumPy come back as
+Python's.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +28,7 @@ def encoded(value: Any) -> str:
 
 def encodable(value: Any) -> Any:
     """The value without entries of dicts that are of another kind: whoever made the object has made them, and makes them again."""
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and not isinstance(value, Counter):
         return {key: encodable(inner) for key, inner in value.items() if _is_encodable(inner)}
     if isinstance(value, list | tuple):
         return type(value)(map(encodable, value)) if type(value) in (list, tuple) else tuple(map(encodable, value))
@@ -61,7 +63,7 @@ def _told(value: Any, where: str) -> Any:
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, Mapping):
         return {
-            "items": [[_told(key, f"{where}'s key"), _told(inner, f"{where}[{key!r}]")] for key, inner in value.items()]
+            "counts" if isinstance(value, Counter) else "items": [[_told(key, f"{where}'s key"), _told(inner, f"{where}[{key!r}]")] for key, inner in value.items()]
         }
     raise CheckpointError(f"{where}: expected plain values and tensors, found {type(value).__name__}")
 
@@ -82,4 +84,6 @@ def _back(value: Any) -> Any:
         return np.array(value["array"], dtype=value["dtype"])
     if "tuple" in value:
         return tuple(_back(inner) for inner in value["tuple"])
+    if "counts" in value:  # of milestones
+        return Counter({_back(key): _back(inner) for key, inner in value["counts"]})
     return {_back(key): _back(inner) for key, inner in value["items"]}
