@@ -326,8 +326,8 @@ def _load_schedulers(state: State, saved: Sequence[Any] | None) -> None:
     """`saved`: None in checkpoints of other Trainers."""
     if saved is not None and len(saved) != len(state.schedulers):
         warnings.warn(
-            f"the checkpoint has {len(saved)} schedulers, and the Trainer {len(state.schedulers)}: what one of them alone has is not taken, or "
-            "begins anew",
+            f"the checkpoint has {len(saved)} schedulers, and the Trainer {len(state.schedulers)}: what one of them alone has is not "
+            "taken, or begins anew",
             stacklevel=5,
         )
     for scheduler, own in zip(state.schedulers, saved or (), strict=False):

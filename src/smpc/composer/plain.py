@@ -63,7 +63,9 @@ def _told(value: Any, where: str) -> Any:
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, Mapping):
         return {
-            "counts" if isinstance(value, Counter) else "items": [[_told(key, f"{where}'s key"), _told(inner, f"{where}[{key!r}]")] for key, inner in value.items()]
+            "counts" if isinstance(value, Counter) else "items": [
+                [_told(key, f"{where}'s key"), _told(inner, f"{where}[{key!r}]")] for key, inner in value.items()
+            ]
         }
     raise CheckpointError(f"{where}: expected plain values and tensors, found {type(value).__name__}")
 

@@ -108,8 +108,8 @@ def meshes_of(kinds: Iterable[Over], device_type: str) -> dict[Over, DeviceMesh]
 def _mesh(kind: Over, device_type: str, made: dict[Groups, distributed.ProcessGroup]) -> DeviceMesh:
     if kind.slices > 1:
         axes = _axes(kind)
-        every = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        return every["shard"] if kind.replicas is None else every["replica", "shard"]
+        mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        return mesh["shard"] if kind.replicas is None else mesh["replica", "shard"]
     rank = dist.get_global_rank()
     for groups in (kind.shards, kind.replicas):
         if groups is not None and groups not in made:

@@ -79,7 +79,7 @@ def test_schedules_go_on(tmp_path, name, kind):
 
 def test_schedules_that_do_not_fit_are_told(tmp_path):
     _trainer(SCHEDULES["StepLR"], save_folder=str(tmp_path)).fit()
-    with pytest.warns(UserWarning, match="has 1 schedulers, and the Trainer 0"):
+    with pytest.warns(UserWarning, match=r"has 1 schedulers, and the Trainer 0"):
         _trainer(load_path=str(tmp_path / "latest-rank0.pt"))
 
 
@@ -108,19 +108,19 @@ def test_fields_in_the_name_of_the_folder(tmp_path):
     assert Path(made.save_checkpoint(str(tmp_path / "own-{batch}.pt"))).name == "own-4.pt"
     assert (tmp_path / "first" / "checkpoints" / "latest-rank0.pt").exists()
     assert _trainer(autoresume=True, **options).state.timestamp.batch == 4
-    with pytest.raises(ConfigError, match="save_folder: .*expected the fields"):
+    with pytest.raises(ConfigError, match=r"save_folder: .*expected the fields"):
         _trainer(save_folder="{name}/checkpoints")
 
 
 def test_the_newest_checkpoint_needs_its_link(tmp_path):
-    with pytest.raises(ConfigError, match="autoresume: .* missing run_name, save_latest_filename"):
+    with pytest.raises(ConfigError, match=r"autoresume: .* missing run_name, save_latest_filename"):
         _trainer(autoresume=True, save_folder=str(tmp_path), save_latest_filename=None)
 
 
 def test_a_run_that_is_over_is_told(tmp_path):
     made = _trainer()
     made.fit()
-    with pytest.warns(UserWarning, match="fit: nothing to train: .*batch=4.* ends after 2ep"):
+    with pytest.warns(UserWarning, match=r"fit: nothing to train: .*batch=4.* ends after 2ep"):
         made.fit()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -133,5 +133,5 @@ def test_samplers_of_other_places(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     sampler = DistributedSampler(dataset(), num_replicas=2, rank=0)
-    with pytest.raises(ConfigError, match="expected a sampler of replica 1 of 2, found 0 of 2"):
+    with pytest.raises(ConfigError, match=r"expected a sampler of replica 1 of 2, found 0 of 2"):
         _trainer(train_dataloader=DataLoader(dataset(), batch_size=8, sampler=sampler))
