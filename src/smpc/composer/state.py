@@ -19,7 +19,7 @@ class State:
 
     `best`: the least loss of an evaluation so far. `scale`: that of losses in amp_fp16. `loader`: what a data loader with a `state_dict`
     has said of its place in this epoch, None at the end of one, and for loaders without. `begun`: the random state in which this epoch's
-    data was begun. `numbered`: see `smpc.fsdp.Prepared`.
+    data was begun; of such a loader, that in which it read the next batch. `numbered`: see `smpc.fsdp.Prepared`.
     """
 
     model: ComposerModel

@@ -170,8 +170,7 @@ class Trainer:
         if not any(parameter.requires_grad for parameter in self.state.model.parameters()):
             raise UsageError("fit: expected a model with parameters that require grad, found none")
         end = self._end(duration)
-        batches = len(self._train) if isinstance(self._train, Sized) else None
-        self._save.check_first(self.state, self._save_interval, batches)
+        self._save.check_first(self.state, self._save_interval, _length(self._train))
         if end.is_over(self.state.timestamp):
             warnings.warn(
                 f"fit: nothing to train: the run is at {self.state.timestamp}, and ends after {end}", stacklevel=2
@@ -229,6 +228,8 @@ class Trainer:
         told = getattr(self._train, "state_dict", None)
         while batch is not _END:
             place = told() if callable(told) and self._save.folder is not None else None
+            if place is not None:
+                self.state.begun = capture_rng()  # in which what follows is read
             following = next(batches, _END)
             self.state.loader = None if following is _END else place
             yield batch, None if following is _END else following
@@ -237,8 +238,8 @@ class Trainer:
     def _begun(self) -> tuple[Iterator[Any], Any]:
         """The data of this epoch from where the run is, and its first batch.
 
-        A loader that knows its place goes on there; others are read up to it, from the random state in which the epoch began: they draw
-        the same order again, and the run goes on with the random state that it had.
+        A loader that knows its place goes on there, with the random state in which it did; others are read up to it, from the random state
+        in which the epoch began: they draw the same order again. The run goes on with the random state that it had.
         """
         assert self._train is not None, "checked in fit"
         state, trained = self.state, self.state.timestamp.batch_in_epoch
@@ -248,10 +249,13 @@ class Trainer:
         else:
             state.begun = capture_rng()
         load = getattr(self._train, "load_state_dict", None)
-        if state.loader is not None and callable(load):
+        knows_place = state.loader is not None and callable(load)
+        if knows_place:
             load(state.loader)
             trained = 0
         batches = iter(self._train)
+        if knows_place and resumed is not None and state.begun is not None:
+            restore_rng(state.begun)  # beginning may have drawn numbers
         for _ in range(trained):
             next(batches, _END)
         batch = next(batches, _END)
@@ -312,6 +316,14 @@ class Trainer:
     def save_checkpoint(self, path: str | None = None) -> str:
         """Save the run now, in `save_folder` or at `path`; where it is. Collective."""
         return self._save.save(self.state, path)
+
+
+def _length(loader: Iterable[Any]) -> int | None:
+    """How many batches an epoch has; None where nothing says so, as for a DataLoader of an IterableDataset."""
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except TypeError:  # every DataLoader has a length, but for what its data set has
+        return None
 
 
 def _begin(given: Mapping[str, Any], found: checked.Arguments) -> None:
