@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 from support.executor_harness import run_workers
-from torch import distributed
+from torch import distributed, nn
 
 import smpc.v1 as smp
 import smpc.v2 as tsm
@@ -56,7 +56,37 @@ def functions(rank, folder, port):
     found |= {"broadcast": source.item(), "objects": objects, "in group": dist.get_global_rank(group)}
     found["name"] = dist.get_node_signal_file_name(random.Random(rank))
     found["sampled"] = list(dist.get_sampler(range(10), drop_last=True))
+    found["strided"] = _in_memory_of_any_kind(rank)
+    try:
+        dist.all_gather(torch.ones(1 + rank // 2))
+    except UsageError as error:
+        found["unequal"] = str(error)
     return found
+
+
+def _in_memory_of_any_kind(rank):
+    """Of a tensor that has gaps on some ranks, and none on others, or lies in another order."""
+    rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    kinds = (
+        rows.clone(),
+        rows.t().contiguous().t(),
+        torch.stack([rows, -rows], 2)[:, :, 0],
+        nn.Parameter(rows.clone()),
+    )
+    found = []
+    for do in (
+        dist.all_reduce,
+        lambda tensor: dist.all_reduce(tensor, "AVG"),
+        lambda tensor: dist.broadcast(tensor, 2),
+    ):
+        own = (
+            kinds[rank].clone(memory_format=torch.preserve_format)
+            if rank != 2
+            else torch.stack([rows, -rows], 2)[:, :, 0]
+        )
+        do(own)
+        found.append(own.tolist())
+    return [*found, [each.tolist() for each in dist.all_gather(kinds[rank])]]
 
 
 def test_functions(tmp_path, port):
@@ -71,6 +101,11 @@ def test_functions(tmp_path, port):
         assert own["avg"] == 2 * node + 0.5
         assert (own["broadcast"], own["objects"], own["in group"]) == (3, [2, None], rank % 2)
         assert own["sampled"] == [rank, rank + 4]
+        rows = [[1.0, 2.0], [3.0, 4.0]]
+        assert own["strided"] == [[[4.0, 8.0], [12.0, 16.0]], rows, rows, [rows] * 4]
+        assert (
+            "torch.float32 (1,) on rank 0, torch.float32 (1,) on rank 1, torch.float32 (2,) on rank 2" in own["unequal"]
+        )
     names = [own["name"] for own in found]
     assert names[0] == names[1] != names[2] == names[3]
     assert names[2].startswith("._signal_file_node1_")

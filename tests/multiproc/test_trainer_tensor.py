@@ -224,16 +224,12 @@ def refusals(rank, folder):
     )
     stranger = _tensor(2, {"model.block.up": ColwiseParallel()})
     parting = _tensor(2, {"model.blocks.0.up": ColwiseParallel(), "model.blocks.0.down": RowwiseParallel()})
-    expert = classifier()
-    expert.model.fsdp_wrap_fn = lambda module: {"process_group": "self"} if module is expert.model.head else False
     sharded_already = {"auto_wrap": False}
     cases = (
         (ConfigError, "expected a divisor of the 2 processes", {}, {"tp": _tensor(3)}),
         (ConfigError, "layer_plan: expected names of modules, found 'model.block.up'", {}, {"tp": stranger}),
         (ConfigUnsupportedError, "blocks.0.up.weight and model.blocks.1.up.weight are one parameter", {"model": tied}, {"tp": parting}),
         (ConfigUnsupportedError, "auto_wrap: False is not supported", {}, {"tp": _tensor(), "fsdp": sharded_already}),
-        (ConfigUnsupportedError, "process_group: units in groups", {"model": expert}, {"tp": _tensor(), "fsdp": {}}),
-        (ConfigUnsupportedError, "process_group: units in groups", {}, {"tp": _tensor(), "fsdp": {"process_group": "self"}}),
         (ConfigError, "batch: expected the same one on ranks 0, 1", {"train_dataloader": others}, {"tp": _tensor()}),
         (ConfigError, "expected a sampler of replica 0 of 1", {"degree": 1}, {"tp": _tensor()}),
         (StepError, "expected equal gradients on all ranks", {}, {"tp": _tensor(2, {"model.blocks.1": scattered})}),
@@ -248,4 +244,4 @@ def refusals(rank, folder):
 
 
 def test_what_is_refused_beside_slices(tmp_path):
-    assert run_workers(refusals, 2, tmp_path) == [[True] * 9] * 2
+    assert run_workers(refusals, 2, tmp_path) == [[True] * 7] * 2

@@ -151,7 +151,8 @@ def check(given: Mapping[str, Any], others: Mapping[str, Any]) -> Arguments:
     ok(refuse_others, others)
     ok(check_kinds, given)
     ok(check_names, given)
-    ok(check_words, given["ddp_sync_strategy"], given["autoresume"], given["save_folder"], given["run_name"])
+    ok(check_words, given["ddp_sync_strategy"])
+    ok(check_autoresume, given)
     ok(check_places, save_folder=given["save_folder"], load_path=given["load_path"])
     ok(check_best, given["save_best_filename"], given["save_folder"], given["eval_dataloader"])
     zero = given["deepspeed_config"]
@@ -286,12 +287,19 @@ def ignored_keys(given: object) -> tuple[str, ...]:
     return keys
 
 
-def check_words(ddp_sync_strategy: object, autoresume: bool, save_folder: object, run_name: object) -> None:
-    """Raise ConfigError for a strategy that is none, and for autoresume without a place to look at."""
+def check_words(ddp_sync_strategy: object) -> None:
+    """Raise ConfigError for a strategy that is none."""
     if ddp_sync_strategy not in (None, *SYNC_STRATEGIES):
         raise ConfigError(f"ddp_sync_strategy: expected {', '.join(SYNC_STRATEGIES)}, found {ddp_sync_strategy!r}")
-    if autoresume and not (save_folder and run_name):
-        raise ConfigError("autoresume: expected save_folder and run_name beside it")
+
+
+def check_autoresume(given: Mapping[str, object]) -> None:
+    """Raise ConfigError for autoresume without a place to look at, or without the link that leads to the newest checkpoint."""
+    missing = [name for name in ("save_folder", "run_name", "save_latest_filename") if not given[name]]
+    if given["autoresume"] and missing:
+        raise ConfigError(
+            f"autoresume: expected save_folder, run_name and save_latest_filename beside it; missing {', '.join(missing)}"
+        )
 
 
 def check_best(name: object, save_folder: object, eval_dataloader: object) -> None:
@@ -301,7 +309,13 @@ def check_best(name: object, save_folder: object, eval_dataloader: object) -> No
 
 
 def check_places(**places: object) -> None:
-    """Raise ConfigError for URLs of a kind that fsspec does not know here."""
+    """Raise ConfigError for URLs of a kind that fsspec does not know here, and for fields in save_folder that there are not."""
+    folder = places.get("save_folder")
+    if isinstance(folder, str | os.PathLike):
+        try:
+            named(os.fspath(folder), {"run_name": "run"})
+        except ConfigError as error:
+            raise ConfigError(f"save_folder: {error}") from None
     for name, place in places.items():
         if isinstance(place, str) and is_url(place):
             try:
@@ -486,8 +500,8 @@ def _check_loader(loader: object, name: str, slices: int) -> None:
         raise ConfigError(
             f"{name}: expected a DistributedSampler, found {type(loader.sampler).__name__}: all ranks would read the same samples; {advice}"
         )
-    if found is not None and slices > 1 and (found.num_replicas, found.rank) != wanted:
+    if found is not None and (found.num_replicas, found.rank) != wanted:
+        why = f", as {slices} ranks slice layers together and train on the same samples" if slices > 1 else ""
         raise ConfigError(
-            f"{name}: expected a sampler of replica {wanted[1]} of {wanted[0]}, as {slices} ranks slice layers together and train on the "
-            f"same samples, found {found.rank} of {found.num_replicas}; {advice}"
+            f"{name}: expected a sampler of replica {wanted[1]} of {wanted[0]}{why}, found {found.rank} of {found.num_replicas}; {advice}"
         )

@@ -17,11 +17,12 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -36,7 +37,7 @@ from smpc.checkpoint.torch_format.places import is_url
 from smpc.checkpoint.torch_format.writer import Writer
 from smpc.composer import storage
 from smpc.composer.duration import Timestamp
-from smpc.composer.plain import decoded, encoded
+from smpc.composer.plain import decoded, encodable, encoded
 from smpc.composer.readers import ANY, Reader
 from smpc.composer.state import State
 from smpc.errors import CheckpointError
@@ -54,11 +55,11 @@ def _plain(state: State, groups: bool = True) -> dict[str, Any]:
         "microbatch": state.device_train_microbatch_size,
         "best": state.best,
         "scale": None if state.scale is None else [state.scale.factor, state.scale.good, state.scale.bad],
-        "schedulers": [_jsonable(scheduler.state_dict()) for scheduler in state.schedulers],
+        "schedulers": [encoded(encodable(scheduler.state_dict())) for scheduler in state.schedulers],
         "groups": [
             {
                 key: [names[parameter] for parameter in value] if key == "params" else _jsonable(value)
-                for key, value in group.items()
+                for key, value in encodable({**group, "params": tuple(group["params"])}).items()
             }
             for group in (state.optimizer.param_groups if groups else ())
         ],
@@ -70,13 +71,13 @@ def _plain(state: State, groups: bool = True) -> dict[str, Any]:
 
 
 def _jsonable(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, Tensor | np.ndarray):
+        return value.item() if value.ndim == 0 or value.shape == (1,) else value.tolist()
     if isinstance(value, Mapping):
-        return {str(key): _jsonable(inner) for key, inner in value.items() if not callable(inner)}
+        return {str(key): _jsonable(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_jsonable(inner) for inner in value]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _parameter_names(state: State) -> dict[Any, str]:
@@ -88,17 +89,55 @@ def _tree(state: State, *, weights_only: bool) -> dict[str, Any]:
     kind = type(state.optimizer).__name__
     names = _parameter_names(state)
     found: dict[str, Any] = {
-        "model": dict(state.model.state_dict()),
+        "model": {_stored(state, name): value for name, value in state.model.state_dict().items()},
         "timestamp": {"Timestamp": asdict(state.timestamp)},
         "plain": json.dumps(_plain(state, groups=not weights_only)),
     }
     if not weights_only:
         moments = {
-            names[parameter]: {key: value for key, value in values.items() if isinstance(value, Tensor)}
+            _stored(state, names[parameter]): {key: value for key, value in values.items() if isinstance(value, Tensor)}
             for parameter, values in state.optimizer.state.items()
         }
         found["optimizers"] = {kind: {"state": moments}}
     return found
+
+
+def _stored(state: State, name: str) -> str:
+    """The name in a sharded checkpoint: with the number of this rank's group, where groups have values of their own."""
+    return f"{name}@{state.numbered[name][0]}" if name in state.numbered else name
+
+
+def _there(state: State, names: Iterable[str], there: Collection[str]) -> dict[str, str]:
+    """What these names of the state are called in a checkpoint that has the names `there`; those that it lacks are left out.
+
+    Raises CheckpointError for values of other groups than the state has: none is the right one.
+    """
+    numbers: dict[str, set[int]] = {}
+    for stored in there:
+        name = _plain_name(stored)
+        if name != stored:
+            numbers.setdefault(name, set()).add(int(stored.rpartition("@")[2]))
+    found, wrong = {}, []
+    for name in names:
+        number, count = state.numbered.get(name, (0, 1))
+        if name in there:
+            found[name] = name
+        elif name in numbers and (name not in state.numbered or numbers[name] != set(range(count))):
+            wrong.append(f"{name} as {len(numbers[name])} groups have it, the model as {count}")
+        elif name in numbers:
+            found[name] = f"{name}@{number}"
+    if wrong:
+        raise CheckpointError(
+            f"the checkpoint does not fit the model: it has {'; '.join(wrong[:5])}; give process groups that are as many, or leave these "
+            "names out with load_ignore_keys"
+        )
+    return found
+
+
+def _plain_name(stored: str) -> str:
+    """The name without the number of a group."""
+    name, mark, number = stored.rpartition("@")
+    return name if mark and number.isdecimal() else stored
 
 
 def _own(state: State) -> dict[str, Any]:
@@ -213,17 +252,21 @@ def load_model(state: State, reader: Reader, *, strict: bool, ignore: Sequence[s
     """Fill the parameters and buffers of the model. Raises CheckpointError for names and shapes, before a tensor changes."""
     own = dict(state.model.state_dict())
     there = {name.removeprefix("model."): tensor for name, tensor in reader.shapes.items() if name.startswith("model.")}
-    skipped = {name for name in own if any(fnmatch.fnmatch(f"state/model/{name}", pattern) for pattern in ignore)}
-    missing = sorted(set(own) - set(there) - skipped)
+
+    def is_skipped(name: str) -> bool:
+        return any(fnmatch.fnmatch(f"state/model/{each}", p) for p in ignore for each in (name, _plain_name(name)))
+
+    called = _there(state, [name for name in own if not is_skipped(name)], there)
+    missing = sorted(name for name in own if name not in called and not is_skipped(name))
     unexpected = sorted(
-        name for name in set(there) - set(own) if not any(fnmatch.fnmatch(f"state/model/{name}", p) for p in ignore)
+        name for name in there if name not in own and _plain_name(name) not in called and not is_skipped(name)
     )
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"the checkpoint does not fit the model: missing {', '.join(missing[:8]) or 'nothing'}, unexpected "
             f"{', '.join(unexpected[:8]) or 'nothing'}; load_strict_model_weights=False takes what fits"
         )
-    targets = {name: target for name, target in own.items() if name in there and name not in skipped}
+    targets = {stored: own[name] for name, stored in called.items()}
     wrong = [
         f"{name}: expected the shape {tuple(target.shape)}, found {tuple(there[name].shape)}"
         for name, target in targets.items()
@@ -262,8 +305,7 @@ def load_rest(state: State, reader: Reader, ignore: Sequence[str]) -> None:
     if not _is_left_out(_OPTIMIZERS, ignore):
         _load_optimizer(state, reader)
     if not _is_left_out(_SCHEDULERS, ignore):
-        for scheduler, saved in zip(state.schedulers, reader.plain.get("schedulers", ()), strict=False):
-            scheduler.load_state_dict(dict(saved))
+        _load_schedulers(state, reader.plain.get("schedulers"))
     if not _is_left_out(_TIMESTAMP, ignore):
         state.timestamp = Timestamp(**reader.plain.get("timestamp", {}))
     state.device_train_microbatch_size = state.device_train_microbatch_size or reader.plain.get("microbatch")
@@ -278,6 +320,18 @@ def load_rest(state: State, reader: Reader, ignore: Sequence[str]) -> None:
         if not _is_left_out(_TIMESTAMP, ignore):
             state.begun = _captured(rng["begun"]) if rng.get("begun") else None
             state.loader = decoded(rng.get("loader", "null"))
+
+
+def _load_schedulers(state: State, saved: Sequence[Any] | None) -> None:
+    """`saved`: None in checkpoints of other Trainers."""
+    if saved is not None and len(saved) != len(state.schedulers):
+        warnings.warn(
+            f"the checkpoint has {len(saved)} schedulers, and the Trainer {len(state.schedulers)}: what one of them alone has is not "
+            "taken, or begins anew",
+            stacklevel=5,
+        )
+    for scheduler, own in zip(state.schedulers, saved or (), strict=False):
+        scheduler.load_state_dict(decoded(own))
 
 
 def _check_plain(plain: Mapping[str, Any]) -> None:
@@ -307,8 +361,12 @@ def _load_optimizer(state: State, reader: Reader) -> None:
     names, groups = _parameter_names(state), reader.plain.get("groups", ())
     _check_groups([[names[p] for p in group["params"]] for group in optimizer.param_groups], groups)
     targets: dict[str, Tensor] = {}
+    root = f"optimizers.{kind if saved_kinds else ANY}.state."
+    below = (name for name in reader.shapes if name.startswith(root))
+    there = {name.removeprefix(root).rpartition(".")[0] for name in below}
+    called = _there(state, names.values(), there)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        prefix = f"optimizers.{kind if saved_kinds else ANY}.state.{names[parameter]}."
+        prefix = f"{root}{called.get(names[parameter], names[parameter])}."
         keys = [name.removeprefix(prefix) for name in reader.shapes if name.startswith(prefix)]
         values = {key: _room_for(parameter, reader.shapes[prefix + key]) for key in keys if "." not in key}
         targets |= {prefix + key: value for key, value in values.items()}
@@ -326,7 +384,10 @@ def _load_optimizer(state: State, reader: Reader) -> None:
             if key != "params":
                 if isinstance(group.get(key), float) and not isinstance(value, int | float):
                     raise CheckpointError(f"the optimizer: {key}: expected a number, found {value!r}")
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+                if isinstance(group.get(key), Tensor):
+                    group[key].copy_(torch.as_tensor(value))
+                else:
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
 def _check_groups(own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> None:

@@ -36,6 +36,10 @@ class Duration:
     count: int
     unit: str
 
+    def __str__(self) -> str:
+        """As it is given."""
+        return f"{self.count}{self.unit}"
+
     @classmethod
     def parse(cls, value: object, name: str) -> Duration:
         """Read an argument called `name`. Raises ConfigError, or ConfigTypeError for what is neither text nor a number."""

@@ -1,4 +1,5 @@
-"""Cuts a batch along its samples: tensors in tuples, lists and mappings along their first dimension; what is no tensor goes to all.
+"""Cuts a batch along its samples: tensors in tuples, lists and mappings along their first dimension; what is no tensor goes to all, but
+for lists without tensors that have as many members as there are samples: texts, names, and the like.
 
 An object with `smp_slice(num_pieces, index, axis)`, as of `smpc.v1`, cuts itself along axis 0, into equal pieces.
 
@@ -94,6 +95,8 @@ def _part(batch: Any, start: int, size: int, total: int) -> Any:
         return batch.smp_slice(total // size, start // size, 0)
     if isinstance(batch, Mapping):
         return {name: _part(value, start, size, total) for name, value in batch.items()}
+    if isinstance(batch, list) and len(batch) == total and not _sizes(batch):
+        return batch[start : start + size]
     if isinstance(batch, tuple | list):
         return _same(batch, [_part(value, start, size, total) for value in batch])
     return batch[start : start + size] if isinstance(batch, Tensor) and batch.dim() else batch

@@ -3,15 +3,18 @@
 >>> decoded(encoded({"rows": (1, 2), "seen": b"ab"}))
 {'rows': (1, 2), 'seen': b'ab'}
 
-Kinds: None, bool, numbers, text, bytes, lists, tuples, dicts with plain keys, and tensors.
+Kinds: None, bool, numbers, text, bytes, lists, tuples, dicts with plain keys, counters, tensors, and arrays; numbers of NumPy come back as
+Python's.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,14 +26,34 @@ def encoded(value: Any) -> str:
     return json.dumps(_told(value, "state"))
 
 
+def encodable(value: Any) -> Any:
+    """The value without entries of dicts that are of another kind: whoever made the object has made them, and makes them again."""
+    if isinstance(value, Mapping) and not isinstance(value, Counter):
+        return {key: encodable(inner) for key, inner in value.items() if _is_encodable(inner)}
+    if isinstance(value, list | tuple):
+        return type(value)(map(encodable, value)) if type(value) in (list, tuple) else tuple(map(encodable, value))
+    return value
+
+
+def _is_encodable(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_encodable, value))
+    is_plain = isinstance(value, bool | int | float | str | bytes | None | Tensor | Mapping | np.generic)
+    return is_plain or (isinstance(value, np.ndarray) and value.dtype != object)
+
+
 def decoded(text: str) -> Any:
     """What has been encoded. Raises ValueError, TypeError or KeyError for text that is none."""
     return _back(json.loads(text))
 
 
 def _told(value: Any, where: str) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return {"array": value.tolist(), "dtype": str(value.dtype)}
     if isinstance(value, bytes):
         return {"bytes": value.hex()}
     if isinstance(value, Tensor):
@@ -40,7 +63,9 @@ def _told(value: Any, where: str) -> Any:
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, Mapping):
         return {
-            "items": [[_told(key, f"{where}'s key"), _told(inner, f"{where}[{key!r}]")] for key, inner in value.items()]
+            "counts" if isinstance(value, Counter) else "items": [
+                [_told(key, f"{where}'s key"), _told(inner, f"{where}[{key!r}]")] for key, inner in value.items()
+            ]
         }
     raise CheckpointError(f"{where}: expected plain values and tensors, found {type(value).__name__}")
 
@@ -57,6 +82,10 @@ def _back(value: Any) -> Any:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"{value['dtype']!r} is no dtype")
         return torch.tensor(value["tensor"], dtype=dtype)
+    if "array" in value:
+        return np.array(value["array"], dtype=value["dtype"])
     if "tuple" in value:
         return tuple(_back(inner) for inner in value["tuple"])
+    if "counts" in value:  # of milestones
+        return Counter({_back(key): _back(inner) for key, inner in value["counts"]})
     return {_back(key): _back(inner) for key, inner in value["items"]}

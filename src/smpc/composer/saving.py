@@ -95,6 +95,15 @@ class Saving:
             return checkpoint.save_full
         return functools.partial(checkpoint.save_sharded, planner=self._planner)
 
+    def check_kind(self, state: State) -> None:
+        """Raise ConfigError for whole checkpoints of units that have other values in each group."""
+        if state.numbered and self._prefix is None:
+            names = list(state.numbered)
+            raise ConfigError(
+                f"state_dict_type: expected sharded, as units in process groups of their own have other values in each, found full; "
+                f"{names[0]} and {len(names) - 1} more are of such units"
+            )
+
     def check_first(self, state: State, interval: Duration, batches: int | None) -> None:
         """Before a run trains: raise CheckpointError if nothing can be written, or, of a new one, its first checkpoint is there.
 
@@ -113,10 +122,12 @@ class Saving:
 
     def save(self, state: State, path: str | None) -> str:
         """Write a checkpoint, link to it, remove what is too old."""
+        self.check_kind(state)
         if path is None and self.folder is None:
             raise UsageError("save_checkpoint: expected a path, or save_folder in the Trainer")
         folder = self.folder if self.folder is not None else os.path.dirname(path or "")
-        target = path or os.path.join(folder, self._named(self._prefix or self._filename, state))
+        target = "" if path is None else self._named(os.fspath(path), state)
+        target = target or os.path.join(folder, self._named(self._prefix or self._filename, state))
         self._write()(state, target, weights_only=self._weights_only, overwrite=self._overwrite)
         self._saved = [saved for saved in self._saved if saved != target] + [target]  # one written over counts once
         latest = self.latest(state) if path is None else None

@@ -19,7 +19,7 @@ class State:
 
     `best`: the least loss of an evaluation so far. `scale`: that of losses in amp_fp16. `loader`: what a data loader with a `state_dict`
     has said of its place in this epoch, None at the end of one, and for loaders without. `begun`: the random state in which this epoch's
-    data was begun.
+    data was begun; of such a loader, that in which it read the next batch. `numbered`: see `smpc.fsdp.Prepared`.
     """
 
     model: ComposerModel
@@ -33,4 +33,5 @@ class State:
     scale: LossScale | None = None
     loader: Any = None
     begun: Mapping[str, Any] | None = None
+    numbered: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     eval_outputs: list[Any] = field(default_factory=list)

@@ -6,6 +6,7 @@ import dataclasses
 import random
 import string
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
@@ -23,10 +24,10 @@ from smpc.composer.loss_scale import LossScale
 from smpc.composer.microbatches import moved, num_samples
 from smpc.composer.model import ComposerModel
 from smpc.composer.readers import open_checkpoint
-from smpc.composer.saving import Saving
+from smpc.composer.saving import Saving, named
 from smpc.composer.state import State
 from smpc.composer.step import Stepper
-from smpc.errors import CheckpointError, ConfigError, ConfigUnsupportedError, UsageError
+from smpc.errors import CheckpointError, ConfigError, UsageError
 from smpc.fsdp import prepare
 from smpc.sharding.agreement import Agreement
 
@@ -90,6 +91,7 @@ class Trainer:
         self._callbacks = found.callbacks
         self.state = State(model, found.optimizer, found.schedulers)
         self.state.device_train_microbatch_size, self.state.run_name = how.microbatch_size, run_name or _drawn_name()
+        save_folder = None if save_folder is None else named(save_folder, {"run_name": self.state.run_name})
         names = (save_filename, save_latest_filename, how.prefix, save_best_filename)
         self._save = Saving(
             save_folder, names, save_overwrite, save_weights_only, save_num_checkpoints_to_keep, how.save_planner
@@ -109,11 +111,9 @@ class Trainer:
             prepared = prepare(model, how.config, how.precision, self.state.optimizer, self._device.type, how.tensor)
             if prepared.tensor_group is not None:
                 share_random_state(prepared.tensor_group)
-            if prepared.own_groups and self._save.folder is not None:
-                raise ConfigUnsupportedError(
-                    f"save_folder: expected units over all ranks, found {', '.join(prepared.own_groups)}, which have other values in each "
-                    "group: they cannot be saved"
-                )
+            self.state.numbered = prepared.numbered
+            if self._save.folder is not None:
+                self._save.check_kind(self.state)
         agreement = None
         if how.is_automatic:
             agreement = Agreement.over(model, self._device, is_sliced=how.slices > 1)
@@ -170,8 +170,11 @@ class Trainer:
         if not any(parameter.requires_grad for parameter in self.state.model.parameters()):
             raise UsageError("fit: expected a model with parameters that require grad, found none")
         end = self._end(duration)
-        batches = len(self._train) if isinstance(self._train, Sized) else None
-        self._save.check_first(self.state, self._save_interval, batches)
+        self._save.check_first(self.state, self._save_interval, _length(self._train))
+        if end.is_over(self.state.timestamp):
+            warnings.warn(
+                f"fit: nothing to train: the run is at {self.state.timestamp}, and ends after {end}", stacklevel=2
+            )
         self.state.model.train()
         while not end.is_over(self.state.timestamp):
             began = self.state.timestamp.batch
@@ -225,6 +228,8 @@ class Trainer:
         told = getattr(self._train, "state_dict", None)
         while batch is not _END:
             place = told() if callable(told) and self._save.folder is not None else None
+            if place is not None:
+                self.state.begun = capture_rng()  # in which what follows is read
             following = next(batches, _END)
             self.state.loader = None if following is _END else place
             yield batch, None if following is _END else following
@@ -233,8 +238,8 @@ class Trainer:
     def _begun(self) -> tuple[Iterator[Any], Any]:
         """The data of this epoch from where the run is, and its first batch.
 
-        A loader that knows its place goes on there; others are read up to it, from the random state in which the epoch began: they draw
-        the same order again, and the run goes on with the random state that it had.
+        A loader that knows its place goes on there, with the random state in which it did; others are read up to it, from the random state
+        in which the epoch began: they draw the same order again. The run goes on with the random state that it had.
         """
         assert self._train is not None, "checked in fit"
         state, trained = self.state, self.state.timestamp.batch_in_epoch
@@ -244,10 +249,13 @@ class Trainer:
         else:
             state.begun = capture_rng()
         load = getattr(self._train, "load_state_dict", None)
-        if state.loader is not None and callable(load):
+        knows_place = state.loader is not None and callable(load)
+        if knows_place:
             load(state.loader)
             trained = 0
         batches = iter(self._train)
+        if knows_place and resumed is not None and state.begun is not None:
+            restore_rng(state.begun)  # beginning may have drawn numbers
         for _ in range(trained):
             next(batches, _END)
         batch = next(batches, _END)
@@ -308,6 +316,14 @@ class Trainer:
     def save_checkpoint(self, path: str | None = None) -> str:
         """Save the run now, in `save_folder` or at `path`; where it is. Collective."""
         return self._save.save(self.state, path)
+
+
+def _length(loader: Iterable[Any]) -> int | None:
+    """How many batches an epoch has; None where nothing says so, as for a DataLoader of an IterableDataset."""
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except TypeError:  # every DataLoader has a length, but for what its data set has
+        return None
 
 
 def _begin(given: Mapping[str, Any], found: checked.Arguments) -> None:

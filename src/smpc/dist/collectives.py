@@ -1,7 +1,14 @@
-"""Tensors and objects of all ranks of a group. Alone they are what one rank's would be; collective otherwise."""
+"""Tensors and objects of all ranks of a group. Alone they are what one rank's would be; collective otherwise.
+
+A tensor may lie in memory as it likes, and otherwise than on other ranks: torch would take the bytes from its beginning on, and mix up
+elements of a strided one without a word.
+"""
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,7 +16,7 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup, ReduceOp
 
 from smpc.dist.place import get_world_size, is_initialized
-from smpc.errors import ConfigError, GroupError
+from smpc.errors import ConfigError, ConfigTypeError, GroupError, UsageError
 
 _OPERATIONS = {
     "SUM": ReduceOp.SUM,
@@ -48,33 +55,44 @@ def all_reduce(tensor: Tensor, reduce_operation: str = "SUM", group: ProcessGrou
         raise ConfigError(f"reduce_operation: expected one of {', '.join(_OPERATIONS)}, found {reduce_operation!r}")
     if not has_others("all_reduce"):
         return
-    if name != "AVG" or distributed.get_backend(group) == "nccl":
-        distributed.all_reduce(tensor, _OPERATIONS[name], group=group)
-        return
-    if not tensor.is_floating_point() and not tensor.is_complex():
+    _check_tensor("all_reduce", tensor)
+    is_ours = name == "AVG" and distributed.get_backend(group) != "nccl"  # gloo knows no AVG
+    if is_ours and not tensor.is_floating_point() and not tensor.is_complex():
         raise ConfigError(f"reduce_operation: AVG needs floating-point numbers, found {tensor.dtype}")
-    distributed.all_reduce(tensor, ReduceOp.SUM, group=group)  # gloo knows no AVG
-    tensor.div_(distributed.get_world_size(group))
+    with _in_order(tensor) as values:
+        distributed.all_reduce(values, ReduceOp.SUM if is_ours else _OPERATIONS[name], group=group)
+        if is_ours and distributed.get_rank(group) >= 0:
+            values.div_(distributed.get_world_size(group))
 
 
 def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> None:
     """Give every rank the tensor of global rank `src`, in place."""
     if has_others("broadcast"):
-        distributed.broadcast(tensor, src, group=group)
+        _check_tensor("broadcast", tensor)
+        with _in_order(tensor) as values:
+            distributed.broadcast(values, src, group=group)
 
 
 def broadcast_object_list(object_list: list[Any], src: int = 0, group: ProcessGroup | None = None) -> None:
     """Give every rank the objects of global rank `src`, in place. They travel as pickles: ranks of one job trust each other."""
+    if not isinstance(object_list, list):
+        raise ConfigTypeError(
+            f"broadcast_object_list: expected a list, which changes in place, found {type(object_list).__name__}"
+        )
     if has_others("broadcast_object_list"):
         distributed.broadcast_object_list(object_list, src, group=group)
 
 
 def all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
-    """The tensors of all ranks, by their rank in the group; all of one shape and dtype."""
+    """The tensors of all ranks, by their rank in the group. Raises UsageError on all ranks, unless all are of one shape and dtype."""
     if not has_others("all_gather"):
         return [tensor]
-    found = [torch.empty_like(tensor) for _ in range(distributed.get_world_size(group))]
-    distributed.all_gather(found, tensor.contiguous(), group=group)
+    _check_tensor("all_gather", tensor)
+    if distributed.get_rank(group) >= 0:
+        _check_alike(tensor, group)
+    own = tensor.detach().contiguous()
+    found = [torch.empty_like(own) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(found, own, group=group)
     return found
 
 
@@ -85,3 +103,33 @@ def all_gather_object(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
     found: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(found, obj, group=group)
     return found
+
+
+@contextmanager
+def _in_order(tensor: Tensor) -> Iterator[Tensor]:
+    """The elements in their order in memory, and what they are then back in the tensor."""
+    values = tensor.detach()
+    if values.is_contiguous():
+        yield values
+        return
+    copy = values.contiguous()
+    yield copy
+    values.copy_(copy)
+
+
+def _check_tensor(what: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ConfigTypeError(f"{what}: expected a tensor, found {type(tensor).__name__}")
+
+
+def _check_alike(tensor: Tensor, group: ProcessGroup | None) -> None:
+    """Before a call that would abort, or wait for ever. Collective."""
+    told = f"{tensor.dtype} {tuple(tensor.shape)}"
+    own = torch.tensor([zlib.crc32(told.encode())], device=tensor.device)
+    sums = [torch.empty_like(own) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(sums, own, group=group)
+    if len(set(torch.cat(sums).tolist())) > 1:
+        found = ", ".join(f"{each} on rank {rank}" for rank, each in enumerate(all_gather_object(told, group)[:8]))
+        raise UsageError(
+            f"all_gather: expected tensors of one shape and dtype, found {found}; pad them, or gather objects"
+        )

@@ -1,8 +1,8 @@
 """Ranks and sizes: torch.distributed's where it is initialised, the launcher's variables before, else those of a job of one process.
 
-    RANK, WORLD_SIZE                 or what mpirun or srun set (`smpc.places`)
-    LOCAL_RANK, LOCAL_WORLD_SIZE     the same
-    NODE_RANK, else GROUP_RANK       torchrun sets the second, `smpc run` both
+RANK, WORLD_SIZE                 or what mpirun or srun set (`smpc.places`)
+LOCAL_RANK, LOCAL_WORLD_SIZE     the same
+NODE_RANK, else GROUP_RANK       torchrun sets the second, `smpc run` both
 """
 
 from __future__ import annotations

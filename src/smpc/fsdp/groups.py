@@ -8,6 +8,8 @@
 
     [0, 2]                    those ranks; every rank says its own: see `joined`
 
+Where ranks slice layers together, a unit is over those of its group that have the same slice: see `among_slices`.
+
 The same on every rank, so that all can make all groups in one order.
 """
 
@@ -56,3 +58,24 @@ def joined(lists: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
             f"process_group: expected lists that divide the ranks, each with the rank that gives it, found {said}"
         )
     return tuple(dict.fromkeys(lists))
+
+
+def among_slices(groups: Sequence[tuple[int, ...]], slices: int) -> tuple[tuple[int, ...], ...]:
+    """Of each group the ranks that have the same slice, where `slices` ranks that follow one another slice layers together.
+
+    Raises ConfigError unless all slices of a unit are over the same places: a rank and those that slice layers with it stay together.
+
+    >>> among_slices(((0, 1, 2, 3), (4, 5, 6, 7)), 2)
+    ((0, 2), (1, 3), (4, 6), (5, 7))
+    """
+    found = [tuple(r for r in members if r % slices == own) for members in groups for own in range(slices)]
+    places = [
+        {tuple(rank // slices for rank in members) for members in found if members and members[0] % slices == own}
+        for own in range(slices)
+    ]
+    if any(each != places[0] for each in places):
+        raise ConfigError(
+            f"process_group: expected groups that have all or none of {slices} ranks that slice layers together, or one each, found "
+            f"{', '.join(str(list(members)) for members in groups)}"
+        )
+    return tuple(members for members in found if members)

@@ -7,6 +7,9 @@ Of a pair, the members of a shard group, each with the replicas of its part, are
 
     set2 and mod2 of 4 ranks      shards     0  1
                                   replicas   2  3
+
+Beside slices of layers a mesh is part of one over all ranks, of which `tensor` is the last axis: `tensor` is the same in all of them, as
+DTensors of several units must have it. So groups must be strided there: 0, 2, 4 and 1, 3, 5.
 """
 
 from __future__ import annotations
@@ -16,22 +19,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import distributed
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from smpc import dist
 from smpc.dist.place import known_local_size
-from smpc.errors import ConfigError
-from smpc.fsdp.groups import joined, partition
+from smpc.errors import ConfigError, ConfigUnsupportedError
+from smpc.fsdp.groups import among_slices, joined, partition
+from smpc.fsdp.tensor import AXIS
 
 Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """All groups of a kind that units are over. `replicas`: of pairs."""
+    """All groups of a kind that units are over. `replicas`: of pairs. `slices`: how many ranks slice layers together."""
 
     shards: Groups
     replicas: Groups | None = None
+    slices: int = 1
 
     def __post_init__(self) -> None:
         """Raise ConfigError for pairs that are no grids."""
@@ -53,16 +58,32 @@ class Over:
     @property
     def is_whole(self) -> bool:
         """Whether all ranks hold parts of one unit."""
-        return sum(map(len, self.grid(0))) == sum(map(len, self.shards))
+        return len(self._places(0)) * self.slices == sum(map(len, self.shards))
+
+    def number(self, rank: int) -> tuple[int, int]:
+        """The number of this rank's unit among those of its name with values of their own, by their first ranks; and how many there are."""
+        units = list(dict.fromkeys(map(self._places, range(sum(map(len, self.shards))))))
+        return units.index(self._places(rank)), len(units)
+
+    def _places(self, rank: int) -> frozenset[int]:
+        """Whose values are those of a rank, slices of it put together."""
+        return frozenset(member // self.slices for row in self.grid(rank) for member in row)
 
 
-def over_all(groups: Iterable[Any]) -> dict[Any, Over]:
-    """What these groups are, by `key_of`, in one order on all ranks. Collective where ranks name their own members."""
+def over_all(groups: Iterable[Any], slices: int = 1) -> dict[Any, Over]:
+    """What these groups are, by `key_of`, in one order on all ranks. Collective where ranks name their own members.
+
+    `slices`: how many ranks slice layers together; of a group those are meant that have the same slice.
+    """
     found: dict[Any, Over] = {}
     for group in groups:
         if group is not None and key_of(group) not in found:
-            pair = group if _is_pair(group) else (group,)
-            found[key_of(group)] = Over(*(_groups_of(each) for each in pair))
+            shards, *replicas = (_groups_of(each) for each in (group if _is_pair(group) else (group,)))
+            if slices > 1:
+                shards, *replicas = (among_slices(each, slices) for each in (shards, *replicas))
+            found[key_of(group)] = Over(shards, replicas[0] if replicas else None, slices)
+            if slices > 1:
+                _axes(found[key_of(group)])
     return found
 
 
@@ -85,6 +106,10 @@ def meshes_of(kinds: Iterable[Over], device_type: str) -> dict[Over, DeviceMesh]
 
 
 def _mesh(kind: Over, device_type: str, made: dict[Groups, distributed.ProcessGroup]) -> DeviceMesh:
+    if kind.slices > 1:
+        axes = _axes(kind)
+        mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        return mesh["shard"] if kind.replicas is None else mesh["replica", "shard"]
     rank = dist.get_global_rank()
     for groups in (kind.shards, kind.replicas):
         if groups is not None and groups not in made:
@@ -94,6 +119,38 @@ def _mesh(kind: Over, device_type: str, made: dict[Groups, distributed.ProcessGr
         return DeviceMesh.from_group(made[kind.shards], device_type, mesh_dim_names=("shard",))
     own, rows = [made[kind.replicas], made[kind.shards]], [list(row) for row in kind.grid(rank)]
     return DeviceMesh.from_group(own, device_type, mesh=rows, mesh_dim_names=("replica", "shard"))
+
+
+def _axes(kind: Over) -> dict[str, int]:
+    """The axes of a mesh over all ranks that has these groups, outer ones first, slices last. Raises ConfigUnsupportedError for none."""
+    total = sum(map(len, kind.shards)) // kind.slices
+    found = {"shard": _strided(kind.shards, kind.slices)}
+    if kind.replicas is not None:
+        found["replica"] = _strided(kind.replicas, kind.slices)
+    inner_first: list[tuple[str, int]] = [(AXIS, kind.slices)]
+    reached = 1
+    for name in ("shard", "replica") if "replica" in found else ("shard",):
+        size, stride = found[name] if found[name][0] > 1 else (1, reached)
+        if stride % reached:
+            raise ConfigUnsupportedError(
+                f"process_group: expected shards that follow one another inside of their replicas beside tp, found shards "
+                f"{_told(kind.shards)} and replicas {_told(kind.replicas or ())}"
+            )
+        inner_first += [(f"between {name}", stride // reached), (name, size)]
+        reached = stride * size
+    inner_first.append(("outside", total // reached))
+    return {name: size for name, size in reversed(inner_first) if size > 1 or name in found}
+
+
+def _strided(groups: Groups, slices: int) -> tuple[int, int]:
+    """(size, distance) of groups that all have as many ranks, each as far from the next one: of places, which slices share."""
+    places = [[rank // slices for rank in members] for members in groups]
+    size, stride = len(places[0]), places[0][1] - places[0][0] if len(places[0]) > 1 else 1
+    if stride < 1 or any(each != list(range(each[0], each[0] + size * stride, stride)) for each in places):
+        raise ConfigUnsupportedError(
+            f"process_group: expected groups of one size, with ranks at one distance, beside tp, found {_told(groups)}"
+        )
+    return size, stride
 
 
 def _is_pair(group: Any) -> bool:

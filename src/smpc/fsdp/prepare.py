@@ -35,13 +35,15 @@ from smpc.fsdp.values import Values
 from smpc.fsdp.wrapping import Wrapped, recomputed, units_of
 from smpc.sharding import Keep, ShardingOptions, Unit, shard
 from smpc.sharding.incoming import Incoming
+from smpc.sharding.shard import own_modules
 from smpc.sharding.tensors import as_state_of, local
 
 
 @dataclass(slots=True)
 class Prepared:
-    """A sharded model. `own_groups`: units of which not all ranks hold parts, by name; their parameters differ between groups.
+    """A sharded model. `numbered`: what differs between groups, by its name in state dicts: of units of which not all ranks hold parts.
 
+    Of these it has the number of this rank's values, and how many there are; the same number on ranks that hold parts of the same values.
     `mesh`: of all ranks, with the axis `tensor` if layers are sliced. `buffers`: those that are cast; who has filled a state dict in place,
     and does not load it, calls `settle` of each.
     """
@@ -49,7 +51,7 @@ class Prepared:
     model: nn.Module
     config: FSDPConfig
     mesh: DeviceMesh
-    own_groups: dict[str, str] = field(default_factory=dict)
+    numbered: dict[str, tuple[int, int]] = field(default_factory=dict)
     buffers: tuple[CastBuffers, ...] = ()
 
     @property
@@ -108,9 +110,10 @@ def prepare(
     slices = 1 if tensor is None else tensor.tensor_parallel_degree
     degrees = config.degrees(*data_sizes(slices))
     _check_options(units, config)
-    own = over_all(unit.options.get("process_group", config.process_group) for each in units.values() for unit in each)
+    named = (unit.options.get("process_group", config.process_group) for each in units.values() for unit in each)
+    own = over_all(named, slices)
     if slices > 1:
-        check_beside(config, has_groups=bool(own))
+        check_beside(config)
     ignored = _ignored(model, config)
     policies = _policies(units, config, precision)
     is_meta = _check_meta(model, config)
@@ -133,11 +136,12 @@ def prepare(
     axes = ("replica", "shard") if is_hybrid else ("shard",)
     over = prepared.mesh[axes] if slices > 1 else prepared.mesh
     for name, root in roots.items():
-        asked = [_asked(name, unit, prepared, policies, meshes, own) for unit in units[name]]
+        asked = [_asked(name, unit, config, policies, meshes, own) for unit in units[name]]
         shard(root, asked, over, options, ignored=ignored, source=source if values is None else None).settle()
         _prefetch(root, config, units[name])
     if values is not None:
         values.settle()
+    prepared.numbered = _numbered(model, roots, units, config, own)
     if config.auto_wrap:
         _sync_buffers(model, device_type)
         prepared.buffers = _cast_buffers(model, config, policies, whole)
@@ -180,18 +184,46 @@ def _cast_buffers(
 def _asked(
     root: str,
     unit: Wrapped,
-    prepared: Prepared,
+    config: FSDPConfig,
     policies: Mapping[tuple[str, str], MixedPrecision],
     meshes: Mapping[Over, DeviceMesh],
     own: Mapping[Any, Over],
 ) -> Unit:
-    group = unit.options.get("process_group", prepared.config.process_group)
-    over = None if group is None else own[key_of(group)]
-    if over is not None and not over.is_whole:
-        prepared.own_groups[f"{root}.{unit.name}".rstrip(".")] = str(group)
-    keep = Keep.MICROBATCH if _keeps_whole(unit, prepared.config) else Keep.NEVER
+    over = _over(unit, config, own)
+    keep = Keep.MICROBATCH if _keeps_whole(unit, config) else Keep.NEVER
     mesh = None if over is None else meshes[over]
     return Unit(unit.name, mesh, keep=keep, policy=_policy(policies[root, unit.name]))
+
+
+def _over(unit: Wrapped, config: FSDPConfig, own: Mapping[Any, Over]) -> Over | None:
+    group = unit.options.get("process_group", config.process_group)
+    return None if group is None else own[key_of(group)]
+
+
+def _numbered(
+    model: nn.Module,
+    roots: Mapping[str, nn.Module],
+    units: Mapping[str, Sequence[Wrapped]],
+    config: FSDPConfig,
+    own: Mapping[Any, Over],
+) -> dict[str, tuple[int, int]]:
+    """See `Prepared`."""
+    rank = dist.get_global_rank()
+    numbers = {over: over.number(rank) for over in own.values() if not over.is_whole}
+    if not numbers:
+        return {}
+    number_of: dict[nn.Module, tuple[int, int]] = {}
+    for name, root in roots.items():
+        for unit in units[name]:
+            over = _over(unit, config, own)
+            if over in numbers:
+                number_of |= dict.fromkeys(own_modules(root.get_submodule(unit.name)), numbers[over])
+    return {
+        f"{path}.{name}".lstrip("."): number_of[module]
+        for path, module in model.named_modules(remove_duplicate=False)
+        if module in number_of
+        for name in (*module._parameters, *module._buffers, "_extra_state")
+    }
 
 
 def _roots(model: nn.Module, config: FSDPConfig) -> dict[str, nn.Module]:

@@ -80,12 +80,8 @@ def data_sizes(slices: int) -> tuple[int, int]:
     return world_size // slices, max(local_size // slices, 1)
 
 
-def check_beside(config: FSDPConfig, *, has_groups: bool = False) -> None:
-    """Raise ConfigUnsupportedError for what cannot be beside slices. `has_groups`: whether units ask for groups of their own."""
-    if has_groups or config.process_group is not None:
-        raise ConfigUnsupportedError(
-            "fsdp_config: process_group: units in groups of their own are not supported beside tp"
-        )
+def check_beside(config: FSDPConfig) -> None:
+    """Raise ConfigUnsupportedError for what cannot be beside slices."""
     if not config.auto_wrap:
         raise ConfigUnsupportedError(
             "fsdp_config: auto_wrap: False is not supported beside tp; slice and shard the model in the script"

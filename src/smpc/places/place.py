@@ -227,9 +227,9 @@ def _tasks_here(environ: Mapping[str, str]) -> int | None:
 
 
 def _first_host(hosts: str) -> str:
-    """The first of a list like `gpu[03-07,9],login1`."""
-    found = re.match(r"([^,\[\]]+)(?:\[(\d+)[^\]]*\]([^,\[\]]*))?", hosts)
-    return "" if found is None else found[1] + (found[2] or "") + (found[3] or "")
+    """The first of a list like `gpu[03-07,9],login1`, or `rack[1-2]n[01-16]`."""
+    found = re.match(r"(?:[^,\[\]]|\[\d+[^\[\]]*\])+", hosts)
+    return "" if found is None else re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[0])
 
 
 def _check_rest(outer: Place | None, environ: Mapping[str, str]) -> None:

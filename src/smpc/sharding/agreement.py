@@ -141,8 +141,13 @@ class _Reduce(_Call):
 
 
 def _num_shards(module: FSDPModule) -> int:
-    parts = (p for p in own_parameters(cast("nn.Module", module)) if isinstance(p, DTensor))
-    return next((int(part.device_mesh.mesh.shape[-1]) for part in parts), 0)
+    """Over how many ranks a unit is divided, as the axis `shard` of its mesh has it, beside which layers may be sliced."""
+    for part in own_parameters(cast("nn.Module", module)):
+        if isinstance(part, DTensor):
+            mesh = part.device_mesh
+            names = mesh.mesh_dim_names or ()
+            return int(mesh.shape[names.index("shard") if "shard" in names else -1])
+    return 0
 
 
 _GATHER: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor

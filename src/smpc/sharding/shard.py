@@ -222,9 +222,7 @@ def _fill(
     `device_type`: where parts are to lie.
     """
     if any(parameter.is_meta for parameter in old):
-        for inner in reversed(
-            _own_modules(module)
-        ):  # the unit itself last: it takes note of what its modules have then
+        for inner in reversed(own_modules(module)):  # the unit itself last: it takes note of what its modules have then
             inner.to_empty(device=torch.device(device_type), recurse=False)
     for before, after in zip(old, new, strict=True):
         values = source.take(before)
@@ -256,11 +254,11 @@ def _untaken(module: nn.Module, taken: Collection[nn.Parameter]) -> list[nn.Para
 
 def own_parameters(module: nn.Module, others: Collection[nn.Module] = ()) -> list[nn.Parameter]:
     """The parameters of a module but for those of units inside of it, and of `others`."""
-    held = (p for at in _own_modules(module, others) for p in at._parameters.values() if p is not None)
+    held = (p for at in own_modules(module, others) for p in at._parameters.values() if p is not None)
     return list({id(parameter): parameter for parameter in held}.values())
 
 
-def _own_modules(module: nn.Module, others: Collection[nn.Module] = ()) -> list[nn.Module]:
+def own_modules(module: nn.Module, others: Collection[nn.Module] = ()) -> list[nn.Module]:
     """A module and those inside of it, but for units inside of it, and `others`."""
     found, waiting, seen = [], [module], {id(module)}
     while waiting:

@@ -138,7 +138,7 @@ OTHER = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         ),
         ({"max_duration": "4 weeks"}, ConfigError, "max_duration: expected a number"),
         ({"ddp_sync_strategy": "never"}, ConfigError, "ddp_sync_strategy: expected single_auto_sync"),
-        ({"autoresume": True}, ConfigError, "expected save_folder and run_name"),
+        ({"autoresume": True}, ConfigError, "missing save_folder, run_name"),
         (
             {"load_path": "nowhere://bucket/run"},
             ConfigError,
