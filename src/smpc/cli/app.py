@@ -16,8 +16,9 @@ import gc
 import io
 import os
 import sys
+import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -54,31 +55,28 @@ def _options(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; `arguments` are those of the process if None, and it then exits early. Returns the exit status."""
-    if arguments is not None:
-        return _status(arguments)
-    ending = _Ending()
-    atexit.register(ending.leave)  # before anything else is, so that it comes last
-    ending.status = _status(None)
-    return ending.status
+    """Run the command line; returns the exit status. `arguments` are those of the process if None, and it then ends here."""
+    status = _status(arguments)
+    if arguments is None:
+        _end(status)
+    return status
 
 
-class _Ending:
-    """The last that a process does: what is to be called at its end has been, and threads are done.
+def _end(status: int) -> None:
+    """End the process: threads are waited for and functions of `atexit` called, as Python does, and what is left is dropped.
 
-    Python would take all modules apart now. With torch and transformers that is a second, a sixth of the time of a small plan.
+    Python would take all modules apart. With torch and transformers that is a second, a sixth of the time of a small plan.
     """
-
-    status: int | None = None  # None: it ends with an error of its own, as Python ends it
-
-    def leave(self) -> None:
-        """End the process with the status, if there is one."""
-        if self.status is None:
-            return
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(self.status)
+    wait: Callable[[], None] | None = getattr(threading, "_shutdown", None)
+    call: Callable[[], None] | None = getattr(atexit, "_run_exitfuncs", None)
+    if wait is None or call is None:
+        return  # another Python, which ends in its own way
+    wait()
+    call()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def _status(arguments: Sequence[str] | None) -> int:
