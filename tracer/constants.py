@@ -168,9 +168,14 @@ def register(cls: type[T]) -> type[T]:
     return cls
 
 
+_PLAIN = frozenset((str, int, bool))  # what JSON has, and most of a trace is
+
+
 def encode(value: Any) -> Any:
     """A JSON value; anything that JSON lacks becomes {"$": kind, "v": ...}."""
-    if value is None or (isinstance(value, (bool, str)) and not isinstance(value, enum.Enum)):
+    if value is None or type(value) in _PLAIN:
+        return value
+    if isinstance(value, (bool, str)) and not isinstance(value, enum.Enum):
         return value
     if isinstance(value, enum.Enum):
         return {"$": "enum", "v": [_name(type(value)), value.name]}

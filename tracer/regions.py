@@ -85,8 +85,11 @@ def matching_regions(trace: Trace, patterns: Sequence[str]) -> tuple[Region, ...
     """
     found: list[Region] = []
     unused = dict.fromkeys(patterns)
+    exact = {pattern for pattern in unused if not any(sign in pattern for sign in "*?[")}  # names as they are: most are
+    wild = [pattern for pattern in unused if pattern not in exact]
     for name, first, last, call in _named_spans(trace):
-        matched = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
+        matched = [name] if name in exact else []
+        matched += [pattern for pattern in wild if fnmatchcase(name, pattern)]
         for pattern in matched:
             unused.pop(pattern, None)
         if matched and not any(region.first <= first and last <= region.last for region in (*trace.regions, *found)):

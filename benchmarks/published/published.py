@@ -120,7 +120,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 def show(row: Row, parts: StepParts, measured: float) -> None:
     shares = ", ".join(
         f"{name} {getattr(parts, name) / parts.total:.0%}"
-        for name in ("compute", "bubble", "tensor", "data", "optimizer")
+        for name in ("compute", "bubble", "waiting", "tensor", "data", "optimizer")
     )
     print(
         f"{row.name:24} predicted {parts.total:6.2f} s   published {measured:6.2f} s   ratio {parts.total / measured:.2f}   "

@@ -20,6 +20,7 @@ from torch import nn
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, contiguous_stride
 from smpc.codegen.rewrite.tensor_parallel.rewrite import Collective
 from smpc.errors import PartitionError
+from smpc.partitioner.sizes import format_bytes
 from smpc.tracer.ir import Node, NodeKind, StateSpec, TensorSpec, Trace
 from smpc.tracer.targets import GETITEM
 
@@ -152,17 +153,18 @@ def _some(state: StateSpec, count: int) -> StateSpec:
 
 def describe_experts(found: ExpertTrace) -> str:
     """For people: the experts of every layer, and the bytes that a rank sends for them; equal ones once."""
-    sent: dict[str, tuple[int, int]] = {}
+    by_module: dict[str, tuple[int, int]] = {}
     for item in found.collectives:
-        forward, backward = sent.get(item.module, (0, 0))
-        sent[item.module] = (forward + item.forward_bytes, backward + item.backward_bytes)
+        forward, backward = by_module.get(item.module, (0, 0))
+        by_module[item.module] = (forward + item.forward_bytes, backward + item.backward_bytes)
     lines = [
-        f"expert parallel: {found.degree} ranks, {found.sent_bytes:,} bytes sent by each in a forward and backward"
+        f"expert parallel: {found.degree} ranks, {format_bytes(found.sent_bytes)} sent by each in a forward and backward"
     ]
     alike: dict[tuple[int, int, int], list[str]] = {}
     for experts in found.experts:
-        alike.setdefault((experts.num_experts, *sent[experts.module]), []).append(experts.name)
+        alike.setdefault((experts.num_experts, *by_module[experts.module]), []).append(experts.name)
     for (count, forward, backward), names in alike.items():
         more = f" and {len(names) - 1} like it, to {names[-1]}" if len(names) > 1 else ""
-        lines.append(f"    {names[0]}{more}: {count} experts, {forward:,} bytes forward, {backward:,} backward")
+        sent = f"{format_bytes(forward)} forward, {format_bytes(backward)} backward"
+        lines.append(f"    {names[0]}{more}: {count} experts, {sent}")
     return "\n".join(lines)

@@ -14,7 +14,8 @@ Variables, for unit u, stage s, shared item k and value v:
 
 A dependency u -> w means stage(u) <= stage(w): for each s, sum of x[u,t] over t <= s is at least that of x[w,t].
 First B is minimised, then the bytes received at that B. The search is limited by nodes, which is deterministic, and
-by seconds as a last resort. Only this file and `load_program` import pulp.
+by seconds as a last resort. Only this file and `load_program` import pulp, when they need it: it
+brings HiGHS, and most plans do without.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ import itertools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pulp
 
 from smpc.errors import PartitionError
 from smpc.partitioner.problem import Scale, Units, own_costs, stage_costs
+
+if TYPE_CHECKING:
+    import pulp
 
 TIME_LIMIT = 10.0
 _NODE_LIMIT = 500
@@ -91,6 +94,8 @@ class PlacementModel:
 
 def solver_name() -> str | None:
     """The solver that will be used: "HiGHS", "CBC", or None if neither is installed."""
+    import pulp
+
     if pulp.HiGHS(msg=False).available():
         return "HiGHS"
     return "CBC" if _cbc().available() else None
@@ -126,6 +131,8 @@ def solve_placement(
 
 def build(problem: PlacementProblem, start: Sequence[int] | None = None) -> PlacementModel:
     """The integer program, objective B; `start` is a known placement."""
+    import pulp
+
     units, num_stages = problem.units, len(problem.in_flight)
     stages = range(num_stages)
     program = pulp.LpProblem("placement", pulp.LpMinimize)
@@ -231,6 +238,8 @@ def _cost(
 
     More than that is no good placement, and more than solvers can take.
     """
+    import pulp
+
     units, multiplier = problem.units, problem.in_flight[stage]
     per_time = (1.0 - scale.memory_weight) / max(1, scale.total_time) / scale.speed(stage) / unit
     per_byte = scale.memory_weight / max(1, scale.total_memory) / unit
@@ -250,6 +259,8 @@ def _received(
     program: pulp.LpProblem, problem: PlacementProblem, runs: Sequence[Sequence[pulp.LpVariable]]
 ) -> pulp.LpAffineExpression:
     """Bytes received, as a share of all bytes that could cross once."""
+    import pulp
+
     total = max(1, sum(value.num_bytes for value in problem.values))
     terms = []
     for v, value in enumerate(problem.values):
@@ -263,6 +274,8 @@ def _received(
 
 def run_program(program: pulp.LpProblem, gap: float, time_limit: float) -> tuple[bool, float]:
     """Solve; whether it was solved to proof, and the proven lower bound of the objective."""
+    import pulp
+
     if solver_name() == "HiGHS":
         options = {"random_seed": 0, "mip_max_nodes": _NODE_LIMIT}
         solver = pulp.HiGHS(msg=False, threads=1, timeLimit=time_limit, gapRel=max(gap, 1e-9), gapAbs=1e-12, **options)
@@ -279,6 +292,8 @@ def run_program(program: pulp.LpProblem, gap: float, time_limit: float) -> tuple
 
 def _cbc(**options: Any) -> pulp.LpSolver:
     """CBC as pulp ships it (its own class for that is deprecated and warns)."""
+    import pulp
+
     return pulp.COIN_CMD(path=pulp.PULP_CBC_CMD.pulp_cbc_path, msg=False, **options)
 
 
@@ -298,6 +313,8 @@ def _read(problem: PlacementProblem, model: PlacementModel) -> tuple[int, ...] |
 
 
 def _binary(program: pulp.LpProblem, name: str) -> pulp.LpVariable:
+    import pulp
+
     return program.add_variable(name, cat=pulp.LpBinary)
 
 

@@ -16,11 +16,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import pulp
+from typing import TYPE_CHECKING
 
 from smpc.partitioner.solvers.ilp import LIMIT_NOTE, run_program, solver_name
 from smpc.partitioner.solvers.loads import LoadProblem
+
+if TYPE_CHECKING:
+    import pulp
 
 _SLACK = 1e-6  # what solvers' arithmetic may be wrong by, of a load
 
@@ -48,6 +50,8 @@ def solve_loads(
 
 def build(problem: LoadProblem, unit: float) -> _Model:
     """The integer program; `unit`: the largest load of a known placement, which counts as 1."""
+    import pulp
+
     program = pulp.LpProblem("loads", pulp.LpMinimize)
     units, devices = range(problem.num_units), range(problem.num_devices)
     runs = tuple(tuple(program.add_variable(f"x_{u}_{d}", cat=pulp.LpBinary) for d in devices) for u in units)

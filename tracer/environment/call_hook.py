@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
+
+# Types whose methods tell nothing of the process. Most of the half a million calls in a recording of 32 layers are of these.
+PLAIN = frozenset({dict, list, tuple, set, frozenset, str, bytes, int, float, MappingProxyType})
 
 
 class CallHook:

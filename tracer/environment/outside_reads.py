@@ -118,12 +118,14 @@ def is_outside(function: Any) -> bool:
 
 def read_of(function: Any, frame: FrameType, fqn: str) -> OutsideRead | None:
     """What a C function that is about to be called reads from outside for the model's code; None if nothing."""
-    what = _FUNCTIONS.get(
-        function, f"calls {function.__name__} of a {type(function.__self__).__qualname__}, which others may change"
-    )
-    origin = model_frame(frame)
-    if origin is None or (what == _MEMORY and origin is not frame):
+    what = _FUNCTIONS.get(function)
+    if what == _MEMORY and is_trusted(str(frame.f_globals.get("__name__", ""))):
         return None  # Python's own code asks for more than it tells
+    origin = model_frame(frame)
+    if origin is None:
+        return None
+    if what is None:
+        what = f"calls {function.__name__} of a {type(function.__self__).__qualname__}, which others may change"
     return _at(origin, fqn, what)
 
 

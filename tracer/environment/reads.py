@@ -41,7 +41,7 @@ from smpc.tracer.environment.asked import (
     question_of,
     question_of_cache,
 )
-from smpc.tracer.environment.call_hook import CallHook
+from smpc.tracer.environment.call_hook import PLAIN, CallHook
 from smpc.tracer.environment.fake_identity import Identity, Run, TensorClasses, compares_identity
 from smpc.tracer.environment.frozen import (
     MISSING,
@@ -118,6 +118,8 @@ class Reads:
         self._writers: dict[tuple[int, str], dict[str, None]] = {}
         self._codes: dict[CodeType, Called] = {}
         self._trusted: set[CodeType] = set()
+        self._quiet: set[CodeType] = set()  # of these, what answers no question either
+        self._dull: set[Any] = set()  # functions of C in modules that tell nothing of the process
         self._own: set[CodeType] = set()  # of smpc
         self._of_objects: dict[int, list[Guard]] = {}  # guards of an object's attributes
         self._object_of: dict[int, int] = {}  # guard -> the object whose attribute it is
@@ -250,29 +252,43 @@ class Reads:
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> None:
         """A profile function: notes the globals that a function names before it runs, and what is read from outside the process."""
-        if event == "c_call":
-            if is_outside(argument) and not self._run.is_unseen and not _is_importing(frame):
-                self.outside += filter(None, (read_of(argument, frame, self._run.context()),))
-            elif is_question(argument):
-                self._answer(question_of(argument, frame))
-            elif argument in _LOOKING:
-                self._looked_at(frame)
-            else:
-                owner = getattr(argument, "__self__", None)
-                if id(owner) in self._reaching or id(owner) in self._early_objects:
-                    self.running.used(owner)
-            return
-        code = frame.f_code
-        if event == "call" and is_generator(code) and not is_trusted(str(frame.f_globals.get("__name__", ""))):
+        if event == "call":
+            if frame.f_code not in self._quiet:
+                self._begins(frame)
+        elif event == "c_call" and argument not in self._dull:
+            owner = getattr(argument, "__self__", None)
+            if type(owner) not in PLAIN:
+                self._asks(frame, argument, owner)
+
+    def _asks(self, frame: FrameType, function: Any, owner: Any) -> None:
+        """A C function is about to be called."""
+        if is_outside(function):
+            if not self._run.is_unseen and not _is_importing(frame):
+                self.outside += filter(None, (read_of(function, frame, self._run.context()),))
+        elif is_question(function):
+            self._answer(question_of(function, frame))
+        elif function in _LOOKING:
+            self._looked_at(frame)
+        elif type(owner) is ModuleType:
+            self._dull.add(function)
+        elif id(owner) in self._reaching or id(owner) in self._early_objects:
+            self.running.used(owner)
+
+    def _begins(self, frame: FrameType) -> None:
+        """A function of Python is about to run."""
+        code, is_known = frame.f_code, is_trusted(str(frame.f_globals.get("__name__", "")))
+        if is_generator(code) and not is_known:
             self.running.resumed(frame)
-        if event == "call" and is_asked(code) and not _is_importing(frame):
+        if is_asked(code) and not _is_importing(frame):
             self._answer(asked(frame))
-        if event == "call" and is_parallel(code) and not self._run.is_unseen:
+        if is_parallel(code) and not self._run.is_unseen:
             self.outside += filter(None, (handed_over(frame, self._run.context()),))
-        if event != "call" or code in self._trusted:
+        if code in self._trusted:
             return
-        if code not in self._codes and is_trusted(str(frame.f_globals.get("__name__", ""))):
+        if code not in self._codes and is_known:
             self._trusted.add(code)
+            if not is_asked(code) and not is_parallel(code):
+                self._quiet.add(code)
             return
         if self._run.is_unseen or (code not in self._codes and _is_importing(frame)):
             return

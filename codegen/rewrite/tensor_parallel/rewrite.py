@@ -37,6 +37,7 @@ from smpc.codegen.rewrite.tensor_parallel.local import on_parts
 from smpc.codegen.rewrite.tensor_parallel.search import ShardingChoice
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, draws, short_name
 from smpc.errors import CodegenError
+from smpc.partitioner.sizes import format_bytes
 from smpc.tracer.constants import Ref, map_references, references
 from smpc.tracer.ir import ModuleCall, Node, NodeKind, TensorSpec, Trace
 from smpc.tracer.replay import evaluate
@@ -109,11 +110,11 @@ def describe(rewritten: ShardedTrace) -> str:
     """For people: the layouts and the collectives of every block, equal ones once, with the bytes that a rank sends."""
     of_module = _by_block(rewritten)
     lines = [
-        f"{rewritten.axis} parallel: {rewritten.degree} ranks, {rewritten.sent_bytes:,} bytes sent by each in a forward and backward"
+        f"{rewritten.axis} parallel: {rewritten.degree} ranks, {format_bytes(rewritten.sent_bytes)} sent by each in a forward and backward"
     ]
     if rewritten.summed:
         lines.append(
-            f"and once a step {rewritten.summed_bytes:,} bytes for the gradients of {len(rewritten.summed)} parameters"
+            f"and once a step {format_bytes(rewritten.summed_bytes)} for the gradients of {len(rewritten.summed)} parameters"
         )
     blocks: dict[tuple[str, ...], list[str]] = {}
     for module, rows in of_module.items():
@@ -135,8 +136,8 @@ def _by_block(rewritten: ShardedTrace) -> dict[str, list[str]]:
             block = _block(item.module)
             where = item.module.removeprefix(block).lstrip(".") or "itself"
             change = f"{item.function} {item.source} -> {item.target}"
-            sent = f"{item.forward_bytes:,} bytes forward, {item.backward_bytes:,} backward"
-            sent += f", {item.saved_bytes:,} less than gathering" if item.saved_bytes else ""
+            sent = f"{format_bytes(item.forward_bytes)} forward, {format_bytes(item.backward_bytes)} backward"
+            sent += f", {format_bytes(item.saved_bytes)} less than gathering" if item.saved_bytes else ""
             sent += ", while it computes" if item.overlaps else ""
             found.setdefault(block, []).append(f"{where:<40} {change:<32} {sent}")
     return found

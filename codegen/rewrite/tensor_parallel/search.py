@@ -17,8 +17,7 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import pulp
+from typing import TYPE_CHECKING
 
 from smpc.codegen.rewrite.tensor_parallel.elimination import eliminate
 from smpc.codegen.rewrite.tensor_parallel.layout_problem import LayoutProblem, Restriction, Weights, collect
@@ -26,6 +25,11 @@ from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Layout
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy
 from smpc.errors import CodegenError
 from smpc.tracer.ir import NodeKind, Trace
+
+if TYPE_CHECKING:
+    import pulp
+
+    _Variables = dict[int, tuple[pulp.LpVariable, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +91,6 @@ def _renamed(problem: LayoutProblem, position: int, strategy: Strategy) -> Strat
     return dataclasses.replace(strategy, state=state)
 
 
-_Variables = dict[int, tuple[pulp.LpVariable, ...]]
-
-
 def solve_ilp(problem: LayoutProblem, time_limit: float = 60.0) -> tuple[dict[int, int], bool]:
     """The index of each part's option, and whether it is proven that no better choice exists. Empty: nothing fits together."""
     program, chosen = _build(problem)
@@ -105,6 +106,8 @@ def solve_ilp(problem: LayoutProblem, time_limit: float = 60.0) -> tuple[dict[in
 
 
 def _build(problem: LayoutProblem) -> tuple[pulp.LpProblem, _Variables]:
+    import pulp
+
     program = pulp.LpProblem("layouts", pulp.LpMinimize)
     chosen: _Variables = {}
     terms: list[tuple[pulp.LpVariable, float]] = []
@@ -128,6 +131,8 @@ def _conversions(
     users: Sequence[tuple[int, int]],
 ) -> list[tuple[pulp.LpVariable, float]]:
     """Constrains the layouts in which one value is made and used; the costs of its conversions."""
+    import pulp
+
     made = _by_layout(chosen[producer], [option.output for option in problem.options[producer]])
     needs = [
         _by_layout(chosen[user], [option.inputs[index] for option in problem.options[user]]) for user, index in users
@@ -151,6 +156,8 @@ def _conversions(
 
 
 def _by_layout(row: Sequence[pulp.LpVariable], layouts: Sequence[Layout]) -> dict[Layout, pulp.LpAffineExpression]:
+    import pulp
+
     found: dict[Layout, list[pulp.LpVariable]] = {}
     for x, layout in zip(row, layouts, strict=True):
         found.setdefault(layout, []).append(x)
@@ -159,6 +166,8 @@ def _by_layout(row: Sequence[pulp.LpVariable], layouts: Sequence[Layout]) -> dic
 
 def _solve(program: pulp.LpProblem, time_limit: float) -> bool:
     """Solves in place; whether to proof."""
+    import pulp
+
     solver = pulp.HiGHS(msg=False, threads=1, timeLimit=time_limit, gapRel=1e-7, gapAbs=1e-9, random_seed=0)
     if not solver.available():
         raise CodegenError("expected the solver that chooses layouts, found none: pip install highspy")

@@ -373,6 +373,7 @@ def load_config_model(path: Path, *, real: bool = False) -> nn.Module:
     except ImportError:
         raise ConfigError(f"{path}: a Hugging Face config needs transformers: pip install 'smpc[hf]'") from None
     with _silenced(transformers):
+        _import_models()
         model = _model(path, fields, transformers, "meta")
         if real:
             check_fits(model, path.name)
@@ -382,6 +383,24 @@ def load_config_model(path: Path, *, real: bool = False) -> nn.Module:
                 torch.manual_seed(0)
                 model = _model(path, fields, transformers, "cpu")
         return model
+
+
+def _import_models() -> None:
+    """Import the package of transformers' models without another look through its 3,000 files, of 0.3 s.
+
+    What `import transformers` found in them is remembered, by the folder; the package asks by its file.
+    """
+    from transformers.utils import import_utils
+
+    name = "create_import_structure_from_path"
+    found = getattr(import_utils, name, None)
+    if found is None:  # another version
+        return
+    setattr(import_utils, name, lambda path: found(Path(path).parent if os.path.isfile(path) else path))
+    try:
+        importlib.import_module("transformers.models")
+    finally:
+        setattr(import_utils, name, found)
 
 
 def _model(path: Path, fields: dict[str, Any], transformers: Any, device: str) -> nn.Module:

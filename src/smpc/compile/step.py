@@ -5,7 +5,8 @@
                                             | sum over replicas, in buckets ... | last bucket | optimizer | parameters |
 
     compute     operations, with what is computed again
-    bubble      a rank waits for others: for the pipeline to fill and drain, for messages, for slower stages and slower devices
+    bubble      a rank waits for others: for the pipeline to fill and drain, for messages, for slower stages
+    waiting     all wait for the slowest of so many devices
     tensor      collectives of tensor-parallel ranks, forward and backward
     data        of the sum of gradients, and of gathering parameters, what no computation hides
     context     collectives over parts of a sequence
@@ -107,6 +108,7 @@ class StepParts:
     optimizer: float
     context: float = 0.0
     expert: float = 0.0
+    waiting: float = 0.0
     useful: float = 0.0
     amount: int = 0
     unit: str = "samples"
@@ -116,7 +118,7 @@ class StepParts:
     @property
     def pipeline(self) -> float:
         """Seconds of forwards, backwards and waiting."""
-        return self.compute + self.bubble + self.tensor + self.context + self.expert
+        return self.compute + self.bubble + self.waiting + self.tensor + self.context + self.expert
 
     @property
     def total(self) -> float:
@@ -150,12 +152,13 @@ def step_parts(
     amount, unit = _amount(traced.trace)
     return StepParts(
         max(0.0, busy - tensor - expert - context),
-        pipeline - busy + pipeline * slowdown,
+        pipeline - busy,
         min(tensor, busy),
         max(ends.summed) - pipeline + ends.gathered,
         max(ends.updated),
         expert=min(expert, busy),
         context=min(context, max(0.0, busy - tensor)),
+        waiting=pipeline * slowdown,
         useful=useful,
         amount=amount * microbatches * around.replicas.size // around.context.size,
         unit=unit,

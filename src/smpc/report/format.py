@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from smpc.errors import printable
+from smpc.partitioner.sizes import format_bytes, scaled
 
 __all__ = [
     "compress",
@@ -66,16 +67,9 @@ def schedule_name(name: str) -> str:
     return _SHOWN.get(name, printable(name))
 
 
-def format_bytes(num_bytes: float) -> str:
-    """1536 -> `1.5 KiB`."""
-    if num_bytes < 0:
-        return f"-{format_bytes(-num_bytes)}"
-    return _scaled(num_bytes, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), 1024)
-
-
 def format_number(number: float) -> str:
     """12_345_678 -> `12.3 M`; under a thousand as it is."""
-    return _scaled(number, ("", "K", "M", "G", "T", "P", "E"), 1000)
+    return scaled(number, ("", "K", "M", "G", "T", "P", "E"), 1000)
 
 
 def format_time(seconds: float) -> str:
@@ -85,15 +79,6 @@ def format_time(seconds: float) -> str:
             value = seconds * factor
             return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
     raise AssertionError(seconds)
-
-
-def _scaled(value: float, units: Sequence[str], base: int) -> str:
-    index = 0
-    while value >= 999.5 and index < len(units) - 1:
-        value /= base
-        index += 1
-    text = f"{value:.0f}" if index == 0 or value >= 100 else f"{value:.1f}"
-    return f"{text} {units[index]}".rstrip()
 
 
 def count(number: int, noun: str, plural: str = "s") -> str:

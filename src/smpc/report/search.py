@@ -122,7 +122,8 @@ def search_summary(found: Search) -> tuple[tuple[str, str], ...]:
         (
             "Columns",
             "Ranks: pipeline x replicas x tensor-parallel ranks, c: context-parallel, e: expert-parallel ranks, n: replicas on "
-            "neighbouring ranks, not pipelines; Batches: microbatches x samples; Schedule x stages of a rank; Shared: what replicas "
+            "neighbouring ranks, not pipelines; Batches: microbatches x samples; Schedule x stages of a rank, or how many "
+            "ways were left without a plan, with what the best of them takes at least; Shared: what replicas "
             "divide; Again: what the backward computes again",
         ),
         *(("", text) for text in _parts(found)),
@@ -151,14 +152,17 @@ def others(found: Search) -> tuple[str, ...]:
 
 
 def _not_settings(found: Search) -> tuple[tuple[str, str], ...]:
-    """What a script has to do itself to train the best way."""
+    """What a script has to do itself to train the best way, and what it needs beside common settings."""
     candidate, rows = found.best.candidate, []
     if candidate.recompute != "model":
         names = found.options.recompute
         shown = ", ".join(map(printable, names[:2])) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
         rows.append(("", f"activation checkpointing of {shown} (docs/activation_checkpointing.md)"))
     if candidate.expert_parallel_degree > 1:
-        rows.append(("", "experts divided by smpc.expert_parallel.shard (docs/expert_parallelism.md)"))
+        excluded = candidate.tensor_parallel_degree > 1
+        how = "excludes tensor parallelism in a script: smpc.v2 has both" if excluded else "divides the experts"
+        degree = f"expert_parallel_degree: {candidate.expert_parallel_degree}"
+        rows.append(("", f"{degree} {how} (docs/expert_parallelism.md)"))
     return tuple(rows)
 
 
@@ -181,14 +185,14 @@ def _row(found: Search, result: Result) -> tuple[str, ...]:
     pieces = f" x{candidate.virtual_pipeline_degree}" if candidate.virtual_pipeline_degree > 1 else ""
     step = f"{'> ' if result.step_is_bound else ''}{format_time(result.step_time)}" if result.step_time else "-"
     peak = f"{'> ' if result.peak_is_bound else ''}{format_bytes(result.peak_bytes)}" if result.peak_bytes else "-"
-    more = f" (of {result.ways})" if result.ways > 1 else ""
+    own = (f"{candidate.schedule}{pieces}", _SHARED[candidate.sharding], _again_in_table(candidate.recompute))
+    if result.ways > 1:  # all that is left of its ranks and batches, none of them planned
+        own = (f"{result.ways} ways", "", "")
     return (
         "best" if result.verdict is Verdict.BEST else "",
         f"{candidate.pipeline_parallel_degree} x {candidate.data_parallel_degree}{tensor}{context}{expert}{near}",
         f"{candidate.microbatches} x {candidate.microbatch_size}",
-        f"{candidate.schedule}{pieces}{more}",
-        _SHARED[candidate.sharding],
-        _again_in_table(candidate.recompute),
+        *own,
         step,
         peak,
         _why_not(found, result),

@@ -172,6 +172,7 @@ def memory_line(peak: int, limit: int) -> tuple[str, str]:
 _PARTS = (
     ("compute", "compute"),
     ("bubble", "bubble"),
+    ("waiting", "slowest device"),
     ("tensor", "TP"),
     ("data", "DP"),
     ("context", "CP"),
@@ -180,9 +181,16 @@ _PARTS = (
 )
 
 
+_LEAST_SHARE = 0.0005  # of a step, of what is shown: less would read as 0.0%
+
+
 def step_lines(parts: StepParts, is_assumed: bool = False) -> tuple[tuple[str, str], ...]:
     """Where a step's time goes, and what it gets done; `is_assumed`: for a device that stands in for the one at hand."""
-    shares = [f"{title} {getattr(parts, name) / parts.total:.1%}" for name, title in _PARTS if getattr(parts, name)]
+    shares = [
+        f"{title} {share:.1%}"
+        for name, title in _PARTS
+        if parts.total and (share := getattr(parts, name) / parts.total) >= _LEAST_SHARE
+    ]
     rate = f"{format_number(parts.rate)} {parts.unit}/s per device, " if parts.amount else ""
     beside = " on a server of 40 cores, not on this machine" if is_assumed else ""
     note = "to predict times of this machine: smpc calibrate --out FILE.toml, then --device FILE.toml"

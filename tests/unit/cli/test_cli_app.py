@@ -400,3 +400,23 @@ def test_an_output_folder_in_a_place_that_takes_none_is_one_line(smpc, factories
     assert (status, out) == (2, "")
     (line,) = _errors(err.removeprefix("noise of the user's code\n"))
     assert "/proc" in line
+
+
+def test_a_process_ends_as_python_ends_it_but_keeps_its_modules(tmp_path):
+    """Functions of atexit are called, whenever they were registered, threads are waited for, and all that was written is there."""
+    script = """
+import atexit, sys, threading, time
+atexit.register(print, "registered before")
+from smpc.cli import main
+class Kept:
+    def __del__(self): print("taken apart")
+kept = Kept()
+threading.Thread(target=lambda: (time.sleep(0.3), print("a thread"))).start()
+atexit.register(print, "registered last")
+sys.exit(main())
+"""
+    for arguments, status in ((["--version"], 0), (["nothing"], 2)):
+        ended = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, cwd=tmp_path)
+        assert ended.returncode == status, ended.stderr
+        assert ended.stdout.splitlines()[-3:] == ["a thread", "registered last", "registered before"]
+    assert ended.stderr.startswith("smpc: error:")

@@ -15,6 +15,7 @@ from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Layout
 from smpc.compile import compile_model
 from smpc.errors import ConfigError, TraceError, UsageError
 from smpc.executor.sharded_state import slice_of, whole_of
+from smpc.partitioner.sizes import format_bytes
 from smpc.runtime import LoopbackRuntime
 from smpc.tensor_parallel import describe, place, shard
 
@@ -349,9 +350,9 @@ def test_program_is_readable():
     module = sharded(model, x, 2)[0]
     assert "_sum = tensor_ops.all_reduce(" in module.source
     text = describe(module.rewritten)
-    assert f"{module.rewritten.sent_bytes:,} bytes sent by each" in text
+    assert f"{format_bytes(module.rewritten.sent_bytes)} sent by each" in text
     assert re.search(r"^0\n    weight +S\(0\)$", text, re.MULTILINE)
-    assert re.search(r"all_reduce P -> R +128 bytes forward, 0 backward", text)
+    assert re.search(r"all_reduce P -> R +128 B forward, 0 B backward", text)
 
 
 def test_trains_as_the_whole_model():

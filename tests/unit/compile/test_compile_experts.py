@@ -13,6 +13,7 @@ from smpc.compile.result import Traced
 from smpc.compile.step import Around, step_parts
 from smpc.errors import ConfigError, TraceError, UsageError
 from smpc.expert_parallel import shard
+from smpc.partitioner.sizes import format_bytes
 from smpc.runtime import LoopbackRuntime
 
 ROWS, HIDDEN, CHOSEN = 2 * LENGTH, 32, 2
@@ -47,9 +48,9 @@ def test_rows_travel_there_and_back(degree):
     sent = 2 * ROWS * CHOSEN * HIDDEN * 4 * (degree - 1) // degree
     assert [(item.forward_bytes, item.backward_bytes) for item in found.divided.collectives] == [(sent, sent)] * 2
     text = describe_experts(found.divided)
-    assert f"{degree} ranks, {4 * sent:,} bytes sent" in text
+    assert f"{degree} ranks, {format_bytes(4 * sent)} sent" in text
     assert (
-        f"model.layers.0.mlp.experts and 1 like it, to model.layers.1.mlp.experts: 4 experts, {sent:,} bytes forward"
+        f"model.layers.0.mlp.experts and 1 like it, to model.layers.1.mlp.experts: 4 experts, {format_bytes(sent)} forward"
         in text
     )
 
@@ -87,7 +88,7 @@ def test_experts_are_divided_beside_weights_and_sequences():
     assert call.spec.num_elements == ROWS * HIDDEN // 2
     assert dict(call.kwargs) == {"num_sequence_slices": 2}
     assert both.divided.sent_bytes == alone.divided.sent_bytes // 2
-    assert f"{both.divided.sent_bytes:,} bytes sent" in describe_experts(both.divided)
+    assert f"{format_bytes(both.divided.sent_bytes)} sent" in describe_experts(both.divided)
     traced = Traced(both.trace, both.sharded, context=both.context, divided=both.divided)
     around = Around.of(PipelineOptions(**options, tensor_parallel_degree=2, context_parallel_degree=2))
     parts = step_parts(traced, both.plan, both.timeline(), around)

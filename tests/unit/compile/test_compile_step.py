@@ -78,6 +78,7 @@ def test_the_optimizer_reads_gradients_and_reads_and_writes_the_rest(plan):
 def test_the_parts_of_a_rank_add_up(plan):
     parts = parts_of(plan, around(INFINITE, 1))
     assert (parts.compute, parts.bubble) == (3.0, 3.0)  # of 6 seconds, each rank works for 3
+    assert parts.waiting == 0.0  # no device is slower than another
     assert parts.total == parts.compute + parts.bubble + parts.tensor + parts.data + parts.optimizer == 6.0
     assert (parts.amount, parts.unit, parts.devices) == (2, "samples", 2)
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import smpc
+from smpc.compile.search import Verdict
 from smpc.report.search import search_summary, search_table
 
 LONG = "input_layernorm + post_attention_layernorm"
@@ -28,6 +29,28 @@ def found():
         for result, name in zip(found.results, (LONG, LONGER, SHORT), strict=False)
     ]
     return dataclasses.replace(found, results=tuple(named))
+
+
+def test_a_row_of_several_ways_says_how_many_in_place_of_one(found):
+    """It said `1f1b (of 40)`, as if 40 were schedules."""
+    several = dataclasses.replace(found.results[1], ways=40, verdict=Verdict.OPEN, step_is_bound=True)
+    table = search_table(dataclasses.replace(found, results=(found.results[0], several)))
+    row = dict(zip(table.headers, table.rows[1], strict=True))
+    assert (row["Schedule"], row["Shared"], row["Again"]) == ("40 ways", "", "")
+    assert row["Step"].startswith("> ")
+
+
+def with_best(found, **fields):
+    best = dataclasses.replace(found.best, candidate=dataclasses.replace(found.best.candidate, **fields))
+    return dataclasses.replace(found, results=(best, *found.results[1:]))
+
+
+def test_experts_are_a_setting_but_beside_tensor_parallelism(found):
+    """Scripts were told to call smpc.expert_parallel.shard, which they need no more."""
+    alone = dict.fromkeys(text for _, text in search_summary(with_best(found, expert_parallel_degree=2)))
+    assert "expert_parallel_degree: 2 divides the experts (docs/expert_parallelism.md)" in alone
+    both = search_summary(with_best(found, expert_parallel_degree=2, tensor_parallel_degree=2))
+    assert any("excludes tensor parallelism in a script: smpc.v2 has both" in text for _, text in both)
 
 
 def test_sets_with_long_names_are_numbers_in_the_table_and_spelt_out_below(found):

@@ -64,6 +64,7 @@ class Forecast:
     _reruns: dict[tuple[_Key, str], Reruns] = field(default_factory=dict)
     _profiles: dict[Load, Profile] = field(default_factory=dict)
     _kept: dict[str, float] = field(default_factory=dict)  # part of what they save, by what is computed again
+    _places: dict[Shape, tuple[Place, tuple[Group, Group, Group]]] = field(default_factory=dict)
     _schedules: dict[tuple[int, int], int] = field(default_factory=dict)  # how many, by ranks and microbatches
 
     @classmethod
@@ -201,11 +202,20 @@ class Forecast:
 
     def _key(self, shape: Shape) -> _Key:
         """What the times of a rank's microbatch depend on."""
-        mesh, device = shape.mesh, self.setting.device
-        groups = [Group.of(mesh, axis, device) for axis in (Axis.TP, Axis.CP, Axis.EP)]
+        groups = self._laid(shape)[1]
         return Load.of(shape), shape.microbatches > 1, groups[0], groups[1], groups[2]
 
     def place(self, shape: Shape) -> Place:
         """Where its ranks are."""
-        mesh, device = shape.mesh, self.setting.device
-        return Place(wire(device, mesh, Axis.PP), Group.of(mesh, Axis.RDP, device), device, shape.world_size)
+        return self._laid(shape)[0]
+
+    def _laid(self, shape: Shape) -> tuple[Place, tuple[Group, Group, Group]]:
+        """Its place, and its groups that share operations, sequences and experts: found once, whatever the microbatches are."""
+        key = replace(shape, microbatches=1, microbatch_size=1)
+        if key not in self._places:
+            mesh, device = shape.mesh, self.setting.device
+            tensor, context, expert = (Group.of(mesh, axis, device) for axis in (Axis.TP, Axis.CP, Axis.EP))
+            replicas = Group.of(mesh, Axis.RDP, device)
+            place = Place(wire(device, mesh, Axis.PP), replicas, device, shape.world_size)
+            self._places[key] = place, (tensor, context, expert)
+        return self._places[key]

@@ -14,6 +14,7 @@ smallest microbatch. A module that takes longer than a stage's share is cut, and
 
 from __future__ import annotations
 
+import functools
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
@@ -340,6 +341,7 @@ def _cut(until: FloatArray, pieces: IntArray, depth: FloatArray, crossing: Float
     return cuts
 
 
+@functools.lru_cache(4096)
 def in_flight(schedule: str, num_ranks: int, num_pieces: int, microbatches: int) -> IntArray:
     """By stage, microbatches in flight at the most: see `smpc.codegen.schedules`."""
     ranks, stages = np.arange(num_ranks), np.arange(num_ranks * num_pieces)
@@ -366,6 +368,7 @@ def in_flight(schedule: str, num_ranks: int, num_pieces: int, microbatches: int)
     return held
 
 
+@functools.lru_cache(4096)
 def placement(schedule: str, num_ranks: int, num_pieces: int) -> IntArray:
     """The rank of each stage."""
     stages = np.arange(num_ranks * num_pieces)

@@ -30,7 +30,7 @@ from smpc.partitioner.sizes import at_least
 from smpc.tracer.ir import Trace
 
 _SHARDED = {"tensor_parallel_plan": "auto", "prescaled_batch": True}  # settings that tensor-parallel ranks need
-_PARTS = ("compute", "bubble", "tensor", "data", "optimizer", "context", "expert")
+_PARTS = ("compute", "bubble", "waiting", "tensor", "data", "optimizer", "context", "expert")
 
 
 class Verdict(StrEnum):
@@ -61,9 +61,7 @@ class Result:
     peak_is_bound: bool = False
     reason: str = ""
     ways: int = 1
-    parts: tuple[
-        float, ...
-    ] = ()  # seconds of compute, bubble, tensor, data, optimizer, context and expert; () without a plan
+    parts: tuple[float, ...] = ()  # seconds, in the order of `_PARTS`; () without a plan
 
     @classmethod
     def of(cls, candidate: Candidate, parts: StepParts, peak: int) -> Result:
@@ -101,7 +99,7 @@ class Search:
         return self.results[0]
 
     def config(self) -> dict[str, Any]:
-        """The settings of `smpc.config.Config` that train this way. Expert parallelism is none of `smp.init`'s."""
+        """The settings of `smpc.config.Config` that train this way; `smp.init` refuses experts divided beside tensor parallelism."""
         found, outputs = self.best.candidate, self.options.tensor_parallel_outputs
         others = {
             name: degree
