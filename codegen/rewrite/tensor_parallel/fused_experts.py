@@ -29,7 +29,7 @@ def undivided_experts(model: nn.Module) -> tuple[str, ...]:
         dim = columns_of(module)
         if dim is None:
             continue
-        kind = (type(module), *(tuple(module._parameters[own].shape) for own in NAMES), repr(_plain(module)))
+        kind = _kind(module)
         if kind not in known:
             known[kind] = _adds_up(module, dim)
         if not known[kind]:
@@ -50,9 +50,16 @@ def columns_of(module: nn.Module) -> int | None:
     return None
 
 
-def _plain(module: nn.Module) -> dict[str, object]:
-    """Attributes by which modules of one class may differ."""
-    return {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str)}
+def _kind(module: nn.Module) -> object:
+    """What is equal for modules of which one needs to be run: attributes that are no plain values must be the very same objects."""
+    shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
+    inside = [type(child) for child in module.children()]
+    own = [
+        (name, value if isinstance(value, bool | int | float | str) else id(value))
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+    ]
+    return type(module), tuple(shapes), tuple(inside), tuple(own)
 
 
 def _adds_up(module: nn.Module, dim: int) -> bool:

@@ -218,6 +218,11 @@ def _confirmed(module: nn.Module, degree: int, session: Session) -> list[Confirm
             refused.append(f"{one.name}: {reason}")
         else:
             whole.append(f"{one.name}: {outcome}")
+    if any(
+        isinstance(one, Confirmed) for one in cuttable
+    ):  # which are known to be experts; lists of modules only look so
+        whole += [f"{one.name}: there are experts in one module" for one in cuttable if isinstance(one, Listed)]
+        cuttable = [one for one in cuttable if isinstance(one, Confirmed)]
     if refused:
         raise ConfigUnsupportedError(f"{_KEY}: {'; '.join(refused)}")
     if not cuttable:
