@@ -133,13 +133,12 @@ def test_two_ranks(tmp_path):
 @pytest.mark.matrix(3)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("sharding", SHARDING)
-@pytest.mark.parametrize("pipeline", [1, 2])
 @pytest.mark.parametrize("kind", ["context", "expert", "replica"])
-def test_ranks_that_share_sequences_or_experts(tmp_path, kind, pipeline, sharding, dtype):
-    """With and without recomputation. Replicas beside them where there is no pipeline."""
+def test_ranks_that_share_sequences_or_experts(tmp_path, kind, sharding, dtype):
+    """With and without recomputation. Of experts the plan counted a third of what they keep, and buckets that they do not have: -22%."""
     if kind == "expert" and sharding in ("all", "shards of 2"):
         pytest.skip("scripts refuse experts beside parameters in parts")
-    config = settings(pipeline, 1, sharding, dtype, None)
+    config = settings(2, 1, sharding, dtype, None)
     if kind != "replica":
         config[f"{kind}_parallel_degree"] = 2
     check(tmp_path, 4, [(config, False), (config, True)])
