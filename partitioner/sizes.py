@@ -3,13 +3,11 @@
 parse_bytes("80GB")      80 * 10^9, the maker's gigabytes        parse_bytes("79.6GiB")    79.6 * 2^30
 parse_bytes("512 MiB")   blanks and case do not matter           parse_bytes(1 << 30)      bytes
 at_least(13_421_772_900) "12.51 GiB": rounded up, so that what is said to do, does
-format_bytes(1536)       "1.5 KiB": three digits at most
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from types import MappingProxyType
 
 from smpc.config.limits import MAX_BYTES, shown
@@ -39,23 +37,6 @@ def parse_bytes(size: str | float, what: str) -> int:
             f"{what}: expected a size such as 80GB (10^9 bytes), 79.6GiB (2^30 bytes) or a number of bytes, at most 1 EiB, found {given}"
         )
     return int(size)
-
-
-def format_bytes(num_bytes: float) -> str:
-    """1536 -> `1.5 KiB`."""
-    if num_bytes < 0:
-        return f"-{format_bytes(-num_bytes)}"
-    return scaled(num_bytes, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"), 1024)
-
-
-def scaled(value: float, units: Sequence[str], base: int) -> str:
-    """A number in the unit in which it has one to three digits before the point; each unit is `base` of the one before."""
-    index = 0
-    while value >= 999.5 and index < len(units) - 1:
-        value /= base
-        index += 1
-    text = f"{value:.0f}" if index == 0 or value >= 100 else f"{value:.1f}"
-    return f"{text} {units[index]}".rstrip()
 
 
 def at_least(num_bytes: int) -> str:

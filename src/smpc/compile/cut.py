@@ -107,6 +107,9 @@ class Cut:
         model, divided = self.options.cost_model, self.traced.divided
         if divided is not None:
             model = dataclasses.replace(model, apart=divided.parameters, optimizer_apart=self.options.expert_optimizer)
+        if self.traced.apart is not None:
+            names, optimizer = self.traced.apart
+            model = dataclasses.replace(model, apart=names, optimizer_apart=optimizer)
         return (
             dataclasses.replace(model, device=f"{model.device}, times measured") if self.traced.is_measured else model
         )

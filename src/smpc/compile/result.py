@@ -22,6 +22,7 @@ from smpc.codegen.rewrite.tensor_parallel.rewrite import ShardedTrace
 from smpc.codegen.simulate import Timeline, simulate_plan, timeline_text
 from smpc.kernels.setting import KernelUse
 from smpc.partitioner.costs.cost import NodeTimes
+from smpc.partitioner.costs.optimizers import Optimizer
 from smpc.partitioner.graph.plan import Plan
 from smpc.tracer.environment.guarded import Environment
 from smpc.tracer.ir import Trace
@@ -40,6 +41,9 @@ class Traced:
         None  # with context parallelism: `trace` before tensor parallelism, layout and collectives
     )
     divided: ExpertTrace | None = None  # with experts over several ranks: `trace` before kernels, and what travels
+    apart: tuple[frozenset[str], Optimizer] | None = (
+        None  # experts that were divided before recording, by name, and what the optimizer keeps of them
+    )
 
 
 @dataclass(frozen=True)

@@ -110,14 +110,32 @@ def _routing(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """What a recorder runs in place of a part's forward: the same shape, and the products of rows that are evenly spread over experts."""
+    """What a recorder runs in place of a part's forward: the same shape, and what rows evenly spread over experts compute and keep."""
     parts: Parts = vars(module)[PARTS]
-    hidden, index, _ = _routing(parts.names, args, kwargs)
+    hidden, index, weights = _routing(parts.names, args, kwargs)
+    rows = hidden.new_empty(index.numel(), hidden.shape[-1], requires_grad=True)
     for parameter in module.parameters():
         if parameter.dim() == 3:  # [E, out, in], or the other way round
-            rows = hidden.new_empty(index.numel(), parameter.shape[2], requires_grad=True)
-            torch.nn.functional.linear(rows, parameter[0])
+            first, second = parameter.shape[1:]
+            taken = rows.shape[1], rows.shape[1] // 2
+            is_turned = first in taken and second not in taken
+            rows = _activated(rows, first if is_turned else second)
+            rows = torch.nn.functional.linear(rows, parameter[0].t() if is_turned else parameter[0])
+    slots = (
+        rows if rows.shape[1] == hidden.shape[-1] else hidden.new_empty(len(rows), hidden.shape[-1], requires_grad=True)
+    )
+    _ = slots * weights.reshape(-1, 1)  # keeps the slots for the gradients of the weights
     return hidden + next(module.parameters()).flatten()[0]  # has gradients if the tokens or the experts do
+
+
+def _activated(rows: Tensor, width: int) -> Tensor:
+    """Rows between two products, with what an activation keeps of them: of twice the width one half is the other's gate."""
+    if rows.shape[1] == 2 * width:
+        gate, up = rows.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+    if rows.shape[1] != width:
+        return rows.new_empty(rows.shape[0], width, requires_grad=True)
+    return torch.nn.functional.silu(rows) if rows.grad_fn is not None else rows
 
 
 register_shape_rule(PartOfExperts, _recorded)

@@ -88,6 +88,11 @@ class DividedExperts:
         """Whether ranks of the group have other values of a parameter."""
         return id(parameter) in self._parameters
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The parameters in whose place this rank has some experts, by the model's names."""
+        return frozenset(self._shapes)
+
     def place(self, placement: Placement) -> None:
         """Tell of which sizes this rank's parameters are, and what is drawn late."""
         placement.seed = self._seed

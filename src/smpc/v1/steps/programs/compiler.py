@@ -18,6 +18,7 @@ import dataclasses
 import re
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from smpc.executor.transport import Transport
 from smpc.mesh import Axis
 from smpc.partitioner.costs.cost import NodeTimes, Workspace
 from smpc.partitioner.costs.device import DEVICES, find_device
+from smpc.partitioner.costs.optimizers import Optimizer, find_optimizer
 from smpc.partitioner.graph.plan import Plan, plan_warnings
 from smpc.sample_inputs import Inputs
 from smpc.tracer.attempt import Request
@@ -193,7 +195,8 @@ class Compiler:
                 assert self._traced is not None, "the model has been recorded"
                 times = None if like else self._times
                 is_measured = self._context.measures.times and times is not None
-                traced = dataclasses.replace(self._traced, trace=trace, times=times, is_measured=is_measured)
+                changes: dict[str, Any] = {"times": times, "is_measured": is_measured, "apart": self._experts_apart}
+                traced = dataclasses.replace(self._traced, trace=trace, **changes)
                 planned = plan_trace(traced, options, like=like, saved=saved)
                 for text in plan_warnings(planned.plan) if like is None else ():
                     warnings.warn(text, stacklevel=2)
@@ -205,6 +208,15 @@ class Compiler:
         if description is not None:
             raise_everywhere(description, failure)
         return planned or schedule_plan(trace, Plan.from_json(text))
+
+    @property
+    def _experts_apart(self) -> tuple[frozenset[str], Optimizer] | None:
+        """The parameters that fewer ranks hold than others, and what their optimizer keeps."""
+        experts = self._context.experts
+        if experts is None:
+            return None
+        optimizer, holders = find_optimizer(self._options.optimizer), self._session.mesh.size(Axis.EXPERT_DATA)
+        return experts.names, optimizer.replicated(holders, self._options.shard_optimizer_state)
 
     def _measure(self, inputs: Inputs) -> list[list[float]]:
         """Seconds of the forwards and backwards of the nodes, on this rank and the first microbatch; if wanted, their workspace."""
