@@ -100,15 +100,13 @@ class RankPrograms:
         self.plan = compilation.plan
         self.batch = _batch(compilation.trace, compilation.plan)
         self.flops = _flops(compilation.trace, compilation.plan)
-        self._read_inputs = _input_reader(compilation.trace)
-        self._written_inputs = _written_inputs(compilation.trace)
-        self._device = device
+        self._read_inputs, self._written_inputs = _input_reader(compilation.trace), _written_inputs(compilation.trace)
         codes = [code for each in compilation.programs for code in each.stages]
         shared = (item.name for item in compilation.plan.shared_parameters)
         self._late_hooks = LateHooks(model, compilation.trace, codes, shared)
         self._late_hooks.check()
         program = compilation.programs[rank]
-        self._num_microbatches = program.num_microbatches
+        self._num_microbatches, self._device = program.num_microbatches, device
         self.stages = {code.index: build_stage(code, model, device) for code in program.stages}
         self._refreshed = [stage for stage in self.stages.values() if stage.holds_tensors]
         _compile(self.stages, program, model)

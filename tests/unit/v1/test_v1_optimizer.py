@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import smpc.v1 as smp
-from smpc.errors import CheckpointError, ConfigError, ConfigTypeError
+from smpc.errors import CheckpointError, ConfigError, ConfigTypeError, UsageError
+from smpc.v1.layout import absent
 
 
 @pytest.fixture
@@ -123,3 +125,54 @@ def test_arguments(model):
         smp.DistributedOptimizer(nn.Linear(1, 1))
     with pytest.raises(ConfigTypeError, match="found DistributedOptimizer"):
         smp.DistributedOptimizer(smp.DistributedOptimizer(inner))
+
+
+def with_absent(*, scheduled=False):
+    """A parameter that is here, one that is not, their optimizer, and how often Python is asked of the latter's gradient."""
+    here, away = nn.Parameter(torch.ones(2)), nn.Parameter(torch.empty(0))
+    absent.mark(away, "away", torch.Size([2]), (1,), 0)
+    inner = torch.optim.SGD([here, away], lr=0.5)
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(inner, 1)
+    return here, away, smp.DistributedOptimizer(inner)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_torchs_optimizers_read_absent_gradients_without_python(monkeypatch, scheduled):
+    here, _, optimizer = with_absent(scheduled=scheduled)
+    here.grad = torch.ones(2)
+
+    def refuse(*arguments):
+        raise AssertionError("asked in Python")
+
+    monkeypatch.setitem(absent._RULES, torch.Tensor.grad.__get__, refuse)
+    optimizer.step()
+    assert torch.equal(here, torch.full((2,), 0.5))
+    optimizer.zero_grad()
+    assert here.grad is None
+    here.grad = torch.ones(2)
+    optimizer.zero_grad(set_to_none=False)
+    assert torch.equal(here.grad, torch.zeros(2))
+
+
+def test_what_a_script_does_in_an_update_finds_absent_parameters_as_ever():
+    here, away, optimizer = with_absent()
+
+    def weight_penalty(*_):
+        return here.norm() + away.norm()
+
+    with pytest.raises(UsageError, match="parameter 'away' lies on pipeline rank 1"):
+        optimizer.step(weight_penalty)
+    hook = optimizer.register_step_pre_hook(weight_penalty)
+    with pytest.raises(UsageError, match="parameter 'away' lies on pipeline rank 1"):
+        optimizer.step()
+    hook.remove()
+    hook = register_optimizer_step_post_hook(weight_penalty)
+    try:
+        with pytest.raises(UsageError, match="parameter 'away' lies on pipeline rank 1"):
+            optimizer.step()
+    finally:
+        hook.remove()
+    optimizer.optimizer.step = weight_penalty
+    with pytest.raises(UsageError, match="parameter 'away' lies on pipeline rank 1"):
+        optimizer.step()

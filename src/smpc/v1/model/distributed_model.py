@@ -220,7 +220,7 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         return self._runner.outside(what, args, kwargs)
 
     def run_step(self, body: StepBody, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a step function on the whole batch; `smp.step` calls it."""
+        """Run a step function on the whole batch, as a call of the function does."""
         return self._runner.run(body, args, kwargs)
 
     @property

@@ -318,7 +318,7 @@ class DistributedOptimizer(ShardedNames):
         watched = model.optimizer_step() if model is not None else contextlib.nullcontext()
         if self._max_norm > 0:
             self._norm = self.clip_master_grads(self._max_norm)
-        with watched, self._reading():
+        with watched, self._reading(closure):
             if self._updates.is_plain:
                 return self.optimizer.step() if closure is None else self.optimizer.step(closure)
             if closure is not None:
@@ -362,19 +362,21 @@ class DistributedOptimizer(ShardedNames):
             else:
                 parameter.grad = parameter.grad.detach().zero_()  # not in place: it may be a view of a bucket
 
-    def _reading(self) -> contextlib.AbstractContextManager[object]:
+    def _reading(self, closure: Callable[[], Any] | None = None) -> contextlib.AbstractContextManager[object]:
         """Around what the wrapped optimizer does with gradients. Absent parameters have none, and nobody is warned of that here.
 
-        Code of torch's alone, over plain parameters, reads them as those of any tensor: without a call of Python for each.
+        Where nothing but torch's own code looks at plain parameters, absent ones are read as any tensor: without a call of Python for each.
+        What the script has put there, a closure or a hook, finds them as ever.
         """
         optimizer = self.optimizer
-        if not type(optimizer).__module__.startswith("torch."):
-            return reading_gradients()
+        home = type(optimizer).__module__
+        if not home.startswith("torch.optim."):
+            return contextlib.nullcontext() if home.startswith("torch.") else reading_gradients()
         own = vars(optimizer)
-        hooks = own["_optimizer_step_pre_hooks"], own["_optimizer_step_post_hooks"], *_HOOKS_OF_ALL
-        step = own.get("step")  # of a scheduler of torch's, or of the script's
-        is_torchs = step is None or getattr(step, "__wrapped__", None) is type(optimizer).step
-        if any(hooks) or not is_torchs or "zero_grad" in own:
+        step = own.get("step")  # a scheduler of torch's puts it there, or the script
+        is_wrapped = step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step
+        hooks = own.get("_optimizer_step_pre_hooks"), own.get("_optimizer_step_post_hooks"), *_HOOKS_OF_ALL
+        if closure is not None or is_wrapped or "zero_grad" in own or any(hooks):
             return contextlib.nullcontext()
         for group in optimizer.param_groups:
             if not _PLAIN.issuperset(map(type, group["params"])):

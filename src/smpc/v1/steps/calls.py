@@ -4,6 +4,8 @@
     Tail        the last stage's rank: the call returns the pipeline's output; backward notes the roots, the schedule runs it
     Whole       no pipeline: the module's own forward, and backward at once
 
+In half precision both are cast: what goes into the model (`cast_inputs`), and what comes out (`cast_outputs`).
+
 A step function calls the model once in every microbatch, and backward once or not at all.
 
 Averaging: a root's gradient is divided by the number of microbatches, which makes the step's gradients, bit by bit, those of

@@ -9,8 +9,8 @@ Terms
                 signatures run the same program
 
 Pipeline rank 0 captures signatures; the others get them, with everything that is needed to record the model: tensors become meta tensors.
-There a signature is not whole until it is known what the model's Python asks of the inputs' values: `ProgramTable.lookup` finds a program
-whose recording has asked the same, and got the same answers.
+On rank 0 a signature is not whole until it is known what the model's Python asks of the inputs' values: `ProgramTable.lookup` finds a
+program whose recording has asked the same, and got the same answers.
 
 A model that meets ever new shapes would compile ever new programs, so a table holds no more than `program_cache_size`. Beyond that a new
 one takes the number of the one that has not run for the longest time; that is compiled again if its inputs come back. The first one,
