@@ -163,6 +163,7 @@ def check(given: Mapping[str, Any], others: Mapping[str, Any]) -> Arguments:
         how = ok(training_of, *parallelism, zero, given["device"], given["precision"], size, loader)
     if how is not None and how.prefix is not None:
         ok(check_name, "sharded_ckpt_prefix_dir", how.prefix, given["run_name"])
+    ok(check_apart, given, None if how is None else how.prefix)
     ok(
         check_loaders,
         1 if how is None else how.slices,
@@ -257,6 +258,22 @@ def check_names(given: Mapping[str, object]) -> None:
     """Raise ConfigError for names of files with fields that there are not, or that leave the folder of the run."""
     for name in _NAMES:
         check_name(name, given[name], given["run_name"])
+
+
+def check_apart(given: Mapping[str, object], prefix: str | None) -> None:
+    """Raise ConfigError for one name of several things: the later would take the place of the former. `prefix`: of sharded checkpoints."""
+    names = {name: given[name] for name in _NAMES if isinstance(given[name], str)}
+    if prefix is not None:
+        names |= {"save_filename": prefix}
+    seen: dict[str, str] = {}
+    for name, template in names.items():
+        try:
+            found = os.path.normpath(named(str(template), {"run_name": given["run_name"] or "run"}))
+        except ConfigError:  # told by `check_names`
+            continue
+        if found in seen:
+            raise ConfigError(f"{seen[found]} and {name}: expected names that differ, found {template!r} for both")
+        seen[found] = "sharded_ckpt_prefix_dir" if prefix is not None and name == "save_filename" else name
 
 
 def check_name(argument: str, template: object, run_name: object) -> None:

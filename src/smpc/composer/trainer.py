@@ -164,13 +164,17 @@ class Trainer:
         return DistributedDataParallel(model, device_ids=devices, find_unused_parameters=strategy == "multi_auto_sync")
 
     def fit(self, duration: int | str | None = None) -> None:
-        """Train until `max_duration`, or for `duration` more. Raises UsageError without data, parameters to train or an end. Collective."""
+        """Train until `max_duration`, or for `duration` more, and save the end.
+
+        Raises UsageError without data, parameters to train or an end. Collective.
+        """
         if self._train is None:
             raise UsageError("fit: expected a train_dataloader, found None")
         if not any(parameter.requires_grad for parameter in self.state.model.parameters()):
             raise UsageError("fit: expected a model with parameters that require grad, found none")
         end = self._end(duration)
-        self._save.check_first(self.state, self._save_interval, _length(self._train))
+        self._save.check_first(self.state, self._save_interval, end, _length(self._train))
+        saved = self.state.timestamp.batch
         if end.is_over(self.state.timestamp):
             warnings.warn(
                 f"fit: nothing to train: the run is at {self.state.timestamp}, and ends after {end}", stacklevel=2
@@ -189,10 +193,13 @@ class Trainer:
                     self._save.save_best(self.state, self.eval())
                 if self._save.folder is not None and self._save_interval.passed(before, self.state.timestamp):
                     self.save_checkpoint()
+                    saved = self.state.timestamp.batch
                 if end.is_over(self.state.timestamp):
                     break
             if self.state.timestamp.batch == began:
                 raise ConfigError("train_dataloader: expected at least one batch, found none")
+        if self._save.folder is not None and saved != self.state.timestamp.batch:
+            self.save_checkpoint()
 
     def _check_units(self, end: Duration) -> None:
         """Of a batch without tokens: raise ConfigError, if something is to happen after so many of them."""
