@@ -50,7 +50,7 @@ def _is_wrong(name: str | None, how: str | None, kind: str | None) -> bool:
 class Saving:
     """`names`: of files, of the link to the newest one, of the folders of sharded checkpoints (None where they are files), of the best one.
 
-    `keep`: how many stay, -1 for all. `planner`: of sharded checkpoints.
+    `keep`: how many stay, -1 for all. `planner`: of sharded checkpoints. `newest_batch`: the run's when it last saved, None before.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Saving:
         self._overwrite, self._weights_only, self._keep = overwrite, weights_only, keep
         self._planner = planner
         self._saved: list[str] = []
+        self.newest_batch: int | None = None
 
     def _named(self, template: str, state: State) -> str:
         return named(template, {"run_name": state.run_name, **state.timestamp.fields()})
@@ -136,8 +137,10 @@ class Saving:
             raise ConfigError(
                 f"save_latest_filename: expected another name than that of a checkpoint, found {latest!r}"
             )
-        self._write()(state, target, weights_only=self._weights_only, overwrite=self._overwrite)
+        is_again = path is None and self.newest_batch == state.timestamp.batch and target in self._saved
+        self._write()(state, target, weights_only=self._weights_only, overwrite=self._overwrite or is_again)
         if path is None:  # one written over counts once, one that the script asks for stays
+            self.newest_batch = state.timestamp.batch
             self._saved = [saved for saved in self._saved if saved != target] + [target]
 
         def finish() -> None:

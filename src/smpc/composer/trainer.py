@@ -174,7 +174,7 @@ class Trainer:
             raise UsageError("fit: expected a model with parameters that require grad, found none")
         end = self._end(duration)
         self._save.check_first(self.state, self._save_interval, end, _length(self._train))
-        saved = self.state.timestamp.batch
+        first = self.state.timestamp.batch
         if end.is_over(self.state.timestamp):
             warnings.warn(
                 f"fit: nothing to train: the run is at {self.state.timestamp}, and ends after {end}", stacklevel=2
@@ -193,12 +193,11 @@ class Trainer:
                     self._save.save_best(self.state, self.eval())
                 if self._save.folder is not None and self._save_interval.passed(before, self.state.timestamp):
                     self.save_checkpoint()
-                    saved = self.state.timestamp.batch
                 if end.is_over(self.state.timestamp):
                     break
             if self.state.timestamp.batch == began:
                 raise ConfigError("train_dataloader: expected at least one batch, found none")
-        if self._save.folder is not None and saved != self.state.timestamp.batch:
+        if self._save.folder is not None and self.state.timestamp.batch not in (first, self._save.newest_batch):
             self.save_checkpoint()
 
     def _check_units(self, end: Duration) -> None:

@@ -138,9 +138,10 @@ def test_samplers_of_other_places(monkeypatch):
 
 
 def test_the_end_of_a_run_is_saved(tmp_path):
-    """Also where no interval ends there; once, where one does."""
+    """Also where no interval ends there; once, where one does. The script may save the same once more."""
     made = _trainer(save_folder=str(tmp_path), save_interval="3ba", save_filename="{batch}.pt")
     made.fit()
+    assert made.save_checkpoint() == str(tmp_path / "4.pt")
     made.fit("2ba")
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["3.pt", "4.pt", "6.pt", "latest-rank0.pt"]
     with pytest.raises(CheckpointError, match=r"6\.pt is there already"):
