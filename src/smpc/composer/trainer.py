@@ -255,10 +255,10 @@ class Trainer:
         else:
             state.begun = capture_rng()
         load = getattr(self._train, "load_state_dict", None)
-        knows_place = state.loader is not None and callable(load)
-        if knows_place:
+        knows_place = False
+        if state.loader is not None and callable(load):
             load(state.loader)
-            trained = 0
+            trained, knows_place = 0, True
         batches = iter(self._train)
         if knows_place and resumed is not None and state.begun is not None:
             restore_rng(state.begun)  # beginning may have drawn numbers
