@@ -157,8 +157,9 @@ def check(given: Mapping[str, Any], others: Mapping[str, Any]) -> Arguments:
     ok(check_best, given["save_best_filename"], given["save_folder"], given["eval_dataloader"])
     zero = given["deepspeed_config"]
     parallelism = ok(parallelism_of, given["fsdp_config"], given["parallelism_config"], zero)
-    how = None
+    how, slices = None, None
     if parallelism is not None:
+        slices = 1 if parallelism[1] is None else parallelism[1].tensor_parallel_degree
         size = given["device_train_microbatch_size"]
         how = ok(training_of, *parallelism, zero, given["device"], given["precision"], size, loader)
     if how is not None and how.prefix is not None:
@@ -166,7 +167,7 @@ def check(given: Mapping[str, Any], others: Mapping[str, Any]) -> Arguments:
     ok(check_apart, given, None if how is None else how.prefix)
     ok(
         check_loaders,
-        1 if how is None else how.slices,
+        slices,
         train_dataloader=loader,
         eval_dataloader=given["eval_dataloader"],
     )
@@ -487,9 +488,10 @@ def check_values(model: torch.nn.Module) -> None:
         )
 
 
-def check_loaders(slices: int, **loaders: object) -> None:
+def check_loaders(slices: int | None, **loaders: object) -> None:
     """Raise ConfigError where ranks of a larger world would read the same samples, or those that slice layers together others.
 
+    `slices`: how many slice layers together; None, where what says so is wrong: then samplers are not compared with their places.
     Raises ConfigTypeError for what gives no batches.
     """
     for name, loader in loaders.items():
@@ -503,7 +505,8 @@ def check_loaders(slices: int, **loaders: object) -> None:
         _check_loader(loader, name, slices)
 
 
-def _check_loader(loader: object, name: str, slices: int) -> None:
+def _check_loader(loader: object, name: str, known: int | None) -> None:
+    slices = known or 1
     if dist.get_world_size() == 1 or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return
     samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
@@ -517,7 +520,7 @@ def _check_loader(loader: object, name: str, slices: int) -> None:
         raise ConfigError(
             f"{name}: expected a DistributedSampler, found {type(loader.sampler).__name__}: all ranks would read the same samples; {advice}"
         )
-    if found is not None and (found.num_replicas, found.rank) != wanted:
+    if found is not None and known is not None and (found.num_replicas, found.rank) != wanted:
         why = f", as {slices} ranks slice layers together and train on the same samples" if slices > 1 else ""
         raise ConfigError(
             f"{name}: expected a sampler of replica {wanted[1]} of {wanted[0]}{why}, found {found.rank} of {found.num_replicas}; {advice}"
