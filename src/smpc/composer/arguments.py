@@ -157,15 +157,17 @@ def check(given: Mapping[str, Any], others: Mapping[str, Any]) -> Arguments:
     ok(check_best, given["save_best_filename"], given["save_folder"], given["eval_dataloader"])
     zero = given["deepspeed_config"]
     parallelism = ok(parallelism_of, given["fsdp_config"], given["parallelism_config"], zero)
-    how = None
+    how, slices = None, None
     if parallelism is not None:
+        slices = 1 if parallelism[1] is None else parallelism[1].tensor_parallel_degree
         size = given["device_train_microbatch_size"]
         how = ok(training_of, *parallelism, zero, given["device"], given["precision"], size, loader)
     if how is not None and how.prefix is not None:
         ok(check_name, "sharded_ckpt_prefix_dir", how.prefix, given["run_name"])
+    ok(check_apart, given, None if how is None else how.prefix)
     ok(
         check_loaders,
-        1 if how is None else how.slices,
+        slices,
         train_dataloader=loader,
         eval_dataloader=given["eval_dataloader"],
     )
@@ -257,6 +259,22 @@ def check_names(given: Mapping[str, object]) -> None:
     """Raise ConfigError for names of files with fields that there are not, or that leave the folder of the run."""
     for name in _NAMES:
         check_name(name, given[name], given["run_name"])
+
+
+def check_apart(given: Mapping[str, object], prefix: str | None) -> None:
+    """Raise ConfigError for one name of several things: the later would take the place of the former. `prefix`: of sharded checkpoints."""
+    names = {name: given[name] for name in _NAMES if isinstance(given[name], str)}
+    if prefix is not None:
+        names |= {"save_filename": prefix}
+    seen: dict[str, str] = {}
+    for name, template in names.items():
+        try:
+            found = os.path.normpath(named(str(template), {"run_name": given["run_name"] or "run"}))
+        except ConfigError:  # told by `check_names`
+            continue
+        if found in seen:
+            raise ConfigError(f"{seen[found]} and {name}: expected names that differ, found {template!r} for both")
+        seen[found] = "sharded_ckpt_prefix_dir" if prefix is not None and name == "save_filename" else name
 
 
 def check_name(argument: str, template: object, run_name: object) -> None:
@@ -470,9 +488,10 @@ def check_values(model: torch.nn.Module) -> None:
         )
 
 
-def check_loaders(slices: int, **loaders: object) -> None:
+def check_loaders(slices: int | None, **loaders: object) -> None:
     """Raise ConfigError where ranks of a larger world would read the same samples, or those that slice layers together others.
 
+    `slices`: how many slice layers together; None, where what says so is wrong: then samplers are not compared with their places.
     Raises ConfigTypeError for what gives no batches.
     """
     for name, loader in loaders.items():
@@ -486,7 +505,8 @@ def check_loaders(slices: int, **loaders: object) -> None:
         _check_loader(loader, name, slices)
 
 
-def _check_loader(loader: object, name: str, slices: int) -> None:
+def _check_loader(loader: object, name: str, known: int | None) -> None:
+    slices = known or 1
     if dist.get_world_size() == 1 or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return
     samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
@@ -500,7 +520,7 @@ def _check_loader(loader: object, name: str, slices: int) -> None:
         raise ConfigError(
             f"{name}: expected a DistributedSampler, found {type(loader.sampler).__name__}: all ranks would read the same samples; {advice}"
         )
-    if found is not None and (found.num_replicas, found.rank) != wanted:
+    if found is not None and known is not None and (found.num_replicas, found.rank) != wanted:
         why = f", as {slices} ranks slice layers together and train on the same samples" if slices > 1 else ""
         raise ConfigError(
             f"{name}: expected a sampler of replica {wanted[1]} of {wanted[0]}{why}, found {found.rank} of {found.num_replicas}; {advice}"

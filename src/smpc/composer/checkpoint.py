@@ -302,6 +302,11 @@ def load_rest(state: State, reader: Reader, ignore: Sequence[str]) -> None:
             "the checkpoint has weights and an optimizer's state, and does not say how far a run has come: it begins at batch 0",
             stacklevel=4,
         )
+    has_optimizer = reader.plain.get("groups") or any(name.startswith("optimizers.") for name in reader.shapes)
+    if not has_optimizer and not _is_left_out(_OPTIMIZERS, ignore):
+        warnings.warn(
+            "the checkpoint has weights, and no optimizer (save_weights_only): that begins anew", stacklevel=4
+        )
     if not _is_left_out(_OPTIMIZERS, ignore):
         _load_optimizer(state, reader)
     if not _is_left_out(_SCHEDULERS, ignore):

@@ -247,6 +247,11 @@ def find_checkpoint(path: str, sharded: bool | None) -> tuple[str, bool]:
     if not storage.exists(real):
         raise CheckpointError(f"load_path: no checkpoint at {path}, which leads to {real}")
     is_folder = storage.is_folder(real)
+    parent, _, name = real.rpartition("/")
+    if not is_folder and (name == _METADATA or name.endswith(".distcp")):
+        raise CheckpointError(
+            f"load_path {path!r}: expected the folder of a sharded checkpoint, found one of its files; give {parent or '.'!r}"
+        )
     if sharded is not None and sharded != is_folder:
         wanted, is_there = ("a folder", "a file") if sharded else ("a file", "a folder")
         raise CheckpointError(

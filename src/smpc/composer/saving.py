@@ -50,7 +50,7 @@ def _is_wrong(name: str | None, how: str | None, kind: str | None) -> bool:
 class Saving:
     """`names`: of files, of the link to the newest one, of the folders of sharded checkpoints (None where they are files), of the best one.
 
-    `keep`: how many stay, -1 for all. `planner`: of sharded checkpoints.
+    `keep`: how many stay, -1 for all. `planner`: of sharded checkpoints. `newest_batch`: the run's when it last saved, None before.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Saving:
         self._overwrite, self._weights_only, self._keep = overwrite, weights_only, keep
         self._planner = planner
         self._saved: list[str] = []
+        self.newest_batch: int | None = None
 
     def _named(self, template: str, state: State) -> str:
         return named(template, {"run_name": state.run_name, **state.timestamp.fields()})
@@ -104,7 +105,7 @@ class Saving:
                 f"{names[0]} and {len(names) - 1} more are of such units"
             )
 
-    def check_first(self, state: State, interval: Duration, batches: int | None) -> None:
+    def check_first(self, state: State, interval: Duration, end: Duration, batches: int | None) -> None:
         """Before a run trains: raise CheckpointError if nothing can be written, or, of a new one, its first checkpoint is there.
 
         Collective. `batches`: of an epoch; None where that is not known, and then no name is looked for.
@@ -115,22 +116,32 @@ class Saving:
         storage.on_rank_0(lambda: storage.check_writable(folder))
         if self._overwrite or not batches or interval.unit not in ("ba", "ep") or state.timestamp.batch:
             return
-        batch = interval.count * (batches if interval.unit == "ep" else 1)
+        at = [
+            each.count * (batches if each.unit == "ep" else 1) for each in (interval, end) if each.unit in ("ba", "ep")
+        ]
+        batch = min(at)
         first = dataclasses.replace(state, timestamp=Timestamp(batch // batches, batch, batch_in_epoch=batch % batches))
         target = os.path.join(folder, self._named(self._prefix or self._filename, first))
         storage.on_rank_0(lambda: storage.check_free(target, overwrite=False))
 
     def save(self, state: State, path: str | None) -> str:
-        """Write a checkpoint, link to it, remove what is too old."""
+        """Write a checkpoint; one of the run itself (`path` None) is linked to, and what is too old is removed."""
         self.check_kind(state)
         if path is None and self.folder is None:
             raise UsageError("save_checkpoint: expected a path, or save_folder in the Trainer")
         folder = self.folder if self.folder is not None else os.path.dirname(path or "")
         target = "" if path is None else self._named(os.fspath(path), state)
         target = target or os.path.join(folder, self._named(self._prefix or self._filename, state))
-        self._write()(state, target, weights_only=self._weights_only, overwrite=self._overwrite)
-        self._saved = [saved for saved in self._saved if saved != target] + [target]  # one written over counts once
         latest = self.latest(state) if path is None else None
+        if latest is not None and os.path.normpath(latest) == os.path.normpath(target):
+            raise ConfigError(
+                f"save_latest_filename: expected another name than that of a checkpoint, found {latest!r}"
+            )
+        is_again = path is None and self.newest_batch == state.timestamp.batch and target in self._saved
+        self._write()(state, target, weights_only=self._weights_only, overwrite=self._overwrite or is_again)
+        if path is None:  # one written over counts once, one that the script asks for stays
+            self.newest_batch = state.timestamp.batch
+            self._saved = [saved for saved in self._saved if saved != target] + [target]
 
         def finish() -> None:
             if latest is not None:

@@ -164,13 +164,17 @@ class Trainer:
         return DistributedDataParallel(model, device_ids=devices, find_unused_parameters=strategy == "multi_auto_sync")
 
     def fit(self, duration: int | str | None = None) -> None:
-        """Train until `max_duration`, or for `duration` more. Raises UsageError without data, parameters to train or an end. Collective."""
+        """Train until `max_duration`, or for `duration` more, and save the end.
+
+        Raises UsageError without data, parameters to train or an end. Collective.
+        """
         if self._train is None:
             raise UsageError("fit: expected a train_dataloader, found None")
         if not any(parameter.requires_grad for parameter in self.state.model.parameters()):
             raise UsageError("fit: expected a model with parameters that require grad, found none")
         end = self._end(duration)
-        self._save.check_first(self.state, self._save_interval, _length(self._train))
+        self._save.check_first(self.state, self._save_interval, end, _length(self._train))
+        first = self.state.timestamp.batch
         if end.is_over(self.state.timestamp):
             warnings.warn(
                 f"fit: nothing to train: the run is at {self.state.timestamp}, and ends after {end}", stacklevel=2
@@ -193,6 +197,8 @@ class Trainer:
                     break
             if self.state.timestamp.batch == began:
                 raise ConfigError("train_dataloader: expected at least one batch, found none")
+        if self._save.folder is not None and self.state.timestamp.batch not in (first, self._save.newest_batch):
+            self.save_checkpoint()
 
     def _check_units(self, end: Duration) -> None:
         """Of a batch without tokens: raise ConfigError, if something is to happen after so many of them."""
@@ -249,10 +255,10 @@ class Trainer:
         else:
             state.begun = capture_rng()
         load = getattr(self._train, "load_state_dict", None)
-        knows_place = state.loader is not None and callable(load)
-        if knows_place:
+        knows_place = False
+        if state.loader is not None and callable(load):
             load(state.loader)
-            trained = 0
+            trained, knows_place = 0, True
         batches = iter(self._train)
         if knows_place and resumed is not None and state.begun is not None:
             restore_rng(state.begun)  # beginning may have drawn numbers

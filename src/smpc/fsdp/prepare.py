@@ -110,8 +110,7 @@ def prepare(
     slices = 1 if tensor is None else tensor.tensor_parallel_degree
     degrees = config.degrees(*data_sizes(slices))
     _check_options(units, config)
-    named = (unit.options.get("process_group", config.process_group) for each in units.values() for unit in each)
-    own = over_all(named, slices)
+    own = over_all((_group(unit, config) for each in units.values() for unit in each), slices)
     if slices > 1:
         check_beside(config)
     ignored = _ignored(model, config)
@@ -133,8 +132,7 @@ def prepare(
     whole = MixedPrecision.of(config.mixed_precision, precision)
     dtypes = (whole.param_dtype, whole.reduce_dtype)
     options = ShardingOptions(Keep.NEVER, *dtypes, cast_inputs=True, offload=config.cpu_offload)
-    axes = ("replica", "shard") if is_hybrid else ("shard",)
-    over = prepared.mesh[axes] if slices > 1 else prepared.mesh
+    over = prepared.mesh if slices == 1 else prepared.mesh[("replica", "shard") if is_hybrid else ("shard",)]
     for name, root in roots.items():
         asked = [_asked(name, unit, config, policies, meshes, own) for unit in units[name]]
         shard(root, asked, over, options, ignored=ignored, source=source if values is None else None).settle()
@@ -195,8 +193,12 @@ def _asked(
     return Unit(unit.name, mesh, keep=keep, policy=_policy(policies[root, unit.name]))
 
 
+def _group(unit: Wrapped, config: FSDPConfig) -> Any:
+    return unit.options.get("process_group", config.process_group)
+
+
 def _over(unit: Wrapped, config: FSDPConfig, own: Mapping[Any, Over]) -> Over | None:
-    group = unit.options.get("process_group", config.process_group)
+    group = _group(unit, config)
     return None if group is None else own[key_of(group)]
 
 

@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from smpc.composer import Trainer
 from smpc.composer.plain import decoded, encoded
-from smpc.errors import ConfigError
+from smpc.errors import CheckpointError, ConfigError
 
 
 def _trainer(make=None, lr=1.0, **options):
@@ -135,3 +135,54 @@ def test_samplers_of_other_places(monkeypatch):
     sampler = DistributedSampler(dataset(), num_replicas=2, rank=0)
     with pytest.raises(ConfigError, match=r"expected a sampler of replica 1 of 2, found 0 of 2"):
         _trainer(train_dataloader=DataLoader(dataset(), batch_size=8, sampler=sampler))
+
+
+def test_the_end_of_a_run_is_saved(tmp_path):
+    """Also where no interval ends there; once, where one does. The script may save the same once more."""
+    made = _trainer(save_folder=str(tmp_path), save_interval="3ba", save_filename="{batch}.pt")
+    made.fit()
+    assert made.save_checkpoint() == str(tmp_path / "4.pt")
+    made.fit("2ba")
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["3.pt", "4.pt", "6.pt", "latest-rank0.pt"]
+    with pytest.raises(CheckpointError, match=r"6\.pt is there already"):
+        _trainer(save_folder=str(tmp_path), save_interval="10ba", max_duration="3ep", save_filename="{batch}.pt").fit()
+
+
+def test_what_the_script_saves_itself_stays(tmp_path):
+    made = _trainer(save_folder=str(tmp_path), save_interval="1ba", save_num_checkpoints_to_keep=1)
+    made.save_checkpoint(str(tmp_path / "first.pt"))
+    made.fit()
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["ep2-ba4-rank0.pt", "first.pt", "latest-rank0.pt"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"save_filename": "x.pt", "save_latest_filename": "x.pt"},
+        {"save_best_filename": "latest-rank0.pt", "eval_dataloader": [dataset()[:4]]},
+        {"save_latest_filename": "ep{epoch}-ba{batch}", "fsdp_config": {"state_dict_type": "sharded"}},
+    ],
+)
+def test_one_name_for_two_things(tmp_path, names):
+    """The link would take the place of what it leads to."""
+    with pytest.raises(ConfigError, match=r"expected names that differ"):
+        _trainer(save_folder=str(tmp_path), **names)
+
+
+def test_a_link_with_the_name_of_one_checkpoint(tmp_path):
+    made = _trainer(save_folder=str(tmp_path), save_filename="{batch}.pt", save_latest_filename="4.pt")
+    with pytest.raises(ConfigError, match=r"save_latest_filename: expected another name than that of a checkpoint"):
+        made.fit()
+
+
+def test_weights_without_an_optimizer_are_told(tmp_path):
+    _trainer(save_folder=str(tmp_path), save_weights_only=True).fit()
+    with pytest.warns(UserWarning, match=r"has weights, and no optimizer"):
+        _trainer(load_path=str(tmp_path / "latest-rank0.pt"))
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_file_of_a_sharded_checkpoint_is_not_its_folder(tmp_path, name):
+    _trainer(save_folder=str(tmp_path), fsdp_config={"state_dict_type": "sharded"}).fit()
+    with pytest.raises(CheckpointError, match=r"expected the folder of a sharded checkpoint, .*; give '.*ep2-ba4'"):
+        _trainer(load_path=str(tmp_path / "ep2-ba4" / name))

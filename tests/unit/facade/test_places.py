@@ -99,3 +99,19 @@ def test_where_the_processes_meet():
     with pytest.raises(ConfigError) as caught:
         Launch.read(HYDRA)
     assert [line.split(":")[0] for line in str(caught.value).splitlines()[:-1]] == ["MASTER_PORT", "MASTER_ADDR"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("gpu[03-07,9],login1", "gpu03"),
+        ("rack[1-2]n[01-16],x", "rack1n01"),
+        ("tux[0-1][0-3]", "tux00"),
+        ("a,b[1-2]", "a"),
+        ("n[7]-ib", "n7-ib"),
+    ],
+)
+def test_the_first_of_a_list_of_hosts(hosts, first):
+    place = Place.find({**SLURM, "SLURM_STEP_NODELIST": hosts})
+    assert place is not None
+    assert place.first_host == first
