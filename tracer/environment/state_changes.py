@@ -32,6 +32,7 @@ was computed from parameters, is refused if anything uses it.
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import traceback
 import weakref
@@ -238,6 +239,8 @@ class _Numbers:
 
 
 _DEPTH = 4  # containers around a tensor that are looked through
+# Generators and coroutines: to clear the frame of one that waits ends it, and an error that somebody has kept may have come through it.
+_WAITING = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 class Survivors:
@@ -304,6 +307,8 @@ def _forget_variables(error: BaseException | None, outer: BaseException | None) 
     while error is not None and error is not outer and id(error) not in seen:
         seen.add(id(error))
         for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_flags & _WAITING:
+                continue
             with suppress(RuntimeError):  # it is running
                 frame.clear()
                 _ = frame.f_locals  # who has asked for these made a copy, which is brought up to date

@@ -411,6 +411,8 @@ from smpc.cli import main
 class Kept:
     def __del__(self): print("taken apart")
 kept = Kept()
+kept_file = open("kept.txt", "w")
+kept_file.write(sys.argv[1])
 threading.Thread(target=lambda: (time.sleep(0.3), print("a thread"))).start()
 atexit.register(print, "registered last")
 sys.exit(main())
@@ -419,4 +421,5 @@ sys.exit(main())
         ended = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, cwd=tmp_path)
         assert ended.returncode == status, ended.stderr
         assert ended.stdout.splitlines()[-3:] == ["a thread", "registered last", "registered before"]
+        assert (tmp_path / "kept.txt").read_text() == arguments[0]
     assert ended.stderr.startswith("smpc: error:")

@@ -102,4 +102,5 @@ def test_running_experts_leaves_them_as_they_are():
     """Counts in buffers and lists had gone up by the invented tokens."""
     module = Between(nn.SiLU())
     assert undivided_experts(nn.ModuleList([module])) == ()
-    assert not module.count.any() and not module.seen
+    assert not module.count.any()
+    assert not module.seen

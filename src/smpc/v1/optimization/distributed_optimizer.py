@@ -318,7 +318,7 @@ class DistributedOptimizer(ShardedNames):
         watched = model.optimizer_step() if model is not None else contextlib.nullcontext()
         if self._max_norm > 0:
             self._norm = self.clip_master_grads(self._max_norm)
-        with watched, self._reading():
+        with watched, self._reading(closure):
             if self._updates.is_plain:
                 return self.optimizer.step() if closure is None else self.optimizer.step(closure)
             if closure is not None:
@@ -362,15 +362,20 @@ class DistributedOptimizer(ShardedNames):
             else:
                 parameter.grad = parameter.grad.detach().zero_()  # not in place: it may be a view of a bucket
 
-    def _reading(self) -> contextlib.AbstractContextManager[object]:
+    def _reading(self, closure: Callable[[], Any] | None = None) -> contextlib.AbstractContextManager[object]:
         """Around what the wrapped optimizer does with gradients. Absent parameters have none, and nobody is warned of that here.
 
-        Code of torch's alone, over plain parameters, reads them as those of any tensor: without a call of Python for each.
+        Code of torch's alone, over plain parameters, reads them as those of any tensor: without a call of Python for each. A closure, or a
+        hook, is code of the script's: there who computes with an absent parameter is told.
         """
         optimizer = self.optimizer
         if not type(optimizer).__module__.startswith("torch."):
             return reading_gradients()
         own = vars(optimizer)
+        if (
+            closure is not None or "_optimizer_step_pre_hooks" not in own
+        ):  # the latter in torch's wrappers of optimizers
+            return contextlib.nullcontext()
         hooks = own["_optimizer_step_pre_hooks"], own["_optimizer_step_post_hooks"], *_HOOKS_OF_ALL
         step = own.get("step")  # of a scheduler of torch's, or of the script's
         is_torchs = step is None or getattr(step, "__wrapped__", None) is type(optimizer).step
