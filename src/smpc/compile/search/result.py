@@ -99,7 +99,7 @@ class Search:
         return self.results[0]
 
     def config(self) -> dict[str, Any]:
-        """The settings of `smpc.config.Config` that train this way; `smp.init` refuses experts divided beside tensor parallelism."""
+        """The settings of `smpc.config.Config` that train this way."""
         found, outputs = self.best.candidate, self.options.tensor_parallel_outputs
         others = {
             name: degree
