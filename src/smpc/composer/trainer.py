@@ -248,7 +248,7 @@ class Trainer:
             restore_rng(state.begun)
         else:
             state.begun = capture_rng()
-        load = getattr(self._train, "load_state_dict", None)
+        load: Any = getattr(self._train, "load_state_dict", None)
         knows_place = state.loader is not None and callable(load)
         if knows_place:
             load(state.loader)
