@@ -19,8 +19,8 @@ from torch import nn
 
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, contiguous_stride
 from smpc.codegen.rewrite.tensor_parallel.rewrite import Collective
+from smpc.config.sizes import format_bytes
 from smpc.errors import PartitionError
-from smpc.partitioner.sizes import format_bytes
 from smpc.tracer.ir import Node, NodeKind, StateSpec, TensorSpec, Trace
 from smpc.tracer.targets import GETITEM
 

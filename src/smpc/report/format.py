@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from smpc.config.sizes import format_bytes, scaled
 from smpc.errors import printable
-from smpc.partitioner.sizes import format_bytes, scaled
 
 __all__ = [
     "compress",

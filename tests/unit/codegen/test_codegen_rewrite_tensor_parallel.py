@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Layout
 from smpc.compile import compile_model
+from smpc.config.sizes import format_bytes
 from smpc.errors import ConfigError, TraceError, UsageError
 from smpc.executor.sharded_state import slice_of, whole_of
-from smpc.partitioner.sizes import format_bytes
 from smpc.runtime import LoopbackRuntime
 from smpc.tensor_parallel import describe, place, shard
 

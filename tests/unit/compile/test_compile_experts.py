@@ -11,9 +11,9 @@ from smpc.codegen.rewrite.expert_parallel import describe_experts
 from smpc.compile.options import PipelineOptions
 from smpc.compile.result import Traced
 from smpc.compile.step import Around, step_parts
+from smpc.config.sizes import format_bytes
 from smpc.errors import ConfigError, TraceError, UsageError
 from smpc.expert_parallel import shard
-from smpc.partitioner.sizes import format_bytes
 from smpc.runtime import LoopbackRuntime
 
 ROWS, HIDDEN, CHOSEN = 2 * LENGTH, 32, 2

@@ -24,9 +24,9 @@ from smpc.compile.options import PipelineOptions
 from smpc.compile.search.setting import Setting
 from smpc.compile.search.space import Candidate
 from smpc.compile.step import Sharding, StepParts
+from smpc.config.sizes import at_least
 from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner.graph.plan import Plan
-from smpc.partitioner.sizes import at_least
 from smpc.tracer.ir import Trace
 
 _SHARDED = {"tensor_parallel_plan": "auto", "prescaled_batch": True}  # settings that tensor-parallel ranks need
