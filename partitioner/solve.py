@@ -41,6 +41,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from smpc.config.sizes import at_least
 from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner.costs.cost import CostModel, NodeTimes, weight_time
 from smpc.partitioner.costs.device import Device
@@ -56,7 +57,6 @@ from smpc.partitioner.graph.trace_graph import (
 )
 from smpc.partitioner.memory.peak import StageUse, stage_memory
 from smpc.partitioner.problem import LARGEST, IntArray, Scale, relative_gap, stage_costs
-from smpc.partitioner.sizes import at_least
 from smpc.partitioner.solvers.bound import lower_bound
 from smpc.partitioner.solvers.chain import ChainSolution, solve_chain
 from smpc.partitioner.solvers.chain_limited import LimitedChain, fits, least_peak, solve_limited

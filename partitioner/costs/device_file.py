@@ -11,10 +11,10 @@ from typing import Any
 
 from smpc.config.files import parse_toml, read_text
 from smpc.config.limits import MAX_RANKS, shown
+from smpc.config.sizes import parse_bytes
 from smpc.errors import ConfigError, printable
 from smpc.partitioner.costs.collectives import IN_OPERATIONS, Kind
 from smpc.partitioner.costs.description import ALL, Curve, Device, Kernels, Wire
-from smpc.partitioner.sizes import parse_bytes
 
 _RATES = (1e3, 1e24)  # bytes/s and FLOP/s that are believed; with others, times are beyond what a plan can count in
 _LATENCIES = (0.0, 3600.0)

@@ -48,6 +48,9 @@ def scripts_lines(rank, folder):
     with pytest.warns(UserWarning, match=r"but a sum over all of them \(a norm\) is that of this rank alone") as found:
         assert [p.grad for p in absent for _ in range(2)] == [None] * 2 * len(absent)
     assert [w.filename for w in found] == [__file__], "once for each line that asks, and it is this one"
+    for line in wrong[:2]:  # a closure is the script's code, too
+        with pytest.raises(UsageError, match=f"pipeline rank {rank} has no values of it"):
+            optimizer.step(line)
     # What each rank does to its own parameters is done to all of them.
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")

@@ -32,7 +32,7 @@ was computed from parameters, is refused if anything uses it.
 from __future__ import annotations
 
 import gc
-import sys
+import inspect
 import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -51,6 +51,7 @@ from smpc.tracer.environment.frozen import Never
 from smpc.tracer.environment.guarded import Guard, shown
 from smpc.tracer.guards import NoAnswerError, is_fixed, values_of
 from smpc.tracer.ir import Node, NodeKind, Trace
+from smpc.tracer.operations.values import SizeAskedError
 from smpc.tracer.recording.untraceable import UntraceableError
 from smpc.tracer.state.fakes import untrained
 
@@ -238,6 +239,8 @@ class _Numbers:
 
 
 _DEPTH = 4  # containers around a tensor that are looked through
+# Generators and coroutines: to clear the frame of one that waits ends it, and an error that somebody has kept may have come through it.
+_WAITING = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 class Survivors:
@@ -246,11 +249,9 @@ class Survivors:
     def __init__(self) -> None:
         self._refs: list[weakref.ref[torch.Tensor]] = []
         self._freezes = self._disables = False
-        self._handled: BaseException | None = None
 
     def __enter__(self) -> Survivors:
         self._freezes, self._disables = gc.get_freeze_count() == 0, gc.isenabled()
-        self._handled = sys.exc_info()[1]
         gc.disable()  # what others do when it runs is not what the model does
         if self._freezes:
             gc.freeze()
@@ -259,8 +260,9 @@ class Survivors:
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if self._disables:
             gc.enable()
-        _forget_variables(error, self._handled)
-        self._handled = None
+        # Who debugs an error of another kind looks at the variables of the model's code.
+        if isinstance(error, (TraceError, SizeAskedError)):
+            _forget_variables(error)
         if self._alive():
             gc.collect()  # of what is new alone: what was there is frozen
         if self._alive():
@@ -298,16 +300,13 @@ class Survivors:
         return [fake for fake in (ref() for ref in self._refs) if fake is not None]
 
 
-def _forget_variables(error: BaseException | None, outer: BaseException | None) -> None:
-    """Lets go of the tensors in variables of functions that an error has ended, back to the error that its caller handles."""
-    seen: set[int] = set()
-    while error is not None and error is not outer and id(error) not in seen:
-        seen.add(id(error))
-        for frame, _ in traceback.walk_tb(error.__traceback__):
+def _forget_variables(error: BaseException) -> None:
+    """Lets go of the tensors in variables of functions that an error has ended. An error of the model's own, its cause, keeps them."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if not frame.f_code.co_flags & _WAITING:
             with suppress(RuntimeError):  # it is running
                 frame.clear()
                 _ = frame.f_locals  # who has asked for these made a copy, which is brought up to date
-        error = error.__cause__ or error.__context__
 
 
 @contextmanager

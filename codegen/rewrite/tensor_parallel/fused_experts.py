@@ -10,6 +10,7 @@ whole one returns. Modules that cannot be run, or return something else, stay wh
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from smpc.codegen.rewrite.expert_parallel import PARTS
 
 NAMES = ("down_proj", "gate_up_proj")
 _INNER, _TOKENS, _CHOSEN = 32, 5, 2
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # what every module has
 
 
 def undivided_experts(model: nn.Module) -> tuple[str, ...]:
@@ -29,7 +31,7 @@ def undivided_experts(model: nn.Module) -> tuple[str, ...]:
         dim = columns_of(module)
         if dim is None:
             continue
-        kind = _kind(module)
+        kind = (*(tuple(module._parameters[own].shape) for own in NAMES), *map(_looks, module.modules()))
         if kind not in known:
             known[kind] = _adds_up(module, dim)
         if not known[kind]:
@@ -50,16 +52,12 @@ def columns_of(module: nn.Module) -> int | None:
     return None
 
 
-def _kind(module: nn.Module) -> object:
-    """What is equal for modules of which one needs to be run: attributes that are no plain values must be the very same objects."""
-    shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
-    inside = [type(child) for child in module.children()]
-    own = [
-        (name, value if isinstance(value, bool | int | float | str) else id(value))
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-    ]
-    return type(module), tuple(shapes), tuple(inside), tuple(own)
+def _looks(module: nn.Module) -> tuple[object, ...]:
+    """By what modules of one class may differ: numbers, texts, and which objects else they hold, such as functions and buffers."""
+    found = [(name, value) for name, value in vars(module).items() if name not in _OF_TORCH]
+    plain = (bool, int, float, str, type(None))
+    own = tuple((name, repr(value) if isinstance(value, plain) else id(value)) for name, value in found)
+    return type(module), own, tuple(map(id, module._buffers.values()))
 
 
 def _adds_up(module: nn.Module, dim: int) -> bool:
@@ -92,10 +90,15 @@ def _adds_up(module: nn.Module, dim: int) -> bool:
 
 
 def _with(module: nn.Module, gate_up: Tensor, down: Tensor) -> nn.Module:
-    """A module like this one, with other parameters: not one that serves the tokens of other ranks."""
+    """A module like this one, with other parameters: not one that serves the tokens of other ranks.
+
+    What it changes, such as counts in its buffers, is its own.
+    """
     kind: Any = type(module).__bases__[-1] if PARTS in vars(module) else type(module)
     made: nn.Module = kind.__new__(kind)
-    made.__dict__.update(vars(module))
+    held = {id(parameter): parameter for parameter in module.parameters()}
+    own = {name: value for name, value in vars(module).items() if name not in (PARTS, "_parameters")}
+    made.__dict__.update(copy.deepcopy(own, {**held, id(module): made}))
     values = {"gate_up_proj": gate_up, "down_proj": down}
     made.__dict__["_parameters"] = {name: nn.Parameter(values[name], requires_grad=False) for name in NAMES}
     for hooks in ("_forward_hooks", "_forward_pre_hooks"):

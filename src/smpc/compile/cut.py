@@ -21,6 +21,7 @@ from smpc.codegen.schedules.choice import Choice
 from smpc.codegen.simulate import Costs, Transfer, chain
 from smpc.compile.options import PipelineOptions
 from smpc.compile.result import Compilation, Traced
+from smpc.config.sizes import at_least
 from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner.costs.cost import CostModel
 from smpc.partitioner.costs.timing import parameter_times
@@ -28,7 +29,6 @@ from smpc.partitioner.graph.plan import Plan, ScheduleSummary
 from smpc.partitioner.heterogeneous import on_devices, solve_mixed
 from smpc.partitioner.keep_assignment import fits, follow
 from smpc.partitioner.manual import assign_manually
-from smpc.partitioner.sizes import at_least
 from smpc.partitioner.solve import check_peaks, plan_from_assignment, rank_peaks, solve_partition, with_note
 from smpc.tracer.ir import Trace
 

@@ -27,6 +27,7 @@ from smpc.compile.keys import CompilationKeys
 from smpc.config import KEYS, Config
 from smpc.config.key import keys_of
 from smpc.config.planner import PlannerKeys
+from smpc.config.sizes import parse_bytes
 from smpc.errors import ConfigError, SmpcError
 from smpc.kernels.setting import faults_of
 from smpc.mesh import Axis, Mesh
@@ -34,7 +35,6 @@ from smpc.partitioner.costs.cost import CostModel, NodeTimes, times_with_collect
 from smpc.partitioner.costs.description import Device, Group
 from smpc.partitioner.costs.device import find_devices
 from smpc.partitioner.costs.optimizers import Optimizer, find_optimizer
-from smpc.partitioner.sizes import parse_bytes
 from smpc.tracer.ir import Trace
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -336,7 +336,7 @@ def _load_schedulers(state: State, saved: Sequence[Any] | None) -> None:
             stacklevel=5,
         )
     for scheduler, own in zip(state.schedulers, saved or (), strict=False):
-        scheduler.load_state_dict(decoded(own))
+        scheduler.load_state_dict(decoded(own) if isinstance(own, str) else dict(own))  # older ones have no kinds
 
 
 def _check_plain(plain: Mapping[str, Any]) -> None:

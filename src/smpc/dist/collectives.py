@@ -109,7 +109,7 @@ def all_gather_object(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
 def _in_order(tensor: Tensor) -> Iterator[Tensor]:
     """The elements in their order in memory, and what they are then back in the tensor."""
     values = tensor.detach()
-    if values.is_contiguous():
+    if values.layout is not torch.strided or values.is_contiguous():  # of sparse ones gloo takes the parts
         yield values
         return
     copy = values.contiguous()

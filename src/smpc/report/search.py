@@ -159,10 +159,16 @@ def _not_settings(found: Search) -> tuple[tuple[str, str], ...]:
         shown = ", ".join(map(printable, names[:2])) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
         rows.append(("", f"activation checkpointing of {shown} (docs/activation_checkpointing.md)"))
     if candidate.expert_parallel_degree > 1:
-        excluded = candidate.tensor_parallel_degree > 1
-        how = "excludes tensor parallelism in a script: smpc.v2 has both" if excluded else "divides the experts"
-        degree = f"expert_parallel_degree: {candidate.expert_parallel_degree}"
-        rows.append(("", f"{degree} {how} (docs/expert_parallelism.md)"))
+        rows.append(
+            (
+                "",
+                f"expert_parallel_degree: {candidate.expert_parallel_degree} divides the experts (docs/expert_parallelism.md)",
+            )
+        )
+        if candidate.tensor_parallel_degree > 1:
+            rows.append(
+                ("", "beside tensor parallelism a script has a rank's experts whole; smpc.v2 cuts them once more")
+            )
     return tuple(rows)
 
 

@@ -405,12 +405,15 @@ def test_an_output_folder_in_a_place_that_takes_none_is_one_line(smpc, factories
 def test_a_process_ends_as_python_ends_it_but_keeps_its_modules(tmp_path):
     """Functions of atexit are called, whenever they were registered, threads are waited for, and all that was written is there."""
     script = """
-import atexit, sys, threading, time
+import atexit, sys, tempfile, threading, time
 atexit.register(print, "registered before")
 from smpc.cli import main
 class Kept:
     def __del__(self): print("taken apart")
 kept = Kept()
+kept_file = open("kept.txt", "w")
+kept_file.write(sys.argv[1])
+temporary = tempfile.NamedTemporaryFile(dir=".")
 threading.Thread(target=lambda: (time.sleep(0.3), print("a thread"))).start()
 atexit.register(print, "registered last")
 sys.exit(main())
@@ -419,4 +422,5 @@ sys.exit(main())
         ended = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, cwd=tmp_path)
         assert ended.returncode == status, ended.stderr
         assert ended.stdout.splitlines()[-3:] == ["a thread", "registered last", "registered before"]
+        assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("kept.txt", arguments[0])]
     assert ended.stderr.startswith("smpc: error:")

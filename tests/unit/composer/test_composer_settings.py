@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from smpc.composer import Trainer
+from smpc.composer.checkpoint import _load_schedulers
 from smpc.composer.plain import decoded, encoded
 from smpc.errors import CheckpointError, ConfigError
 
@@ -81,6 +82,13 @@ def test_schedules_that_do_not_fit_are_told(tmp_path):
     _trainer(SCHEDULES["StepLR"], save_folder=str(tmp_path)).fit()
     with pytest.warns(UserWarning, match=r"has 1 schedulers, and the Trainer 0"):
         _trainer(load_path=str(tmp_path / "latest-rank0.pt"))
+
+
+def test_schedules_of_older_checkpoints(tmp_path):
+    """Schedules' states were JSON as they are; loading one ended with a TypeError."""
+    trainer = _trainer(SCHEDULES["StepLR"])
+    _load_schedulers(trainer.state, [{**trainer.state.schedulers[0].state_dict(), "last_epoch": 3}])
+    assert trainer.state.schedulers[0].last_epoch == 3
 
 
 def test_learning_rates_of_other_kinds(tmp_path):

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from smpc.compile import compile_model
+from smpc.config.sizes import at_least, parse_bytes
 from smpc.errors import ConfigError
 from smpc.partitioner.costs.cost import CostModel
 from smpc.partitioner.costs.device import DEVICES, H100, find_device
 from smpc.partitioner.costs.optimizers import OPTIMIZERS, find_optimizer
-from smpc.partitioner.sizes import at_least, parse_bytes
 from smpc.tracer.ir import TensorSpec
 
 GOOD = """

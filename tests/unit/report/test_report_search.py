@@ -10,6 +10,7 @@ from torch import nn
 
 import smpc
 from smpc.compile.search import Verdict
+from smpc.config import Config
 from smpc.report.search import search_summary, search_table
 
 LONG = "input_layernorm + post_attention_layernorm"
@@ -45,12 +46,14 @@ def with_best(found, **fields):
     return dataclasses.replace(found, results=(best, *found.results[1:]))
 
 
-def test_experts_are_a_setting_but_beside_tensor_parallelism(found):
+def test_experts_are_a_setting(found):
     """Scripts were told to call smpc.expert_parallel.shard, which they need no more."""
     alone = dict.fromkeys(text for _, text in search_summary(with_best(found, expert_parallel_degree=2)))
     assert "expert_parallel_degree: 2 divides the experts (docs/expert_parallelism.md)" in alone
-    both = search_summary(with_best(found, expert_parallel_degree=2, tensor_parallel_degree=2))
-    assert any("excludes tensor parallelism in a script: smpc.v2 has both" in text for _, text in both)
+    both = with_best(found, expert_parallel_degree=2, tensor_parallel_degree=2)
+    shown = [text for _, text in search_summary(both)]
+    assert any("beside tensor parallelism a script has a rank's experts whole" in text for text in shown)
+    Config(**both.config())  # which a script may have
 
 
 def test_sets_with_long_names_are_numbers_in_the_table_and_spelt_out_below(found):

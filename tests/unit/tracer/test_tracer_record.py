@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import pickle
+import traceback
 
 import pytest
 import torch
@@ -466,3 +467,35 @@ def test_what_fails_while_it_is_recorded_may_run_by_itself(function):
         match=r"test_tracer_record\.py:\d+: RuntimeError: .* if it fails there, too, .* have the module called whole",
     ):
         record(Foreign(function), (torch.ones(2, 4),))
+
+
+def test_who_debugs_an_error_of_the_model_finds_the_variables_of_its_functions():
+    class Fails(nn.Module):
+        def forward(self, x):
+            factor = 3
+            raise ValueError(factor)
+
+    with pytest.raises(TraceError, match="ValueError: 3") as caught:
+        record(nn.Sequential(nn.Linear(2, 2), Fails()), (torch.zeros(1, 2),))
+    *_, (frame, _) = traceback.walk_tb(caught.value.__cause__.__traceback__)
+    assert frame.f_locals["factor"] == 3
+
+
+def test_an_error_that_somebody_keeps_does_not_end_a_generator_that_it_came_through():
+    def counts():
+        for count in range(3):
+            try:
+                yield count
+            except KeyError as error:
+                kept.append(error)
+
+    class Fails(nn.Module):
+        def forward(self, x):
+            next(going)
+            going.throw(KeyError("from outside"))
+            raise TraceError("the model's own") from kept[0]
+
+    kept, going = [], counts()
+    with pytest.raises(TraceError, match="own"):
+        record(Fails(), (torch.zeros(1, 2),))
+    assert list(going) == [2]

@@ -24,9 +24,9 @@ from smpc.compile.options import PipelineOptions
 from smpc.compile.search.setting import Setting
 from smpc.compile.search.space import Candidate
 from smpc.compile.step import Sharding, StepParts
+from smpc.config.sizes import at_least
 from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner.graph.plan import Plan
-from smpc.partitioner.sizes import at_least
 from smpc.tracer.ir import Trace
 
 _SHARDED = {"tensor_parallel_plan": "auto", "prescaled_batch": True}  # settings that tensor-parallel ranks need
@@ -99,7 +99,7 @@ class Search:
         return self.results[0]
 
     def config(self) -> dict[str, Any]:
-        """The settings of `smpc.config.Config` that train this way; `smp.init` refuses experts divided beside tensor parallelism."""
+        """The settings of `smpc.config.Config` that train this way."""
         found, outputs = self.best.candidate, self.options.tensor_parallel_outputs
         others = {
             name: degree
