@@ -121,7 +121,7 @@ def train(rank, folder):
     for change in CHANGES.values():
         change(module)
         found.append(train_step(model, data()).outputs)
-    return found, {name: p.grad for name, p in model.local_named_parameters()}, len(model._pipeline.programs)
+    return found, {name: p.grad for name, p in model.local_named_parameters()}, len(model._pipeline.programs.entries)
 
 
 def reference():
@@ -211,7 +211,7 @@ def train_cached(rank, folder):
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     torch.manual_seed(0)
     model = smp.DistributedModel(nn.Sequential(*(Sized(6, 6) for _ in range(4))))
-    return [train_step(model, data()).outputs for _ in range(3)], len(model._pipeline.programs)
+    return [train_step(model, data()).outputs for _ in range(3)], len(model._pipeline.programs.entries)
 
 
 def test_what_a_module_computes_once_and_keeps_is_no_change(tmp_path):

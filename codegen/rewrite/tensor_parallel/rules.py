@@ -373,8 +373,8 @@ def strategies(facts: Facts, node: Node) -> tuple[Strategy, ...]:
 
 
 def _has_unknown_shape(facts: Facts, name: str) -> bool:
-    """Whether the shape of a tensor depends on values, such as of what a mask selects."""
-    return facts.spec(name) is None
+    """Whether the shape of a tensor depends on values, such as of what a mask selects. A group of ranks is no tensor."""
+    return facts.spec(name) is None and facts.trace.node(name).kind is not NodeKind.GET_ATTR
 
 
 def _rounds_gradients(facts: Facts, node: Node) -> bool:

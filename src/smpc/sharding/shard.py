@@ -28,7 +28,7 @@ A model that only one rank has values of (`source`) is divided without them, and
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, cast
@@ -186,9 +186,9 @@ def shard(
         )
         if unit.divisor is not None:
             made.set_gradient_divide_factor(unit.divisor)
-        new = _untaken(module, taken)
         if source is not None:
-            _fill(module, own, new, "cpu" if options.offload else mesh.device_type, source, ignored)
+            _fill(module, own, taken, "cpu" if options.offload else mesh.device_type, source, ignored)
+        new = _untaken(module, taken)
         if wide:
             widen(new)
         taken.update(new)
@@ -212,23 +212,29 @@ def _offload(device_type: str) -> CPUOffloadPolicy:
 def _fill(
     module: nn.Module,
     old: Sequence[nn.Parameter],
-    new: Sequence[nn.Parameter],
+    taken: Collection[nn.Parameter],
     device_type: str,
     source: Incoming,
     ignored: frozenset[nn.Parameter],
 ) -> None:
-    """Give a unit that is in parts, its `new` parameters, the values that one rank has in the `old` ones, and let go of those. Collective.
+    """Give a unit that is in parts the values that one rank has in its `old` parameters, and let go of those. Collective.
 
-    `device_type`: where parts are to lie.
+    `taken`: what belongs to other units, which have filled it. `device_type`: where parts are to lie.
     """
     if any(parameter.is_meta for parameter in old):
         for inner in reversed(own_modules(module)):  # the unit itself last: it takes note of what its modules have then
-            inner.to_empty(device=torch.device(device_type), recurse=False)
-    for before, after in zip(old, new, strict=True):
+            if any(p is not None and p.is_meta for p in (*inner._parameters.values(), *inner._buffers.values())):
+                inner._apply(_emptied(device_type), recurse=False)
+    for before, after in zip(old, _untaken(module, taken), strict=True):  # emptying has made others of them
         values = source.take(before)
         local(after.detach()).copy_(own_part(after, values))
         if before not in ignored:
             before.data = torch.empty(0, dtype=before.dtype, device=before.device)
+
+
+def _emptied(device_type: str) -> Callable[[Tensor], Tensor]:
+    """What is on meta gets memory; what is not has values, such as parameters that belong to another unit as well."""
+    return lambda tensor: torch.empty_like(tensor, device=device_type) if tensor.is_meta else tensor
 
 
 def _without_views(module: nn.Module, inputs: object, output: Any) -> Any:
