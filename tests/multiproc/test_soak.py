@@ -86,7 +86,7 @@ def sample(model, step):
         "handles": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "python threads": threading.active_count(),
-        "programs": len(model._pipeline.programs),
+        "programs": len(model._pipeline.programs.entries),
         "sources": sum(name.startswith("<smpc stage") for name in linecache.cache),
         "objects": len(gc.get_objects()),
     }

@@ -30,7 +30,7 @@ def train(rank, folder):
         optimizer.step()
         optimizer.zero_grad()
         programs.append(
-            {signature.ones: left_out(recording.trace) for signature, recording in model._pipeline.programs}
+            {signature.ones: left_out(recording.trace) for signature, recording in model._pipeline.programs.entries}
         )
     return losses, programs
 

@@ -224,7 +224,7 @@ def _fill(
     if any(parameter.is_meta for parameter in old):
         for inner in reversed(own_modules(module)):  # the unit itself last: it takes note of what its modules have then
             if any(p is not None and p.is_meta for p in (*inner._parameters.values(), *inner._buffers.values())):
-                inner._apply(_emptied(device_type), recurse=False)
+                inner._apply(_emptied(device_type), recurse=False)  # type: ignore[no-untyped-call]
     for before, after in zip(old, _untaken(module, taken), strict=True):  # emptying has made others of them
         values = source.take(before)
         local(after.detach()).copy_(own_part(after, values))
