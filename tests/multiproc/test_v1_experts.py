@@ -7,7 +7,7 @@ import expert_models
 import pytest
 import torch
 from executor_harness import run_workers
-from mixtures import MB, ByHand, Experts, batch_of, made
+from mixtures import MB, ByHand, Experts, batch_of, made, train_step
 from torch import nn
 
 import smpc.v1 as smp
@@ -16,13 +16,6 @@ from smpc.expert_parallel import register_experts
 from smpc.sharding.tensors import whole as gathered
 
 STEPS, HALF = 4, 2
-
-
-@smp.step
-def train_step(model, batch):
-    loss = model(**batch).loss
-    model.backward(loss)
-    return loss
 
 
 @smp.step

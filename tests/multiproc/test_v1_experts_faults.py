@@ -6,19 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from executor_harness import Launch, run_workers
-from mixtures import MB, batch_of, made
+from mixtures import MB, batch_of, made, train_step
 
 import smpc.v1 as smp
 from smpc.errors import PeerError, StepError
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.replicas.group_hooks import sum_together
-
-
-@smp.step
-def train_step(model, batch):
-    loss = model(**batch).loss
-    model.backward(loss)
-    return loss
 
 
 @smp.step

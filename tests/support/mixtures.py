@@ -5,6 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import smpc.v1 as smp
+
 MB = 2
 VOCABULARY = expert_models.VOCABULARY
 
@@ -90,3 +92,10 @@ def batch_of(step, part):
     for row in range(2 * MB):
         mask[row, length - (part + row + step) % 4 :] = 0
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+@smp.step
+def train_step(model, batch):
+    loss = model(**batch).loss
+    model.backward(loss)
+    return loss

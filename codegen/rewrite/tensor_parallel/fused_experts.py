@@ -61,7 +61,12 @@ def _looks(module: nn.Module) -> tuple[object, ...]:
 
 
 def _adds_up(module: nn.Module, dim: int) -> bool:
-    """Whether slices of the experts return summands of what they return."""
+    """Whether slices of the experts return summands of what they return, in the mode that they are in.
+
+    Not where modules inside have parameters of their own: what these do now, such as adapters that begin at zero, they may not do later.
+    """
+    if any(True for child in module.children() for _ in child.parameters()):
+        return False
     down = module._parameters["down_proj"]
     assert down is not None, "it is there"
     num_experts, hidden = down.shape[0], down.shape[dim]
@@ -103,5 +108,4 @@ def _with(module: nn.Module, gate_up: Tensor, down: Tensor) -> nn.Module:
     made.__dict__["_parameters"] = {name: nn.Parameter(values[name], requires_grad=False) for name in NAMES}
     for hooks in ("_forward_hooks", "_forward_pre_hooks"):
         made.__dict__[hooks] = type(vars(module)[hooks])()
-    made.__dict__["training"] = False
     return made

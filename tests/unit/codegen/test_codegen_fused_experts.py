@@ -104,3 +104,25 @@ def test_running_experts_leaves_them_as_they_are():
     assert undivided_experts(nn.ModuleList([module])) == ()
     assert not module.count.any()
     assert not module.seen
+
+
+class Adapter(nn.Linear):
+    """Across the hidden width of the experts; adds nothing until it is trained."""
+
+    def __init__(self):
+        super().__init__(8, 8, bias=False)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, gate):
+        found = F.silu(gate)
+        return found + super().forward(found) if found.shape[-1] == 8 else found
+
+
+@pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("between", [Adapter, lambda: nn.Dropout(0.5)], ids=["adapter", "dropout"])
+def test_what_may_not_add_up_later_stays_whole(between, mode):
+    """An adapter begins at zero in either mode; in training every rank would draw what it drops by itself."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([Between(between())]).train(mode)
+    is_dropout = not isinstance(model[0].between, Adapter)
+    assert undivided_experts(model) == (() if is_dropout and not mode else ("0",))
