@@ -110,8 +110,9 @@ class Peers:
         assert peer is not None, "a rank does not wait for itself"
         if self.is_closed:
             return "The process group was destroyed"
-        if any(descriptor == peer.alive for descriptor, _ in self._ends.poll(0)):
-            return "Connection closed by peer, which has ended"
+        for descriptor, _ in self._ends.poll(0):
+            if descriptor == peer.alive:
+                return "Connection closed by peer, which has ended"
         if self._words[self._gone[rank]]:
             return "Connection closed by peer, which has left the group or failed"
         return f"Timed out waiting {1000 * self._timeout:.0f}ms" if waited > self._timeout else ""

@@ -214,7 +214,10 @@ def on_device(arguments: Arguments, device: torch.device) -> Arguments:
     def move(leaf: Any, path: str) -> Any:
         return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
 
-    return {name: map_leaves(value, move, "") for name, value in arguments.items()}
+    moved: Arguments = {}
+    for name, value in arguments.items():
+        moved[name] = map_leaves(value, move, "")
+    return moved
 
 
 def check_argument(value: Any, name: str, num_microbatches: int, axis: int = 0) -> list[str]:
@@ -258,7 +261,10 @@ def split_argument(
             return own if device is None else on_device({"": own}, device)[""]
         return leaf
 
-    return [map_leaves(value, partial(part, index=index), name) for index in range(num_microbatches)]
+    parts = []
+    for index in range(num_microbatches):
+        parts.append(map_leaves(value, partial(part, index=index), name))
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
