@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from smpc.tracer.environment.frozen import MISSING, DerivedError, Entries, Frozen, freeze, is_users, users_attributes
-from smpc.tracer.environment.memory_words import DictVersions, type_reader
+from smpc.tracer.environment.memory_words import DictVersions, Words, function_reader, type_reader
 
 _HIDDEN = "another value than before (its values are not shown)"
 CLASS, CODE, BASES = (
@@ -375,22 +375,23 @@ class Environment:
     ) -> None:
         self.guards, self.tables = tuple(guards), tuple(tables)
         self._versions, self._polls = versions or DictVersions(), versions is None
-        self._fixed: list[_Fixed | _Classes] = []  # what no dict tells: in objects, functions and cells
+        self._fixed: list[_Fixed | _Addresses] = []  # what no dict tells: in objects, functions and cells
         self._leave, self._lock = leave, threading.Lock()
         self._always: list[Guard | TableLike] = []
         self._checks: dict[int, list[Guard | TableLike]] = {}  # by position of their dict
-        fixed: dict[str, list[Guard]] = {}
+        fixed: dict[tuple[str, bool], list[Guard]] = {}  # by key, and whether it is a name of plain functions
         for guard in self.guards:
             table = guard.place.table
             if guard.deep and not (table is not None and guard.is_of_dict):
                 self._always.append(guard)
             elif table is None:
-                is_cell = isinstance(guard.place.holder, CellType)
-                fixed.setdefault("cell_contents" if is_cell else guard.place.key, []).append(guard)
+                holder = guard.place.holder
+                key = "cell_contents" if isinstance(holder, CellType) else guard.place.key
+                fixed.setdefault((key, type(holder) is FunctionType and key in NAMES), []).append(guard)
             else:
                 self._checks.setdefault(self._versions.watch(table), []).append(guard)
                 self._watch_content(guard)
-        self._fixed = [(_Classes if key == CLASS else _Fixed)(guards) for key, guards in fixed.items()]
+        self._fixed = [_compared(key, is_name, guards) for (key, is_name), guards in fixed.items()]
         for each in self.tables:
             self._watch_table(each)
             if each.is_deep:
@@ -463,21 +464,31 @@ class Environment:
         return None
 
 
-class _Classes:
-    """Guards of the classes of many objects, looked at in one go."""
+def _compared(key: str, is_name: bool, guards: Sequence[Guard]) -> _Fixed | _Addresses:
+    holders = [guard.place.holder for guard in guards]
+    read = type_reader(holders) if key == CLASS else function_reader(holders, key) if is_name else None
+    return _Fixed(guards) if read is None else _Addresses(guards, read)
 
-    def __init__(self, guards: Sequence[Guard]) -> None:
-        self._guards = guards
-        self._read = type_reader([guard.place.holder for guard in guards])
-        self._values = self._read().copy()
+
+class _Addresses:
+    """Guards of one attribute of many objects, or of their classes: the addresses of the values are looked at in one go."""
+
+    def __init__(self, guards: Sequence[Guard], read: Callable[[], Words]) -> None:
+        self._guards, self._read = guards, read
+        self._keep()
+
+    def _keep(self) -> None:
+        # Kept alive, so that no other value gets the address of one of these.
+        self._alive = [guard.place.read() for guard in self._guards]
+        self._addresses = self._read().copy()
 
     def difference(self) -> Difference | None:
         """The first that has another one."""
-        now = self._read()
-        if np.array_equal(now, self._values):
+        if np.array_equal(self._read(), self._addresses):
             return None
         found = next(filter(None, (guard.difference() for guard in self._guards)), None)
-        self._values = now.copy() if found is None else self._values
+        if found is None:
+            self._keep()
         return found
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from smpc.tracer.environment import memory_words
 from smpc.tracer.environment import memory_words as requires_grad
-from smpc.tracer.environment.memory_words import trained_reader, type_reader
+from smpc.tracer.environment.memory_words import function_reader, trained_reader, type_reader
 
 
 @pytest.fixture(params=["memory", "attribute"])
@@ -31,6 +31,8 @@ class Tagged(torch.Tensor):
 def test_the_fast_way_is_taken_here():
     assert requires_grad._offsets() is not None
     assert memory_words._has_type()
+    for name in ("__code__", "__name__", "__qualname__"):
+        assert memory_words._offset_in_function(name) is not None
 
 
 def test_random_changes_are_seen(way):
@@ -74,3 +76,23 @@ def test_classes_are_seen(way):
     assert before == [id(nn.ReLU)] * 10
     modules[3].__class__ = nn.GELU
     assert read().tolist() == [id(type(module)) for module in modules] != before
+
+
+@pytest.mark.parametrize("name", ["__code__", "__name__", "__qualname__"])
+def test_attributes_of_functions_are_read(name):
+    def made(i):
+        def function(x=i): ...
+
+        function.__name__, function.__qualname__ = f"name {i}", f"qualified name {i}"
+        return function
+
+    numbers, functions = random.Random(1), [made(i) for i in range(30)]
+    read = function_reader(functions, name)
+    for i in range(30, 100):
+        setattr(numbers.choice(functions), name, getattr(made(i), name))
+        assert read().tolist() == [id(getattr(function, name)) for function in functions]
+
+
+def test_what_no_word_of_a_function_holds_is_not_read_from_memory():
+    assert function_reader([test_the_fast_way_is_taken_here], "__defaults__") is None
+    assert function_reader([test_the_fast_way_is_taken_here], "__dict__") is None
