@@ -8,7 +8,7 @@
                     again: gradients are read and written, and saved values are read again. Nodes without gradients cost nothing.
     accumulation  a gradient that is added to that of earlier microbatches is read twice and written once; part of the backward
 
-Views move no bytes and take no time. What an operation keeps for its backward beside inputs and output (the mask of a dropout, the
+Views move no bytes and take no time, or what was measured of them. What an operation keeps for its backward beside inputs and output (the mask of a dropout, the
 log-probabilities of a loss) is written and read as well. How fast products, attention and copies are is the device's affair
 (`smpc.partitioner.costs.description`), and how long ranks take to exchange what they have that of `smpc.partitioner.costs.collectives`.
 
@@ -168,7 +168,7 @@ class CostModel:
         """Seconds of one forward. `kept_bytes`: what it keeps for its backward beside inputs and output."""
         moved = node.bytes_moved + kept_bytes
         if not moved and not node.flops:
-            return self.kernels.view
+            return self.kernels.view_time(name_of(node), is_backward=False)
         measured = self._measured(node, dtype, node.flops or moved, node.flops or moved)
         if measured is not None:
             return measured
@@ -182,7 +182,7 @@ class CostModel:
         if num_gradients == 0:
             return 0.0
         if not (node.bytes_moved or node.flops):
-            return self.kernels.view
+            return self.kernels.view_time(name_of(node), is_backward=True)
         products = min(2, num_gradients)
         moved = 3 * node.bytes_moved // 2 + kept_bytes
         size, amount = node.flops or node.bytes_moved + kept_bytes, products * node.flops or moved
@@ -362,7 +362,10 @@ def node_times(trace: Trace, cost_model: CostModel) -> NodeTimes:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a node has to do, as its times are counted: FLOPs of one product, or bytes; and all of its forward and backward."""
+    """What a node has to do, as its times are counted: FLOPs of one product, or bytes; and all of its forward and backward.
+
+    A view has nothing to do: its size is 0, and `backward` says whether there is one.
+    """
 
     position: int
     name: str
@@ -374,7 +377,7 @@ class Work:
 
 
 def work_of(trace: Trace) -> Iterator[Work]:
-    """The work of every node that computes or moves bytes, in order."""
+    """The work of every node that takes time, in order."""
     for item in _costed(trace):
         node, kept = item.node, item.kept
         if node.flops:
@@ -383,7 +386,9 @@ def work_of(trace: Trace) -> Iterator[Work]:
         else:
             size = forward = node.bytes_moved + kept
             backward = (3 * node.bytes_moved // 2 + kept) * bool(item.num_gradients)
-        if size:
+        if not size:
+            yield Work(item.position, name_of(node), item.dtype, False, 0, 0, bool(item.num_gradients))
+        else:
             yield Work(item.position, name_of(node), item.dtype, bool(node.flops), size, forward, backward)
 
 

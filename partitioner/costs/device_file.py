@@ -20,7 +20,19 @@ _RATES = (1e3, 1e24)  # bytes/s and FLOP/s that are believed; with others, times
 _LATENCIES = (0.0, 3600.0)
 _SHARES = (1e-6, 1.0)
 _MEASURED = (1e-12, 1e6)  # small work takes a launch, and the backward of a sum nothing at all
-_KERNELS = ("launch", "processors", "memory", "attention", "products", "operations", "view", "optimizer")
+_TIMES = ("action", "deferred", "step")  # of a program, beside its operations
+_KERNELS = (
+    "launch",
+    "processors",
+    "memory",
+    "attention",
+    "products",
+    "operations",
+    "view",
+    "optimizer",
+    "views",
+    *_TIMES,
+)
 _DTYPES = ("float64", "float32", "bfloat16", "float16")  # that torch surely has
 _WIRE = ("bandwidth", "latency", "efficiency", "hop")
 
@@ -103,7 +115,25 @@ class _Reader:
             MappingProxyType({key: self.curves(operations, key) for key in operations}),
             self.number("kernels.", data, "view", _LATENCIES, default=0.0),
             self.number("kernels.", data, "optimizer", _SHARES, default=1.0),
+            MappingProxyType(self.views(self.table(data, "views", "kernels."))),
+            *(self.number("kernels.", data, key, _LATENCIES, default=0.0) for key in _TIMES),
         )
+
+    def views(self, data: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+        """By name, seconds of a forward and of a backward."""
+        found = {}
+        for key, value in data.items():
+            if (
+                isinstance(value, list)
+                and len(value) == 2
+                and all(_is_number(v) and 0.0 <= v <= _LATENCIES[1] for v in value)
+            ):
+                found[key] = (float(value[0]), float(value[1]))
+            else:
+                self.problems.append(
+                    f"kernels.views.{printable(key)}: expected [forward, backward], two times in seconds, found {shown(value)}"
+                )
+        return found
 
     def curves(self, data: Mapping[str, Any], key: str) -> tuple[Curve, Curve]:
         """The curves of an operation's forward and backward."""

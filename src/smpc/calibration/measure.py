@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-from smpc.calibration.operations import Rates, measure, rates, repeated
+from smpc.calibration.operations import Rates, measure, rates, repeated, views
 from smpc.calibration.ranks import Ranks
 from smpc.calibration.wires import Wires, assumed, measure_wires
 from smpc.partitioner.costs.description import ALL, Curve, Device, Kernels
@@ -25,7 +25,8 @@ _OPTIMIZED = 1 << 21  # elements
 def calibrate(ranks: Ranks, seconds: float = 60.0, show: Callable[..., None] = lambda *_: None) -> Device:
     """This machine as a device, measured in about so many seconds. Collective over the ranks; the same on each."""
     dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
-    found = rates(measure(ranks, _MEASURED * seconds, dtype, show))
+    samples = measure(ranks, _MEASURED * seconds, dtype, show)
+    found, unmoved = rates(samples), views(samples)
     show("Timing other dtypes, the optimizer and messages")
     bandwidth = max(rate for name in _PLAIN if name in found for _, rate in found[name].forward)
     peaks = _peaks(ranks, dtype, max(rate for item in found.values() if item.is_product for _, rate in item.forward))
@@ -43,6 +44,7 @@ def calibrate(ranks: Ranks, seconds: float = 60.0, show: Callable[..., None] = l
             }
         ),
         view=_view_seconds(ranks),
+        views=MappingProxyType(unmoved),
         optimizer=_optimizer_share(ranks, bandwidth),
     )
     wires = measure_wires(ranks) if ranks.size > 1 else Wires(None, None, {})

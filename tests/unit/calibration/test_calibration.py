@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from smpc.calibration import Ranks, calibrate, to_toml
-from smpc.calibration.operations import Sample, rates, steady
+from smpc.calibration.operations import Sample, rates, steady, views
 from smpc.calibration.probes import Image, Text, probes
 from smpc.cli import main
 from smpc.errors import ConfigError
@@ -57,7 +57,10 @@ def test_times_are_predicted_as_they_were_measured():
                 *(w / speed.setdefault(work.name, random.uniform(1e9, 1e10)) for w in (work.forward, work.backward)),
             )
             for work in work_of(trace)
+            if work.size
         ]
+        looks = {w.name: random.uniform(1e-6, 1e-5) for w in work_of(trace) if not w.size}
+        samples += [Sample(w, looks[w.name], 2 * looks[w.name] * w.backward) for w in work_of(trace) if not w.size]
         found = rates(samples)
         peak, bandwidth = 2e10, 3e10
         shares = {
@@ -67,12 +70,13 @@ def test_times_are_predicted_as_they_were_measured():
             )
             for name, item in found.items()
         }
-        device = Device("x", {"float32": peak}, bandwidth, 10**9, 1, WIRE, WIRE, kernels=Kernels(operations=shares))
+        kernels = Kernels(operations=shares, views=views(samples))
+        device = Device("x", {"float32": peak}, bandwidth, 10**9, 1, WIRE, WIRE, kernels=kernels)
         times = node_times(trace, CostModel.of(device, 1))
         assert samples
         for sample in samples:
             place, name = sample.work.position, sample.work.name
-            if sample.work.size < shares[name][0][1][0]:
+            if sample.work.size and sample.work.size < shares[name][0][1][0]:
                 continue  # smaller than the smallest on average, for which that one's time counts
             assert times.forward[place] == pytest.approx(sample.forward, rel=1e-6)
             assert times.backward[place] == pytest.approx(sample.backward, rel=1e-6)
@@ -94,12 +98,14 @@ def test_a_machine_is_measured_written_and_read_again(tmp_path):
     assert {"float32", "bfloat16", "float64"} <= set(device.peak_flops)
     assert device.transport == "gloo"
     assert device.kernels.view > 0
+    assert {"view", "transpose", "getitem"} <= set(device.kernels.views)
     path = tmp_path / "here.toml"
     path.write_text(to_toml(device, 'made by "a test"'), encoding="utf-8")
     again = find_device(str(path))
     assert again.source == 'made by "a test"'
     assert dict(again.peak_flops) == pytest.approx(dict(device.peak_flops), rel=1e-3)
     assert set(again.kernels.operations) == set(device.kernels.operations)
+    assert again.kernels.views["view"] == pytest.approx(device.kernels.views["view"], rel=1e-3)
     for trace in traces():
         one, other = (node_times(trace, CostModel.of(d, 1)) for d in (device, again))
         assert one.forward.sum() == pytest.approx(other.forward.sum(), rel=1e-2)
