@@ -19,6 +19,7 @@ Example: a model on four H100s of one host, trained by AdamW with float32 master
     CostModel.of(find_device("h100"), num_ranks=4, optimizer=find_optimizer("adamw-fp32-master"))
 
 `weight_time`: the two parts of a stage's backward: for its inputs (I), and for its parameters (W), which a schedule may defer.
+`deferred_time`: how much longer a forward and a backward in two parts take together, on devices that say so.
 
 What can be deferred are the calls of `DEFERRABLE` that take a parameter and lie in no activation checkpoint (see
 `smpc.executor.split_backward.intercept`). Of such a call's backward, W has one matrix product for each parameter of two or more dimensions,
@@ -504,6 +505,20 @@ def weight_time(trace: Trace, positions: Sequence[int], backward: FloatArray, re
     """Seconds of W of a stage's nodes, which may lie in its checkpointed `regions`; `backward` is by node."""
     free = [i for i in positions if not any(region.first <= i < region.last for region in regions)]
     return float(np.sum([_share(trace, trace.nodes[i]) * backward[i] for i in free]))
+
+
+def deferred_time(trace: Trace, positions: Sequence[int], kernels: Kernels, regions: Sequence[Region]) -> float:
+    """Seconds that a stage's forward and backward take longer where the backward is split; arguments as of `weight_time`."""
+    if not kernels.deferred:
+        return 0.0
+    free = {i for i in positions if not any(region.first <= i < region.last for region in regions)}
+    split = (node for node in deferred_of(trace) if trace.position(node.name) in free)
+    return sum(kernels.deferred_time(name_of(node), node.flops) for node in split)
+
+
+def deferred_of(trace: Trace) -> Iterator[Node]:
+    """The nodes with FLOPs whose backward can be in two parts."""
+    return (node for node in trace.nodes if node.flops and _share(trace, node))
 
 
 def _share(trace: Trace, node: Node) -> float:

@@ -15,7 +15,7 @@ A product runs in waves of one tile on every processor, and a wave that is not f
 
 for the best of some tiles; 64 is what of k passes before a tile is at work. With `processors` 0 there are no waves.
 
-Times of a program beside its operations (`action`, `deferred`, `step`) are the processor's, and count where they are stated: on a GPU
+Times of a program beside its operations (`action`, `step`, `unit`, `deferred`) are the processor's, and count where they are stated: on a GPU
 they pass while kernels that were launched before are still at work.
 
 What was measured of an operation (`operations`, by the names of `smpc.partitioner.costs.cost.name_of`) counts before all that: its
@@ -64,8 +64,11 @@ class Kernels:
         default_factory=dict
     )  # `view` of those measured: forward, backward
     action: float = 0.0  # s that a program needs for each forward or backward of a stage, beside its operations
-    deferred: float = 0.0  # s that a product, or the like, takes longer whose parameters' gradients are computed later
     step: float = 0.0  # s that a step needs before its first operation and after its last
+    unit: float = 0.0  # s that torch's fully_shard needs for each unit in each microbatch, beside gathers and sums
+    deferred: Mapping[str, Curve] = field(
+        default_factory=dict
+    )  # s that a call is longer whose backward is split, by FLOPs
 
     def product_time(self, shape: tuple[int, int, int, int], peak: float, dtype: str) -> float:
         """Seconds of a product of (batch, m, n, k) on a device with this peak."""
@@ -84,6 +87,10 @@ class Kernels:
         """What an operation of this size reaches of the peak or the memory bandwidth; None if it was not measured."""
         found = self.operations.get(name)
         return None if found is None else at(found[is_backward], size)
+
+    def deferred_time(self, name: str, size: float) -> float:
+        """Seconds that forward and backward of an operation take longer where the backward is computed in two parts."""
+        return at(self.deferred[name], size) if name in self.deferred else 0.0
 
     def view_time(self, name: str, *, is_backward: bool) -> float:
         """Seconds of an operation that moves nothing."""

@@ -20,7 +20,7 @@ _RATES = (1e3, 1e24)  # bytes/s and FLOP/s that are believed; with others, times
 _LATENCIES = (0.0, 3600.0)
 _SHARES = (1e-6, 1.0)
 _MEASURED = (1e-12, 1e6)  # small work takes a launch, and the backward of a sum nothing at all
-_TIMES = ("action", "deferred", "step")  # of a program, beside its operations
+_TIMES = ("action", "step", "unit")  # of a program, beside its operations
 _KERNELS = (
     "launch",
     "processors",
@@ -31,6 +31,7 @@ _KERNELS = (
     "view",
     "optimizer",
     "views",
+    "deferred",
     *_TIMES,
 )
 _DTYPES = ("float64", "float32", "bfloat16", "float16")  # that torch surely has
@@ -117,7 +118,12 @@ class _Reader:
             self.number("kernels.", data, "optimizer", _SHARES, default=1.0),
             MappingProxyType(self.views(self.table(data, "views", "kernels."))),
             *(self.number("kernels.", data, key, _LATENCIES, default=0.0) for key in _TIMES),
+            MappingProxyType(self.deferred(self.table(data, "deferred", "kernels."))),
         )
+
+    def deferred(self, data: Mapping[str, Any]) -> dict[str, Curve]:
+        """By name, seconds by FLOPs."""
+        return {key: self.curve("kernels.deferred.", data, key, (1e-12, _LATENCIES[1])) for key in data}
 
     def views(self, data: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
         """By name, seconds of a forward and of a backward."""
@@ -161,6 +167,7 @@ class _Reader:
             if in_order and all(bounds[0] <= share <= bounds[1] for _, share in numbers):
                 return tuple(numbers)
         what = "rate" if bounds[1] > _MEASURED[1] else "share of the peak"
+        what = "time in seconds" if bounds[1] == _LATENCIES[1] else what
         self.problems.append(
             f"{prefix}{printable(key)}: expected a {what} from {bounds[0]:g} to {bounds[1]:g}, or a list of [size, {what}] in "
             f"ascending order, found {shown(value)}"
