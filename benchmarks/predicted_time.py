@@ -9,9 +9,10 @@ processes.
 A step is timed from `zero_grad` to its loss, on rank 0, without the optimizer; the median of the steps within 15% of the fastest counts, as
 in the calibration. The prediction is that of `smpc compile` for the same settings, its optimizer left out. The ratio of the two is printed,
 and at the end how far off the worst is. Where other programs use the cores, steps that take longer than a slice of the scheduler are all
-interrupted: then `work` says more, what a rank is predicted to compute and to execute, beside the processor time of its step on the average
-of the ranks. That is without `waits`, in which a rank looks again and again whether another has sent something, and without `threads`, those
-of gloo, which copy what is sent.
+interrupted: then `work` says more, what a rank is predicted to compute and to execute, beside the processor time of its step on the
+average of the ranks. That is without `waits`, in which a rank looks again and again whether another has sent something, and without
+`threads`, those of gloo, which copy what is sent. In the work of collectives between operations (`tp`) there are copies that are predicted
+with the collectives.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class Waits:
         self.seconds = 0.0
         self._wait = Peers.wait
 
-    def __enter__(self) -> "Waits":
+    def __enter__(self) -> Waits:
         wait = self._wait
 
         def timed(peers: Peers, *args: Any) -> int:
@@ -202,7 +203,8 @@ def compare(args: Any) -> None:
                 errors.append(predicted / measured - 1)
                 print(
                     f"{name:6} {way:17} predicted {1e3 * predicted:7.1f} ms   measured {1e3 * measured:7.1f} ms   {errors[-1]:+6.1%}   "
-                    f"work {1e3 * work:6.1f} / {1e3 * used:6.1f} ms {work / used - 1:+6.1%}   waits {1e3 * waits:5.1f}   threads {1e3 * threads:5.1f}   "
+                    f"work {1e3 * work:6.1f} / {1e3 * used:6.1f} ms {work / used - 1:+6.1%}   "
+                    f"waits {1e3 * waits:5.1f}   threads {1e3 * threads:5.1f}   "
                     f"load {os.getloadavg()[0]:.1f}",
                     flush=True,
                 )

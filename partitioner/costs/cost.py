@@ -8,9 +8,10 @@
                     again: gradients are read and written, and saved values are read again. Nodes without gradients cost nothing.
     accumulation  a gradient that is added to that of earlier microbatches is read twice and written once; part of the backward
 
-Views move no bytes and take no time, or what was measured of them. What an operation keeps for its backward beside inputs and output (the mask of a dropout, the
-log-probabilities of a loss) is written and read as well. How fast products, attention and copies are is the device's affair
-(`smpc.partitioner.costs.description`), and how long ranks take to exchange what they have that of `smpc.partitioner.costs.collectives`.
+Views move no bytes and take no time, or what was measured of them. What an operation keeps for its backward beside inputs and output (the
+mask of a dropout, the log-probabilities of a loss) is written and read as well. How fast products, attention and copies are is the device's
+affair (`smpc.partitioner.costs.description`), and how long ranks take to exchange what they have that of
+`smpc.partitioner.costs.collectives`.
 
 State: a trained parameter has a gradient and optimizer state, by the name of the optimizer (`smpc.partitioner.costs.optimizers`).
 
@@ -63,6 +64,7 @@ _ALIASES = {
     "div": ("div", "truediv", "true_divide"),
     "sub": ("sub", "subtract"),
     "mul": ("mul", "multiply"),
+    "chunk": ("chunk", "split", "unsafe_chunk", "unsafe_split"),
     "pool": ("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool2d", "max_pool2d_with_indices", "boolean_dispatch"),
 }
 _NAMES = {alias: name for name, aliases in _ALIASES.items() for alias in aliases}
@@ -92,10 +94,11 @@ def product_of(node: Node) -> Product | None:
 def name_of(node: Node) -> str:
     """What kind of operation it is, whichever way it was called: `torch.nn.functional.relu_` and `torch.Tensor.relu` are "relu".
 
-    Products of matrices are "linear", those of batches of them "bmm", convolutions "conv", fused attentions "attention",
+    What draws random numbers of its own on each rank (`smpc.executor.draws.draw_apart`) is what it was before. Products of matrices are
+    "linear", those of batches of them "bmm", convolutions "conv", fused attentions "attention",
     "attention_causal" or "attention_dropout", for which some devices have other kernels.
     """
-    name = node.target.rpartition(".")[2].strip("_")
+    name = _called(node)[0].strip("_")
     if name[:1] in ("r", "i") and name[1:] in _ARITHMETIC:
         name = name[1:]
     if name == "matmul" and node.flops:
@@ -109,13 +112,22 @@ def name_of(node: Node) -> str:
     return _NAMES.get(name, name)
 
 
+def _called(node: Node) -> tuple[str, int]:
+    """The last part of the name of the function that does the work, and which of the node's arguments is its first one."""
+    name = node.target.rpartition(".")[2]
+    if name == "draw_apart" and node.args and isinstance(node.args[0], str):  # (name, group, *arguments)
+        return node.args[0].rpartition(".")[2], 2
+    return name, 0
+
+
 def _argument(node: Node, place: int, name: str) -> object:
+    place += _called(node)[1]
     return node.args[place] if len(node.args) > place else dict(node.kwargs).get(name)
 
 
 def is_attention(node: Node) -> bool:
     """Whether it is a fused attention."""
-    return "attention" in node.target.rpartition(".")[2] and node.flops > 0
+    return "attention" in _called(node)[0] and node.flops > 0
 
 
 def attention_flops(node: Node) -> float:

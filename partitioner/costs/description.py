@@ -15,8 +15,8 @@ A product runs in waves of one tile on every processor, and a wave that is not f
 
 for the best of some tiles; 64 is what of k passes before a tile is at work. With `processors` 0 there are no waves.
 
-Times of a program beside its operations (`action`, `step`, `unit`, `deferred`) are the processor's, and count where they are stated: on a GPU
-they pass while kernels that were launched before are still at work.
+Times of a program beside its operations (`action`, `step`, `unit`, `deferred`) are the processor's, and count where they are stated: on a
+GPU they pass while kernels that were launched before are still at work.
 
 What was measured of an operation (`operations`, by the names of `smpc.partitioner.costs.cost.name_of`) counts before all that: its
 shares of the peak, by the FLOPs of one product, or of the memory bandwidth, by the bytes that it moves; in its forward and its backward.
