@@ -117,8 +117,8 @@ class _Reader:
             self.number("kernels.", data, "view", _LATENCIES, default=0.0),
             self.number("kernels.", data, "optimizer", _SHARES, default=1.0),
             MappingProxyType(self.views(self.table(data, "views", "kernels."))),
-            *(self.number("kernels.", data, key, _LATENCIES, default=0.0) for key in _TIMES),
-            MappingProxyType(self.deferred(self.table(data, "deferred", "kernels."))),
+            deferred=MappingProxyType(self.deferred(self.table(data, "deferred", "kernels."))),
+            **{key: self.number("kernels.", data, key, _LATENCIES, default=0.0) for key in _TIMES},
         )
 
     def deferred(self, data: Mapping[str, Any]) -> dict[str, Curve]:

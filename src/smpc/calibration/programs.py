@@ -33,6 +33,7 @@ from smpc.executor.transport.loopback import loopback_transports
 from smpc.partitioner.costs.cost import deferred_of, name_of
 from smpc.partitioner.costs.description import Curve
 from smpc.runtime import Runtime
+from smpc.sample_inputs import Inputs
 from smpc.sharding import Keep, Sharded, ShardingOptions, Unit, find_units, shard
 from smpc.tracer import record
 
@@ -97,7 +98,7 @@ def _added(ranks: Ranks, model: nn.Module, inputs: Tensor, microbatches: int) ->
     (transport,) = loopback_transports(1, ranks.device)
     runtime = Runtime(model, rank=0, transport=transport)
     program = runtime.install(compiled)
-    parts = [((inputs,), {}) for _ in range(microbatches)]
+    parts: list[Inputs] = [((inputs,), {}) for _ in range(microbatches)]
 
     def by_program() -> None:
         runtime.run(program, parts, lambda _, loss: [(loss, None)], training=True)
