@@ -40,7 +40,7 @@ from smpc.tracer import record
 _MANY = 8  # microbatches
 _WIDTH = 16
 _BLOCKS = 4
-_ROUNDS = 7
+_ROUNDS = 11
 _LEAST = 1e-9  # s; a curve of powers has no zero
 _FEWEST, _MOST = 3, 4  # sizes of the probes of a family
 _SHARE_OF_TIME = 6  # beyond the fewest, one whose predecessor takes a longer part of the time is left out
