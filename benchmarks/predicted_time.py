@@ -9,7 +9,10 @@ processes.
 A step is timed from `zero_grad` to its loss, on rank 0, without the optimizer; the median of the steps within 15% of the fastest counts, as
 in the calibration. The prediction is that of `smpc compile` for the same settings, its optimizer left out. The ratio of the two is printed,
 and at the end how far off the worst is. Where other programs use the cores, steps that take longer than a slice of the scheduler are all
-interrupted: then `work` says more, the predicted time of computing of a rank beside the processor time that it used for a step.
+interrupted: then `work` says more, what a rank is predicted to compute and to execute, beside the processor time of its step on the
+average of the ranks. That is without `waits`, in which a rank looks again and again whether another has sent something, and without
+`threads`, those of gloo, which copy what is sent. In the work of collectives between operations (`tp`) there are copies that are predicted
+with the collectives.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import compile_batch
 from smpc.compile.step import Around, step_parts
 from smpc.config import Config
+from smpc.executor.host_memory.shared_peers import Peers
 from smpc.launch.job import Job, launch
 from smpc.partitioner.costs.description import Device
 from smpc.partitioner.costs.device import find_device
@@ -123,8 +127,32 @@ def train_step(model: smp.DistributedModel, batch: dict[str, torch.Tensor]) -> t
     return loss
 
 
+class Waits:
+    """Processor time of waiting for words of other ranks in shared memory, of this rank since `seconds` was 0."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._wait = Peers.wait
+
+    def __enter__(self) -> Waits:
+        wait = self._wait
+
+        def timed(peers: Peers, *args: Any) -> int:
+            start = time.thread_time()
+            try:
+                return wait(peers, *args)
+            finally:
+                self.seconds += time.thread_time() - start
+
+        Peers.wait = timed  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Peers.wait = self._wait  # type: ignore[method-assign]
+
+
 def predict(make: Callable[[], Made], settings: Mapping[str, Any], device: Device) -> tuple[float, float]:
-    """Seconds of a step as `smpc compile` predicts them, without the optimizer, and those of a rank that are computing."""
+    """Seconds of a step as `smpc compile` predicts them, without the optimizer, and those of a rank that are its own work."""
     model, batch = make()
     config = Config.parse(settings, origin="benchmark")
     replicas = 2 // config.pipeline_parallel_degree // config.tensor_parallel_degree
@@ -133,25 +161,31 @@ def predict(make: Callable[[], Made], settings: Mapping[str, Any], device: Devic
     assert planned is not None
     assert planned.traced is not None
     parts = step_parts(planned.traced, planned.plan, planned.timeline, Around.of(options))
-    return parts.total - parts.optimizer, parts.compute
+    return parts.total - parts.optimizer, parts.compute + parts.executor
 
 
-def measure(make: Callable[[], Made], settings: Mapping[str, Any], steps: int) -> tuple[float, float]:
-    """Seconds of a step, and of the processor on the average of the ranks."""
+def measure(make: Callable[[], Made], settings: Mapping[str, Any], steps: int) -> tuple[float, tuple[float, ...]]:
+    """Seconds of a step, and of the processor on the average of the ranks: work, waits, other threads."""
     smp.init(dict(settings))
     made, batch = make()
     model = smp.DistributedModel(made.train())
     times, used = [], []
-    for _ in range(steps + 3):
-        model.zero_grad(set_to_none=True)
-        smp.barrier()
-        start, before = time.perf_counter(), time.process_time()
-        train_step(model, batch)
-        times.append(time.perf_counter() - start)
-        used.append(time.process_time() - before)
-    work = statistics.mean(smp.allgather(steady(used[3:]), smp.WORLD))
+    with Waits() as waits:
+        for _ in range(steps + 3):
+            model.zero_grad(set_to_none=True)
+            smp.barrier()
+            waits.seconds = 0.0
+            start, own, all_threads = time.perf_counter(), time.thread_time(), time.process_time()
+            train_step(model, batch)
+            times.append(time.perf_counter() - start)
+            own, all_threads = time.thread_time() - own, time.process_time() - all_threads
+            used.append((own - waits.seconds, waits.seconds, max(0.0, all_threads - own)))
+    typical = sorted(used[3:])[
+        len(used[3:]) // 4
+    ]  # by work: three quarters of the steps have had more of others in their caches
+    ranks = smp.allgather(typical, smp.WORLD)
     smp.shutdown()
-    return steady(times[3:]), work
+    return steady(times[3:]), tuple(map(statistics.mean, zip(*ranks, strict=True)))
 
 
 def compare(args: Any) -> None:
@@ -163,13 +197,15 @@ def compare(args: Any) -> None:
     for name in args.models:
         for way in args.ways:
             settings = {"microbatches": MICROBATCHES, "memory_weight": 0.0, **WAYS[way]}
-            measured, used = measure(MODELS[name], settings, args.steps)
+            measured, (used, waits, threads) = measure(MODELS[name], settings, args.steps)
             if ranks.rank == 0:
                 predicted, work = predict(MODELS[name], settings, device)
                 errors.append(predicted / measured - 1)
                 print(
                     f"{name:6} {way:17} predicted {1e3 * predicted:7.1f} ms   measured {1e3 * measured:7.1f} ms   {errors[-1]:+6.1%}   "
-                    f"work {1e3 * work:6.1f} / {1e3 * used:6.1f} ms {work / used - 1:+6.1%}   load {os.getloadavg()[0]:.1f}",
+                    f"work {1e3 * work:6.1f} / {1e3 * used:6.1f} ms {work / used - 1:+6.1%}   "
+                    f"waits {1e3 * waits:5.1f}   threads {1e3 * threads:5.1f}   "
+                    f"load {os.getloadavg()[0]:.1f}",
                     flush=True,
                 )
     if errors:

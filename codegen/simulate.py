@@ -70,7 +70,7 @@ class Costs:
 
     `backward` is all of a backward. Of one that is split, W takes `weight` of it, by default a half: a backward has
     one matrix product for the gradients of the inputs and one for those of the parameters. `actions`: seconds of
-    single actions, whatever their stage takes.
+    single actions, whatever their stage takes. `split`: how much longer a forward and the two parts of its backward take, a third each.
     """
 
     forward: tuple[float, ...]
@@ -82,6 +82,7 @@ class Costs:
     receiving: float = 0.0
     between: float = 0.0
     actions: Mapping[Action, float] = field(default_factory=dict, hash=False)
+    split: tuple[float, ...] | None = None
 
     @classmethod
     def uniform(cls, num_stages: int, forward: float = 1.0, backward: float = 2.0) -> Costs:
@@ -97,6 +98,7 @@ class Costs:
             plan.schedule.link_latency,
             plan.schedule.link_bandwidth,
             tuple(stage.weight_time for stage in plan.stages),
+            split=tuple(stage.split_time for stage in plan.stages),
         )
 
     def of(self, action: Action, is_split: bool = False) -> float:
@@ -104,13 +106,14 @@ class Costs:
         known = self.actions.get(action)
         if known is not None:
             return known
+        more = self.split[action.stage] / 3 if self.split is not None and is_split else 0.0
         if action.op is Op.FORWARD:
-            return self.forward[action.stage]
+            return self.forward[action.stage] + more
         whole = self.backward[action.stage]
         deferred = whole / 2 if self.weight is None else self.weight[action.stage]
         if action.op is Op.WEIGHT:
-            return deferred
-        return whole - deferred if is_split else whole
+            return deferred + more
+        return whole - deferred + more if is_split else whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ import numpy as np
 
 from smpc.config.sizes import at_least
 from smpc.errors import MemoryLimitError, PartitionError
-from smpc.partitioner.costs.cost import CostModel, NodeTimes, weight_time
+from smpc.partitioner.costs.cost import CostModel, NodeTimes, deferred_time, weight_time
 from smpc.partitioner.costs.device import Device
 from smpc.partitioner.graph.plan import Objective, Plan, ScheduleSummary, SharedParameter, Stage
 from smpc.partitioner.graph.recompute import active_regions, depths
@@ -305,6 +305,7 @@ def _stage(
     memory = stage_memory(graph, analysis.cost_model, use, crossing.edges)
     times, reruns = analysis.times_once, depths(use.regions)
     recompute_time = float(sum(reruns.get(i, 0) * times.forward[i] for i in positions))
+    kernels = analysis.cost_model.kernels
     return Stage(
         index=index,
         rank=rank,
@@ -320,8 +321,8 @@ def _stage(
         num_in_flight=use.num_in_flight,
         peak_memory_bytes=memory.peak_bytes,
         forward_flops=sum(trace.nodes[i].flops for i in positions),
-        forward_time=float(times.forward[positions].sum()),
-        backward_time=float(times.backward[positions].sum()) + recompute_time,
+        forward_time=float(times.forward[positions].sum()) + kernels.action,
+        backward_time=float(times.backward[positions].sum()) + recompute_time + kernels.action,
         cost=cost,
         buffer_bytes=memory.buffer_bytes,
         communication_bytes=memory.communication_bytes,
@@ -330,6 +331,7 @@ def _stage(
         recompute_time=recompute_time,
         offloaded_bytes_per_microbatch=memory.offloaded_bytes,
         weight_time=weight_time(trace, positions, times.backward, use.regions),
+        split_time=deferred_time(trace, positions, kernels, use.regions) + kernels.action,
     )
 
 

@@ -8,9 +8,10 @@
                     again: gradients are read and written, and saved values are read again. Nodes without gradients cost nothing.
     accumulation  a gradient that is added to that of earlier microbatches is read twice and written once; part of the backward
 
-Views move no bytes and take no time. What an operation keeps for its backward beside inputs and output (the mask of a dropout, the
-log-probabilities of a loss) is written and read as well. How fast products, attention and copies are is the device's affair
-(`smpc.partitioner.costs.description`), and how long ranks take to exchange what they have that of `smpc.partitioner.costs.collectives`.
+Views move no bytes and take no time, or what was measured of them. What an operation keeps for its backward beside inputs and output (the
+mask of a dropout, the log-probabilities of a loss) is written and read as well. How fast products, attention and copies are is the device's
+affair (`smpc.partitioner.costs.description`), and how long ranks take to exchange what they have that of
+`smpc.partitioner.costs.collectives`.
 
 State: a trained parameter has a gradient and optimizer state, by the name of the optimizer (`smpc.partitioner.costs.optimizers`).
 
@@ -19,6 +20,7 @@ Example: a model on four H100s of one host, trained by AdamW with float32 master
     CostModel.of(find_device("h100"), num_ranks=4, optimizer=find_optimizer("adamw-fp32-master"))
 
 `weight_time`: the two parts of a stage's backward: for its inputs (I), and for its parameters (W), which a schedule may defer.
+`deferred_time`: how much longer a forward and a backward in two parts take together, on devices that say so.
 
 What can be deferred are the calls of `DEFERRABLE` that take a parameter and lie in no activation checkpoint (see
 `smpc.executor.split_backward.intercept`). Of such a call's backward, W has one matrix product for each parameter of two or more dimensions,
@@ -62,6 +64,7 @@ _ALIASES = {
     "div": ("div", "truediv", "true_divide"),
     "sub": ("sub", "subtract"),
     "mul": ("mul", "multiply"),
+    "chunk": ("chunk", "split", "unsafe_chunk", "unsafe_split"),
     "pool": ("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool2d", "max_pool2d_with_indices", "boolean_dispatch"),
 }
 _NAMES = {alias: name for name, aliases in _ALIASES.items() for alias in aliases}
@@ -91,10 +94,11 @@ def product_of(node: Node) -> Product | None:
 def name_of(node: Node) -> str:
     """What kind of operation it is, whichever way it was called: `torch.nn.functional.relu_` and `torch.Tensor.relu` are "relu".
 
-    Products of matrices are "linear", those of batches of them "bmm", convolutions "conv", fused attentions "attention",
+    What draws random numbers of its own on each rank (`smpc.executor.draws.draw_apart`) is what it was before. Products of matrices are
+    "linear", those of batches of them "bmm", convolutions "conv", fused attentions "attention",
     "attention_causal" or "attention_dropout", for which some devices have other kernels.
     """
-    name = node.target.rpartition(".")[2].strip("_")
+    name = _called(node)[0].strip("_")
     if name[:1] in ("r", "i") and name[1:] in _ARITHMETIC:
         name = name[1:]
     if name == "matmul" and node.flops:
@@ -108,13 +112,22 @@ def name_of(node: Node) -> str:
     return _NAMES.get(name, name)
 
 
+def _called(node: Node) -> tuple[str, int]:
+    """The last part of the name of the function that does the work, and which of the node's arguments is its first one."""
+    name = node.target.rpartition(".")[2]
+    if name == "draw_apart" and node.args and isinstance(node.args[0], str):  # (name, group, *arguments)
+        return node.args[0].rpartition(".")[2], 2
+    return name, 0
+
+
 def _argument(node: Node, place: int, name: str) -> object:
+    place += _called(node)[1]
     return node.args[place] if len(node.args) > place else dict(node.kwargs).get(name)
 
 
 def is_attention(node: Node) -> bool:
     """Whether it is a fused attention."""
-    return "attention" in node.target.rpartition(".")[2] and node.flops > 0
+    return "attention" in _called(node)[0] and node.flops > 0
 
 
 def attention_flops(node: Node) -> float:
@@ -168,7 +181,7 @@ class CostModel:
         """Seconds of one forward. `kept_bytes`: what it keeps for its backward beside inputs and output."""
         moved = node.bytes_moved + kept_bytes
         if not moved and not node.flops:
-            return self.kernels.view
+            return self.kernels.view_time(name_of(node), is_backward=False)
         measured = self._measured(node, dtype, node.flops or moved, node.flops or moved)
         if measured is not None:
             return measured
@@ -182,7 +195,7 @@ class CostModel:
         if num_gradients == 0:
             return 0.0
         if not (node.bytes_moved or node.flops):
-            return self.kernels.view
+            return self.kernels.view_time(name_of(node), is_backward=True)
         products = min(2, num_gradients)
         moved = 3 * node.bytes_moved // 2 + kept_bytes
         size, amount = node.flops or node.bytes_moved + kept_bytes, products * node.flops or moved
@@ -362,7 +375,10 @@ def node_times(trace: Trace, cost_model: CostModel) -> NodeTimes:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a node has to do, as its times are counted: FLOPs of one product, or bytes; and all of its forward and backward."""
+    """What a node has to do, as its times are counted: FLOPs of one product, or bytes; and all of its forward and backward.
+
+    A view has nothing to do: its size is 0, and `backward` says whether there is one.
+    """
 
     position: int
     name: str
@@ -374,7 +390,7 @@ class Work:
 
 
 def work_of(trace: Trace) -> Iterator[Work]:
-    """The work of every node that computes or moves bytes, in order."""
+    """The work of every node that takes time, in order."""
     for item in _costed(trace):
         node, kept = item.node, item.kept
         if node.flops:
@@ -383,7 +399,9 @@ def work_of(trace: Trace) -> Iterator[Work]:
         else:
             size = forward = node.bytes_moved + kept
             backward = (3 * node.bytes_moved // 2 + kept) * bool(item.num_gradients)
-        if size:
+        if not size:
+            yield Work(item.position, name_of(node), item.dtype, False, 0, 0, bool(item.num_gradients))
+        else:
             yield Work(item.position, name_of(node), item.dtype, bool(node.flops), size, forward, backward)
 
 
@@ -499,6 +517,20 @@ def weight_time(trace: Trace, positions: Sequence[int], backward: FloatArray, re
     """Seconds of W of a stage's nodes, which may lie in its checkpointed `regions`; `backward` is by node."""
     free = [i for i in positions if not any(region.first <= i < region.last for region in regions)]
     return float(np.sum([_share(trace, trace.nodes[i]) * backward[i] for i in free]))
+
+
+def deferred_time(trace: Trace, positions: Sequence[int], kernels: Kernels, regions: Sequence[Region]) -> float:
+    """Seconds that a stage's forward and backward take longer where the backward is split; arguments as of `weight_time`."""
+    if not kernels.deferred:
+        return 0.0
+    free = {i for i in positions if not any(region.first <= i < region.last for region in regions)}
+    split = (node for node in deferred_of(trace) if trace.position(node.name) in free)
+    return sum(kernels.deferred_time(name_of(node), node.flops) for node in split)
+
+
+def deferred_of(trace: Trace) -> Iterator[Node]:
+    """The nodes with FLOPs whose backward can be in two parts."""
+    return (node for node in trace.nodes if node.flops and _share(trace, node))
 
 
 def _share(trace: Trace, node: Node) -> float:

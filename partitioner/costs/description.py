@@ -15,6 +15,9 @@ A product runs in waves of one tile on every processor, and a wave that is not f
 
 for the best of some tiles; 64 is what of k passes before a tile is at work. With `processors` 0 there are no waves.
 
+Times of a program beside its operations (`action`, `step`, `unit`, `deferred`) are the processor's, and count where they are stated: on a
+GPU they pass while kernels that were launched before are still at work.
+
 What was measured of an operation (`operations`, by the names of `smpc.partitioner.costs.cost.name_of`) counts before all that: its
 shares of the peak, by the FLOPs of one product, or of the memory bandwidth, by the bytes that it moves; in its forward and its backward.
 What was measured of collectives counts for ranks of one host.
@@ -55,8 +58,17 @@ class Kernels:
     memory: Curve = ALL  # share of the memory bandwidth, by the bytes that an operation moves
     attention: tuple[float, float] = (1.0, 1.0)  # share of the peak in a fused attention's forward, and in its backward
     operations: Mapping[str, tuple[Curve, Curve]] = field(default_factory=dict)  # what was measured: forward, backward
-    view: float = 0.0  # s of an operation that moves nothing
+    view: float = 0.0  # s of an operation that moves nothing, and of its backward
     optimizer: float = 1.0  # share of what memory gives to as many bytes, in an optimizer's step
+    views: Mapping[str, tuple[float, float]] = field(
+        default_factory=dict
+    )  # `view` of those measured: forward, backward
+    action: float = 0.0  # s that a program needs for each forward or backward of a stage, beside its operations
+    step: float = 0.0  # s that a step needs before its first operation and after its last
+    unit: float = 0.0  # s that torch's fully_shard needs for each unit in each microbatch, beside gathers and sums
+    deferred: Mapping[str, Curve] = field(
+        default_factory=dict
+    )  # s that a call is longer whose backward is split, by FLOPs
 
     def product_time(self, shape: tuple[int, int, int, int], peak: float, dtype: str) -> float:
         """Seconds of a product of (batch, m, n, k) on a device with this peak."""
@@ -75,6 +87,15 @@ class Kernels:
         """What an operation of this size reaches of the peak or the memory bandwidth; None if it was not measured."""
         found = self.operations.get(name)
         return None if found is None else at(found[is_backward], size)
+
+    def deferred_time(self, name: str, size: float) -> float:
+        """Seconds that forward and backward of an operation take longer where the backward is computed in two parts."""
+        return at(self.deferred[name], size) if name in self.deferred else 0.0
+
+    def view_time(self, name: str, *, is_backward: bool) -> float:
+        """Seconds of an operation that moves nothing."""
+        found = self.views.get(name)
+        return self.view if found is None else found[is_backward]
 
     def memory_time(self, num_bytes: float, bandwidth: float) -> float:
         """Seconds to move bytes."""

@@ -37,6 +37,15 @@
 
         view = 2e-6                           # s of an operation that moves nothing; 0 if left out
         optimizer = 0.5                       # share of what memory gives to as many bytes, in an optimizer's step
+        action = 50e-6                        # s of the executor for each forward or backward of a stage; 0 if left out
+        step = 0.7e-3                         # s of it for each step; 0 if left out
+        unit = 0.4e-3                         # s of it for each unit in parts and microbatch, where no program runs; 0 if left out
+
+        [kernels.views]                       # what was measured of operations that move nothing: s of a forward, and of a backward
+        transpose = [4e-6, 3e-6]
+
+        [kernels.deferred]                    # s that a call takes longer whose backward is split: [[FLOPs, s], ...]
+        linear = [[1e6, 0.1e-3], [1e8, 0.4e-3]]
 
         [kernels.products]                    # share of the peak by dtype; or [[FLOPs, share], ...]
         bfloat16 = 0.72

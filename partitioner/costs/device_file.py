@@ -20,7 +20,20 @@ _RATES = (1e3, 1e24)  # bytes/s and FLOP/s that are believed; with others, times
 _LATENCIES = (0.0, 3600.0)
 _SHARES = (1e-6, 1.0)
 _MEASURED = (1e-12, 1e6)  # small work takes a launch, and the backward of a sum nothing at all
-_KERNELS = ("launch", "processors", "memory", "attention", "products", "operations", "view", "optimizer")
+_TIMES = ("action", "step", "unit")  # of a program, beside its operations
+_KERNELS = (
+    "launch",
+    "processors",
+    "memory",
+    "attention",
+    "products",
+    "operations",
+    "view",
+    "optimizer",
+    "views",
+    "deferred",
+    *_TIMES,
+)
 _DTYPES = ("float64", "float32", "bfloat16", "float16")  # that torch surely has
 _WIRE = ("bandwidth", "latency", "efficiency", "hop")
 
@@ -103,7 +116,30 @@ class _Reader:
             MappingProxyType({key: self.curves(operations, key) for key in operations}),
             self.number("kernels.", data, "view", _LATENCIES, default=0.0),
             self.number("kernels.", data, "optimizer", _SHARES, default=1.0),
+            MappingProxyType(self.views(self.table(data, "views", "kernels."))),
+            deferred=MappingProxyType(self.deferred(self.table(data, "deferred", "kernels."))),
+            **{key: self.number("kernels.", data, key, _LATENCIES, default=0.0) for key in _TIMES},
         )
+
+    def deferred(self, data: Mapping[str, Any]) -> dict[str, Curve]:
+        """By name, seconds by FLOPs."""
+        return {key: self.curve("kernels.deferred.", data, key, (1e-12, _LATENCIES[1])) for key in data}
+
+    def views(self, data: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+        """By name, seconds of a forward and of a backward."""
+        found = {}
+        for key, value in data.items():
+            if (
+                isinstance(value, list)
+                and len(value) == 2
+                and all(_is_number(v) and 0.0 <= v <= _LATENCIES[1] for v in value)
+            ):
+                found[key] = (float(value[0]), float(value[1]))
+            else:
+                self.problems.append(
+                    f"kernels.views.{printable(key)}: expected [forward, backward], two times in seconds, found {shown(value)}"
+                )
+        return found
 
     def curves(self, data: Mapping[str, Any], key: str) -> tuple[Curve, Curve]:
         """The curves of an operation's forward and backward."""
@@ -131,6 +167,7 @@ class _Reader:
             if in_order and all(bounds[0] <= share <= bounds[1] for _, share in numbers):
                 return tuple(numbers)
         what = "rate" if bounds[1] > _MEASURED[1] else "share of the peak"
+        what = "time in seconds" if bounds[1] == _LATENCIES[1] else what
         self.problems.append(
             f"{prefix}{printable(key)}: expected a {what} from {bounds[0]:g} to {bounds[1]:g}, or a list of [size, {what}] in "
             f"ascending order, found {shown(value)}"

@@ -59,6 +59,7 @@ class Stage:
     device: str = ""  # that of its rank, where ranks have several kinds
     offloaded_bytes_per_microbatch: int = 0  # of the activations, what waits for the backward in CPU memory
     weight_time: float = 0.0  # part of backward_time: the parameters' gradients that a split backward computes later
+    split_time: float = 0.0  # beside forward_time and backward_time, where the backward is split
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +142,11 @@ class Plan:
         return {**self._content(), "fingerprint": self.fingerprint}
 
     def _content(self) -> dict[str, Any]:
-        """The fields as plain data; `kernels` only where there is something to say."""
+        """The fields as plain data; `kernels`, and `split_time` of a stage, only where there is something to say."""
         data = asdict(self)
+        for stage in data["stages"]:
+            if not stage["split_time"]:
+                del stage["split_time"]
         return data if self.kernels else {key: value for key, value in data.items() if key != "kernels"}
 
     def to_json(self) -> str:

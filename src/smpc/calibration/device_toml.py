@@ -26,10 +26,24 @@ def _lines(device: Device, source: str) -> Iterator[str]:
         yield from ("", "[collectives]", *(f"{kind} = {_curve(curve)}" for kind, curve in device.collectives.items()))
     kernels = device.kernels
     yield from ("", "[kernels]", f"launch = {_number(kernels.launch)}", f"view = {_number(kernels.view)}")
+    program = {"action": kernels.action, "step": kernels.step, "unit": kernels.unit}
+    yield from (f"{name} = {_number(seconds)}" for name, seconds in program.items() if seconds)
     yield f"optimizer = {_number(kernels.optimizer)}"
     yield f"memory = {_curve(kernels.memory)}"
     yield f"attention = [{', '.join(map(_number, kernels.attention))}]"
     yield from ("", "[kernels.products]", *(f"{key} = {_curve(curve)}" for key, curve in kernels.products.items()))
+    if kernels.deferred:
+        yield from (
+            "",
+            "[kernels.deferred]",
+            *(f"{name} = {_curve(curve)}" for name, curve in kernels.deferred.items()),
+        )
+    if kernels.views:
+        yield from ("", "[kernels.views]")
+        yield from (
+            f"{json.dumps(name)} = [{_number(forward)}, {_number(backward)}]"
+            for name, (forward, backward) in kernels.views.items()
+        )
     for name, (forward, backward) in kernels.operations.items():
         yield from ("", f"[kernels.operations.{json.dumps(name)}]")
         yield from (f"forward = {_curve(forward)}", f"backward = {_curve(backward)}")

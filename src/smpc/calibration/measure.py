@@ -9,12 +9,14 @@ from types import MappingProxyType
 
 import torch
 
-from smpc.calibration.operations import Rates, measure, rates, repeated
+from smpc.calibration.operations import Rates, measure, rates, repeated, views
+from smpc.calibration.programs import measure_programs
 from smpc.calibration.ranks import Ranks
 from smpc.calibration.wires import Wires, assumed, measure_wires
 from smpc.partitioner.costs.description import ALL, Curve, Device, Kernels
 
-_MEASURED = 0.75  # of the time is for operations
+_MEASURED = 0.65  # of the time is for operations
+_PROGRAMS = 0.15  # and that part for what programs do beside them
 _SIDE = 512  # of the products that dtypes are compared by
 _LEAST = 1e-6  # share that a device file may have
 _PLAIN = ("add", "mul", "contiguous")  # operations that do nothing but move bytes
@@ -25,8 +27,10 @@ _OPTIMIZED = 1 << 21  # elements
 def calibrate(ranks: Ranks, seconds: float = 60.0, show: Callable[..., None] = lambda *_: None) -> Device:
     """This machine as a device, measured in about so many seconds. Collective over the ranks; the same on each."""
     dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
-    found = rates(measure(ranks, _MEASURED * seconds, dtype, show))
-    show("Timing other dtypes, the optimizer and messages")
+    samples = measure(ranks, _MEASURED * seconds, dtype, show)
+    found, unmoved = rates(samples), views(samples)
+    show("Timing programs, other dtypes, the optimizer and messages")
+    programs = measure_programs(ranks, dtype, _PROGRAMS * seconds)
     bandwidth = max(rate for name in _PLAIN if name in found for _, rate in found[name].forward)
     peaks = _peaks(ranks, dtype, max(rate for item in found.values() if item.is_product for _, rate in item.forward))
     name = str(dtype).removeprefix("torch.")
@@ -43,6 +47,11 @@ def calibrate(ranks: Ranks, seconds: float = 60.0, show: Callable[..., None] = l
             }
         ),
         view=_view_seconds(ranks),
+        views=MappingProxyType(unmoved),
+        action=programs.action,
+        step=programs.step,
+        unit=programs.unit,
+        deferred=MappingProxyType(dict(programs.deferred)),
         optimizer=_optimizer_share(ranks, bandwidth),
     )
     wires = measure_wires(ranks) if ranks.size > 1 else Wires(None, None, {})

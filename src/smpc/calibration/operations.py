@@ -3,9 +3,13 @@
     samples = measure(ranks, seconds=45)        one for each node
     curves(samples)                             by name, what is reached of the fastest: forward, backward
 
-A node's time is the median of those passes that are near the shortest one: what others do on the machine makes some longer and none
-shorter. Sizes grow as long as one pass takes less than a twelfth of the time, and all probes take turns until the time is up. On ranks,
-all measure the same at once, and the mean counts.
+Passes that are near the shortest one count: what others do on the machine makes some longer and none shorter. A node's time is its mean
+over them, so that all nodes together take as long as a pass; what is rarely slow in each of many nodes is always slow in some of them.
+Sizes grow as long as one pass takes less than a twelfth of the time, and all probes take turns until the time is up. On ranks, all measure
+the same at once, and the mean counts.
+
+To look at the clock takes time as well. The smallest probes also run by themselves, with nobody looking: by what they take less then, each
+node's time is shortened.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -36,7 +41,7 @@ _BUCKET = 4.0  # sizes that differ by less count as one
 
 @dataclass(frozen=True)
 class Sample:
-    """A node's work, and the seconds that its forward and its backward took; 0: it has none."""
+    """A node's work, and the seconds that its forward and its backward took."""
 
     work: Work
     forward: float
@@ -54,12 +59,20 @@ class _Stopwatch(Stopwatch):
         self.ranks.wait()
         return self.timer()
 
+    def one_pass(self) -> NodeTimes:
+        """The times of one pass, as of a step's first microbatch: what adding to gradients takes is counted elsewhere."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return super().one_pass()
+
 
 @dataclass
 class _Running:
+    probe: Probe
     trace: Trace
-    stopwatch: Stopwatch
+    stopwatch: _Stopwatch
     passes: list[NodeTimes]
+    alone: list[tuple[float, float]]  # forward and backward of the model by itself; empty: it does not run
 
 
 def measure(ranks: Ranks, seconds: float, dtype: torch.dtype, show: Callable[[str, int, int], None]) -> list[Sample]:
@@ -80,8 +93,35 @@ def measure(ranks: Ranks, seconds: float, dtype: torch.dtype, show: Callable[[st
         for item in running:
             ranks.together()
             item.passes.append(item.stopwatch.run())
-    overhead = _overhead(ranks)
-    return [sample for item in running for sample in _samples(item, ranks, overhead)]
+            if item is running[0] and ranks.device.type == "cpu":
+                item.alone.append(_by_itself(item))
+    looking = _looking(running[0], ranks) if running[0].alone else (_overhead(ranks),) * 2
+    return [sample for item in running for sample in _samples(item, ranks, looking)]
+
+
+def _by_itself(item: _Running) -> tuple[float, float]:
+    """Seconds of a probe's forward and backward while nobody looks at its nodes."""
+    model, clock, inputs = item.stopwatch.model, item.stopwatch.clock, item.probe.inputs()
+    for parameter in model.parameters():
+        parameter.grad = None
+    start = clock()
+    loss = model(*inputs)
+    middle = clock()
+    loss.backward()
+    return middle - start, clock() - middle
+
+
+def _looking(item: _Running, ranks: Ranks) -> tuple[float, float]:
+    """Seconds by which looking lengthens the forward of a node, and its backward."""
+    passes = _steady(item.passes, [float(p.forward.sum() + p.backward.sum()) for p in item.passes])
+    alone = _steady(item.alone, [sum(both) for both in item.alone])
+    found = []
+    for part, own in enumerate(zip(*alone, strict=True)):
+        looked = [(p.forward, p.backward)[part] for p in passes]
+        count = np.count_nonzero(np.min(looked, axis=0))
+        found.append((float(np.mean(looked, axis=0).sum()) - statistics.mean(own)) / count)
+    forward, backward = ranks.mean(found)
+    return forward, backward
 
 
 def _start(probe: Probe, ranks: Ranks) -> tuple[_Running, float]:
@@ -95,23 +135,31 @@ def _start(probe: Probe, ranks: Ranks) -> tuple[_Running, float]:
     ranks.together()
     start = time.monotonic()
     stopwatch.run()
-    return _Running(trace, stopwatch, []), time.monotonic() - start
+    return _Running(probe, trace, stopwatch, [], []), time.monotonic() - start
 
 
-def _samples(item: _Running, ranks: Ranks, overhead: float) -> Iterable[Sample]:
+def _samples(item: _Running, ranks: Ranks, looking: tuple[float, float]) -> Iterable[Sample]:
+    passes = _steady(item.passes, [float(p.forward.sum() + p.backward.sum()) for p in item.passes])
     forward, backward = (
-        np.array(ranks.mean([steady(times) for times in zip(*part, strict=True)]))
-        for part in ([p.forward for p in item.passes], [p.backward for p in item.passes])
+        ranks.mean(list(np.mean(part, axis=0))) for part in ([p.forward for p in passes], [p.backward for p in passes])
     )
     for work in work_of(item.trace):
-        times = (_less(float(part[work.position]), overhead) for part in (forward, backward))
-        yield Sample(work, *times)
+        seconds = forward[work.position], backward[work.position]
+        yield Sample(work, *(_less(time, lost) for time, lost in zip(seconds, looking, strict=True)))
+
+
+_Item = TypeVar("_Item")
+
+
+def _steady(items: Sequence[_Item], times: Sequence[float]) -> list[_Item]:
+    """Those that nothing has interrupted: whose times are near the least."""
+    least = min(times)
+    return [item for item, seconds in zip(items, times, strict=True) if seconds <= _STEADY * least]
 
 
 def steady(times: Sequence[float]) -> float:
-    """The median of those times that nothing has interrupted: of those near the least."""
-    least = min(times)
-    return statistics.median(seconds for seconds in times if seconds <= _STEADY * least)
+    """The median of those times that nothing has interrupted."""
+    return statistics.median(_steady(times, times))
 
 
 def _less(seconds: float, overhead: float) -> float:
@@ -161,9 +209,21 @@ class Rates:
     backward: Curve
 
 
-def rates(samples: Sequence[Sample]) -> dict[str, Rates]:
-    """Of all operations that were timed."""
+def views(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
+    """Seconds of a forward and of a backward, by name, of all operations that move nothing: the means over all sizes."""
     found = {}
+    for name in sorted({sample.work.name for sample in samples if not sample.work.size}):
+        own = [sample for sample in samples if sample.work.name == name and not sample.work.size]
+        backward = [sample.backward for sample in own if sample.work.backward]
+        forward = statistics.mean(sample.forward for sample in own)
+        found[name] = forward, statistics.mean(backward) if backward else forward
+    return found
+
+
+def rates(samples: Sequence[Sample]) -> dict[str, Rates]:
+    """Of all operations that were timed and have something to do."""
+    found = {}
+    samples = [sample for sample in samples if sample.work.size]
     for name in sorted({sample.work.name for sample in samples}):
         own = [sample for sample in samples if sample.work.name == name]
         is_product = own[0].work.is_product

@@ -2,8 +2,10 @@
 
     wires = measure_wires(ranks)     None for one rank
 
-A message is timed through the transport that steps use (`smpc.executor.measure.link_measurement`), a collective as torch
-has it and, of those between operations, as `smpc.executor.collectives` does, in several sizes.
+A message is timed through the transport that steps use (`smpc.executor.measure.link_measurement`), a collective of replicas as torch has
+it, with the copies into and out of the buffers that it goes through, in several sizes. Those between operations are timed where they stand:
+what a row of products takes longer with a collective of `smpc.executor.collectives` after each. There each rank waits until the other
+is done with its product as well, and none of what the other has written is in a cache.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from smpc.partitioner.costs.description import Curve, Wire
 
 _SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)  # float32 elements
 _ROUNDS = 11
+_SIDE, _ROW = 192, 16  # of products, and how many
+_LEAST = 1e-3  # of the time of such a row is for the calls between
 _TIMEOUT = datetime.timedelta(seconds=120)
 
 
@@ -84,10 +88,11 @@ def _collectives(ranks: Ranks) -> dict[str, Curve]:
     found = {}
     for kind, call, factor in _calls(group):
         curve = []
+        timed = _between_products if kind == IN_OPERATIONS else _seconds
         for elements in _SIZES:
             tensor = torch.zeros(elements // ranks.per_host * ranks.per_host, device=ranks.device)
             sent = factor * 4 * tensor.numel() * (ranks.per_host - 1) / ranks.per_host
-            curve.append((sent, sent / _seconds(functools.partial(call, tensor), ranks)))
+            curve.append((sent, sent / timed(functools.partial(call, tensor), ranks)))
         curve.insert(0, (1.0, curve[0][1] / curve[0][0]))  # what is smaller takes as long as the smallest
         found[kind] = tuple(curve)
     return found
@@ -97,19 +102,26 @@ def _calls(group: dist.ProcessGroup) -> Iterator[tuple[str, Callable[[Tensor], o
     """By kind, a call on what a rank has before or afterwards, and how often a rank sends that."""
     size = group.size()
 
+    def reduce(whole: Tensor) -> object:
+        bucket = whole / size
+        dist.all_reduce(bucket, group=group)
+        return whole.copy_(bucket)
+
     def gather(whole: Tensor) -> object:
-        part = whole[: whole.numel() // size].clone()
-        return group._allgather_base(whole, part).wait()
+        buffer, part = torch.empty_like(whole), whole[: whole.numel() // size].clone()
+        group._allgather_base(buffer, part).wait()
+        return whole.copy_(buffer)
 
     def scatter(whole: Tensor) -> object:
-        part = whole[: whole.numel() // size].clone()
-        return group._reduce_scatter_base(part, whole, dist.ReduceScatterOptions()).wait()
+        buffer, part = whole / size, whole.new_empty(whole.numel() // size)
+        group._reduce_scatter_base(part, buffer, dist.ReduceScatterOptions()).wait()
+        return part.clone()
 
     def exchange(whole: Tensor) -> object:
         return dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
 
     ours = TensorGroup.of(group)
-    yield Kind.ALL_REDUCE, lambda whole: dist.all_reduce(whole, group=group), 2
+    yield Kind.ALL_REDUCE, reduce, 2
     yield Kind.ALL_GATHER, gather, 1
     yield Kind.REDUCE_SCATTER, scatter, 1
     yield Kind.ALL_TO_ALL, exchange, 1
@@ -127,6 +139,19 @@ def _seconds(call: Callable[[], object], ranks: Ranks) -> float:
         ranks.wait()
         times.append(time.perf_counter() - start)
     return ranks.most(steady(times))
+
+
+def _between_products(call: Callable[[], object], ranks: Ranks) -> float:
+    """Seconds by which a row of products grows for each call between them."""
+    square = torch.ones(_SIDE, _SIDE, device=ranks.device)
+
+    def row(between: Callable[[], object]) -> None:
+        for _ in range(_ROW):
+            square @ square
+            between()
+
+    apart, without = (_seconds(functools.partial(row, body), ranks) for body in (call, lambda: None))
+    return max(apart - without, _LEAST * apart) / _ROW
 
 
 def assumed(bandwidth: float) -> Wire:

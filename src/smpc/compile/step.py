@@ -12,6 +12,8 @@
     context     collectives over parts of a sequence
     expert      collectives that bring tokens to experts
     optimizer   reads and writes parameters, gradients and state once
+    executor    what the runtime does beside operations and messages, of devices that say how long that takes: for each action, for calls
+                whose backward is in two parts, for each step, and for units in parts where the model runs as it is
 
 Gradients of a stage are summed in buckets from its last backward on, one stage of a rank after the other, and that ends no sooner than
 one bucket after the backward that made the last gradient. Replicas that share the optimizer's state gather the new parameters when it is
@@ -25,6 +27,7 @@ MFU. A causal attention counts with half of its products.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -39,11 +42,12 @@ from smpc.compile.result import Traced
 from smpc.mesh import Axis, Mesh
 from smpc.partitioner.costs.collectives import Kind, collective_time
 from smpc.partitioner.costs.cost import collective_times, useful_times
-from smpc.partitioner.costs.description import Device, Group
+from smpc.partitioner.costs.description import Device, Group, Kernels
 from smpc.partitioner.graph.plan import Plan, Stage
 from smpc.partitioner.graph.recompute import depths, requested_regions
 from smpc.tracer.ir import NodeKind, Trace
 
+_NUMBERED = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")  # `transformer.h.0` of `transformer.h.0.mlp.1`
 BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's default
 
 
@@ -109,6 +113,7 @@ class StepParts:
     context: float = 0.0
     expert: float = 0.0
     waiting: float = 0.0
+    executor: float = 0.0
     useful: float = 0.0
     amount: int = 0
     unit: str = "samples"
@@ -118,7 +123,7 @@ class StepParts:
     @property
     def pipeline(self) -> float:
         """Seconds of forwards, backwards and waiting."""
-        return self.compute + self.bubble + self.waiting + self.tensor + self.context + self.expert
+        return self.compute + self.bubble + self.waiting + self.tensor + self.context + self.expert + self.executor
 
     @property
     def total(self) -> float:
@@ -146,12 +151,14 @@ def step_parts(
     busy = sum(timeline.busy) / num_ranks
     shares = (microbatches * seconds / num_ranks for seconds in _exchanged(traced, around, recompute))
     tensor, expert, context = shares
+    kernels = around.devices[0].kernels
+    inside = min(busy, microbatches * _executed(plan, timeline, kernels) / num_ranks)
     num_devices = num_ranks * around.tensor.size * around.replicas.size
     slowdown = around.devices[0].slowdown(num_devices)
     useful = microbatches * float(useful_times(traced.trace, around.devices[0]).sum()) / num_ranks
     amount, unit = _amount(traced.trace)
     return StepParts(
-        max(0.0, busy - tensor - expert - context),
+        max(0.0, busy - inside - tensor - expert - context),
         pipeline - busy,
         min(tensor, busy),
         max(ends.summed) - pipeline + ends.gathered,
@@ -159,6 +166,7 @@ def step_parts(
         expert=min(expert, busy),
         context=min(context, max(0.0, busy - tensor)),
         waiting=pipeline * slowdown,
+        executor=inside + kernels.step + microbatches * kernels.unit * _units(traced.trace, around),
         useful=useful,
         amount=amount * microbatches * around.replicas.size // around.context.size,
         unit=unit,
@@ -197,6 +205,24 @@ def rank_ends(plan: Plan, timeline: Timeline, around: Around) -> Ends:
         updated.append(device.kernels.memory_time(traffic, device.memory_bandwidth) / device.kernels.optimizer)
         gathered.append(_gathered(stages, around, device))
     return Ends(tuple(summed), tuple(updated), max(gathered))
+
+
+def _executed(plan: Plan, timeline: Timeline, kernels: Kernels) -> float:
+    """Seconds of the executor in one microbatch's forwards and backwards, over all stages."""
+    split = {event.action.stage for event in timeline.events if event.action.op is Op.WEIGHT}
+    return sum(2 * kernels.action + (stage.split_time if stage.index in split else 0.0) for stage in plan.stages)
+
+
+def _units(trace: Trace, around: Around) -> int:
+    """How many units a model has that runs as it is with its parameters in parts: the outermost numbered modules, and itself."""
+    if (
+        around.sharding is not Sharding.FULL
+        or len(around.devices) > 1
+        or around.tensor.size > 1
+        or around.context.size > 1
+    ):
+        return 0
+    return 1 + len({found[0] for call in trace.calls if (found := _NUMBERED.match(call.fqn))})
 
 
 def _reduce_times(stage: Stage, around: Around, device: Device) -> tuple[float, float]:

@@ -42,6 +42,7 @@ PLACEMENT_STRATEGIES = ("cluster", "spread", "PDT", "PTD", "DPT", "DTP", "TPD", 
 _ALIASES = {"partitions": "pipeline_parallel_degree", "_prescaled_batch": "prescaled_batch"}
 
 
+_OF_BLOCKS = ("sdp_param_persistence_threshold", "sdp_max_live_parameters")  # these count with fully_shard as well
 _SHARDED_ONLY = "it is for sharded_data_parallel_degree above 1"
 _TRANSLATED = "distributed modules start from the weights of the originals wherever those can be translated"
 _OF_SHARDING = "sdp_"  # begins the names of keys for sharded data parallelism alone
@@ -295,7 +296,8 @@ class Config(PlannerKeys):
         report.add_source("overrides", overrides or {})
         report.add_environment(environ or {})
         is_sharded = report.values.get("sharded_data_parallel_degree", 1) != 1
-        apart = [name for name in report.values if name.startswith(_OF_SHARDING) and not is_sharded]
+        counts = _OF_BLOCKS if report.values.get("fully_shard", False) is True else ()
+        apart = [n for n in report.values if n.startswith(_OF_SHARDING) and not is_sharded and n not in counts]
         reasons = {name: _SHARDED_ONLY if name in apart else KEYS[name].no_effect for name in report.values}
         ignored = [
             f"{name}: {shown(value)} has no effect here: {reasons[name]}"

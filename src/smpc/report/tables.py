@@ -178,6 +178,7 @@ _PARTS = (
     ("context", "CP"),
     ("expert", "EP"),
     ("optimizer", "optimizer"),
+    ("executor", "executor"),
 )
 
 

@@ -6,20 +6,23 @@ How good predictions are depends on the machine's load, and is for benchmarks/pr
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import random
 import tomllib
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from smpc.calibration import Ranks, calibrate, to_toml
-from smpc.calibration.operations import Sample, rates, steady
+from smpc.calibration.operations import Sample, _looking, _Running, _samples, rates, steady, views
 from smpc.calibration.probes import Image, Text, probes
 from smpc.cli import main
 from smpc.errors import ConfigError
 from smpc.partitioner.costs.collectives import IN_OPERATIONS, Kind, collective_time, sent_time
-from smpc.partitioner.costs.cost import CostModel, node_times, work_of
+from smpc.partitioner.costs.cost import CostModel, NodeTimes, node_times, work_of
 from smpc.partitioner.costs.description import Device, Group, Kernels, Wire
 from smpc.partitioner.costs.device import find_device
 from smpc.tracer import record
@@ -36,6 +39,32 @@ def traces():
 def test_steady_times_are_those_that_nothing_interrupted():
     assert steady([1.0, 1.1, 1.04, 9.0, 5.0]) == 1.04
     assert steady([3.0]) == 3.0
+
+
+def test_nodes_take_together_as_long_as_the_passes_that_nothing_interrupted():
+    """A median of each node would leave out what interrupts each of them rarely, and some of them always."""
+    trace = record(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.zeros(2, 4),))
+    places = [work.position for work in work_of(trace)]
+    passes = []
+    for slow in (0, 1, None):
+        times = np.zeros((2, len(trace.nodes)))
+        times[:, places] = 1.0
+        if slow is not None:
+            times[:, places[slow]] = 1.2
+        passes.append(NodeTimes(*(10.0 * times if slow is None else times)))  # the last pass was interrupted all along
+    probe = next(probes(torch.float32, torch.device("cpu")))
+    found = list(_samples(_Running(probe, trace, None, passes, []), ALONE, (0.1, 0.2)))
+    assert sum(sample.forward for sample in found) == pytest.approx(2.2 - 2 * 0.1)
+    assert sum(sample.backward for sample in found) == pytest.approx(2.2 - 2 * 0.2)
+
+
+def test_what_looking_takes_is_what_a_probe_takes_less_by_itself():
+    trace = record(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.zeros(2, 4),))
+    times = np.zeros(len(trace.nodes))
+    times[[work.position for work in work_of(trace)]] = 1.0
+    probe = next(probes(torch.float32, torch.device("cpu")))
+    item = _Running(probe, trace, None, [NodeTimes(times, 2 * times)], [(1.5, 3.0), (9.0, 9.0)])
+    assert _looking(item, ALONE) == pytest.approx((0.25, 0.5))
 
 
 def test_probes_have_what_training_spends_its_time_in():
@@ -57,7 +86,10 @@ def test_times_are_predicted_as_they_were_measured():
                 *(w / speed.setdefault(work.name, random.uniform(1e9, 1e10)) for w in (work.forward, work.backward)),
             )
             for work in work_of(trace)
+            if work.size
         ]
+        looks = {w.name: random.uniform(1e-6, 1e-5) for w in work_of(trace) if not w.size}
+        samples += [Sample(w, looks[w.name], 2 * looks[w.name] * w.backward) for w in work_of(trace) if not w.size]
         found = rates(samples)
         peak, bandwidth = 2e10, 3e10
         shares = {
@@ -67,12 +99,13 @@ def test_times_are_predicted_as_they_were_measured():
             )
             for name, item in found.items()
         }
-        device = Device("x", {"float32": peak}, bandwidth, 10**9, 1, WIRE, WIRE, kernels=Kernels(operations=shares))
+        kernels = Kernels(operations=shares, views=views(samples))
+        device = Device("x", {"float32": peak}, bandwidth, 10**9, 1, WIRE, WIRE, kernels=kernels)
         times = node_times(trace, CostModel.of(device, 1))
         assert samples
         for sample in samples:
             place, name = sample.work.position, sample.work.name
-            if sample.work.size < shares[name][0][1][0]:
+            if sample.work.size and sample.work.size < shares[name][0][1][0]:
                 continue  # smaller than the smallest on average, for which that one's time counts
             assert times.forward[place] == pytest.approx(sample.forward, rel=1e-6)
             assert times.backward[place] == pytest.approx(sample.backward, rel=1e-6)
@@ -94,12 +127,20 @@ def test_a_machine_is_measured_written_and_read_again(tmp_path):
     assert {"float32", "bfloat16", "float64"} <= set(device.peak_flops)
     assert device.transport == "gloo"
     assert device.kernels.view > 0
+    assert {"view", "transpose", "getitem"} <= set(device.kernels.views)
+    assert set(device.kernels.deferred) == {"linear", "conv"}
+    assert device.kernels.unit == 0.0  # there is nobody to share parameters with
     path = tmp_path / "here.toml"
     path.write_text(to_toml(device, 'made by "a test"'), encoding="utf-8")
     again = find_device(str(path))
     assert again.source == 'made by "a test"'
     assert dict(again.peak_flops) == pytest.approx(dict(device.peak_flops), rel=1e-3)
     assert set(again.kernels.operations) == set(device.kernels.operations)
+    for key in ("action", "step"):
+        assert getattr(again.kernels, key) == pytest.approx(getattr(device.kernels, key), rel=1e-3)
+    for key, curve in device.kernels.deferred.items():
+        assert again.kernels.deferred[key] == tuple(pytest.approx(point, rel=1e-3) for point in curve)
+    assert again.kernels.views["view"] == pytest.approx(device.kernels.views["view"], rel=1e-3)
     for trace in traces():
         one, other = (node_times(trace, CostModel.of(d, 1)) for d in (device, again))
         assert one.forward.sum() == pytest.approx(other.forward.sum(), rel=1e-2)
@@ -114,6 +155,8 @@ def test_damaged_files_are_refused_or_read_as_devices(tmp_path, seed):
         "x", {"float32": 1e12}, 1e11, 10**9, 2, WIRE, WIRE, "", "gloo", Kernels(1e-6, operations=operations),
         collectives={"all-reduce": ((1.0, 1e4),)},
     )  # fmt: skip
+    more = {"views": {"view": (1e-6, 2e-6)}, "action": 1e-5, "unit": 1e-4, "deferred": {"conv": ((1e6, 1e-4),)}}
+    device = dataclasses.replace(device, kernels=dataclasses.replace(device.kernels, **more))
     data = tomllib.loads(to_toml(device, ""))
     generator = random.Random(seed)
     damage(data, generator)

@@ -3,7 +3,7 @@
 import pytest
 from codegen_cases import channel
 
-from smpc.codegen.program import Action
+from smpc.codegen.program import Action, backward, forward, weight
 from smpc.codegen.schedule import SCHEDULES, evaluation
 from smpc.codegen.simulate import Costs, Timeline, Transfer, chain, simulate, timeline_text
 from smpc.errors import ScheduleError
@@ -65,6 +65,19 @@ def test_messages_take_the_time_of_the_ranks_that_send_and_receive_them():
     assert timeline.busy == (6.0, 6.0)
     on_one_rank = simulate(SCHEDULES["simple"](2, (0, 0), 2, 9), chain(2), costs)
     assert on_one_rank.makespan == 12.0
+
+
+def test_a_backward_in_two_parts_makes_forward_and_both_parts_longer():
+    costs = Costs((1.0,), (2.0,), weight=(0.5,), split=(0.75,))
+    assert [costs.of(action, is_split=True) for action in (forward(0, 0), backward(0, 0), weight(0, 0))] == [
+        1.25,
+        1.75,
+        0.75,
+    ]
+    assert [costs.of(action) for action in (forward(0, 0), backward(0, 0))] == [1.0, 2.0]
+    whole = simulate(((forward(0, 0), backward(0, 0)),), (), costs)
+    parts = simulate(((forward(0, 0), backward(0, 0), weight(0, 0)),), (), costs)
+    assert (whole.makespan, parts.makespan) == (3.0, 3.75)
 
 
 def test_an_unbalanced_stage_sets_the_pace():

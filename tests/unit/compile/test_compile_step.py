@@ -14,7 +14,7 @@ from smpc.compile import PipelineOptions, Traced, plan_trace
 from smpc.compile.passes import Sharing, rewrite_trace
 from smpc.compile.step import BUCKET_BYTES, Around, Sharding, step_parts
 from smpc.partitioner.costs.cost import collective_times
-from smpc.partitioner.costs.description import Device, Group, Wire
+from smpc.partitioner.costs.description import Device, Group, Kernels, Wire
 from smpc.tracer import record
 
 INFINITE = float("inf")
@@ -81,6 +81,66 @@ def test_the_parts_of_a_rank_add_up(plan):
     assert parts.waiting == 0.0  # no device is slower than another
     assert parts.total == parts.compute + parts.bubble + parts.tensor + parts.data + parts.optimizer == 6.0
     assert (parts.amount, parts.unit, parts.devices) == (2, "samples", 2)
+
+
+EXECUTOR = Kernels(action=0.25, step=0.5, unit=0.125, deferred={"linear": ((1.0, 0.375),)})
+
+
+def planned_on(kernels, schedule="1f1b", microbatches=4):
+    """The parts of a step of two linear layers on two ranks, and its plan."""
+    wire = Wire(INFINITE, 0.0)
+    device = Device("d", {"float32": 1e3}, INFINITE, 1, 2, wire, wire, kernels=kernels)
+    options = PipelineOptions(2, microbatches, device=device, schedule=schedule)
+    planned = plan_trace(TRACED, options)
+    place = Around((device, device), Group(1, 1), Group(1, 1))
+    return step_parts(TRACED, planned.plan, planned.timeline, place), planned.plan
+
+
+def test_what_the_executor_needs_for_each_action_and_step_is_a_part_of_the_step():
+    free, plan = planned_on(Kernels())
+    parts, slower = planned_on(EXECUTOR)
+    assert free.executor == 0.0
+    assert parts.executor == pytest.approx(4 * 2 * 0.25 + 0.5)  # microbatches, a forward and a backward on each rank
+    assert parts.compute == pytest.approx(free.compute)
+    assert parts.total == pytest.approx(parts.pipeline + parts.optimizer)
+    assert [stage.forward_time for stage in slower.stages] == pytest.approx(
+        [s.forward_time + 0.25 for s in plan.stages]
+    )
+
+
+def test_a_split_backward_costs_what_the_device_says_of_the_calls_that_it_puts_off():
+    free, _ = planned_on(Kernels(), "zb-h1")
+    parts, plan = planned_on(EXECUTOR, "zb-h1")
+    assert [stage.split_time for stage in plan.stages] == [0.375 + 0.25] * 2  # one linear layer, and one more action
+    assert parts.executor == pytest.approx(4 * (3 * 0.25 + 0.375) + 0.5)
+    assert parts.compute == pytest.approx(free.compute)
+    assert type(plan).from_json(plan.to_json()) == plan
+
+
+def test_plans_of_devices_that_say_nothing_of_the_executor_are_what_they_were():
+    _, plan = planned_on(Kernels(), "zb-h1")
+    assert "split_time" not in plan.to_json()
+    assert type(plan).from_json(plan.to_json()) == plan
+
+
+def test_units_in_parts_cost_the_executor_in_each_microbatch_where_no_program_runs():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    wire = Wire(INFINITE, 0.0)
+    device = Device("d", {"float32": 1e3}, INFINITE, 1, 2, wire, wire, kernels=Kernels(unit=0.125))
+    traced = Traced(record(Nested(), (torch.zeros(2, 4),)))
+    planned = plan_trace(traced, PipelineOptions(1, 4, device=device))
+    for sharding, expected in ((Sharding.FULL, 4 * 4 * 0.125), (Sharding.NONE, 0.0)):  # three layers and the model
+        place = Around((device,), Group(1, 1), Group(2, 2), sharding)
+        assert step_parts(traced, planned.plan, planned.timeline, place).executor == pytest.approx(expected)
 
 
 def test_useful_flops_are_those_of_forward_and_backward_at_the_peak():

@@ -137,6 +137,14 @@ def test_without_sharding_what_is_said_of_it_may_be_anything_and_is_named_in_one
     assert config.sdp_gradient_clipping == 1.0
 
 
+def test_how_long_blocks_stay_whole_counts_with_fully_shard():
+    with pytest.warns(UserWarning, match="sdp_gradient_clipping: 0.5 has no effect here") as caught:
+        config = Config.parse({"fully_shard": True, "ddp": True, **SHARDED})
+    assert "sdp_max_live" not in str(caught[0].message)
+    assert "sdp_param" not in str(caught[0].message)
+    assert (config.sdp_max_live_parameters, config.sdp_gradient_clipping) == (7, 1.0)
+
+
 def test_with_sharding_it_counts_but_for_buckets_and_the_order_of_hosts():
     with pytest.warns(
         UserWarning, match="sdp_reduce_bucket_size: 7 has no effect here: the gradients of a block"

@@ -5,6 +5,8 @@ What a split backward defers, as the cost model sees it, against what the execut
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from smpc.executor.split_backward import intercept
-from smpc.partitioner.costs.cost import DEFERRABLE, CostModel, node_times, weight_time
+from smpc.partitioner.costs.cost import DEFERRABLE, CostModel, name_of, node_times, weight_time
+from smpc.partitioner.costs.description import Kernels
+from smpc.partitioner.costs.device import find_device
 from smpc.tracer import record, targets
+from smpc.tracer.constants import Ref
 
 DEVICE = CostModel(peak_flops={"float32": 1e3, "bfloat16": 1e4}, memory_bandwidth=1e9)
 
@@ -91,6 +96,22 @@ def test_shares(target, share):
     found = [i for i, node in enumerate(trace.nodes) if node.target.endswith(target)]
     backward = np.ones(len(trace.nodes))
     assert weight_time(trace, found[:1], backward, ()) == share
+
+
+def test_what_draws_apart_on_each_rank_is_the_operation_that_it_was():
+    trace = record(Attention(), (torch.zeros(1, 2, 4, 8, requires_grad=True),), {})
+    node = next(node for node in trace.nodes if node.flops)
+    apart = replace(
+        node, target="smpc.executor.tensor_ops.draw_apart", args=(node.target, Ref(node.inputs[0]), *node.args)
+    )
+    assert name_of(node) == name_of(apart) == "attention_dropout"
+    costs = CostModel.of(replace(find_device("h100"), kernels=Kernels(attention=(0.5, 0.25))), 1)
+    assert costs.forward_time(node, "float32") == costs.forward_time(apart, "float32")
+
+
+class Attention(nn.Module):
+    def forward(self, x):
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
 
 
 def test_frozen_and_checkpointed_calls_defer_nothing():

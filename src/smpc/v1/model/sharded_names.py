@@ -1,4 +1,4 @@
-"""`sharded_data_parallel_degree` without a pipeline: how long blocks stay whole, and what scripts read of parameters in parts.
+"""Parameters in parts without a pipeline: how long blocks stay whole, and what scripts read of them.
 
     sdp_max_live_parameters            a rank whose model has at most so many elements keeps each block whole from its forward to its
                                        backward; of a larger model, blocks let go of their parameters in between
@@ -31,8 +31,6 @@ def units_to_keep(module: nn.Module, config: Config, apart: Apart | None) -> lis
     inner = [] if apart is None else apart.units(module)
     taken = {unit.name for unit in inner}
     units = [*inner, *(Unit(name) for name in find_units(module) if name not in taken)]
-    if config.sharded_data_parallel_degree == 1:
-        return units
     total = sum(parameter.numel() for parameter in module.parameters())
     keep = Keep.MICROBATCH if total <= config.sdp_max_live_parameters else Keep.NEVER
     names = [unit.name for unit in units]

@@ -1,0 +1,190 @@
+"""What running a step takes beside its operations and messages: the runtime's own work, measured on small models.
+
+    found = measure_programs(ranks, dtype, seconds=6)
+
+    action      a program of one stage beside the same model by itself, eight microbatches against one
+    step        what a program of one microbatch takes longer than the model by itself, less its actions
+    unit        of torch's fully_shard: small blocks in parts on the ranks, beside the same blocks whole; none for one rank
+    deferred    forward and backward of the probes with the gradients of parameters computed later, beside those of an ordinary
+                backward; by the FLOPs of a call, of products and of convolutions
+
+All of it is time of the processor that launches operations. On a GPU it passes while earlier kernels are at work: nothing is measured.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from smpc.calibration.operations import steady
+from smpc.calibration.probes import Probe, Text, probes
+from smpc.calibration.ranks import Ranks
+from smpc.compile import compile_model
+from smpc.executor.split_backward.intercept import Deferral
+from smpc.executor.split_backward.pending import Pending
+from smpc.executor.transport.loopback import loopback_transports
+from smpc.partitioner.costs.cost import deferred_of, name_of
+from smpc.partitioner.costs.description import Curve
+from smpc.runtime import Runtime
+from smpc.sample_inputs import Inputs
+from smpc.sharding import Keep, Sharded, ShardingOptions, Unit, find_units, shard
+from smpc.tracer import record
+
+_MANY = 8  # microbatches
+_WIDTH = 16
+_BLOCKS = 4
+_ROUNDS = 11
+_LEAST = 1e-9  # s; a curve of powers has no zero
+_FEWEST, _MOST = 3, 4  # sizes of the probes of a family
+_SHARE_OF_TIME = 6  # beyond the fewest, one whose predecessor takes a longer part of the time is left out
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Seconds: see the module docstring."""
+
+    action: float = 0.0
+    step: float = 0.0
+    unit: float = 0.0
+    deferred: Mapping[str, Curve] = field(default_factory=dict)
+
+
+def measure_programs(ranks: Ranks, dtype: torch.dtype, seconds: float) -> Programs:
+    """In about so many seconds. Collective over the ranks; the same on each."""
+    if ranks.device.type != "cpu":
+        return Programs()
+    action, step = _executor(ranks)
+    unit = _unit(ranks) if ranks.per_host > 1 else 0.0
+    return Programs(action, step, unit, _deferred(ranks, dtype, seconds))
+
+
+class _Blocks(nn.Module):
+    """Small blocks in a row, [rows, width] to a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss."""
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return x.square().mean()
+
+
+def _executor(ranks: Ranks) -> tuple[float, float]:
+    """Of an action, and of a step."""
+    blocks, rows = _Blocks(), torch.ones(4, _WIDTH)
+    added = _added(ranks, blocks, rows, _MANY) - _added(ranks, blocks, rows, 1)
+    action = max(0.0, added / (2 * (_MANY - 1)))
+    text = Text(64).train()
+    step = _added(ranks, text, torch.zeros(2, 64, dtype=torch.int64), 1)
+    return action, max(0.0, step - 2 * action)
+
+
+def _added(ranks: Ranks, model: nn.Module, inputs: Tensor, microbatches: int) -> float:
+    """Seconds that a step of one stage takes longer than the model by itself; a microbatch is `inputs`."""
+    batch = torch.cat([inputs] * microbatches)
+    compiled = compile_model(
+        model, ((batch,), {}), pipeline_parallel_degree=1, microbatches=microbatches, optimizer="sgd", memory_weight=0.0
+    )
+    (transport,) = loopback_transports(1, ranks.device)
+    runtime = Runtime(model, rank=0, transport=transport)
+    program = runtime.install(compiled)
+    parts: list[Inputs] = [((inputs,), {}) for _ in range(microbatches)]
+
+    def by_program() -> None:
+        runtime.run(program, parts, lambda _, loss: [(loss, None)], training=True)
+
+    def by_itself() -> None:
+        for _ in range(microbatches):
+            model(inputs).backward()
+
+    return _difference(ranks, by_program, by_itself, model)
+
+
+def _difference(ranks: Ranks, one: Callable[[], object], other: Callable[[], object], model: nn.Module) -> float:
+    """Seconds of one over the other, in turns; gradients are let go of before each."""
+    timer = ranks.timer()
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(_ROUNDS + 1):
+        for body, noted in zip((one, other), times, strict=True):
+            for parameter in model.parameters():
+                parameter.grad = None
+            start = timer()
+            body()
+            noted.append(timer() - start)
+    (found,) = ranks.mean([steady(times[0][1:]) - steady(times[1][1:])])
+    return found
+
+
+def _unit(ranks: Ranks) -> float:
+    """Of a unit in parts, in a microbatch."""
+    whole, divided = _Blocks(), _Blocks()
+    group = [
+        dist.new_group(list(range(first, first + ranks.per_host))) for first in range(0, ranks.size, ranks.per_host)
+    ][ranks.rank // ranks.per_host]
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"calibrated_{group.group_name}",))
+    units = [Unit(name, keep=Keep.STEP) for name in find_units(divided)]
+    sharded = shard(divided, units, mesh, ShardingOptions())
+    rows = torch.ones(4, _WIDTH)
+
+    def step(microbatches: int, parts: Sharded | None) -> None:
+        model = whole if parts is None else divided
+        if parts is not None:
+            parts.begin_step()
+        for left in reversed(range(microbatches)):
+            if parts is not None and not left:
+                parts.last_backward()
+            model(rows).backward()
+        if parts is not None:
+            parts.end_step()
+
+    found = [
+        _difference(ranks, lambda m=m: step(m, sharded), lambda m=m: step(m, None), whole)  # type: ignore[misc]
+        for m in (_MANY, 1)
+    ]
+    return max(0.0, (found[0] - found[1]) / ((_MANY - 1) * len(units)))
+
+
+def _deferred(ranks: Ranks, dtype: torch.dtype, seconds: float) -> dict[str, Curve]:
+    """Of a call, by name and FLOPs."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    skipped: set[str] = set()
+    for probe in probes(dtype, ranks.device):
+        if probe.family in skipped:
+            continue
+        start = time.monotonic()
+        name, size, longer = _deferred_by(probe, ranks)
+        points = found.setdefault(name, [])
+        points.append((size, max(_LEAST, longer)))
+        spent = ranks.most(time.monotonic() - start)
+        if len(points) >= _FEWEST and (spent > seconds / _SHARE_OF_TIME or len(points) == _MOST):
+            skipped.add(probe.family)
+    return {name: tuple(sorted(points)) for name, points in sorted(found.items())}
+
+
+def _deferred_by(probe: Probe, ranks: Ranks) -> tuple[str, float, float]:
+    """(name, typical FLOPs, seconds) of the calls of a probe whose backward is in two parts; they all have one name."""
+    torch.manual_seed(0)
+    model, inputs = probe.model().train(), probe.inputs()
+    calls = list(deferred_of(record(model, inputs)))
+    pending = Pending()
+
+    def split() -> None:
+        with Deferral(pending):
+            loss = model(*inputs)
+        loss.backward()
+        pending.run()
+
+    ranks.together()
+    longer = _difference(ranks, split, lambda: model(*inputs).backward(), model)
+    size = math.exp(sum(math.log(node.flops) for node in calls) / len(calls))
+    return name_of(calls[0]), size, longer / len(calls)
