@@ -15,10 +15,11 @@ Example, horizon 1: F0 F1 F2 F3 B0 becomes F0 OFFLOAD0 F1 RELEASE0 F2 RELOAD0 F3
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 from smpc.codegen.program import Action, Instruction, Op, Schedule
+from smpc.partitioner.memory.peak import Resident
 
 _TASKS = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
 _SENDS = (Op.SEND, Op.SEND_GRAD)
@@ -32,19 +33,26 @@ def insert_offloads(
     return tuple(_insert(program, stages, horizon) for program in programs)
 
 
-def resident(schedule: Schedule, num_stages: int, horizon: int) -> tuple[int, ...]:
-    """By stage, the most microbatches at once that are in flight and not offloaded."""
-    most = [0] * num_stages
+def resident(schedule: Schedule, num_stages: int, horizon: int) -> tuple[Resident, ...]:
+    """By stage, how many microbatches at once are in flight and not offloaded."""
+    most, last = [0] * num_stages, [0] * num_stages
     for actions in schedule:
         before = moves(actions, horizon)
-        now = [0] * num_stages
+        now, in_flight = [0] * num_stages, [0] * num_stages
+        forwards = Counter(action.stage for action in actions if action.op is Op.FORWARD)
         for position, action in enumerate(actions):
             for op, (stage, _) in before.get(position, ()):
                 now[stage] += (op is Op.RELOAD) - (op is Op.RELEASE)
-            now[action.stage] += action.op is Op.FORWARD
+            stage = action.stage
+            for counts in (now, in_flight):
+                counts[stage] += action.op is Op.FORWARD
             most = [max(a, b) for a, b in zip(most, now, strict=True)]
-            now[action.stage] -= action.op is Op.BACKWARD
-    return tuple(most)
+            if not forwards[stage] and now[stage] == in_flight[stage]:
+                last[stage] = max(last[stage], now[stage])
+            forwards[stage] -= action.op is Op.FORWARD
+            for counts in (now, in_flight):
+                counts[stage] -= action.op is Op.BACKWARD
+    return tuple(map(Resident, most, last))
 
 
 def moves(tasks: Sequence[Action | Instruction], horizon: int) -> Mapping[int, Sequence[tuple[Op, Key]]]:

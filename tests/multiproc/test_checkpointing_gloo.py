@@ -14,7 +14,7 @@ from smpc.errors import PartitionError, UsageError
 from smpc.executor.transport import GlooTransport
 from smpc.runtime import Runtime
 
-MB = 4
+MB = 8
 CASES = [
     ("gpt2", ("transformer.h.*",), {"schedule": "zb-h1"}),
     ("t5", ("*.block.*",), {}),

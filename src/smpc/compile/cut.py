@@ -30,6 +30,7 @@ from smpc.partitioner.graph.plan import HostLink, Plan, ScheduleSummary
 from smpc.partitioner.heterogeneous import on_devices, solve_mixed
 from smpc.partitioner.keep_assignment import fits, follow
 from smpc.partitioner.manual import assign_manually
+from smpc.partitioner.memory.peak import Resident
 from smpc.partitioner.solve import check_peaks, plan_from_assignment, rank_peaks, solve_partition, with_note
 from smpc.tracer.ir import Trace
 
@@ -209,8 +210,8 @@ class Cut:
         )
 
     @cached_property
-    def _resident(self) -> tuple[int, ...] | None:
-        """With offloading: by stage, the most microbatches in flight whose activations are on the device."""
+    def _resident(self) -> tuple[Resident, ...] | None:
+        """With offloading: by stage, the microbatches in flight whose activations are on the device."""
         if not self.options.offload_activations:
             return None
         num_stages = len(self.choice.placement)
