@@ -11,6 +11,7 @@
     data        of the sum of gradients, and of gathering parameters, what no computation hides
     context     collectives over parts of a sequence
     expert      collectives that bring tokens to experts
+    offload     of the copies to the host and back, what makes the step longer (`smpc.codegen.host_copies`)
     optimizer   reads and writes parameters, gradients and state once
 
 Gradients of a stage are summed in buckets from its last backward on, one stage of a rank after the other, and that ends no sooner than
@@ -109,6 +110,7 @@ class StepParts:
     context: float = 0.0
     expert: float = 0.0
     waiting: float = 0.0
+    offload: float = 0.0
     useful: float = 0.0
     amount: int = 0
     unit: str = "samples"
@@ -117,8 +119,9 @@ class StepParts:
 
     @property
     def pipeline(self) -> float:
-        """Seconds of forwards, backwards and waiting."""
-        return self.compute + self.bubble + self.waiting + self.tensor + self.context + self.expert
+        """Seconds of forwards, backwards and waiting for whatever."""
+        parts = self.compute, self.bubble, self.waiting, self.tensor, self.context, self.expert, self.offload
+        return sum(parts)
 
     @property
     def total(self) -> float:
@@ -152,13 +155,14 @@ def step_parts(
     amount, unit = _amount(traced.trace)
     return StepParts(
         max(0.0, busy - tensor - expert - context),
-        pipeline - busy,
+        pipeline - busy - timeline.stalled,
         min(tensor, busy),
         max(ends.summed) - pipeline + ends.gathered,
         max(ends.updated),
         expert=min(expert, busy),
         context=min(context, max(0.0, busy - tensor)),
         waiting=pipeline * slowdown,
+        offload=timeline.stalled,
         useful=useful,
         amount=amount * microbatches * around.replicas.size // around.context.size,
         unit=unit,
