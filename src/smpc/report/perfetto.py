@@ -1,7 +1,7 @@
 """The predicted step in Chrome's trace event format, for https://ui.perfetto.dev and chrome://tracing.
 
-One track for each rank with a slice for each action, two more for copies of what it offloads, an arrow from each send to its receive, and a counter for the
-memory of each rank. Times are microseconds. The same plan gives the same bytes.
+One track for each rank with a slice for each action, two more for the copies of what it offloads, an arrow from each send to its receive,
+and a counter for the memory of each rank. Times are microseconds. The same plan gives the same bytes.
 """
 
 from __future__ import annotations
