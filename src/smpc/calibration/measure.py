@@ -11,7 +11,7 @@ import torch
 
 from smpc.calibration.operations import Rates, measure, rates, repeated
 from smpc.calibration.ranks import Ranks
-from smpc.calibration.wires import Wires, assumed, measure_wires
+from smpc.calibration.wires import Wires, assumed, measure_host, measure_wires
 from smpc.partitioner.costs.description import ALL, Curve, Device, Kernels
 
 _MEASURED = 0.75  # of the time is for operations
@@ -58,6 +58,7 @@ def calibrate(ranks: Ranks, seconds: float = 60.0, show: Callable[..., None] = l
         transport="nccl" if ranks.device.type == "cuda" else "gloo",
         kernels=kernels,
         collectives=MappingProxyType(dict(wires.collectives)),
+        host=measure_host(ranks),
     )
 
 
