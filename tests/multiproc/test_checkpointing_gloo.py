@@ -17,7 +17,7 @@ from smpc.runtime import Runtime
 MB = 8
 CASES = [
     ("gpt2", ("transformer.h.*",), {"schedule": "zb-h1"}),
-    ("t5", ("*.block.*",), {}),
+    ("t5", ("*.block.*",), {"pipeline": "simple"}),
     ("sequential group_2", (), {"pipeline": "simple"}),
 ]
 

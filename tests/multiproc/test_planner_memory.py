@@ -309,7 +309,7 @@ def recomputed(name, pipelines, num_stages):
 def test_predicted_peaks_come_true_with_offloading(tmp_path):
     """Much less is there, and as much as predicted: so the prediction counts what is away, and no more."""
     moved = {"offload_activations": True, "activation_loading_horizon": 1}
-    pipelines = [("wide", "simple", 12), ("wide", "interleaved", 12)]
+    pipelines = [("wide", "simple", 12), ("wide", "simple", 6)]
     plain, moving = (
         compiled(cases, 2, recompute=("blocks.*",), **options)
         for cases, options in ((pipelines[:1], {}), (pipelines, moved))
