@@ -1,79 +1,91 @@
 """Offloading: when what checkpointed regions keep waits in CPU memory for the backward pass.
 
-A task is an action of a rank: F, B or W. Of a stage and microbatch whose B is the n-th task after its F, with n > horizon + 1, the program
+A task is an action of a rank: F, B or W. Of a stage and microbatch whose B is the n-th task after its F, with n > horizon + 2, the program
 gets
 
-    OFFLOAD s m    after F and everything that F sends
-    RELOAD s m     `horizon` tasks ahead of B, so that loading overlaps with them
+    OFFLOAD s m    after F and everything that F sends: copying starts
+    RELEASE s m    when the next task has run: its memory is given up, once it has been copied
+    RELOAD s m     `horizon` tasks ahead of B, so that copying it back overlaps with them
 
-The others would be loaded back at once, and stay. What is moved is decided when the step runs (`smpc.executor.program.offload`), from the
-values themselves.
+The others would be loaded back at once, and stay. So each copy has a task or more to hide behind: out the one after F, in those ahead of
+B. What is moved is decided when the step runs (`smpc.executor.program.offload`), from the values themselves.
 
-Example, horizon 1: F0 F1 F2 B0 B1 B2 becomes F0 OFFLOAD0 F1 OFFLOAD1 RELOAD0 F2 OFFLOAD2 B0 RELOAD... as each B is due.
+Example, horizon 1: F0 F1 F2 F3 B0 becomes F0 OFFLOAD0 F1 RELEASE0 F2 RELOAD0 F3 B0, and so for each microbatch.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 
 from smpc.codegen.program import Action, Instruction, Op, Schedule
+from smpc.partitioner.memory.peak import Resident
 
 _TASKS = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
+_SENDS = (Op.SEND, Op.SEND_GRAD)
 Key = tuple[int, int]  # stage, microbatch
 
 
 def insert_offloads(
     programs: Sequence[Sequence[Instruction]], stages: Collection[int], horizon: int
 ) -> tuple[tuple[Instruction, ...], ...]:
-    """The programs with OFFLOAD and RELOAD for these stages."""
+    """The programs with OFFLOAD, RELEASE and RELOAD for these stages."""
     return tuple(_insert(program, stages, horizon) for program in programs)
 
 
-def resident(schedule: Schedule, num_stages: int, horizon: int) -> tuple[int, ...]:
-    """By stage, the most microbatches at once that are in flight and not offloaded."""
-    most = [0] * num_stages
+def resident(schedule: Schedule, num_stages: int, horizon: int) -> tuple[Resident, ...]:
+    """By stage, how many microbatches at once are in flight and not offloaded."""
+    most, last = [0] * num_stages, [0] * num_stages
     for actions in schedule:
-        leaves, returns = _offloaded(actions, horizon)
-        now = [0] * num_stages
+        before = moves(actions, horizon)
+        now, in_flight = [0] * num_stages, [0] * num_stages
+        forwards = Counter(action.stage for action in actions if action.op is Op.FORWARD)
         for position, action in enumerate(actions):
-            for stage, _ in returns[position]:
-                now[stage] += 1
-            now[action.stage] += action.op is Op.FORWARD
+            for op, (stage, _) in before.get(position, ()):
+                now[stage] += (op is Op.RELOAD) - (op is Op.RELEASE)
+            stage = action.stage
+            for counts in (now, in_flight):
+                counts[stage] += action.op is Op.FORWARD
             most = [max(a, b) for a, b in zip(most, now, strict=True)]
-            if action.op is Op.BACKWARD or (action.stage, action.microbatch) in leaves:
-                now[action.stage] -= 1
-    return tuple(most)
+            if not forwards[stage] and now[stage] == in_flight[stage]:
+                last[stage] = max(last[stage], now[stage])
+            forwards[stage] -= action.op is Op.FORWARD
+            for counts in (now, in_flight):
+                counts[stage] -= action.op is Op.BACKWARD
+    return tuple(map(Resident, most, last))
 
 
-def _offloaded(tasks: Sequence[Action | Instruction], horizon: int) -> tuple[frozenset[Key], dict[int, list[Key]]]:
-    """What is offloaded, and what is loaded back before the task at a position."""
+def moves(tasks: Sequence[Action | Instruction], horizon: int) -> Mapping[int, Sequence[tuple[Op, Key]]]:
+    """What is done before the task at a position, in order: OFFLOAD, RELEASE and RELOAD of a (stage, microbatch)."""
     forwards = {(task.stage, task.microbatch): i for i, task in enumerate(tasks) if task.op is Op.FORWARD}
-    returns: dict[int, list[Key]] = defaultdict(list)
-    leaves = []
+    leaving: dict[int, Key] = {}  # by the position of its F
+    returning: dict[int, list[Key]] = defaultdict(list)
     for i, task in enumerate(tasks):
         key = (task.stage, task.microbatch)
-        if task.op is Op.BACKWARD and i - forwards[key] > horizon + 1:
-            returns[i - horizon].append(key)
-            leaves.append(key)
-    return frozenset(leaves), returns
+        if task.op is Op.BACKWARD and i - forwards[key] > horizon + 2:
+            leaving[forwards[key]] = key
+            returning[i - horizon].append(key)
+    found: dict[int, list[tuple[Op, Key]]] = defaultdict(list)
+    for position in range(1, len(tasks)):
+        for op, behind in ((Op.OFFLOAD, 1), (Op.RELEASE, 2)):
+            if position - behind in leaving:
+                found[position].append((op, leaving[position - behind]))
+        found[position] += [(Op.RELOAD, key) for key in returning.get(position, ())]
+    return {position: before for position, before in found.items() if before}
 
 
 def _insert(program: Sequence[Instruction], stages: Collection[int], horizon: int) -> tuple[Instruction, ...]:
-    positions = [i for i, instruction in enumerate(program) if instruction.op in _TASKS]
-    leaves, returns = _offloaded([program[i] for i in positions], horizon)
-    before: dict[int, list[Instruction]] = defaultdict(list)
-    for task, keys in returns.items():
-        before[positions[task]] += [Instruction(Op.RELOAD, stage=s, microbatch=m) for s, m in keys if s in stages]
+    """Moves come after all that the task before them sends, ahead of what the next task receives."""
+    before = moves([instruction for instruction in program if instruction.op in _TASKS], horizon)
     found: list[Instruction] = []
-    waiting: Instruction | None = None
-    for i, instruction in enumerate(program):
-        if waiting is not None and instruction.op is not Op.SEND:
-            found.append(waiting)
-            waiting = None
-        found += before[i]
+    due: Sequence[tuple[Op, Key]] = ()
+    task = 0
+    for instruction in program:
+        if due and instruction.op not in _SENDS:
+            found += [Instruction(op, stage=s, microbatch=m) for op, (s, m) in due if s in stages]
+            due = ()
         found.append(instruction)
-        key = (instruction.stage, instruction.microbatch)
-        if instruction.op is Op.FORWARD and key in leaves and instruction.stage in stages:
-            waiting = Instruction(Op.OFFLOAD, stage=instruction.stage, microbatch=instruction.microbatch)
-    return tuple(found if waiting is None else [*found, waiting])
+        if instruction.op in _TASKS:
+            task += 1
+            due = before.get(task, ())
+    return tuple(found)

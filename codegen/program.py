@@ -11,8 +11,9 @@ Text form, one instruction a line; `s` stage, `m` microbatch, `e` edge, `r` pipe
     SEND_GRAD e1 m0 r0    send the gradients of edge 1's values back
     MOVE e1 m0            source and destination of the edge are on this rank: hand the values over
     MOVE_GRAD e1 m0       ... and their gradients back
-    OFFLOAD s1 m0         move what checkpointed regions of stage 1 have kept to CPU memory
-    RELOAD s1 m0          ... and start to move it back, for B s1 m0
+    OFFLOAD s1 m0         start to copy what checkpointed regions of stage 1 have kept to CPU memory
+    RELEASE s1 m0         ... give its memory up, once it is there
+    RELOAD s1 m0          ... and start to copy it back, for B s1 m0
     REDUCE p0             sum the gradients of shared parameter 0 over the ranks that hold it
 
 Messages between two ranks are matched first in, first out, in each direction: the order of the sends of one rank to
@@ -49,6 +50,7 @@ class Op(StrEnum):
     MOVE = "MOVE"  # edge, microbatch
     MOVE_GRAD = "MOVE_GRAD"  # edge, microbatch
     OFFLOAD = "OFFLOAD"  # stage, microbatch
+    RELEASE = "RELEASE"  # stage, microbatch
     RELOAD = "RELOAD"  # stage, microbatch
     REDUCE = "REDUCE"  # shared parameter
 
@@ -64,6 +66,7 @@ _OPERANDS = {
     Op.MOVE: "em",
     Op.MOVE_GRAD: "em",
     Op.OFFLOAD: "sm",
+    Op.RELEASE: "sm",
     Op.RELOAD: "sm",
     Op.REDUCE: "p",
 }

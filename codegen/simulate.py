@@ -16,7 +16,8 @@ ranks follow each other on the wire:
 
     arrival = max(handed over, wire free) + bytes / bandwidth + latency
 
-Values that stay on a rank arrive at once, and so do the model's inputs, which are sent ahead of need (see `lower`).
+Values that stay on a rank arrive at once, and so do the model's inputs, which are sent ahead of need (see `lower`). What a plan offloads
+is copied to the host and back meanwhile: see `smpc.codegen.host_copies`.
 
 Example: two stages, three microbatches, 1F1B, backward twice as long as forward (`timeline_text`; one column is one
 second, `--` goes on, `..` is idle):
@@ -31,8 +32,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from smpc.codegen.host_copies import Copy, HostCopies, Offloading
 from smpc.codegen.program import Action, Channel, Op, Schedule, backward, forward, split_backwards, weight
 from smpc.errors import ScheduleError
 from smpc.partitioner.graph.plan import INPUTS, Plan
@@ -128,10 +130,15 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Events in order of their start; every event comes after those it depends on."""
+    """Events in order of their start; every event comes after those it depends on.
+
+    copies: of what is offloaded, those of each rank in the order of its program. stalled: seconds that they add to the step.
+    """
 
     num_ranks: int
     events: tuple[Event, ...]
+    copies: tuple[Copy, ...] = ()
+    stalled: float = 0.0
 
     @property
     def schedule(self) -> Schedule:
@@ -168,7 +175,20 @@ def simulate(schedule: Schedule, links: Sequence[Transfer], costs: Costs) -> Tim
 
 def simulate_plan(plan: Plan, channels: Sequence[Channel], schedule: Schedule) -> Timeline:
     """One training step with the predicted times of the stages and of the messages between them."""
-    return simulate(schedule, [Transfer.of(channel) for channel in channels], Costs.of_plan(plan))
+    return simulate_step(plan, [Transfer.of(channel) for channel in channels], schedule)
+
+
+def simulate_step(plan: Plan, links: Sequence[Transfer], schedule: Schedule) -> Timeline:
+    """The same with what the stages pass to each other, and with the copies of what the plan offloads."""
+    costs, offloading = Costs.of_plan(plan), Offloading.of(plan)
+    plain = simulate(schedule, links, costs)
+    if offloading is None:
+        return plain
+    copies = HostCopies(offloading, schedule)
+    simulation = _Simulation(tuple(enumerate(schedule)), links, costs, len(schedule), None, copies)
+    simulation.run()
+    found = Timeline(len(schedule), tuple(simulation.events), tuple(copies.copies))
+    return replace(found, stalled=found.makespan - plain.makespan)
 
 
 def merge(
@@ -227,7 +247,9 @@ class _Simulation:
         costs: Costs,
         num_ranks: int,
         in_flight: Sequence[int] | None,
+        copies: HostCopies | None = None,  # with one sequence for each rank
     ) -> None:
+        self.copies = copies
         self.sequences = sequences
         self.costs = costs
         self.links = links
@@ -316,6 +338,8 @@ class _Simulation:
         """When everything that the action needs is there; None as long as something has no time yet."""
         times = [self.arrived.get(message) for message in self.needs(action)]
         times += [self.finished.get(before) for before in self.own_needs(action)]
+        if self.copies is not None and action.op is Op.BACKWARD:
+            times.append(self.copies.loaded.get((action.stage, action.microbatch), 0.0))
         known = [time for time in times if time is not None]
         return max(known, default=0.0) if len(known) == len(times) else None
 
@@ -327,20 +351,27 @@ class _Simulation:
         self.position[index] += 1
         self.free[rank] = end + self.costs.between
         self.finished[action] = end
-        touched = [rank]
+        touched = [rank, *self.hand_over(rank, action)]
+        if self.copies is not None:
+            self.free[rank] = self.copies.ahead_of(rank, self.position[index], self.free[rank])
+        return touched
+
+    def hand_over(self, rank: int, action: Action) -> list[int]:
+        """Send what the action made, one message after the other; return who gets it."""
         if action.op is Op.WEIGHT:
-            return touched
+            return []
         if action.op is Op.FORWARD:
             receivers = [(i, self.links[i].destination, self.links[i].num_bytes) for i in self.outgoing[action.stage]]
         else:
             returning = [i for i in self.incoming[action.stage] if self.links[i].has_gradient]
             receivers = [(i, self.links[i].source, self.links[i].gradient_bytes) for i in returning]
+        peers = []
         for link, stage, num_bytes in receivers:
             peer = self.rank_of[stage]
             self.free[rank] += self.costs.sending if peer != rank else 0.0
             self.arrived[link, action.op, action.microbatch] = self.deliver(rank, peer, num_bytes, self.free[rank])
-            touched.append(peer)
-        return touched
+            peers.append(peer)
+        return peers
 
     def deliver(self, rank: int, peer: int, num_bytes: int, time: float) -> float:
         """When a message handed over at `time` arrives."""

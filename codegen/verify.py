@@ -4,8 +4,8 @@ What is proved, for programs from `lower` as well as for written or edited ones:
 
     complete    each rank runs exactly the instructions that the channels, the placement and the number of microbatches
                 ask for, each once: every F and B, both ends of every message, every REDUCE, and nothing else but
-                W: a backward may be split, which makes its B the part for the inputs; and OFFLOAD with RELOAD, in this
-                order between F and B
+                W: a backward may be split, which makes its B the part for the inputs; and OFFLOAD, RELEASE and RELOAD,
+                in this order between F and B
     order       on each rank, every value is produced before it is used, B comes after F and W after B, and the forwards
                 and the backwards of a stage go through the microbatches in ascending order, and so does what adds
                 to the gradients of its parameters: each W, and each B without one
@@ -37,6 +37,7 @@ from smpc.errors import ScheduleError
 from smpc.partitioner.graph.plan import INPUTS
 
 _SENDS = (Op.SEND, Op.SEND_GRAD)
+_MOVES = (Op.OFFLOAD, Op.RELEASE, Op.RELOAD)
 _RECEIVES = {Op.SEND: Op.RECV, Op.SEND_GRAD: Op.RECV_GRAD}
 
 
@@ -145,10 +146,8 @@ def _expected(
             if expectation.has_backward:
                 before = tuple(instruction for instruction, _, user in obtained if user == back)
                 if (stage, microbatch) in away:
-                    leave, load = (
-                        Instruction(op, stage=stage, microbatch=microbatch) for op in (Op.OFFLOAD, Op.RELOAD)
-                    )
-                    needed[leave], needed[load] = (ahead,), (leave,)
+                    leave, release, load = (Instruction(op, stage=stage, microbatch=microbatch) for op in _MOVES)
+                    needed[leave], needed[release], needed[load] = (ahead,), (leave,), (release,)
                     before = (*before, load)
                 needed[back] = (ahead, *before)
                 if (stage, microbatch) in split:
@@ -161,8 +160,8 @@ def _expected(
 
 
 def _offloaded(program: Sequence[Instruction]) -> frozenset[tuple[int, int]]:
-    """The (stage, microbatch) whose activations leave or return in the program: they must do both."""
-    return frozenset((i.stage, i.microbatch) for i in program if i.op in (Op.OFFLOAD, Op.RELOAD))
+    """The (stage, microbatch) whose activations leave or return in the program: they must do all of it."""
+    return frozenset((i.stage, i.microbatch) for i in program if i.op in _MOVES)
 
 
 def _transfers(

@@ -55,7 +55,7 @@ from smpc.partitioner.graph.trace_graph import (
     largest_whole_calls,
     stages_by_rank,
 )
-from smpc.partitioner.memory.peak import StageUse, stage_memory
+from smpc.partitioner.memory.peak import Resident, StageUse, stage_memory
 from smpc.partitioner.problem import LARGEST, IntArray, Scale, relative_gap, stage_costs
 from smpc.partitioner.solvers.bound import lower_bound
 from smpc.partitioner.solvers.chain import ChainSolution, solve_chain
@@ -85,7 +85,7 @@ def solve_partition(
     memory_limit: int | None = None,
     in_flight_of: InFlight | None = None,
     recompute: Sequence[str] = (),
-    resident: Sequence[int] | None = None,
+    resident: Sequence[Resident] | None = None,
     prove: bool = True,
     speeds: Sequence[float] = (),
     limits: Sequence[int] = (),
@@ -96,7 +96,7 @@ def solve_partition(
     stage; stage i on rank i if None. times: those measured,
     if any. memory_limit: most bytes at the predicted peak of a rank (see `smpc.partitioner.solve`);
     in_flight_of gives `in_flight` for other numbers of stages, to say how many would do. recompute: names of modules to checkpoint.
-    resident: of the microbatches in flight, those whose activations are not offloaded; None: all. prove: without, the best contiguous
+    resident: by stage, microbatches in flight that are not offloaded; None: all. prove: without, the best contiguous
     plan is taken, and nothing is said of others, which is much quicker. speeds, limits: of the stages' devices, relative to the cost
     model's, and most bytes at the peak of a rank that runs the stage, instead of `memory_limit`, if they differ. Raises
     PartitionError for more stages than modules, for settings out of range, and when no plan is within the limit.
@@ -129,7 +129,8 @@ def solve_partition(
         return plan
     stages_per_rank = 1 if placement is None else max(Counter(placement).values())
     bounds = (schedule.num_microbatches, limit, stages_per_rank, TOLERANCE, MAX_COARSE_UNITS, peak)
-    return plan_within(Limited(analysis, scale, tuple(in_flight), *bounds, make, in_flight_of, tuple(limits), prove))
+    asked = (make, in_flight_of, tuple(limits), prove, None if resident is None else tuple(resident))
+    return plan_within(Limited(analysis, scale, tuple(in_flight), *bounds, *asked))
 
 
 def _analysed(analysis: Analysis, num_stages: int) -> Analysis:
@@ -186,7 +187,7 @@ def plan_from_assignment(
     schedule: ScheduleSummary = UNSCHEDULED,
     times: NodeTimes | None = None,
     recompute: Sequence[str] = (),
-    resident: Sequence[int] | None = None,
+    resident: Sequence[Resident] | None = None,
 ) -> Plan:
     """The plan of a given assignment (node name -> stage, for every node that computes).
 
@@ -242,7 +243,7 @@ def _plan(
     placement: Sequence[int] | None,
     schedule: ScheduleSummary,
     objective: Objective,
-    resident: Sequence[int] | None = None,
+    resident: Sequence[Resident] | None = None,
 ) -> Plan:
     graph, num_stages = analysis.graph, len(in_flight)
     check_stages(graph, analysis.clusters, stage_of, num_stages)
@@ -358,6 +359,7 @@ class Limited:
     in_flight_of: InFlight | None = None
     limits: tuple[int, ...] = ()  # by stage, that of its rank, if they differ; `limit` is the largest
     prove: bool = True  # without, the contiguous plan will do
+    resident: tuple[Resident, ...] | None = None  # by stage, with offloading
 
 
 class _Scaled(PeakRows):
@@ -438,6 +440,7 @@ def plan_within(problem: Limited) -> Plan:
         problem.in_flight,
         problem.num_microbatches,
         analysis.checkpoints.regions,
+        problem.resident,
     )
     if problem.limits:
         peaks = _Scaled(peaks, problem.limits)

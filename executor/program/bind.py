@@ -1,7 +1,7 @@
 """Binds a program: turns every instruction into functions of no arguments whose operands are already looked up.
 
     F, B, W     one handler
-    OFFLOAD, RELOAD    one handler each, see `smpc.executor.program.offload`
+    OFFLOAD, RELEASE, RELOAD    one handler each, see `smpc.executor.program.offload`
     SEND, RECV, MOVE and those of gradients    one handler each, see `smpc.executor.program.bind_channels`
     REDUCE      a handler that sends to the other holders, one for each of them that waits for it, one that sums
 
@@ -112,6 +112,7 @@ class Binder:
             Op.MOVE: lambda i: [Handler(channels.move(i), i)],
             Op.MOVE_GRAD: lambda i: [Handler(channels.move_grad(i), i)],
             Op.OFFLOAD: lambda i: [Handler(self._offload(i), i)],
+            Op.RELEASE: lambda i: [Handler(self._release(i), i)],
             Op.RELOAD: lambda i: [Handler(self._reload(i), i)],
             Op.REDUCE: self._reduce,
         }
@@ -267,6 +268,11 @@ class Binder:
             frame.away = mover.leave(kept, frame.stay)
 
         return run
+
+    def _release(self, instruction: Instruction) -> Callable[[], None]:
+        frame, mover = self.frames[instruction.stage, instruction.microbatch], self._mover
+        assert mover is not None
+        return lambda: mover.release(frame.away)
 
     def _reload(self, instruction: Instruction) -> Callable[[], None]:
         frame, mover = self.frames[instruction.stage, instruction.microbatch], self._mover

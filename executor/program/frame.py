@@ -10,7 +10,7 @@
     pending    what a split backward has left for W: see `smpc.executor.split_backward.pending`
     kept       between F and OFFLOAD: what checkpointed regions keep and may be moved
     stay       ... and the addresses of storages that must not be
-    away       between OFFLOAD and RELOAD: what has been moved, see `smpc.executor.program.offload`
+    away       between OFFLOAD and RELOAD: what is moved, see `smpc.executor.program.offload`
     loaded     on CUDA, between RELOAD and B: when it is back
 
 An input that the stage passes on is one tensor, both input and output: its edge is the leaf itself, so
@@ -56,5 +56,8 @@ class Frame:
             slots[:] = [None] * len(slots)
         self.roots = []
         self.pending.clear()
-        self.kept, self.loaded = [], None
+        self.kept = []
+        if self.loaded is not None:
+            self.loaded.synchronize()
+            self.loaded = None
         restore_sizes(self.away)

@@ -117,6 +117,11 @@ class Wire:
         return self.bandwidth * self.efficiency
 
 
+PCIE4 = Wire(
+    32e9, 10e-6, 0.8
+)  # 16 lanes of PCIe 4.0, and what nvbandwidth shows of them; a device that says nothing has it
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """One kind of device and the hosts that it comes in: see `smpc.partitioner.costs.device`."""
@@ -133,6 +138,7 @@ class Device:
     kernels: Kernels = Kernels()
     variation: float = 0.0  # how much slower than a typical one the slowest of a thousand devices of this kind is
     collectives: Mapping[str, Curve] = field(default_factory=dict)  # by kind: bytes/s that a rank sends, by bytes
+    host: Wire = PCIE4  # one direction between the device and its host's memory; both at once
     is_assumed: bool = False  # a stand-in for devices that differ by far: its times mean little until one is calibrated
 
     def wire(self, num_ranks: int) -> Wire:

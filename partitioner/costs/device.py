@@ -29,6 +29,11 @@
         bandwidth = 50e9
         latency = 50e-6
 
+        [host]                                # between a device and its host's memory, in one direction; 16 lanes of PCIe 4.0 if left out
+        bandwidth = 64e9
+        latency = 10e-6
+        efficiency = 0.8
+
         [kernels]                             # what kernels reach; without it: peak and bandwidth, at once
         launch = 5e-6                         # s that an operation takes at least
         processors = 114                      # each computes a tile of a product at a time; 0: no tiles

@@ -14,7 +14,7 @@ from smpc.config.limits import MAX_RANKS, shown
 from smpc.config.sizes import parse_bytes
 from smpc.errors import ConfigError, printable
 from smpc.partitioner.costs.collectives import IN_OPERATIONS, Kind
-from smpc.partitioner.costs.description import ALL, Curve, Device, Kernels, Wire
+from smpc.partitioner.costs.description import ALL, PCIE4, Curve, Device, Kernels, Wire
 
 _RATES = (1e3, 1e24)  # bytes/s and FLOP/s that are believed; with others, times are beyond what a plan can count in
 _LATENCIES = (0.0, 3600.0)
@@ -35,7 +35,8 @@ _KERNELS = (
     *_TIMES,
 )
 _DTYPES = ("float64", "float32", "bfloat16", "float16")  # that torch surely has
-_WIRE = ("bandwidth", "latency", "efficiency", "hop")
+_HOST = ("bandwidth", "latency", "efficiency")
+_WIRE = (*_HOST, "hop")
 
 
 def read_table(path: str) -> dict[str, Any]:
@@ -74,6 +75,7 @@ class _Reader:
             "kernels",
             "variation",
             "collectives",
+            "host",
         )
         self.check_keys("", data, known)
         inside, between = self.table(data, "inside_host"), self.table(data, "between_hosts")
@@ -92,7 +94,16 @@ class _Reader:
             self.kernels(self.table(data, "kernels")),
             self.number("", data, "variation", (0.0, 1.0), default=0.0),
             MappingProxyType(self.collectives(self.table(data, "collectives"))),
+            self.host(data),
         )
+
+    def host(self, data: Mapping[str, Any]) -> Wire:
+        """The link to the host's memory."""
+        if "host" not in data:
+            return PCIE4
+        table = self.table(data, "host")
+        self.check_keys("host.", table, _HOST)
+        return self.wire("host.", table)
 
     def wire(self, prefix: str, data: Mapping[str, Any]) -> Wire:
         return Wire(

@@ -16,6 +16,10 @@ comparison with published training runs (docs/design/decisions.md, 49).
     launch      the time in which PyTorch's eager mode issues one operation after another
     wires       nccl-tests, bus bandwidth of large messages: DGX A100 230 of 300 GB/s, DGX H100 360 of 450 (rings, without reduction in
                 the switch), between hosts nine tenths of the network; hops as in NCCL's own table of latencies (`src/graph/tuning.cc`)
+    host        16 lanes of the PCIe that the datasheet names, of which copies from pinned memory get eight tenths (nvbandwidth's README:
+                host_to_device_memcpy_ce, 26 of 32 GB/s of PCIe 4.0). The devices of a host are taken to copy at once. In a DGX A100 two
+                share a switch's lanes to the host (DGX A100 system architecture white paper), and so each gets half. A CPU's copies read
+                and write its memory, which halves it, and it does nothing else meanwhile
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from smpc.partitioner.costs.description import Curve, Device, Kernels, Wire
+from smpc.partitioner.costs.description import PCIE4, Curve, Device, Kernels, Wire
 
 
 def _products(tensor: float, scalar: float = 0.9) -> Mapping[str, Curve]:
@@ -45,8 +49,19 @@ def _hopper(name: str, memory_bandwidth: float, memory_bytes: int, source: str) 
     }
     wires = Wire(450e9, 20e-6, 0.8, 2e-6), Wire(50e9, 50e-6, 0.9, 5e-6)
     kernels = Kernels(5e-6, 132, _products(0.724), ((1.0, 0.8),), (0.37, 0.33))
+    host = Wire(64e9, 10e-6, 0.8)
     return Device(
-        name, MappingProxyType(peak), memory_bandwidth, memory_bytes, 8, *wires, source, "nccl", kernels, 0.08
+        name,
+        MappingProxyType(peak),
+        memory_bandwidth,
+        memory_bytes,
+        8,
+        *wires,
+        source,
+        "nccl",
+        kernels,
+        0.08,
+        host=host,
     )
 
 
@@ -55,7 +70,7 @@ H100 = _hopper(
     3.35e12,
     80 * 10**9,
     "NVIDIA H100 Tensor Core GPU datasheet (SXM: 67 TFLOP/s FP32, 1979 TFLOP/s BF16 with sparsity, NVLink 900 GB/s "
-    "in both directions), DGX H100 datasheet (8 devices, 400 Gbit/s network each)",
+    "and PCIe Gen5 128 GB/s in both directions), DGX H100 datasheet (8 devices, 400 Gbit/s network each)",
 )
 _H200 = _hopper(
     "H200 SXM",
@@ -71,10 +86,11 @@ _A100 = Device(
     8,
     Wire(300e9, 20e-6, 0.77, 2e-6),
     Wire(25e9, 50e-6, 0.9, 5e-6),
-    "NVIDIA A100 Tensor Core GPU datasheet (80GB SXM: 2039 GB/s, NVLink 600 GB/s in both directions), DGX A100 "
+    "NVIDIA A100 Tensor Core GPU datasheet (80GB SXM: 2039 GB/s, NVLink 600 GB/s and PCIe Gen4 64 GB/s in both directions), DGX A100 "
     "datasheet (8 devices, 200 Gbit/s network each)",
     kernels=Kernels(5e-6, 108, _products(0.827), ((1.0, 0.78),), (0.64, 0.56)),
     variation=0.08,
+    host=Wire(32e9, 10e-6, 0.4),
 )
 _L4 = Device(
     "L4",
@@ -97,6 +113,7 @@ _L4 = Device(
     "64 GB/s in both directions); 100 Gbit/s network assumed, and shares of A100",
     kernels=Kernels(5e-6, 58, _products(0.827), ((1.0, 0.78),), (0.64, 0.56)),
     variation=0.08,
+    host=PCIE4,
 )
 _CPU = Device(
     "CPU",
@@ -109,6 +126,7 @@ _CPU = Device(
     "Intel Xeon Platinum 8380 (product specifications: 40 cores of 2.3 GHz, two AVX-512 FMA units each, eight channels of "
     "DDR4-3200), one device a socket; 256 GB of memory and a 25 Gbit/s network assumed",
     "gloo",
+    host=Wire(102.4e9, 1e-6),
     is_assumed=True,
 )
 DEVICES: Mapping[str, Device] = MappingProxyType({"h100": H100, "h200": _H200, "a100": _A100, "l4": _L4, "cpu": _CPU})

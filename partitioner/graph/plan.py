@@ -111,6 +111,15 @@ class SharedParameter:
     stages: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class HostLink:
+    """What activations are offloaded over, in one direction; both work at once."""
+
+    rate: float  # bytes/s that large copies get
+    latency: float  # s for one
+    overlaps: bool  # the device computes meanwhile; a CPU does not
+
+
 @dataclass(frozen=True)
 class Plan:
     """A partition of a traced model into pipeline stages."""
@@ -131,6 +140,7 @@ class Plan:
     split_checkpoints: tuple[tuple[str, tuple[int, ...]], ...] = ()  # modules to checkpoint that lie on several stages
     loading_horizon: int = 0  # activations are offloaded, and loaded back so many tasks ahead; 0: they stay
     kernels: tuple[KernelUse, ...] = ()  # what was replaced by ops of smpc.kernels, and what was not
+    host_link: HostLink | None = None  # None: nothing is offloaded
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -142,12 +152,12 @@ class Plan:
         return {**self._content(), "fingerprint": self.fingerprint}
 
     def _content(self) -> dict[str, Any]:
-        """The fields as plain data; `kernels`, and `split_time` of a stage, only where there is something to say."""
-        data = asdict(self)
+        """The fields as plain data; `kernels`, `host_link`, and `split_time` of a stage, only where there is something to say."""
+        data = {key: value for key, value in asdict(self).items() if value or key not in ("kernels", "host_link")}
         for stage in data["stages"]:
             if not stage["split_time"]:
                 del stage["split_time"]
-        return data if self.kernels else {key: value for key, value in data.items() if key != "kernels"}
+        return data
 
     def to_json(self) -> str:
         """Indented JSON, one trailing newline; the same plan gives the same bytes."""
@@ -168,6 +178,7 @@ class Plan:
                 "schedule": ScheduleSummary(**data["schedule"]),
                 "notes": tuple(data.get("notes", ())),
                 "kernels": tuple(KernelUse(**use) for use in data.get("kernels", ())),
+                "host_link": HostLink(**data["host_link"]) if data.get("host_link") else None,
                 "split_checkpoints": tuple((name, tuple(on)) for name, on in data.get("split_checkpoints", ())),
                 "assignment": tuple((name, stage) for name, stage in data["assignment"]),
             }

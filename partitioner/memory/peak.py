@@ -29,6 +29,8 @@ The peak is the largest of, with k microbatches in flight of m, and n over the n
                      if k < m after it, with all gradients
     last backward    over gloo, instead of waiting and k' - 1 activations: buffers for what those k - 1 microbatches received, and the
                      gradients sent back for it, which stay until the end of the step
+    behind them      over gloo, with offloading: of the last microbatches, all of which are back, their activations, and for the others what
+                     the last backward has for them
     optimizer        what its step makes and drops
 
 With `fully_shard` a rank keeps its part of parameters and optimizer state, and in a step it has whole parameters and gradients as well,
@@ -80,6 +82,14 @@ class StageMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class Resident:
+    """With offloading, of the microbatches of a stage that are in flight those that are on the device, at most."""
+
+    most: int
+    last: int  # once all forwards have run, and all that are left are there
+
+
+@dataclass(frozen=True, slots=True)
 class StageUse:
     """What a stage is and does in a step, as far as its memory depends on it."""
 
@@ -93,7 +103,7 @@ class StageUse:
     holds_inputs: bool  # it runs on the pipeline rank that the model's inputs are given to
     holders: Mapping[int, int]  # by parameter: stages that hold it, where several do
     regions: tuple[Region, ...] = ()  # what it computes again, outer ones first
-    num_resident: int | None = None  # microbatches in flight whose regions' inputs are on the device; None: all of them
+    resident: Resident | None = None  # None: nothing is offloaded
 
     @property
     def num_in_flight(self) -> int:
@@ -116,6 +126,8 @@ class StepTerms(NamedTuple):
     given_back: Bytes  # what a microbatch leaves behind until the end of the step
     gathering: Bytes  # beside the first forward, where the optimizer holds parameters in parts
     averaging: Bytes  # after the last backward, where it does
+    last: int = 1  # with offloading, microbatches that are left when nothing is away any more
+    others_last: Bytes = 0  # what those hold beside the one that runs
 
 
 def step_peak(terms: StepTerms, cost_model: CostModel, num_in_flight: int, num_microbatches: int) -> Bytes:
@@ -131,6 +143,9 @@ def step_peak(terms: StepTerms, cost_model: CostModel, num_in_flight: int, num_m
         found.append(terms.waiting + behind + terms.later_backward)
         if cost_model.holds_sent:
             found.append((num_in_flight - 1) * terms.given_back + terms.later_backward)
+            if 1 < terms.last < num_in_flight:
+                behind = (num_in_flight - terms.last) * terms.given_back
+                found.append(behind + terms.others_last + terms.later_backward)
     if cost_model.optimizer.in_parts:
         left = (num_in_flight if cost_model.holds_sent else 1) * terms.given_back
         found += [terms.gathering + terms.one_forward, left + terms.averaging]
@@ -182,7 +197,7 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
     after_step = gradient_bytes + cost_model.optimizer_scratch(parameter_bytes, largest)
     peak = parameter_bytes + optimizer_bytes + buffer_bytes + max(during_step, after_step)
     known = parameter_bytes + gradient_bytes + optimizer_bytes + buffer_bytes + communication
-    known += activations.of(use.num_in_flight, use.num_resident)
+    known += activations.of(use.num_in_flight, use.resident)
     return StageMemory(
         sum(spec.spec.num_elements for spec in parameters),
         parameter_bytes,
@@ -251,16 +266,16 @@ class _Activations:
         return cls(
             saved + rest,
             found,
-            sum(size(storage) for storage in sorted(away)) if use.num_resident is not None else 0,
+            sum(size(storage) for storage in sorted(away)) if use.resident is not None else 0,
             sum(trace.storages[storage] for storage in inputs),
             sum(trace.storages[storage] for storage in sorted(inputs & found.kept - ignored)),
             sum(size(storage) for storage in alone),
             sum(kept[storage] * size(storage) for storage in alone),
         )
 
-    def of(self, num_in_flight: int, num_resident: int | None) -> int:
+    def of(self, num_in_flight: int, resident: Resident | None) -> int:
         """Bytes of several microbatches in flight."""
-        away = 0 if num_resident is None else max(0, num_in_flight - num_resident)
+        away = 0 if resident is None else max(0, num_in_flight - resident.most)
         return num_in_flight * self.total - away * self.offloaded
 
 
@@ -284,7 +299,7 @@ def _peak(
     early = gradient_bytes if cost_model.optimizer.main_grad else 0  # gradients that exist before the first backward
     gathered = sum(cost_model.gathered_bytes(state) for state in parameters)
     terms = StepTerms(
-        others=lambda count: activations.of(count, use.num_resident) - activations.total,
+        others=lambda count: activations.of(count, use.resident) - activations.total,
         one_forward=int((until.forward + live.forward).max(initial=0)),
         after_forward=activations.total
         + activations.sent_bytes
@@ -298,6 +313,8 @@ def _peak(
         given_back=_given_back(graph, use, edges),
         gathering=gathered,
         averaging=sum(cost_model.averaging_bytes(state) for state in parameters) - gathered,
+        last=1 if use.resident is None else use.resident.last,
+        others_last=0 if use.resident is None else (use.resident.last - 1) * activations.total,
     )
     found = step_peak(terms, cost_model, use.num_in_flight, max(use.num_microbatches, use.num_in_flight))
     assert isinstance(found, int), found

@@ -46,7 +46,7 @@ class LimitedChain:
     model: ChainModel
     peaks: PeakRows
     positions: IntArray  # original unit at which each merged one starts, and the number of units
-    memory: Intervals  # memory that no peak is below
+    memory: Intervals  # memory that no peak is below, with `least_in_flight` of the peaks
     mirrored_memory: Intervals
 
     @classmethod
@@ -69,12 +69,12 @@ class LimitedChain:
         """Earliest and latest end of each stage within both; None if there is no partition."""
         model, n = self.model, self.model.forward.num_units
         latest, earliest = [n] * len(model.in_flight), [0] * len(model.in_flight)
-        for forward, mirrored, most in (
-            (model.forward, model.backward, bound),
-            (self.memory, self.mirrored_memory, limit),
+        for forward, mirrored, most, in_flight in (
+            (model.forward, model.backward, bound, model.in_flight),
+            (self.memory, self.mirrored_memory, limit, self.peaks.least_in_flight),
         ):
-            ends, _, _ = forward.reach(most, model.in_flight)
-            starts, _, _ = mirrored.reach(most, model.in_flight[::-1])
+            ends, _, _ = forward.reach(most, in_flight)
+            starts, _, _ = mirrored.reach(most, in_flight[::-1])
             if ends[-1] != n or starts[-1] != n:
                 return None
             latest = [min(pair) for pair in zip(latest, ends, strict=True)]
@@ -106,7 +106,7 @@ def least_peak(chain: LimitedChain) -> tuple[ChainSolution, int]:
     """The partition whose largest peak is smallest, and that peak."""
     model = chain.model
     problem = ChainProblem(
-        chain.peaks.lower_units, Scale(1.0, 1, 1), model.in_flight, forbidden=chain.problem.forbidden
+        chain.peaks.lower_units, Scale(1.0, 1, 1), chain.peaks.least_in_flight, forbidden=chain.problem.forbidden
     )
     _, lowest = solve(build(problem, len(model.in_flight)), 0.0)
 

@@ -4,7 +4,8 @@
 `smpc.partitioner.memory.peak`, evaluated for many intervals at once (`step_peak`), so that solvers can respect a limit. It is the
 prediction itself but for small things, always on the safe side: what lives while a node works is taken from a
 walk over the whole model, and gradients of parameters with several users count from the start. Regions that are computed again
-(`smpc.partitioner.graph.recompute`) are taken as whole: an interval that ends inside one takes more than is said here.
+(`smpc.partitioner.graph.recompute`) are taken as whole: an interval that ends inside one takes more than is said here. With offloading,
+what leaves the interval counts as held, and so does what a region reads that ends outside.
 
 What a stage receives and sends depends on both ends of the interval. A value that crosses `start` is received if a node of
 the interval reads it, and a leaf of autograd from then on until a node that saves it; one that crosses `j` is sent if it
@@ -20,13 +21,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from smpc.partitioner.costs.cost import CostModel, NodeTimes
+from smpc.partitioner.graph.recompute import region_inputs
 from smpc.partitioner.graph.trace_graph import Graph
 from smpc.partitioner.memory.lifetimes import lifetimes, loss_roots, saved_activations
-from smpc.partitioner.memory.peak import RECEIVE_WINDOW, Bytes, StepTerms, received_ahead, step_peak, working_bytes
+from smpc.partitioner.memory.peak import (
+    RECEIVE_WINDOW,
+    Bytes,
+    Resident,
+    StepTerms,
+    received_ahead,
+    step_peak,
+    working_bytes,
+)
 from smpc.partitioner.problem import IntArray, Scale, SharedItem, Units, check_total
 from smpc.partitioner.solvers.chain import Intervals
 from smpc.partitioner.solvers.coarsen import node_units, state_items
@@ -52,6 +63,51 @@ class _Values:
         return np.fromiter(found, dtype=np.int64, count=len(which))
 
 
+@dataclass(frozen=True)
+class _Away:
+    """What regions that are computed again read and what may be offloaded, one entry for each region and storage."""
+
+    first: IntArray  # rank at which the region begins
+    before: IntArray  # rank at which the last region before it begins that reads the storage; -1: there is none
+    last: IntArray  # the region's last rank, or that of the last reader behind it: an interval beyond has it to itself
+    made: IntArray  # rank
+    num_bytes: IntArray
+    received: IntArray  # bytes of it, where another stage makes it
+
+    @classmethod
+    def of(cls, graph: Graph, regions: Sequence[Region]) -> _Away:
+        """Of the regions that are inside no other. As at run time (`smpc.partitioner.memory.lifetimes`), inputs and state stay."""
+        trace, rows, seen, end = graph.trace, list[tuple[int, ...]](), dict[int, int](), -1
+        ignored = _state_storages(graph) | {n.storage for n in trace.nodes if n.kind is NodeKind.PLACEHOLDER} | {-1}
+        held: dict[int, list[int]] = {}
+        for position in graph.compute.tolist():
+            held.setdefault(trace.nodes[position].storage, []).append(position)
+        for region in regions:
+            if region.last <= end:
+                continue
+            end = region.last
+            first, last = (int(np.searchsorted(graph.compute, position)) for position in (region.first, region.last))
+            for name in region_inputs(trace, region):
+                node = trace.node(name)
+                if node.spec is None or not node.spec.requires_grad or node.storage in ignored or first == last:
+                    continue
+                views = held.get(node.storage, [])
+                readers = [int(graph.rank[i]) for view in views for i in graph.consumers[view]]
+                readers += [graph.num_compute] * any(view in graph.outputs for view in views)
+                made = min((int(graph.rank[view]) for view in views), default=-1)
+                sizes = trace.storages[node.storage], node.spec.num_bytes
+                if seen.get(node.storage) != first:
+                    rows.append((first, seen.get(node.storage, -1), max(last - 1, *readers, 0), made, *sizes))
+                seen[node.storage] = first
+        return cls(*np.asarray(rows, dtype=np.int64).reshape(-1, 6).T)
+
+    def within(self, start: int, stop: int) -> IntArray:
+        """By interval end, from `start`: what a microbatch that is offloaded has less on the device, at least."""
+        which = (self.first >= start) & (self.before < start)
+        size = np.where(self.made >= start, self.num_bytes, self.received)
+        return _from(stop - start, self.last[which] - start, size[which])
+
+
 class PeakRows:
     """Peaks of intervals: see the module docstring."""
 
@@ -64,7 +120,10 @@ class PeakRows:
         in_flight: Sequence[int],
         num_microbatches: int,
         regions: Sequence[Region] = (),
+        resident: Sequence[Resident] | None = None,
     ) -> None:
+        self.resident = resident
+        self.away = None if resident is None else _Away.of(graph, regions)
         self.num_units = graph.num_compute
         self.in_flight = tuple(in_flight)
         self.num_microbatches = max(num_microbatches, *in_flight)
@@ -115,11 +174,30 @@ class PeakRows:
     def scheduled(self, in_flight: Sequence[int]) -> PeakRows:
         """The same for another number of stages."""
         other = copy.copy(self)
+        other.resident = other.away = None  # it is not known what such a schedule offloads
         other.in_flight = tuple(in_flight)
         other.num_microbatches = max(self.num_microbatches, *in_flight)
         other.copies = _copies(self.copied, self.num_units, len(in_flight))
         other._check_sums()
         return other
+
+    @property
+    def least_in_flight(self) -> tuple[int, ...]:
+        """By stage, microbatches that are there with all of their activations when most is."""
+        if self.resident is None:
+            return self.in_flight
+        return tuple(min(k, resident.most) for k, resident in zip(self.in_flight, self.resident, strict=True))
+
+    def _held(self, start: int, stop: int, stage: int, total: IntArray) -> dict[str, Any]:
+        """Terms for microbatches beside the one that runs."""
+        if self.resident is None or self.away is None:
+            return {"others": lambda count: (count - 1) * total}
+        resident, away = self.resident[stage], self.away.within(start, stop)
+        return {
+            "others": lambda count: (count - 1) * total - max(0, count - resident.most) * away,
+            "last": resident.last,
+            "others_last": (resident.last - 1) * total,
+        }
 
     def working(self, rank: int) -> int:
         """What lives while the backward of a node works."""
@@ -147,7 +225,7 @@ class PeakRows:
             gathering = self.gathered.memory(start, stop) - absent[1:]
             averaging = self.averaging.memory(start, stop)
         terms = StepTerms(
-            others=lambda count: (count - 1) * total,
+            **self._held(start, stop, stage, total),
             one_forward=np.maximum.accumulate(until + self.forward[span]) - skipped,
             after_forward=total + kept + outputs,
             first_backward=np.maximum.accumulate(until + self.backward[span] - absent[:-1]) - unread,

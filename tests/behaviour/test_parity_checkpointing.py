@@ -56,13 +56,19 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def compiled(name, settings, **options):
+def compiled(name, settings, ranks=2, microbatches=4, **options):
     model, batch = checkpointed.build(name)
     patterns = (PATTERNS[name],) if name in PATTERNS else ()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a cut goes through is not checkpointed; other tests look at that
         compilation = compile_model(
-            model, batch, pipeline_parallel_degree=2, microbatches=4, recompute=patterns, **settings, **options
+            model,
+            batch,
+            pipeline_parallel_degree=ranks,
+            microbatches=microbatches,
+            recompute=patterns,
+            **settings,
+            **options,
         )
     return model, batch, compilation
 
@@ -74,7 +80,9 @@ def run(model, compilation, batch):
 
 def check(name, schedule, offloads):
     options = {"offload_activations": offloads, "activation_loading_horizon": 1}
-    model, batch, compilation = compiled(name, SCHEDULES[schedule], **options)
+    # With eight microbatches, and under 1F1B three ranks, some are in flight for long enough.
+    ranks = 3 if offloads and schedule == "interleaved" else 2
+    model, batch, compilation = compiled(name, SCHEDULES[schedule], ranks, 8 if offloads else 4, **options)
     plain = checkpointed.without(compilation)
     parity.assert_same(run(model, plain, batch), run(model, compilation, batch))
     return compilation

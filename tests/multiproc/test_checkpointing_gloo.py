@@ -14,10 +14,10 @@ from smpc.errors import PartitionError, UsageError
 from smpc.executor.transport import GlooTransport
 from smpc.runtime import Runtime
 
-MB = 4
+MB = 8
 CASES = [
     ("gpt2", ("transformer.h.*",), {"schedule": "zb-h1"}),
-    ("t5", ("*.block.*",), {}),
+    ("t5", ("*.block.*",), {"pipeline": "simple"}),
     ("sequential group_2", (), {"pipeline": "simple"}),
 ]
 

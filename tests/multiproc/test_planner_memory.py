@@ -18,16 +18,32 @@ import transformers
 from executor_harness import run_workers
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+import smpc.executor.program.bind
 from smpc.compile import compile_model
+from smpc.executor.program.offload import Mover
 from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.transport import GlooTransport
 from smpc.runtime import Runtime
 from smpc.sharding.tensors import local
 
 VOCABULARY, BATCH = 2048, 12
+
+
+class Wide(nn.Module):
+    """Little but activations, and a loss of its own."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(8))
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": x.square().mean()}
 
 
 class UNet(nn.Module):
@@ -68,6 +84,8 @@ def tokens(length):
 
 def build(name):
     torch.manual_seed(0)
+    if name == "wide":
+        return Wide(), ((torch.randn(BATCH, 1024, 64),), {})
     if name == "unet":
         return UNet(), ((torch.randn(BATCH, 3, 64, 64),), {})
     ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0, "vocab_size": VOCABULARY, "use_cache": False}
@@ -162,10 +180,43 @@ def measure(rank, compilation, model, batch, group, hooks=lambda stages: None):
     held += [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)] if rank == 0 else []
     counter = LiveBytes(held)
     del held  # the transport does not use a buffer again that someone holds
+    CountedMover.counter = counter
     with counter:
         step()
         optimizer.step()
+    CountedMover.counter = None
     return counter.peak
+
+
+class CountedMover(Mover):
+    """Tells the counter which storages it has emptied and filled; its copies are in the host's memory, and no device's."""
+
+    counter = None
+
+    def leave(self, values, stay):
+        with _disable_current_modes():
+            return super().leave(values, stay)
+
+    def release(self, away):
+        away = list(away)
+        super().release(away)
+        self.tell(away)
+
+    def load(self, away):
+        loaded = list(away)
+        with _disable_current_modes():
+            event = super().load(away)
+        self.tell(loaded)
+        return event
+
+    def tell(self, moved):
+        for item in moved if self.counter is not None else ():
+            self.counter.note(item.storage)
+
+
+def offloading_worker(rank, folder, cases):
+    smpc.executor.program.bind.Mover = CountedMover
+    return worker(rank, folder, cases)
 
 
 def compiled(cases, num_stages, **options):
@@ -226,7 +277,7 @@ LAYERS = {
 PIPELINES = (("simple", 4), ("interleaved", 6))
 
 
-def check(tmp_path, cases, num_stages):
+def check(tmp_path, cases, num_stages, worker=worker):
     found = [entry for results in run_workers(worker, num_stages, tmp_path, cases) for entry in results]
     assert len(found) == num_stages * len(cases)
     check_found(found)
@@ -253,6 +304,19 @@ def recomputed(name, pipelines, num_stages):
         assert not compilation.plan.split_checkpoints
         assert any(stage.checkpoints for stage in compilation.plan.stages)
     return found
+
+
+def test_predicted_peaks_come_true_with_offloading(tmp_path):
+    """Much less is there, and as much as predicted: so the prediction counts what is away, and no more."""
+    moved = {"offload_activations": True, "activation_loading_horizon": 1}
+    pipelines = [("wide", "simple", 12), ("wide", "simple", 6)]
+    plain, moving = (
+        compiled(cases, 2, recompute=("blocks.*",), **options)
+        for cases, options in ((pipelines[:1], {}), (pipelines, moved))
+    )
+    least = [found[0][2].plan.stages[0].peak_memory_bytes for found in (moving, plain)]
+    assert least[0] < 0.7 * least[1]
+    check(tmp_path, moving, 2, offloading_worker)
 
 
 def test_predicted_peaks_come_true_with_checkpointing(tmp_path):

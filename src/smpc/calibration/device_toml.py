@@ -22,6 +22,7 @@ def _lines(device: Device, source: str) -> Iterator[str]:
     yield from ("", "[peak_flops]", *(f"{name} = {_number(peak)}" for name, peak in device.peak_flops.items()))
     yield from ("", "[inside_host]", f"devices = {device.devices_per_host}", *_wire(device.inside_host))
     yield from ("", "[between_hosts]", *_wire(device.between_hosts))
+    yield from ("", "[host]", *_wire(device.host))
     if device.collectives:
         yield from ("", "[collectives]", *(f"{kind} = {_curve(curve)}" for kind, curve in device.collectives.items()))
     kernels = device.kernels

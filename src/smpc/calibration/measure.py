@@ -12,7 +12,7 @@ import torch
 from smpc.calibration.operations import Rates, measure, rates, repeated, views
 from smpc.calibration.programs import measure_programs
 from smpc.calibration.ranks import Ranks
-from smpc.calibration.wires import Wires, assumed, measure_wires
+from smpc.calibration.wires import Wires, assumed, measure_host, measure_wires
 from smpc.partitioner.costs.description import ALL, Curve, Device, Kernels
 
 _MEASURED = 0.65  # of the time is for operations
@@ -67,6 +67,7 @@ def calibrate(ranks: Ranks, seconds: float = 60.0, show: Callable[..., None] = l
         transport="nccl" if ranks.device.type == "cuda" else "gloo",
         kernels=kernels,
         collectives=MappingProxyType(dict(wires.collectives)),
+        host=measure_host(ranks),
     )
 
 

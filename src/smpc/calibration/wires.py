@@ -1,6 +1,7 @@
 """What ranks send each other: messages between neighbours, and collectives of the ranks of a host.
 
     wires = measure_wires(ranks)     None for one rank
+    measure_host(ranks)              between a device and its host's memory, whatever the ranks are
 
 A message is timed through the transport that steps use (`smpc.executor.measure.link_measurement`), a collective of replicas as torch has
 it, with the copies into and out of the buffers that it goes through, in several sizes. Those between operations are timed where they stand:
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smpc.calibration.operations import steady
+from smpc.calibration.operations import repeated, steady
 from smpc.calibration.ranks import Ranks
 from smpc.executor.collectives import TensorGroup, all_reduce
 from smpc.executor.measure.link_measurement import measure_wire
@@ -29,6 +30,7 @@ from smpc.partitioner.costs.collectives import IN_OPERATIONS, Kind
 from smpc.partitioner.costs.description import Curve, Wire
 
 _SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)  # float32 elements
+_COPIED = 1 << 22  # float32 elements of a copy to the host
 _ROUNDS = 11
 _SIDE, _ROW = 192, 16  # of products, and how many
 _LEAST = 1e-3  # of the time of such a row is for the calls between
@@ -157,3 +159,20 @@ def _between_products(call: Callable[[], object], ranks: Ranks) -> float:
 def assumed(bandwidth: float) -> Wire:
     """A wire that nobody has measured: memory's rate, there and back."""
     return Wire(bandwidth / 2, 50e-6)
+
+
+def measure_host(ranks: Ranks) -> Wire:
+    """What offloaded values are copied over, the slower of both directions: from pinned memory to a GPU and back; on a CPU, in memory."""
+    small, large = (_copy_seconds(ranks, elements) for elements in (1, _COPIED))
+    return Wire(4 * _COPIED / ranks.mean([large])[0], ranks.mean([small])[0])
+
+
+def _copy_seconds(ranks: Ranks, elements: int) -> float:
+    """Of one copy, the device done."""
+    here = torch.zeros(elements, device=ranks.device)
+    ranks.together()
+    if ranks.device.type == "cpu":
+        return repeated(here.clone, ranks)
+    host = torch.zeros(elements, pin_memory=True)
+    ways = (lambda: host.copy_(here, non_blocking=True), lambda: here.copy_(host, non_blocking=True))
+    return max(repeated(way, ranks) for way in ways)

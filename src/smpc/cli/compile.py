@@ -109,7 +109,7 @@ def _print(compilation: Compilation, found: Search | None, outlook: Outlook | No
 
         print_search(found)
         print()
-    print_report(compilation.plan, compilation.timeline(), more=_more_lines(found, outlook))
+    print_report(compilation.plan, compilation.timeline(), more=_more_lines(compilation, found, outlook))
     for text in sharing_texts(compilation).values():
         print(f"\n{text}", end="")
 
@@ -122,12 +122,14 @@ def _outlook(compilation: Compilation, options: PipelineOptions | None) -> Outlo
     return None if options is None or planned is None or planned.traced is None else outlook(options, planned)
 
 
-def _more_lines(found: Search | None, outlook: Outlook | None) -> tuple[tuple[str, str], ...]:
-    from smpc.report.tables import step_lines
+def _more_lines(compilation: Compilation, found: Search | None, outlook: Outlook | None) -> tuple[tuple[str, str], ...]:
+    from smpc.report.tables import host_lines, step_lines
 
     if outlook is not None:
         return outlook.lines()
-    return step_lines(found.parts) if found is not None and found.parts is not None else ()
+    if found is None or found.parts is None:
+        return ()
+    return (*step_lines(found.parts), *host_lines(found.plan, compilation.timeline()))
 
 
 @contextlib.contextmanager

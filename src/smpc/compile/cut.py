@@ -24,11 +24,13 @@ from smpc.compile.result import Compilation, Traced
 from smpc.config.sizes import at_least
 from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner.costs.cost import CostModel
+from smpc.partitioner.costs.description import Device
 from smpc.partitioner.costs.timing import parameter_times
-from smpc.partitioner.graph.plan import Plan, ScheduleSummary
+from smpc.partitioner.graph.plan import HostLink, Plan, ScheduleSummary
 from smpc.partitioner.heterogeneous import on_devices, solve_mixed
 from smpc.partitioner.keep_assignment import fits, follow
 from smpc.partitioner.manual import assign_manually
+from smpc.partitioner.memory.peak import Resident
 from smpc.partitioner.solve import check_peaks, plan_from_assignment, rank_peaks, solve_partition, with_note
 from smpc.tracer.ir import Trace
 
@@ -76,10 +78,12 @@ class Cut:
                 check_peaks(plan, options.rank_limits)
                 if options.manual is not None:
                     _check_not_split(plan)
+        moves = options.offload_activations
         return dataclasses.replace(
             plan,
             pipeline_parallel_degree=options.pipeline_parallel_degree,
-            loading_horizon=options.activation_loading_horizon if options.offload_activations else 0,
+            loading_horizon=options.activation_loading_horizon if moves else 0,
+            host_link=_host_link(options.devices) if moves else None,
             kernels=self.traced.kernels,
         )
 
@@ -206,8 +210,8 @@ class Cut:
         )
 
     @cached_property
-    def _resident(self) -> tuple[int, ...] | None:
-        """With offloading: by stage, the most microbatches in flight whose activations are on the device."""
+    def _resident(self) -> tuple[Resident, ...] | None:
+        """With offloading: by stage, the microbatches in flight whose activations are on the device."""
         if not self.options.offload_activations:
             return None
         num_stages = len(self.choice.placement)
@@ -221,6 +225,14 @@ def schedule_of(plan: Plan, channels: Sequence[Channel]) -> Schedule:
     choice = Choice(summary.name, placement, summary.num_microbatches, summary.active_microbatches)
     in_flight = [stage.num_in_flight for stage in plan.stages]
     return choice.build([Transfer.of(channel) for channel in channels], Costs.of_plan(plan), in_flight)
+
+
+def _host_link(devices: Sequence[Device]) -> HostLink:
+    """That of the ranks' devices; of several kinds, the slowest."""
+    overlaps = all(device.transport != "gloo" for device in devices)
+    return HostLink(
+        min(device.host.rate for device in devices), max(device.host.latency for device in devices), overlaps
+    )
 
 
 def _by_parameters(trace: Trace, num_stages: int) -> dict[str, int]:

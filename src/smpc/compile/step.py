@@ -11,6 +11,7 @@
     data        of the sum of gradients, and of gathering parameters, what no computation hides
     context     collectives over parts of a sequence
     expert      collectives that bring tokens to experts
+    offload     of the copies to the host and back, what makes the step longer (`smpc.codegen.host_copies`)
     optimizer   reads and writes parameters, gradients and state once
     executor    what the runtime does beside operations and messages, of devices that say how long that takes: for each action, for calls
                 whose backward is in two parts, for each step, and for units in parts where the model runs as it is
@@ -114,6 +115,7 @@ class StepParts:
     expert: float = 0.0
     waiting: float = 0.0
     executor: float = 0.0
+    offload: float = 0.0
     useful: float = 0.0
     amount: int = 0
     unit: str = "samples"
@@ -122,8 +124,18 @@ class StepParts:
 
     @property
     def pipeline(self) -> float:
-        """Seconds of forwards, backwards and waiting."""
-        return self.compute + self.bubble + self.waiting + self.tensor + self.context + self.expert + self.executor
+        """Seconds of forwards, backwards and waiting for whatever."""
+        parts = (
+            self.compute,
+            self.bubble,
+            self.waiting,
+            self.tensor,
+            self.context,
+            self.expert,
+            self.executor,
+            self.offload,
+        )
+        return sum(parts)
 
     @property
     def total(self) -> float:
@@ -159,7 +171,7 @@ def step_parts(
     amount, unit = _amount(traced.trace)
     return StepParts(
         max(0.0, busy - inside - tensor - expert - context),
-        pipeline - busy,
+        pipeline - busy - timeline.stalled,
         min(tensor, busy),
         max(ends.summed) - pipeline + ends.gathered,
         max(ends.updated),
@@ -167,6 +179,7 @@ def step_parts(
         context=min(context, max(0.0, busy - tensor)),
         waiting=pipeline * slowdown,
         executor=inside + kernels.step + microbatches * kernels.unit * _units(traced.trace, around),
+        offload=timeline.stalled,
         useful=useful,
         amount=amount * microbatches * around.replicas.size // around.context.size,
         unit=unit,

@@ -26,7 +26,7 @@ from smpc.partitioner.solve import rank_peaks
 from smpc.report.format import format_bytes
 from smpc.report.memory import memory_curves
 from smpc.report.predict import predict
-from smpc.report.tables import memory_line, step_lines
+from smpc.report.tables import host_lines, memory_line, step_lines
 
 _MOST = 3
 _WORTH = 0.01  # of the step
@@ -74,11 +74,12 @@ class Outlook:
     peak: int
     limit: int
     advice: tuple[str, ...]
+    host: tuple[tuple[str, str], ...] = ()  # what is offloaded
 
     def lines(self) -> tuple[tuple[str, str], ...]:
         """Labels and texts."""
         advice = ((("Advice" if i == 0 else ""), text) for i, text in enumerate(self.advice))
-        return (*step_lines(self.parts, self.is_assumed), memory_line(self.peak, self.limit), *advice)
+        return (*step_lines(self.parts, self.is_assumed), memory_line(self.peak, self.limit), *self.host, *advice)
 
 
 def outlook(options: PipelineOptions, planned: Planned) -> Outlook:
@@ -90,6 +91,7 @@ def outlook(options: PipelineOptions, planned: Planned) -> Outlook:
         max(curve.peak_bytes for curve in memory_curves(planned.plan, planned.timeline)),
         min(options.limit_bytes or device.memory_bytes for device in options.devices),
         advice(options, planned),
+        host_lines(planned.plan, planned.timeline),
     )
 
 

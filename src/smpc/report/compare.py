@@ -65,6 +65,9 @@ _PLAN_FORMATS: Mapping[str, _Format] = {
     "step_time": format_time,
     "link_latency": format_time,
     "link_bandwidth": lambda value: f"{format_bytes(value)}/s",
+    "host_link": lambda value: f"{format_bytes(value.rate)}/s" if value else "none",
+    "rate": lambda value: f"{format_bytes(value)}/s",
+    "latency": format_time,
     "memory_limit": lambda value: format_bytes(value) if value else "none",
     "bubble_fraction": _fraction,
     "gap": _fraction,
@@ -83,7 +86,7 @@ def _whole(before: Plan, after: Plan) -> Iterator[Change]:
         if field.name in _ELSEWHERE:
             continue
         old, new = getattr(before, field.name), getattr(after, field.name)
-        if dataclasses.is_dataclass(old):
+        if dataclasses.is_dataclass(old) and dataclasses.is_dataclass(new):
             formats = _SCHEDULE_FORMATS if field.name == "schedule" else _PLAN_FORMATS
             yield from _fields(field.name, old, new, formats)
         elif old != new:

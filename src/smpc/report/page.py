@@ -182,7 +182,7 @@ def _outlook(found: Outlook | None) -> str:
     lines = "".join(
         f"<dt>{html.escape(label)}</dt><dd>{html.escape(text)}</dd>"
         for label, text in found.lines()
-        if label in ("Time", "Note")
+        if label in ("Time", "Note", "Host")
     )
     return f'<section><div class="head"><h2>What to change</h2></div>{change}<dl>{lines}</dl></section>'
 

@@ -1,7 +1,7 @@
 """The predicted step in Chrome's trace event format, for https://ui.perfetto.dev and chrome://tracing.
 
-One track for each rank with a slice for each action, an arrow from each send to its receive, and a counter for the
-memory of each rank. Times are microseconds. The same plan gives the same bytes.
+One track for each rank with a slice for each action, two more for the copies of what it offloads, an arrow from each send to its receive,
+and a counter for the memory of each rank. Times are microseconds. The same plan gives the same bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from smpc.codegen.host_copies import Copy
 from smpc.codegen.program import Action, Op, backward, forward
 from smpc.codegen.simulate import Event, Timeline
 from smpc.partitioner.graph.plan import INPUTS, Plan
@@ -43,6 +44,17 @@ def _names(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
         where = {"ph": "M", "pid": _PROCESS, "tid": rank}
         yield {**where, "name": "thread_name", "args": {"name": f"rank {rank}"}}
         yield {**where, "name": "thread_sort_index", "args": {"sort_index": rank}}
+    for track in dict.fromkeys(_track(timeline, copy) for copy in timeline.copies):
+        rank = track % timeline.num_ranks
+        way = "to the host" if track < 2 * timeline.num_ranks else "from the host"
+        where = {"ph": "M", "pid": _PROCESS, "tid": track}
+        yield {**where, "name": "thread_name", "args": {"name": f"rank {rank}, {way}"}}
+        yield {**where, "name": "thread_sort_index", "args": {"sort_index": rank}}
+
+
+def _track(timeline: Timeline, copy: Copy) -> int:
+    """The number of the track of a direction of a rank's link."""
+    return copy.rank + timeline.num_ranks * (1 if copy.op is Op.OFFLOAD else 2)
 
 
 def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
@@ -57,6 +69,17 @@ def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
             "name": f"{action.op}{action.microbatch}",
             "cat": _CATEGORIES[action.op],
             "args": {"stage": action.stage, "microbatch": action.microbatch},
+        }
+    for copy in timeline.copies:
+        yield {
+            "ph": "X",
+            "pid": _PROCESS,
+            "tid": _track(timeline, copy),
+            "ts": copy.start * _MICRO,
+            "dur": (copy.end - copy.start) * _MICRO,
+            "name": f"{copy.op} {copy.microbatch}",
+            "cat": "offloading",
+            "args": {"stage": copy.stage, "microbatch": copy.microbatch, "bytes": copy.num_bytes},
         }
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 
 from smpc.codegen.schedules.choice import Choice, choose
-from smpc.codegen.simulate import Costs, Timeline, Transfer, simulate
+from smpc.codegen.simulate import Costs, Timeline, Transfer, simulate_step
 from smpc.config.limits import MAX_MICROBATCHES, shown
 from smpc.errors import ConfigError
 from smpc.partitioner.graph.plan import Plan
@@ -30,8 +30,9 @@ def plan_timeline(plan: Plan) -> Timeline:
     summary = plan.schedule
     placement = tuple(stage.rank for stage in plan.stages)
     choice = Choice(summary.name, placement, summary.num_microbatches, summary.active_microbatches)
-    links, costs = plan_links(plan), Costs.of_plan(plan)
-    return simulate(choice.build(links, costs, [stage.num_in_flight for stage in plan.stages]), links, costs)
+    links = plan_links(plan)
+    in_flight = [stage.num_in_flight for stage in plan.stages]
+    return simulate_step(plan, links, choice.build(links, Costs.of_plan(plan), in_flight))
 
 
 def plan_links(plan: Plan) -> tuple[Transfer, ...]:

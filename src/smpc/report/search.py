@@ -52,6 +52,10 @@ def _parts(found: Search) -> tuple[str, ...]:
     )
 
 
+def _offloaded(horizon: int) -> str:
+    return f"yes, back {count(horizon, 'task')} ahead" if horizon else "no"
+
+
 # field of a candidate -> its name for people, and how a value is shown
 _DIMENSIONS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "pipeline_parallel_degree": ("pipeline", str),
@@ -62,6 +66,7 @@ _DIMENSIONS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "schedule": ("schedule", str),
     "sharding": ("shared by replicas", str),
     "recompute": ("computed again", _again),
+    "offload": ("offloaded", _offloaded),
 }
 
 
@@ -124,7 +129,7 @@ def search_summary(found: Search) -> tuple[tuple[str, str], ...]:
             "Ranks: pipeline x replicas x tensor-parallel ranks, c: context-parallel, e: expert-parallel ranks, n: replicas on "
             "neighbouring ranks, not pipelines; Batches: microbatches x samples; Schedule x stages of a rank, or how many "
             "ways were left without a plan, with what the best of them takes at least; Shared: what replicas "
-            "divide; Again: what the backward computes again",
+            "divide; Again: what the backward computes again, +host: and what that reads is offloaded",
         ),
         *(("", text) for text in _parts(found)),
         *((("Left out", rest),) if rest else ()),
@@ -148,6 +153,9 @@ def others(found: Search) -> tuple[str, ...]:
         if other is not None:
             value = shown(getattr(other.candidate, name))
             rows.append(f"{title} {shown(own)}: {value}, {format_time(other.step_time)}, {printable(other.reason)}")
+    if best.without:
+        needs = f"the fastest cut needs {format_bytes(best.without)}, the limit is {format_bytes(found.memory_limit)}"
+        rows.append(f"offloading: {needs}")
     return tuple(rows)
 
 
@@ -158,6 +166,9 @@ def _not_settings(found: Search) -> tuple[tuple[str, str], ...]:
         names = found.options.recompute
         shown = ", ".join(map(printable, names[:2])) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
         rows.append(("", f"activation checkpointing of {shown} (docs/activation_checkpointing.md)"))
+    if candidate.offload:
+        text = f"offload_activations: true, activation_loading_horizon: {candidate.offload} (docs/activation_checkpointing.md)"
+        rows.append(("", text))
     if candidate.expert_parallel_degree > 1:
         rows.append(
             (
@@ -191,7 +202,8 @@ def _row(found: Search, result: Result) -> tuple[str, ...]:
     pieces = f" x{candidate.virtual_pipeline_degree}" if candidate.virtual_pipeline_degree > 1 else ""
     step = f"{'> ' if result.step_is_bound else ''}{format_time(result.step_time)}" if result.step_time else "-"
     peak = f"{'> ' if result.peak_is_bound else ''}{format_bytes(result.peak_bytes)}" if result.peak_bytes else "-"
-    own = (f"{candidate.schedule}{pieces}", _SHARED[candidate.sharding], _again_in_table(candidate.recompute))
+    again = _again_in_table(candidate.recompute) + ("+host" if candidate.offload else "")
+    own = (f"{candidate.schedule}{pieces}", _SHARED[candidate.sharding], again)
     if result.ways > 1:  # all that is left of its ranks and batches, none of them planned
         own = (f"{result.ways} ways", "", "")
     return (

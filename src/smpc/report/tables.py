@@ -4,6 +4,7 @@
     memory_table   where each stage's bytes go; working memory is what the peak holds beyond the rest: messages under way, and
                    what operations need while they run. Of gradients, those that exist at the peak count
     message_table  what each stage receives and sends
+    host_lines     what is offloaded, and what that takes
     summary        (label, text) for what is worth knowing about the plan as a whole
 
 FLOPs, times and messages are those of one microbatch. Names of the user's model are made printable here; escaping for
@@ -12,8 +13,13 @@ HTML or rich is the renderer's task.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from smpc.codegen.host_copies import Copy
+from smpc.codegen.program import Op
+from smpc.codegen.simulate import Timeline
 from smpc.compile.step import StepParts
 from smpc.partitioner.graph.plan import INPUTS, Plan, Stage
 from smpc.report.format import count, format_bytes, format_number, format_time, module_list, printable, schedule_name
@@ -169,6 +175,36 @@ def memory_line(peak: int, limit: int) -> tuple[str, str]:
     return "Memory", f"peak {format_bytes(peak)} of {format_bytes(limit)}"
 
 
+def host_lines(plan: Plan, timeline: Timeline) -> tuple[tuple[str, str], ...]:
+    """What is offloaded in a step, of the rank that offloads the most: bytes, host memory, and the time that copies add."""
+    if not plan.loading_horizon:
+        return ()
+    if not timeline.copies:
+        tasks = plan.loading_horizon + 2
+        text = (
+            f"nothing is offloaded: no backward of a checkpointed module is more than {tasks} tasks behind its forward"
+        )
+        return (("Host", text),)
+    by_rank = [[copy for copy in timeline.copies if copy.rank == rank] for rank in range(timeline.num_ranks)]
+    sent = [sum(copy.num_bytes for copy in copies if copy.op is Op.OFFLOAD) for copies in by_rank]
+    rank = sent.index(max(sent))
+    copying = sum(copy.end - copy.start for copy in by_rank[rank])
+    shown = f"the step is {format_time(timeline.stalled)} longer" if timeline.stalled else "all hidden"
+    return (
+        (
+            "Host",
+            f"rank {rank} offloads {format_bytes(sent[rank])} in a step, at most {format_bytes(_most_away(by_rank[rank]))} at once, "
+            f"and copies for {format_time(copying)}, out and back: {shown}",
+        ),
+    )
+
+
+def _most_away(copies: Sequence[Copy]) -> int:
+    """The most bytes of host memory at once: a value takes it from when it starts to leave until it is back."""
+    changes = sorted((c.start, c.num_bytes) if c.op is Op.OFFLOAD else (c.end, -c.num_bytes) for c in copies)
+    return max(itertools.accumulate(change for _, change in changes))
+
+
 _PARTS = (
     ("compute", "compute"),
     ("bubble", "bubble"),
@@ -177,6 +213,7 @@ _PARTS = (
     ("data", "DP"),
     ("context", "CP"),
     ("expert", "EP"),
+    ("offload", "offloading"),
     ("optimizer", "optimizer"),
     ("executor", "executor"),
 )

@@ -130,10 +130,13 @@ def test_a_machine_is_measured_written_and_read_again(tmp_path):
     assert {"view", "transpose", "getitem"} <= set(device.kernels.views)
     assert set(device.kernels.deferred) == {"linear", "conv"}
     assert device.kernels.unit == 0.0  # there is nobody to share parameters with
+    assert 1e7 < device.host.rate < 1e12
+    assert device.host.latency < 1e-2
     path = tmp_path / "here.toml"
     path.write_text(to_toml(device, 'made by "a test"'), encoding="utf-8")
     again = find_device(str(path))
     assert again.source == 'made by "a test"'
+    assert again.host.rate == pytest.approx(device.host.rate, rel=1e-3)
     assert dict(again.peak_flops) == pytest.approx(dict(device.peak_flops), rel=1e-3)
     assert set(again.kernels.operations) == set(device.kernels.operations)
     for key in ("action", "step"):

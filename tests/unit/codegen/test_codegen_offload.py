@@ -21,24 +21,29 @@ def inserted(text, horizon, stages=(0,)):
     return ", ".join(map(str, insert_offloads([program(text)], stages, horizon)[0]))
 
 
-SIMPLE = "F s0 m0, SEND e1 m0 r1, F s0 m1, SEND e1 m1 r1, F s0 m2, SEND e1 m2 r1, B s0 m0, B s0 m1, B s0 m2"
+FORWARDS = "F s0 m0, SEND e1 m0 r1, F s0 m1, SEND e1 m1 r1, F s0 m2, SEND e1 m2 r1, F s0 m3, SEND e1 m3 r1"
+SIMPLE = f"{FORWARDS}, RECV_GRAD e1 m0 r1, B s0 m0, B s0 m1, B s0 m2, B s0 m3"
 
 
 def test_where_they_are_put():
+    # After all that a task sends, ahead of what the next one receives: copies go on while the rank waits for messages.
     assert inserted(SIMPLE, 1) == (
-        "F s0 m0, SEND e1 m0 r1, OFFLOAD s0 m0, F s0 m1, SEND e1 m1 r1, OFFLOAD s0 m1, RELOAD s0 m0, F s0 m2, "
-        "SEND e1 m2 r1, OFFLOAD s0 m2, RELOAD s0 m1, B s0 m0, RELOAD s0 m2, B s0 m1, B s0 m2"
+        "F s0 m0, SEND e1 m0 r1, OFFLOAD s0 m0, F s0 m1, SEND e1 m1 r1, OFFLOAD s0 m1, RELEASE s0 m0, "
+        "F s0 m2, SEND e1 m2 r1, OFFLOAD s0 m2, RELEASE s0 m1, RELOAD s0 m0, "
+        "F s0 m3, SEND e1 m3 r1, OFFLOAD s0 m3, RELEASE s0 m2, RELOAD s0 m1, RECV_GRAD e1 m0 r1, "
+        "B s0 m0, RELEASE s0 m3, RELOAD s0 m2, B s0 m1, RELOAD s0 m3, B s0 m2, B s0 m3"
     )
-    # Every B is the third task after its F: nothing would be away for any time.
+    # Every B is the fourth task after its F: nothing would be away for any time.
     assert inserted(SIMPLE, 2) == SIMPLE
     assert inserted(SIMPLE, 1, stages=()) == SIMPLE
 
 
 def test_w_is_a_task_and_the_last_instruction_may_be_one():
-    text = "F s0 m0, F s0 m1, B s0 m0, W s0 m0, B s0 m1, W s0 m1"
+    text = "F s0 m0, F s0 m1, F s0 m2, B s0 m0, W s0 m0, B s0 m1, W s0 m1, B s0 m2, W s0 m2"
     assert inserted(text, 1) == (
-        "F s0 m0, OFFLOAD s0 m0, F s0 m1, OFFLOAD s0 m1, B s0 m0, RELOAD s0 m1, W s0 m0, B s0 m1, W s0 m1"
-    ).replace("OFFLOAD s0 m0, ", "")
+        "F s0 m0, F s0 m1, OFFLOAD s0 m1, F s0 m2, OFFLOAD s0 m2, RELEASE s0 m1, B s0 m0, RELEASE s0 m2, RELOAD s0 m1, "
+        "W s0 m0, B s0 m1, RELOAD s0 m2, W s0 m1, B s0 m2, W s0 m2"
+    )
 
 
 LOOP = ("F s0 m0", "F s1 m0", "F s0 m1", "F s1 m1", "B s1 m0", "B s1 m1", "B s0 m0", "B s0 m1")
@@ -55,25 +60,36 @@ SCHEDULES = {
 def test_resident_is_what_a_walk_through_the_program_counts(name, horizon):
     schedule = SCHEDULES[name]
     num_stages = 1 + max(action.stage for actions in schedule for action in actions)
-    expected = [0] * num_stages
+    most, last = [0] * num_stages, [0] * num_stages
+    forwards = {
+        stage: sum(a.stage == stage and a.op is Op.FORWARD for b in schedule for a in b) for stage in range(num_stages)
+    }
     for actions in schedule:
         (instructions,) = insert_offloads([[action.instruction for action in actions]], range(num_stages), horizon)
-        now = [0] * num_stages
+        now, away = [0] * num_stages, [0] * num_stages
         for i in instructions:
-            now[i.stage] += (i.op in (Op.FORWARD, Op.RELOAD)) - (i.op in (Op.BACKWARD, Op.OFFLOAD))
-            expected[i.stage] = max(expected[i.stage], now[i.stage])
+            now[i.stage] += (i.op in (Op.FORWARD, Op.RELOAD)) - (i.op in (Op.BACKWARD, Op.RELEASE))
+            away[i.stage] += (i.op is Op.RELEASE) - (i.op is Op.RELOAD)
+            most[i.stage] = max(most[i.stage], now[i.stage])
+            if i.op is Op.BACKWARD and not forwards[i.stage] and not away[i.stage]:
+                last[i.stage] = max(last[i.stage], now[i.stage] + 1)  # it was there while it ran
+            forwards[i.stage] -= i.op is Op.FORWARD
         assert not any(now)
-    assert resident(schedule, num_stages, horizon) == tuple(expected)
+    found = resident(schedule, num_stages, horizon)
+    assert [stage.most for stage in found] == most
+    assert [stage.last for stage in found] == last
     if horizon == 100:
-        assert resident(schedule, num_stages, horizon) >= peaks(schedule, num_stages) or name == "zero bubble"
+        assert tuple(stage.most for stage in found) >= peaks(schedule, num_stages) or name == "zero bubble"
 
 
 def test_the_verifier_wants_both_in_order():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(6)))
     options = {"recompute": ("*",), "offload_activations": True, "activation_loading_horizon": 1}
-    compilation = compile_model(model, torch.zeros(8, 4), pipeline_parallel_degree=2, microbatches=4, **options)
+    compilation = compile_model(
+        model, torch.zeros(8, 4), pipeline_parallel_degree=2, microbatches=4, pipeline="simple", **options
+    )
     first = compilation.programs[0]
-    assert {i.op for i in first.instructions} >= {Op.OFFLOAD, Op.RELOAD}
+    assert {i.op for i in first.instructions} >= {Op.OFFLOAD, Op.RELEASE, Op.RELOAD}
     texts = [str(i) for i in first.instructions]
 
     def changed(order):
@@ -85,10 +101,12 @@ def test_the_verifier_wants_both_in_order():
     microbatch = next(i.microbatch for i in first.instructions if i.op is Op.OFFLOAD)
     assert f"OFFLOAD s0 m{microbatch}" in compilation.rank_source(0)
     assert f"OFFLOAD s0 m{microbatch}" in compilation.schedule_text()
-    leave, load, back = (f"{op} s0 m{microbatch}" for op in ("OFFLOAD", "RELOAD", "B"))
+    leave, release, load, back = (f"{op} s0 m{microbatch}" for op in ("OFFLOAD", "RELEASE", "RELOAD", "B"))
     for wrong, message in (
         ([t for t in texts if t != load], f"{load} is missing"),
         ([t for t in texts if t != leave], f"{leave} is missing"),
+        ([t for t in texts if t != release], f"{release} is missing"),
+        ([t for t in texts if t != release] + [release], f"{load} comes before {release}, which it needs"),
         ([t for t in texts if t != load] + [load], f"{back} comes before {load}, which it needs"),
         ([leave] + [t for t in texts if t != leave], f"{leave} comes before F s0 m{microbatch}, which it needs"),
     ):

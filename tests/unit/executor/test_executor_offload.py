@@ -22,6 +22,8 @@ def test_memory_is_given_back_and_comes_back():
     view, before = activation[1:], activation.detach().clone()
     away = mover.leave([activation, view, other, fixed, base], addresses([other, base]))
     assert len(away) == 1
+    assert activation.untyped_storage().nbytes() == 96  # copied, and still there
+    mover.release(away)
     assert activation.untyped_storage().nbytes() == view.untyped_storage().nbytes() == 0
     assert all(value.untyped_storage().nbytes() for value in (other, fixed, base))
     assert away[0].host.nbytes == before.nbytes
@@ -37,7 +39,10 @@ def test_memory_is_given_back_and_comes_back():
 
 def test_after_a_failure_storages_have_their_size_again():
     values = [torch.randn(3, requires_grad=True) * 2]
-    away = Mover(CPU).leave(values, frozenset())
+    mover = Mover(CPU)
+    away = mover.leave(values, frozenset())
+    mover.release(away)
+    assert values[0].untyped_storage().nbytes() == 0
     restore_sizes(away)
     assert values[0].untyped_storage().nbytes() == 12
     assert away == []

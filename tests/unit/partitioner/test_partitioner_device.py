@@ -42,6 +42,25 @@ def test_every_device_is_complete():
     assert find_device("H100") is H100
 
 
+def test_the_link_to_the_host(tmp_path):
+    """By generation of PCIe, as datasheets count it in both directions: Gen4 64 GB/s, Gen5 128 GB/s."""
+    in_both = {"a100": 64e9, "l4": 64e9, "h100": 128e9, "h200": 128e9}
+    for name, bandwidth in in_both.items():
+        assert 2 * find_device(name).host.bandwidth == bandwidth
+        assert find_device(name).host.rate < find_device(name).host.bandwidth
+    path = tmp_path / "device.toml"
+    path.write_text(GOOD)
+    assert find_device(str(path)).host == find_device("l4").host  # where a file says nothing
+    path.write_text(GOOD + "\n[host]\nbandwidth = 1e10\nlatency = 1e-6\nefficiency = 0.5\n")
+    assert (find_device(str(path)).host.rate, find_device(str(path)).host.latency) == (5e9, 1e-6)
+    path.write_text(GOOD + "\n[host]\nbandwith = 1e10\nhop = 1e-6\n")
+    with pytest.raises(
+        ConfigError,
+        match=r"host\.bandwith; did you mean host\.bandwidth\?(?s:.*)host\.hop(?s:.*)host\.latency: missing",
+    ):
+        find_device(str(path))
+
+
 def test_ranks_on_several_hosts_talk_over_the_network():
     assert CostModel.of(H100, 8).link_bandwidth == H100.inside_host.rate
     assert CostModel.of(H100, 9).link_bandwidth == H100.between_hosts.rate

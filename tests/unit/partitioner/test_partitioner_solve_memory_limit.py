@@ -21,11 +21,12 @@ from smpc.partitioner import solve as limit_module
 from smpc.partitioner.costs.cost import CostModel
 from smpc.partitioner.costs.device import find_device
 from smpc.partitioner.costs.optimizers import ADAM, find_optimizer
-from smpc.partitioner.memory.peak import RECEIVE_WINDOW
+from smpc.partitioner.graph.plan import ScheduleSummary
+from smpc.partitioner.memory.peak import RECEIVE_WINDOW, Resident
 from smpc.partitioner.problem import Scale, Units, stage_costs
 from smpc.partitioner.solve import plan_from_assignment
 from smpc.partitioner.solvers.chain_limited import LimitedChain, fits, least_peak, solve_limited
-from smpc.partitioner.solvers.coarsen import analyse, chain_problem
+from smpc.partitioner.solvers.coarsen import analyse, chain_problem, keep_regions_whole
 from smpc.partitioner.solvers.ilp import PlacementProblem, solve_placement
 from smpc.partitioner.solvers.peaks import PeakRows
 from smpc.tracer import record
@@ -47,14 +48,23 @@ class Layers(nn.Module):
         return (x + first).square().mean()
 
 
-def limited_chain(widths, in_flight, num_microbatches, device="cpu", optimizer=ADAM, dtype=torch.float32):
+def limited_chain(
+    widths, in_flight, num_microbatches, device="cpu", optimizer=ADAM, dtype=torch.float32, resident=None
+):
+    """With `resident`, layers are computed again, and what they read is offloaded."""
     cost_model = CostModel.of(find_device(device), len(in_flight), optimizer)
-    analysis = analyse(record(Layers(widths).to(dtype), (torch.zeros(64, 16, dtype=dtype),)), cost_model)
+    trace = record(Layers(widths).to(dtype), (torch.zeros(64, 16, dtype=dtype),))
+    analysis = analyse(trace, cost_model, None, ("layers.*",) if resident else ())
+    if resident:
+        analysis = keep_regions_whole(analysis, len(in_flight))
     graph, units = analysis.graph, analysis.units
     scale = Scale.of(units, in_flight, 0.0)
     problem = chain_problem(graph, analysis.clusters, analysis.recomputable, units, scale, in_flight)
     recomputable = tuple(analysis.recomputable)
-    peaks = PeakRows(graph, analysis.cost_model, analysis.times, recomputable, in_flight, num_microbatches)
+    regions = analysis.checkpoints.regions
+    peaks = PeakRows(
+        graph, analysis.cost_model, analysis.times, recomputable, in_flight, num_microbatches, regions, resident
+    )
     return analysis, problem, LimitedChain.of(problem, peaks, len(in_flight))
 
 
@@ -70,10 +80,12 @@ def partitions(problem, chain):
         yield bottleneck, peak
 
 
+@pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize(("in_flight", "num_microbatches"), [((2, 1), 4), ((3, 3, 3), 3), ((3, 2, 1), 8)])
 @pytest.mark.parametrize("widths", [(8, 64, 8, 8, 256), (128, 8, 8, 8, 8), (16, 16, 16, 16)])
-def test_limited_solutions_equal_brute_force(widths, in_flight, num_microbatches):
-    _, problem, chain = limited_chain(widths, in_flight, num_microbatches)
+def test_limited_solutions_equal_brute_force(widths, in_flight, num_microbatches, offloads):
+    resident = [Resident(1, 1)] * len(in_flight) if offloads else None
+    _, problem, chain = limited_chain(widths, in_flight, num_microbatches, resident=resident)
     found = list(partitions(problem, chain))
     least = min(peak for _, peak in found)
     assert least_peak(chain)[1] == least
@@ -121,6 +133,32 @@ def test_the_bound_is_the_prediction_but_for_little(in_flight, num_microbatches,
         for stage, (a, b) in zip(plan.stages, itertools.pairwise(ends), strict=True):
             bound = int(chain.peaks.row(a, b, stage.index)[-1])
             assert stage.peak_memory_bytes <= bound <= most * stage.peak_memory_bytes
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+@pytest.mark.parametrize(("in_flight", "num_microbatches"), [((12, 12), 12), ((6, 4), 12)])
+def test_the_bound_counts_what_is_offloaded(in_flight, num_microbatches, device):
+    resident = [Resident(2, 2), Resident(3, 1)]
+    analysis, problem, chain = limited_chain((8, 64, 8, 128), in_flight, num_microbatches, device, resident=resident)
+    trace, count = analysis.graph.trace, len(problem.units)
+    names = [trace.nodes[i].name for i in analysis.graph.compute.tolist()]
+    inside = {i for region in analysis.checkpoints.regions for i in range(region.first + 1, region.last)}
+    allowed = [cut for cut in range(1, count) if int(analysis.graph.compute[cut]) not in inside]
+    assert len(allowed) >= 3
+    summary = ScheduleSummary("1f1b", num_microbatches, max(in_flight), 0.0, 0.0)
+    moved = 0
+    for cut in allowed:
+        asked = {"num_stages": 2, "in_flight": in_flight, "cost_model": analysis.cost_model, "schedule": summary}
+        assignment = {name: int(rank >= cut) for rank, name in enumerate(names)}
+        plan, plain = (
+            plan_from_assignment(trace, assignment, **asked, recompute=("layers.*",), resident=found)
+            for found in (resident, None)
+        )
+        for stage, before, (a, b) in zip(plan.stages, plain.stages, ((0, cut), (cut, count)), strict=True):
+            bound = int(chain.peaks.row(a, b, stage.index)[-1])
+            assert stage.peak_memory_bytes <= bound <= 1.15 * stage.peak_memory_bytes
+            moved += stage.peak_memory_bytes < 0.9 * before.peak_memory_bytes
+    assert moved
 
 
 def test_the_window_is_the_executors():

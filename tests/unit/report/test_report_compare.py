@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from report_cases import compilation
 
-from smpc.partitioner.graph.plan import Edge, Plan, SharedParameter, Stage
+from smpc.partitioner.graph.plan import Edge, HostLink, Plan, SharedParameter, Stage
 from smpc.report.compare import MODULES, Change, compare
 
 
@@ -22,6 +22,8 @@ def _other(value):
         return value * 1.000001 + 1e-9
     if isinstance(value, int):
         return value + 1
+    if value is None:  # what it is offloaded over
+        return HostLink(32e9, 1e-5, True)
     assert isinstance(value, tuple), value
     return (*value, "another")
 
@@ -64,6 +66,15 @@ def test_every_single_change_is_named_and_its_values_differ(plan):
             changes = compare(*pair)
             assert changes, name
             assert all(change.before != change.after or change.amount for change in changes), (name, changes)
+
+
+@pytest.mark.parametrize("changed", [{"rate": 33e9}, {"latency": 2e-5}, {"overlaps": False}], ids=str)
+def test_links_to_the_host_are_compared_by_what_they_are(plan, changed):
+    link = HostLink(32e9, 1e-5, True)
+    one, other = (dataclasses.replace(plan, host_link=found) for found in (link, dataclasses.replace(link, **changed)))
+    (change,) = compare(one, other)
+    assert (change.where, change.what) == ("host_link", *changed)
+    assert change.before != change.after
 
 
 def test_modules_are_followed(plan):

@@ -30,7 +30,7 @@ from smpc.partitioner.graph.plan import Plan
 from smpc.tracer.ir import Trace
 
 _SHARDED = {"tensor_parallel_plan": "auto", "prescaled_batch": True}  # settings that tensor-parallel ranks need
-_PARTS = ("compute", "bubble", "waiting", "tensor", "data", "optimizer", "context", "expert")
+_PARTS = ("compute", "bubble", "waiting", "tensor", "data", "optimizer", "context", "expert", "offload")
 
 
 class Verdict(StrEnum):
@@ -62,6 +62,7 @@ class Result:
     reason: str = ""
     ways: int = 1
     parts: tuple[float, ...] = ()  # seconds, in the order of `_PARTS`; () without a plan
+    without: int = 0  # of one that offloads: bytes that its best cut takes without
 
     @classmethod
     def of(cls, candidate: Candidate, parts: StepParts, peak: int) -> Result:
@@ -120,6 +121,7 @@ class Search:
             **({"shard_optimizer_state": True} if found.sharding is Sharding.STATE else {}),
             **({"fully_shard": True} if found.sharding is Sharding.FULL else {}),
             **others,
+            **({"offload_activations": True, "activation_loading_horizon": found.offload} if found.offload else {}),
         }
 
     def to_json(self) -> str:
@@ -157,7 +159,7 @@ def _reason(result: Result, best: Result, limit: int) -> str:
         return f"needs {at_least(result.peak_bytes)}, the limit is {at_least(limit)}"
     slower = result.step_time / best.step_time - 1.0
     if result.step_is_bound:
-        return f"at least {slower:.1%} slower" if slower > 0.0 else f"at most {-slower:.1%} faster, so not planned"
+        return f"at least {slower:.1%} slower" if slower >= 0.0 else f"at most {-slower:.1%} faster, so not planned"
     return f"{slower:.1%} slower{_why(result, best)}"
 
 
@@ -180,6 +182,7 @@ def nothing_fits(
         reason = impossible[0].reason if impossible else "no candidate"
         return PartitionError(f"expected a way to train on {setting.world_size} ranks, found none: {reason}")
     least, candidate = found
+    moves = ", offloading activations" if candidate.offload else ""
     tensor = f" of {candidate.tensor_parallel_degree} ranks" if candidate.tensor_parallel_degree > 1 else ""
     known = "would do" if is_least else "is known to do"
     return MemoryLimitError(
@@ -187,6 +190,6 @@ def nothing_fits(
         f"{total}: the least memory that {known} is {at_least(least)}, with pipelines of "
         f"{candidate.pipeline_parallel_degree} stages{tensor}, {candidate.data_parallel_degree} replicas, "
         f"{candidate.microbatches} microbatches "
-        f"and the {candidate.schedule} schedule; raise memory_limit, use more ranks, or a smaller batch",
+        f"and the {candidate.schedule} schedule{moves}; raise memory_limit, use more ranks, or a smaller batch",
         least,
     )

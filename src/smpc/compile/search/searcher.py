@@ -42,6 +42,7 @@ from smpc.compile.passes import schedule_plan
 from smpc.compile.result import Traced
 from smpc.compile.search.estimate import (
     Guess,
+    Sample,
     least_peak,
     least_step,
 )
@@ -75,6 +76,7 @@ _NO_LIMIT = 1 << 60  # bytes
 _WITHOUT_PLAN = (
     2.0  # as much of the budget may be spent before there is a plan that fits, and once more on the least memory
 )
+_OFFLOADING = 0.1  # of the budget, on top of it, for ways that offload, once there is one that fits
 _BUDGET, _BUDGET_FOR_NODE = 2500.0, 3.5  # about milliseconds of a core, at effort 1
 _PLAN, _PLAN_FOR_NODE, _PLAN_FOR_ACTION, _PLAN_FOR_STAGES = 6.0, 0.06, 0.05, 0.15
 ShowProgress = Callable[[str, int, int], object]  # (phase, done, total)
@@ -156,6 +158,7 @@ class _Searcher:
     queue: list[tuple[bool, float, int, Waiting]] = field(default_factory=list)
     turns: int = 0
     spent: float = 0.0
+    spent_offloading: float = 0.0
     gap: float = 0.0
     total: int = 0
 
@@ -241,7 +244,7 @@ class _Searcher:
                 reason = f"expected at most as many stages as operations, of which there are {most}"
                 self.results.append(Result(candidate, Verdict.IMPOSSIBLE, reason=reason))
                 continue
-            known = plain if candidate.recompute == "model" else replace(plain, activation_bytes=0.0)
+            known = plain if candidate.recompute == "model" and not traced.trace.regions else _without(plain)
             more = self.forecast.reruns(shape, candidate.recompute).at_least(candidate.num_stages)
             bound, peak = least_step(plain, candidate, place, more), least_peak(known, candidate)
             if peak > self.setting.limit:
@@ -302,7 +305,7 @@ class _Searcher:
 
     def _corrected(self, waiting: Waiting) -> Guess:
         """Its guess, by how far those of its kind were off that have been planned."""
-        if not waiting.is_corrected or waiting.candidate is None or waiting.breaks_limit:
+        if not waiting.is_corrected or waiting.candidate is None or waiting.breaks_limit or waiting.candidate.offload:
             return waiting.guess
         fuller = self.fullness.get((Load.of(waiting.shape), waiting.candidate.recompute), 1.0)
         slower = self.slowness.get(waiting.candidate.schedule, 1.0)
@@ -310,15 +313,13 @@ class _Searcher:
 
     def _go_on(self) -> list[Waiting]:
         """From what looks best to what looks worst, until nothing is left or the budget is spent; what is left without a plan."""
-        budget = self._budget
         left: list[Waiting] = []
         while self.queue:
             later, _, _, waiting = heapq.heappop(self.queue)
             if self.best is not None and waiting.bound >= self.best[0].step_time * (1.0 - TOLERANCE):
                 left.append(waiting)
                 continue
-            enough = budget if self.best is not None else _WITHOUT_PLAN * budget
-            if self.spent + self._cost(waiting) > enough and self.spent > 0:
+            if not self._affords(waiting):
                 left.append(waiting)
                 continue
             if waiting.candidate is None and waiting.basis != self.loads.nearest(Load.of(waiting.shape)):
@@ -339,6 +340,13 @@ class _Searcher:
         number = len(next(iter(self.loads.recorded.values())).nodes)
         return (_BUDGET + _BUDGET_FOR_NODE * number) * self.setting.effort
 
+    def _affords(self, waiting: Waiting) -> bool:
+        """Whether the budget allows the next thing about it. What offloads has one of its own, so that it is in nobody's way."""
+        offloads = waiting.candidate is not None and waiting.candidate.offload > 0
+        share = _WITHOUT_PLAN if self.best is None else _OFFLOADING if offloads else 1.0
+        spent = self.spent_offloading if offloads else self.spent
+        return spent == 0 or spent + self._cost(waiting) <= share * self._budget
+
     def _cost(self, waiting: Waiting) -> float:
         """What the next thing about it takes, of the budget."""
         if waiting.candidate is None:
@@ -350,7 +358,9 @@ class _Searcher:
 
     def _try(self, waiting: Waiting, candidate: Candidate) -> None:
         """A candidate's plan, and what it says."""
-        self.spent += self._cost(waiting)
+        cost = self._cost(waiting)
+        self.spent_offloading += cost if candidate.offload else 0.0
+        self.spent += 0.0 if candidate.offload else cost
         if not waiting.breaks_limit:
             foretold = self.plans.foretold(candidate, waiting.peak)
             if foretold is not None and self.best is not None and foretold.step_time >= self.best[0].step_time:
@@ -359,22 +369,51 @@ class _Searcher:
         result, plan = self._plan(candidate, waiting.bound, self.setting.limit if waiting.breaks_limit else _NO_LIMIT)
         if plan is not None:
             peaks = rank_peaks(plan).values()
-            if not waiting.breaks_limit and waiting.guess.peak > 0:
+            if not waiting.breaks_limit and waiting.guess.peak > 0 and not candidate.offload:
                 self.fullness[Load.of(waiting.shape), candidate.recompute] = max(peaks) / waiting.guess.peak
                 self.slowness[candidate.schedule] = result.step_time / waiting.guess.step
             if max(peaks) > self.setting.limit:
                 look = Guess(result.step_time, waiting.guess.peak)
                 bound = max(waiting.bound, result.step_time)
-                again = replace(waiting, bound=bound, guess=look, breaks_limit=True)
+                again = self._offload(replace(waiting, bound=bound, guess=look, breaks_limit=True), plan)
                 self._push(again, deferred=sum(peaks) > self.setting.limit * len(peaks))
                 if self.best is None and not waiting.breaks_limit:
                     self._look_for_one_that_fits(waiting.shape)
                 return
+        result = replace(result, without=waiting.without if candidate.offload else 0)
         self.results.append(result)
+        if plan is None and waiting.less is not None and result.peak_bytes - waiting.less[1] <= self.setting.limit:
+            self._push_offloading(waiting, waiting.less[0], result.peak_bytes - waiting.less[1])
         if plan is not None:
             self.plans.cuts.setdefault(candidate.cut, plan)
         if plan is not None and (self.best is None or result.step_time < self.best[0].step_time):
             self.best = result, plan
+
+    def _offload(self, waiting: Waiting, plan: Plan) -> Waiting:
+        """What is done about this plan, which breaks the limit, by offloading: see `space.offloading`.
+
+        The first way whose best cut, which is this plan's, may fit goes into the queue. Where there is none, one may fit with the cut of
+        the least memory: that is known when this way has been cut within the limit.
+        """
+        assert waiting.candidate is not None
+        found = list(self.plans.offloading(waiting.candidate, plan))
+        peak = max(rank_peaks(plan).values())
+        waiting = replace(waiting, less=None, without=waiting.without or peak)
+        fitting = [way for way in found if way[1] <= self.setting.limit]
+        if fitting:
+            self._push_offloading(waiting, *fitting[0])
+        elif found:
+            candidate, about = found[-1]
+            return replace(waiting, less=(candidate, peak - about))
+        return waiting
+
+    def _push_offloading(self, waiting: Waiting, candidate: Candidate, about: int) -> None:
+        """Into the queue, instead of a way that does not fit the same with more offloaded, and about this peak."""
+        peak = least_peak(_without(self.forecast.sample(waiting.shape)), candidate)
+        self.total += 1
+        look = Guess(waiting.guess.step, about)
+        is_cut = waiting.less is not None  # without a limit, it has been cut
+        self._push(replace(waiting, candidate=candidate, peak=peak, guess=look, breaks_limit=is_cut, less=None))
 
     def _close(self, left: Sequence[Waiting]) -> None:
         """Results for what was not planned, one for each shape, and by how much it could be faster."""
@@ -447,7 +486,7 @@ class _Searcher:
     def _proven(self, quick: Result, quick_plan: Plan) -> tuple[Result, Plan]:
         """The best candidate planned with proof; its quick plan where that is faster."""
         planned = self.plans.planned(quick.candidate, prove=True)
-        result, plan = self.plans.result(quick.candidate, planned), planned.plan
+        result, plan = replace(self.plans.result(quick.candidate, planned), without=quick.without), planned.plan
         if result.step_time > quick.step_time:
             proven = plan.objective.lower_bound  # of the same problem
             result, plan = quick, with_bound(quick_plan, proven)
@@ -463,7 +502,7 @@ class _Searcher:
                 continue
             plain, (bound, _) = self.forecast.sample(shape), self.forecast.least(shape)
             for candidate in ways(shape, self.forecast.tried):
-                known = plain if candidate.recompute == "model" else replace(plain, activation_bytes=0.0)
+                known = plain if candidate.recompute == "model" and not traced.trace.regions else _without(plain)
                 if candidate.num_stages <= len(traced.trace.nodes):
                     pending.append((least_peak(known, candidate), len(pending), candidate, bound))
         self.spent, enough = 0.0, _WITHOUT_PLAN * self._budget / min(1.0, self.setting.effort)
@@ -477,9 +516,19 @@ class _Searcher:
                 break
             self.spent += cost
             self._plan(candidate, bound, 1)
+            traced = self.plans.traced(candidate)
+            if candidate.recompute != "model" or traced.trace.regions:
+                for least, _ in list(self.plans.offloading(candidate))[-1:]:  # with as much away as can be
+                    self.spent += cost
+                    self._plan(least, bound, 1)
             if self.least is not None and self.least[0] <= self.setting.limit:
                 result, plan = self._plan(self.least[1], bound, self.setting.limit)
                 if plan is not None:
                     self.results.append(result)
                     self.best = result, plan
                     return
+
+
+def _without(sample: Sample) -> Sample:
+    """For bounds where something is computed again or offloaded: without activations."""
+    return replace(sample, activation_bytes=0.0)

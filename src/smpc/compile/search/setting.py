@@ -89,4 +89,6 @@ class Setting:
             shard_optimizer_state=candidate.sharding is Sharding.STATE,
             fully_shard=candidate.sharding is Sharding.FULL,
             recompute=tuple(modules),
+            offload_activations=candidate.offload > 0,
+            activation_loading_horizon=max(1, candidate.offload),
         )

@@ -3,9 +3,9 @@
 A shape says who has what: a pipeline of p ranks, each of them t tensor-parallel ranks that share every operation and c context-parallel
 ranks that share every sequence, d replicas of it with p t c d = world size, e of which divide the experts of a mixture among them, where
 they lie, and m microbatches of a replica's part of the batch. A candidate is a shape and how it is trained: the schedule with v stages on
-a rank, what replicas divide among them (`smpc.compile.step.Sharding`), and what is computed again in the backward: what the model itself
-asks for ("model"), or some modules as well (`Again`). The global batch is the same for all, so m times d times the size of a microbatch
-is. Tensor-parallel ranks are neighbours: they talk in every block.
+a rank, what replicas divide among them (`smpc.compile.step.Sharding`), what is computed again in the backward: what the model itself
+asks for ("model"), or some modules as well (`Again`), and whether what these read waits in the host's memory (`offloading`). The global
+batch is the same for all, so m times d times the size of a microbatch is. Tensor-parallel ranks are neighbours: they talk in every block.
 
     >>> degrees = Tried(tensor=(1,), context=(1,), expert=(1,), sharding=(Sharding.NONE,), again=("model",), schedules=("1f1b",))
     >>> [(c.pipeline_parallel_degree, c.microbatches, c.schedule) for c in candidates(2, 2, find_device("h100"), degrees)]
@@ -34,6 +34,7 @@ SCHEDULES: tuple[tuple[str, tuple[int, ...]], ...] = (
 )
 ALL_SCHEDULES = tuple(known for known, _ in SCHEDULES)
 _WORTH = 0.15  # of what a block keeps for its backward, for a part of it to be computed again alone
+HORIZONS = (4, 1)  # tasks ahead of a backward; with fewer, more is away, and copies have less time
 MOST_CONTEXT = 64  # ranks that may share a sequence
 
 
@@ -98,6 +99,9 @@ class Candidate:
     context_parallel_degree: int = 1
     expert_parallel_degree: int = 1
     sharding: Sharding = Sharding.NONE
+    offload: int = (
+        0  # what checkpointed modules read waits in the host's memory, and is back so many tasks ahead; 0: it stays
+    )
 
     @property
     def shape(self) -> Shape:
@@ -116,7 +120,7 @@ class Candidate:
     @property
     def cut(self) -> Candidate:
         """The same for candidates that are cut alike: computation is balanced, whatever the schedule."""
-        return replace(self, schedule="")
+        return replace(self, schedule="", offload=0)
 
     @property
     def num_parts(self) -> int:
@@ -166,6 +170,17 @@ def ways(shape: Shape, tried: Tried) -> Iterator[Candidate]:
         for again in tried.again:
             for sharding in shardings(shape, tried.sharding):
                 yield candidate_of(shape, schedule, pieces, again, sharding)
+
+
+def offloading(candidate: Candidate) -> Candidate | None:
+    """The same with what its regions read in the host's memory meanwhile, or with more of it there; None: there is no more.
+
+    Offloading makes no step faster. The cut is the same, for it balances computation alone. The order of the tasks of a rank is fixed, and
+    copies only let some of them begin later; no task waits for less than without. So a way that fits without offloading needs none, and
+    is the parent of one that is tried only where its best cut breaks the limit, with the parent's step as a lower bound.
+    """
+    later = next((horizon for horizon in HORIZONS if not candidate.offload or horizon < candidate.offload), None)
+    return None if later is None else replace(candidate, offload=later)
 
 
 def candidate_of(shape: Shape, schedule: str, pieces: int, again: str, sharding: Sharding) -> Candidate:

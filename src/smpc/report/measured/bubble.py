@@ -30,7 +30,7 @@ from smpc.codegen.program import Action, Op, Schedule
 from smpc.codegen.simulate import Costs, Transfer, simulate
 from smpc.report.measured.steps import Message, PipelineStep, messages_of
 
-_BOOKKEEPING = (Op.MOVE, Op.MOVE_GRAD, Op.OFFLOAD, Op.RELOAD)
+_BOOKKEEPING = (Op.MOVE, Op.MOVE_GRAD, Op.OFFLOAD, Op.RELEASE, Op.RELOAD)
 _SECOND = 1e9  # in nanoseconds
 
 
