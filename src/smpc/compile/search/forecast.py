@@ -41,7 +41,7 @@ from smpc.compile.search.workloads import Load, Workloads
 from smpc.compile.step import Sharding
 from smpc.errors import PartitionError
 from smpc.mesh import Axis
-from smpc.partitioner.costs.collectives import bandwidth
+from smpc.partitioner.costs.collectives import bandwidth, sent_time
 from smpc.partitioner.costs.cost import node_times
 from smpc.partitioner.costs.description import Group
 from smpc.partitioner.graph.recompute import requested_regions
@@ -136,11 +136,12 @@ class Forecast:
         return self._schedules[key] * len(shardings(shape, self.tried.sharding)) * len(self.tried.again)
 
     def typical(self, shape: Shape) -> list[Candidate]:
-        """Some candidates of a shape, by which it is judged: the schedule with the smallest ramp, and what needs the least memory."""
+        """Some candidates of a shape, by which it is judged: the schedule with the smallest ramp, what is simple, and what needs the least memory."""
         known = list(schedules(shape.pipeline_parallel_degree, self.tried.schedules))
         kinds = shardings(shape, self.tried.sharding)
         shown = [known[-1], known[0]] if known[-1] != known[0] else known[:1]
-        pairs = [(again, kinds[-1]) for again in dict.fromkeys((self.tried.again[0], *self.tried.again[-2:]))]
+        agains = dict.fromkeys((self.tried.again[0], *self.tried.again[-2:]))
+        pairs = dict.fromkeys([(self.tried.again[0], kinds[0]), *((again, kinds[-1]) for again in agains)])
         return [candidate_of(shape, *way, *pair) for way in shown for pair in pairs]
 
     def guessed(self, candidate: Candidate, place: Place, plain: Sample | None) -> Guess:
@@ -168,10 +169,10 @@ class Forecast:
         mesh, device, blocks = shape.mesh, self.setting.device, len(self.again.modules.get("blocks", ()))
         tensor, context = shape.tensor_parallel_degree, shape.context_parallel_degree
         seconds = 0.0
-        for axis, size, sent in ((Axis.TP, tensor, 10 / context), (Axis.CP, context, 3 / tensor)):
+        for axis, size, calls, shared in ((Axis.TP, tensor, 10, context), (Axis.CP, context, 3, tensor)):
             if size > 1:
-                rate = bandwidth(Group.of(mesh, axis, device), device)
-                seconds += blocks * sent * num_bytes * (size - 1) / size / rate
+                sent = num_bytes / shared * (size - 1) / size
+                seconds += blocks * calls * sent_time(sent, Group.of(mesh, axis, device), device)
         return seconds
 
     def sample(self, shape: Shape) -> Sample:
