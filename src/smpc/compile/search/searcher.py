@@ -20,7 +20,7 @@ A shape or candidate whose lower bound is above 99% of the best step, or whose b
 that breaks the limit is a bound itself, for a limit makes none faster: it is cut within the limit when its turn comes again. What
 differs from a planned candidate in its schedule alone is not planned if it is slower with the same cut. The search ends when nothing is
 left, which proves that nothing is more than 1% faster; or when its budget is spent, or all that is left looks a tenth slower than the
-best, or a quarter where nothing of its kind has been looked at. Then the bounds of what is left say how much faster that could be. The budget is counted in operations, stages and microbatches, never by a clock: the same search gives the same bytes.
+best. Then the bounds of what is left say how much faster that could be. The budget is counted in operations, stages and microbatches, never by a clock: the same search gives the same bytes.
 The best is then planned with all means.
 
 With t tensor-parallel, c context-parallel and e expert-parallel ranks, what is planned is the trace of one of them: the compiler's best
@@ -71,7 +71,7 @@ from smpc.partitioner.solve import rank_peaks, with_bound
 from smpc.sample_inputs import as_inputs
 
 TOLERANCE = 0.01  # how much faster a way that is not planned could be, where the search has come to its end
-_HOPELESS = 0.1, 0.25  # by how much guesses of candidates and of shapes may be above the best step, at effort 1
+_HOPELESS = 0.1  # by how much a guess may be above the best step, at effort 1
 _NO_LIMIT = 1 << 60  # bytes
 _WITHOUT_PLAN = (
     2.0  # as much of the budget may be spent before there is a plan that fits, and once more on the least memory
@@ -339,11 +339,12 @@ class _Searcher:
         return left
 
     def _is_hopeless(self, waiting: Waiting) -> bool:
-        """Whether it looks too slow to be worth a look, as far as its guess can be trusted: that of a shape is made from another one."""
-        if self.best is None:
-            return False
-        more = _HOPELESS[waiting.candidate is None] * self.setting.effort
-        return waiting.guess.step > self.best[0].step_time * (1.0 + more)
+        """Whether it looks too slow to be worth a look; a shape, whose guess is made from another one, even if all turns out well."""
+        most = math.inf if self.best is None else self.best[0].step_time * (1.0 + _HOPELESS * self.setting.effort)
+        if waiting.candidate is not None or waiting.guess.step <= most:
+            return waiting.guess.step > most
+        place, typical = self.forecast.place(waiting.shape), self.forecast.typical(waiting.shape)
+        return min(self.forecast.guessed(way, place, None, hopeful=True).step for way in typical) > most
 
     @property
     def _budget(self) -> float:
