@@ -22,7 +22,10 @@ from smpc.partitioner.problem import FloatArray, IntArray
 from smpc.partitioner.solvers.ilp import Value
 
 ROUNDING = 1e-9  # what floating point arithmetic may add to a load, relative
-_ROUNDS, _STEPS = 3, 60  # of the search for weights of kinds, and of that of two of them: a third of what is left goes with each
+_ROUNDS, _STEPS = (
+    3,
+    60,
+)  # of the search for weights of kinds, and of that of two of them: a third of what is left goes with each
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,11 @@ class LoadProblem:
 def simple_bound(problem: LoadProblem) -> float:
     """Work divided among all devices as one likes, and the heaviest unit."""
     heaviest = problem.costs.min(axis=0).max(initial=0.0)
-    return float(max(heaviest, _divided(problem))) * (1.0 - ROUNDING)
+    return float(max(heaviest, divided(problem)[0])) * (1.0 - ROUNDING)
 
 
-def _divided(problem: LoadProblem) -> float:
-    """The least load of units that may be cut in pieces, by weights of the kinds of devices.
+def divided(problem: LoadProblem) -> tuple[float, FloatArray]:
+    """The least load of units that may be cut in pieces, and the weights of the kinds of devices, by kind, that prove it.
 
     Weights that add up to one over all devices make the largest load at least the sum of all loads times their weights, and that is at
     least what the units cost where they cost least by then. The sum is concave in the weights: those of two kinds at a time are improved.
@@ -98,4 +101,4 @@ def _divided(problem: LoadProblem) -> float:
             a, b = low + (high - low) / 3, high - (high - low) / 3
             low, high = (low, b) if least(moved(k, other, a)) >= least(moved(k, other, b)) else (a, high)
         share = max(share, moved(k, other, (low + high) / 2), key=least)
-    return least(share)
+    return least(share), share / number

@@ -144,35 +144,3 @@ def test_ranks_that_share_sequences_or_experts(tmp_path, kind, sharding, dtype):
     if kind != "replica":
         config[f"{kind}_parallel_degree"] = 2
     check(tmp_path, 4, [(config, False), (config, True)])
-
-
-def combined(pipeline, sharding, dtype, **degrees):
-    """Of several degrees at once, with and without recomputation."""
-    config = settings(pipeline, degrees.get("tensor", 1), sharding, dtype, None)
-    config |= {f"{kind}_parallel_degree": degree for kind, degree in degrees.items() if kind != "tensor"}
-    return [(config, False), (config, True)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("sharding", SHARDING)
-@pytest.mark.parametrize("kind", ["replica", "tensor", "context", "expert"])
-def test_without_a_pipeline(tmp_path, kind, sharding, dtype):
-    if kind == "expert" and sharding in ("all", "shards of 2"):
-        pytest.skip("scripts refuse experts beside parameters in parts")
-    degrees = {} if kind == "replica" else {kind: 2}
-    check(tmp_path, 4, combined(1, sharding, dtype, **degrees))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["context", "expert"])
-@pytest.mark.parametrize("pipeline", [1, 2])
-def test_tensor_ranks_beside_those_that_share_sequences_or_experts(tmp_path, pipeline, kind, dtype):
-    check(tmp_path, 4 * pipeline, combined(pipeline, "whole", dtype, tensor=2, **{kind: 2}))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_context_ranks_beside_parts_over_some_of_them(tmp_path, dtype):
-    check(tmp_path, 8, combined(2, "shards of 2", dtype, context=2))
