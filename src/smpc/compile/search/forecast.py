@@ -140,7 +140,7 @@ class Forecast:
         return self._schedules[key] * len(shardings(shape, self.tried.sharding)) * len(self.tried.again)
 
     def typical(self, shape: Shape) -> list[Candidate]:
-        """Some candidates of a shape, by which it is judged: the schedule with the smallest ramp, what is simple, and what needs the least memory."""
+        """Some candidates of a shape, by which it is judged: the smallest ramp, what is simple, and what needs the least memory."""
         known = list(schedules(shape.pipeline_parallel_degree, self.tried.schedules))
         kinds = shardings(shape, self.tried.sharding)
         shown = [known[-1], known[0]] if known[-1] != known[0] else known[:1]

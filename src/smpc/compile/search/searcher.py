@@ -20,8 +20,8 @@ A shape or candidate whose lower bound is above 99% of the best step, or whose b
 that breaks the limit is a bound itself, for a limit makes none faster: it is cut within the limit when its turn comes again. What
 differs from a planned candidate in its schedule alone is not planned if it is slower with the same cut. The search ends when nothing is
 left, which proves that nothing is more than 1% faster; or when its budget is spent, or all that is left looks a tenth slower than the
-best. Then the bounds of what is left say how much faster that could be. The budget is counted in operations, stages and microbatches, never by a clock: the same search gives the same bytes.
-The best is then planned with all means.
+best. Then the bounds of what is left say how much faster that could be. The budget is counted in operations, stages and microbatches,
+never by a clock: the same search gives the same bytes. The best is then planned with all means.
 
 With t tensor-parallel, c context-parallel and e expert-parallel ranks, what is planned is the trace of one of them: the compiler's best
 layouts, with collectives that take what they send over the wires that these ranks share. Of a model that returns its `loss` and other
