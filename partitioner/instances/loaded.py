@@ -2,7 +2,8 @@
 
 1   splits into stages: all placements, by their prefixes (`smpc.partitioner.solvers.staged`), exact unless there are too many
 2   what is not proven then, and splits that are free: moves of single units (`smpc.partitioner.solvers.moves`)
-3   and the integer program, for those small enough (`smpc.partitioner.solvers.load_program`)
+3   what devices cut at least, for a bound above work alone (`smpc.partitioner.solvers.cuts`)
+4   and the integer program, for those small enough (`smpc.partitioner.solvers.load_program`)
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from smpc.partitioner.instances.amounts import totals
 from smpc.partitioner.instances.instance import Instance, Processor
 from smpc.partitioner.instances.units import Found, joined, values
 from smpc.partitioner.problem import FloatArray, IntArray, in_proportion
+from smpc.partitioner.solvers.cuts import cut_bound
 from smpc.partitioner.solvers.load_program import solve_loads
 from smpc.partitioner.solvers.loads import LoadProblem, simple_bound
 from smpc.partitioner.solvers.moves import improve
@@ -66,6 +68,8 @@ def _improved(
     reached = problem.bottleneck(best)
     if math.isinf(reached) or not (problem.may_idle or len(set(best)) == problem.num_devices):
         return None
+    if reached > bound * (1.0 + gap):
+        bound = max(bound, cut_bound(problem, reached))
     has_program = problem.in_row or staged is None
     if reached > bound * (1.0 + gap) and has_program and problem.num_units * problem.num_devices <= _MAX_PROGRAM:
         found, proven, note = solve_loads(problem, best, gap / 2, time_limit)

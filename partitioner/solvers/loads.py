@@ -11,6 +11,7 @@ Example: units 0 -> 1 -> 2 with costs of 2, each of which sends one byte at a ra
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,10 @@ from smpc.partitioner.problem import FloatArray, IntArray
 from smpc.partitioner.solvers.ilp import Value
 
 ROUNDING = 1e-9  # what floating point arithmetic may add to a load, relative
+_ROUNDS, _STEPS = (
+    3,
+    60,
+)  # of the search for weights of kinds, and of that of two of them: a third of what is left goes with each
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,33 @@ class LoadProblem:
 
 
 def simple_bound(problem: LoadProblem) -> float:
-    """Work divided among all devices as one likes, each unit where it costs least; and the heaviest unit."""
-    least = problem.costs.min(axis=0)
-    return float(max(least.max(initial=0.0), least.sum() / len(problem.kind_of))) * (1.0 - ROUNDING)
+    """Work divided among all devices as one likes, and the heaviest unit."""
+    heaviest = problem.costs.min(axis=0).max(initial=0.0)
+    return float(max(heaviest, divided(problem)[0])) * (1.0 - ROUNDING)
+
+
+def divided(problem: LoadProblem) -> tuple[float, FloatArray]:
+    """The least load of units that may be cut in pieces, and the weights of the kinds of devices, by kind, that prove it.
+
+    Weights that add up to one over all devices make the largest load at least the sum of all loads times their weights, and that is at
+    least what the units cost where they cost least by then. The sum is concave in the weights: those of two kinds at a time are improved.
+    """
+    number = np.bincount(problem.kind_of, minlength=len(problem.costs)).astype(float)
+    share = number / number.sum()  # of all weight, by kind
+
+    def least(share: FloatArray) -> float:
+        weights = np.where(np.isfinite(problem.costs), share[:, None] / number[:, None], np.inf)
+        return float(np.min(weights * np.where(np.isfinite(problem.costs), problem.costs, 1.0), axis=0).sum())
+
+    def moved(k: int, other: int, part: float) -> FloatArray:
+        found, both = share.copy(), share[k] + share[other]
+        found[k], found[other] = part * both, (1.0 - part) * both
+        return found
+
+    for k, other in [*itertools.combinations(range(len(number)), 2)] * (_ROUNDS if len(number) > 2 else 1):
+        low, high = 0.0, 1.0
+        for _ in range(_STEPS):
+            a, b = low + (high - low) / 3, high - (high - low) / 3
+            low, high = (low, b) if least(moved(k, other, a)) >= least(moved(k, other, b)) else (a, high)
+        share = max(share, moved(k, other, (low + high) / 2), key=least)
+    return least(share), share / number

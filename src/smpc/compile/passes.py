@@ -14,6 +14,7 @@ plan with `compile_plan`. A pass is a function of values that are never changed;
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -302,7 +303,13 @@ def _prove_rings(shared: ContextTrace) -> None:
     """ScheduleError unless the ring of every attention that goes around in one works: see `smpc.codegen.ring`."""
     rings = (node for node in shared.sharded.trace.nodes if node.target == f"{TENSOR_OPS}.{RING}")
     for causal in sorted({bool(dict(node.kwargs).get("causal", False)) for node in rings}):
-        prove_ring(shared.sharded.degree, causal=causal, mirrored=shared.layout == ZIGZAG)
+        _prove_ring(shared.sharded.degree, causal, shared.layout == ZIGZAG)
+
+
+@functools.lru_cache
+def _prove_ring(num_ranks: int, causal: bool, mirrored: bool) -> None:
+    """Once in a process: a search goes through the same rings again, and those of 64 ranks take half a second."""
+    prove_ring(num_ranks, causal=causal, mirrored=mirrored)
 
 
 def _use_kernels(trace: Trace, options: PipelineOptions, on_gpu: bool | None) -> Rewritten:

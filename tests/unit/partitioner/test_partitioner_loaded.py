@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 
 from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner import Instance, Link, Node, Processor, solve_instance
+from smpc.partitioner.instances.loaded import load_problem
+from smpc.partitioner.solvers.cuts import _narrow, cut_bound
+from smpc.partitioner.solvers.loads import simple_bound
 
 AMOUNTS = st.sampled_from([0, 1, 1, 2.5, 4, 7])
 
@@ -327,3 +330,52 @@ def test_too_little_memory_on_two_kinds():
     nodes = [Node("a", 1, 5, memory_on={"cpu": 3}), Node("b", 1, 5)]
     with pytest.raises(MemoryLimitError, match=r"limits 2, 4, found none on 2 devices: the least limit .* is 5"):
         solve_instance(Instance.of(nodes, [], [Processor(memory_limit=2, kind="cpu"), Processor(memory_limit=4)]))
+
+
+def every_load(problem):
+    """The largest load of all placements, one after another."""
+    devices = range(problem.num_devices)
+    return [problem.bottleneck(found) for found in itertools.product(devices, repeat=problem.num_units)]
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(instances())
+def test_no_placement_is_below_what_devices_cut(instance):
+    problem = load_problem(instance)
+    best = min(every_load(problem))
+    if math.isfinite(best):
+        for known in (best, 1.5 * best):
+            assert cut_bound(problem, known) <= best * (1 + 1e-9)
+        assert simple_bound(problem) <= best * (1 + 1e-9)
+    assert sorted(_narrow(problem)) == list(range(problem.num_units))
+
+
+def line(n, devices, size=1):
+    nodes, edges = [Node(str(i), 1) for i in range(n)], [(str(i), str(i + 1), size) for i in range(n - 1)]
+    return Instance.of(nodes, edges, devices, split="free", may_idle=True)
+
+
+def test_a_line_cuts_a_value_on_every_device():
+    """Work alone says 6 of 12; with what the two ends cut it is 7, which is the best. A slow third device does little of it."""
+    problem = load_problem(line(12, (Processor(bandwidth=1.0),) * 2))
+    best = min(every_load(problem))
+    assert cut_bound(problem, best) == pytest.approx(best, rel=2e-3)
+    assert simple_bound(problem) == pytest.approx(6 / 12)
+    slow = load_problem(line(12, (*(Processor(bandwidth=1.0),) * 2, Processor(0.1))))
+    assert simple_bound(slow) == pytest.approx(1 / 2.1)
+
+
+def test_rows_are_narrow_where_the_numbering_is_not():
+    """A grid numbered line by line has as many open values as a line is long. Each of three devices cuts it across once at least."""
+    numbers = {(i, j): f"{i},{j}" for i in range(3) for j in range(30)}
+    edges = [(numbers[i, j], numbers[i + 1, j], 0.5) for i in range(2) for j in range(30)]
+    edges += [(numbers[i, j], numbers[i, j + 1], 0.5) for i in range(3) for j in range(29)]
+    instance = Instance.of(
+        [Node(name, 1) for name in numbers.values()],
+        edges,
+        (Processor(bandwidth=1.0),) * 3,
+        split="free",
+        may_idle=True,
+    )
+    found = solve_instance(instance, time_limit=0)
+    assert found.lower_bound * 90 == pytest.approx(30 + 3 * 0.5, rel=2e-3)

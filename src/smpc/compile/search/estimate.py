@@ -1,13 +1,14 @@
 """What a step of a candidate, and its memory, are before there is a plan: at least, which prunes, and about, which says what to try first.
 
-`least_step` and `least_peak` are bounds: no plan is below them. `guess` is no bound. It takes the bubble of a schedule to be what its
-authors say of p ranks with v stages each, in forwards F, backwards B and the parts W of those that may wait:
+`least_step` and `least_peak` are bounds: no plan is below them. `guess` is no bound. It takes a step to be that of p balanced ranks
+(`balanced`), and adds what the busiest one has more. With F, I and W, a rank's forward and the two parts of its backward B for one of m
+microbatches, they compute m (F + B), and wait for
 
     1f1b, gpipe         (p - 1) (F + B)
     interleaved-1f1b    (p - 1) (F + B) / v
-    zb-h1               (p - 1) (F + B - 2 W)
-    zb-h2               (p - 1) (F + B - 3 W)
-    zb-v                none
+    zb-h1               (p - 1) max(F, F + I - W)
+    zb-h2               (p - 1) max(F, F + I - 2 W)                  with m >= 3 p / 2, else as zb-h1
+    zb-v                (p - 1) max(F / 2, I / 2, I - W)             with m >= 2 p - 1, else (p - 1) max(F / 2, I - W / 2)
 
 What the busiest rank computes, and what the fullest one holds, is that of a cut in closed form (`smpc.compile.search.profile`). How long
 the step of a plan is, `smpc.compile.step` says.
@@ -305,27 +306,34 @@ def guess(sample: Sample, candidate: Candidate, place: Place) -> Guess:
         peak = stages.peak(in_flight(candidate.schedule, p, v, m), ranks, held)
     whole = sample.whole
     message = place.link.latency + sample.cut_bytes / place.link.rate
-    alone = (sample.split_path if candidate.schedule.startswith("zb") else sample.path) + (m - 1) * whole * busiest / v
-    filled = m * whole * busiest + (p - 1) / p * _ramp(sample, candidate)
-    pipeline = max(filled, alone) + (2 * (p * v - 1) * message if p > 1 else 0.0)
+    rank = sample.forward / p, (sample.backward - sample.weight) / p, sample.weight / p
+    pipeline = balanced(candidate.schedule, (p, v, m), *rank) + m * whole * (busiest - 1.0 / p)
+    pipeline += 2 * (p * v - 1) * message if p > 1 else 0.0
     step = pipeline * (1.0 + place.slowdown) + _exchanged(sample, candidate, place)
     traffic = state.traffic(candidate.sharding, replicas, place.replicas.size) / p
     return Guess(step + traffic / place.device.memory_bandwidth, peak)
 
 
-def _ramp(sample: Sample, candidate: Candidate) -> float:
-    """Seconds of forwards and backwards of the model for which p ranks wait p - 1 times a p-th."""
-    whole, weight = sample.whole, sample.weight
-    match candidate.schedule:
-        case "interleaved-1f1b":
-            return whole / candidate.virtual_pipeline_degree
-        case "zb-h1":
-            return max(0.0, whole - 2 * weight)
-        case "zb-h2":
-            return max(0.0, whole - 3 * weight)
+def balanced(schedule: str, numbers: tuple[int, int, int], forward: float, inputs: float, weight: float) -> float:
+    """Seconds of a step of balanced ranks, each of which takes so long for a microbatch: see the module docstring.
+
+    numbers: ranks, stages of each, microbatches. With few microbatches it is the way of the first one, and what the others add to it.
+    """
+    p, v, m = numbers
+    whole = forward + inputs + weight
+    match schedule:
+        case "zb-h1" | "zb-h2":
+            early = schedule == "zb-h1" or 2 * m < 3 * p
+            ramp = max(forward, forward + inputs - (weight if early else 2 * weight))
+            first, others = p * (forward + inputs) + weight, forward + max(inputs, weight)
         case "zb-v":
-            return 0.0
-    return whole
+            late = m >= 2 * p - 1
+            ramp = max(forward, inputs, 2 * (inputs - weight)) / 2 if late else max(forward / 2, inputs - weight / 2)
+            first, others = p * (forward + inputs) + weight / 2, max(forward, inputs)
+        case _:
+            ramp = whole / v
+            first, others = p * whole, whole / v
+    return max(m * whole + (p - 1) * ramp, first + (m - 1) * others)
 
 
 def _exchanged(sample: Sample, candidate: Candidate, place: Place) -> float:

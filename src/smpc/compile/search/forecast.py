@@ -41,7 +41,7 @@ from smpc.compile.search.workloads import Load, Workloads
 from smpc.compile.step import Sharding
 from smpc.errors import PartitionError
 from smpc.mesh import Axis
-from smpc.partitioner.costs.collectives import bandwidth
+from smpc.partitioner.costs.collectives import bandwidth, sent_time
 from smpc.partitioner.costs.cost import node_times
 from smpc.partitioner.costs.description import Group
 from smpc.partitioner.graph.recompute import requested_regions
@@ -102,6 +102,16 @@ class Forecast:
         known, tensor, context = self.loads.nearest(Load.of(shape)), 1, 1
         if known is None:
             known, tensor, context = self.base_load, shape.tensor_parallel_degree, shape.context_parallel_degree
+        amount = shape.microbatch_size / known.size
+        one = self._least(known, shape).of(amount, tensor, context)
+        bound = shape.microbatches * one / shape.pipeline_parallel_degree * (1.0 + self.place(shape).slowdown)
+        state = self.base["model"].state
+        split = shape.tensor_parallel_degree * shape.expert_parallel_degree * shape.pipeline_parallel_degree
+        kept = min(state.kept(kind, shape.data_parallel_degree) for kind in shardings(shape, self.tried.sharding))
+        return bound, int((kept + state.gradients) / split)
+
+    def _least(self, known: Load, shape: Shape) -> Least:
+        """Of a microbatch that is known, on the wires of a shape."""
         exchanges = self.loads.exchanges(known, shape.mesh)
         key = known, tuple(group for _, group in exchanges)
         if key not in self._leasts:
@@ -114,13 +124,7 @@ class Forecast:
             )
             options = PipelineOptions(1, device=self.setting.device)
             self._leasts[key] = least_seconds(self.loads.traced(known).trace, options.cost_model, sent)
-        amount = shape.microbatch_size / known.size
-        one = self._leasts[key].of(amount, tensor, context)
-        bound = shape.microbatches * one / shape.pipeline_parallel_degree * (1.0 + self.place(shape).slowdown)
-        state = self.base["model"].state
-        split = shape.tensor_parallel_degree * shape.expert_parallel_degree * shape.pipeline_parallel_degree
-        kept = min(state.kept(kind, shape.data_parallel_degree) for kind in shardings(shape, self.tried.sharding))
-        return bound, int((kept + state.gradients) / split)
+        return self._leasts[key]
 
     @functools.cached_property
     def tried(self) -> Tried:
@@ -136,15 +140,20 @@ class Forecast:
         return self._schedules[key] * len(shardings(shape, self.tried.sharding)) * len(self.tried.again)
 
     def typical(self, shape: Shape) -> list[Candidate]:
-        """Some candidates of a shape, by which it is judged: the schedule with the smallest ramp, and what needs the least memory."""
+        """Some candidates of a shape, by which it is judged: the smallest ramp, what is simple, and what needs the least memory."""
         known = list(schedules(shape.pipeline_parallel_degree, self.tried.schedules))
         kinds = shardings(shape, self.tried.sharding)
         shown = [known[-1], known[0]] if known[-1] != known[0] else known[:1]
-        pairs = [(again, kinds[-1]) for again in dict.fromkeys((self.tried.again[0], *self.tried.again[-2:]))]
+        agains = dict.fromkeys((self.tried.again[0], *self.tried.again[-2:]))
+        pairs = dict.fromkeys([(self.tried.again[0], kinds[0]), *((again, kinds[-1]) for again in agains)])
         return [candidate_of(shape, *way, *pair) for way in shown for pair in pairs]
 
-    def guessed(self, candidate: Candidate, place: Place, plain: Sample | None) -> Guess:
-        """By the sample of the candidate's load, or by that of the smallest microbatch."""
+    def guessed(self, candidate: Candidate, place: Place, plain: Sample | None, *, hopeful: bool = False) -> Guess:
+        """By the sample of the candidate's load, or by that of the smallest microbatch.
+
+        Of a load that is not known, times are taken to grow with the microbatch; with `hopeful` only as far as its bound does: small
+        products take as long as larger ones.
+        """
         base, again = self.base["model"], self.base[candidate.recompute]
         tensor, context = candidate.tensor_parallel_degree, candidate.context_parallel_degree
         if plain is None:
@@ -152,10 +161,14 @@ class Forecast:
             known = self.loads.nearest(load)
             if known is not None:
                 amount = load.size / known.size
-                plain = self.sample(replace(candidate.shape, microbatch_size=known.size)).scaled(amount, amount, 1.0)
+                plain = self.sample(replace(candidate.shape, microbatch_size=known.size))
+                least = self._least(known, candidate.shape).of(amount) / (plain.whole or 1.0)
+                plain = plain.scaled(max(1.0, least) if hopeful else amount, amount, 1.0)
             else:
                 amount, parts = load.size / self.base_load.size, tensor * candidate.expert_parallel_degree
-                plain = base.scaled(amount / tensor / context, amount / tensor / context, 1 / parts)
+                part = amount / tensor / context
+                least = self._least(self.base_load, candidate.shape).of(amount, tensor, context) / (base.whole or 1.0)
+                plain = base.scaled(least if hopeful else part, part, 1 / parts)
                 plain = plain.longer(self._exchanged(candidate.shape, base.cut_bytes * amount))
         return guess(plain if candidate.recompute == "model" else plain.like(base, again), candidate, place)
 
@@ -168,10 +181,10 @@ class Forecast:
         mesh, device, blocks = shape.mesh, self.setting.device, len(self.again.modules.get("blocks", ()))
         tensor, context = shape.tensor_parallel_degree, shape.context_parallel_degree
         seconds = 0.0
-        for axis, size, sent in ((Axis.TP, tensor, 10 / context), (Axis.CP, context, 3 / tensor)):
+        for axis, size, calls, shared in ((Axis.TP, tensor, 10, context), (Axis.CP, context, 3, tensor)):
             if size > 1:
-                rate = bandwidth(Group.of(mesh, axis, device), device)
-                seconds += blocks * sent * num_bytes * (size - 1) / size / rate
+                sent = num_bytes / shared * (size - 1) / size
+                seconds += blocks * calls * sent_time(sent, Group.of(mesh, axis, device), device)
         return seconds
 
     def sample(self, shape: Shape) -> Sample:

@@ -19,9 +19,9 @@ what looks best to what looks worst, by a guess (`smpc.compile.search.estimate`)
 A shape or candidate whose lower bound is above 99% of the best step, or whose bound on the peak exceeds the limit, is left alone. A cut
 that breaks the limit is a bound itself, for a limit makes none faster: it is cut within the limit when its turn comes again. What
 differs from a planned candidate in its schedule alone is not planned if it is slower with the same cut. The search ends when nothing is
-left, which proves that nothing is more than 1% faster; or when its budget is spent, which says by the bounds of what is left how much
-faster that could be. The budget is counted in operations, stages and microbatches, never by a clock: the same search gives the same bytes.
-The best is then planned with all means.
+left, which proves that nothing is more than 1% faster; or when its budget is spent, or all that is left looks a tenth slower than the
+best. Then the bounds of what is left say how much faster that could be. The budget is counted in operations, stages and microbatches,
+never by a clock: the same search gives the same bytes. The best is then planned with all means.
 
 With t tensor-parallel, c context-parallel and e expert-parallel ranks, what is planned is the trace of one of them: the compiler's best
 layouts, with collectives that take what they send over the wires that these ranks share. Of a model that returns its `loss` and other
@@ -72,6 +72,7 @@ from smpc.partitioner.solve import rank_peaks, with_bound
 from smpc.sample_inputs import as_inputs
 
 TOLERANCE = 0.01  # how much faster a way that is not planned could be, where the search has come to its end
+_HOPELESS = 0.1  # by how much a guess may be above the best step, at effort 1
 _NO_LIMIT = 1 << 60  # bytes
 _WITHOUT_PLAN = (
     2.0  # as much of the budget may be spent before there is a plan that fits, and once more on the least memory
@@ -319,7 +320,7 @@ class _Searcher:
             if self.best is not None and waiting.bound >= self.best[0].step_time * (1.0 - TOLERANCE):
                 left.append(waiting)
                 continue
-            if not self._affords(waiting):
+            if self._is_hopeless(waiting) or not self._affords(waiting):
                 left.append(waiting)
                 continue
             if waiting.candidate is None and waiting.basis != self.loads.nearest(Load.of(waiting.shape)):
@@ -334,6 +335,14 @@ class _Searcher:
             else:
                 self._try(waiting, waiting.candidate)
         return left
+
+    def _is_hopeless(self, waiting: Waiting) -> bool:
+        """Whether it looks too slow to be worth a look; a shape, whose guess is made from another one, even if all turns out well."""
+        most = math.inf if self.best is None else self.best[0].step_time * (1.0 + _HOPELESS * self.setting.effort)
+        if waiting.candidate is not None or waiting.guess.step <= most:
+            return waiting.guess.step > most
+        place, typical = self.forecast.place(waiting.shape), self.forecast.typical(waiting.shape)
+        return min(self.forecast.guessed(way, place, None, hopeful=True).step for way in typical) > most
 
     @property
     def _budget(self) -> float:

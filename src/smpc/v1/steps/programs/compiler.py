@@ -289,6 +289,7 @@ def _options(session: Session, measures: Measures) -> PipelineOptions:
         device=_device_name(session.device),
         optimizer=planned_optimizer(config),
         data_parallel_degree=session.mesh.rdp_size,  # whose buckets, or parts, count as memory
+        sharded_data_parallel_degree=session.mesh.fsdp_size if config.sharded_data_parallel_degree > 1 else 1,
         expert_parallel_degree=1,  # the model that is recorded has this rank's
         tensor_parallel_degree=1,  # the script's modules share operations, or `CompiledTensors` says how
         trace_execution_times=measures.times,
