@@ -13,17 +13,22 @@ experts. An expert must treat every row alike, whatever the others are, and take
 
 The modules of the experts stay where they are. Those of other ranks have no parameters: under their names lie tensors on the meta device.
 Whoever `keeps` their parameters leaves nothing in them (no rows), and they stay the objects that optimizers know.
+
+A recorder calls a block whole, and runs copies of it on invented values. These send nothing: one of this rank's experts serves the rows of
+all, so that shapes are right, and costs those of experts chosen evenly.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from smpc.errors import TraceError, UsageError
@@ -33,7 +38,7 @@ from smpc.experts.linear import scale_gradient, touched
 from smpc.experts.roles import take_role
 from smpc.experts.stacked import Options
 from smpc.experts.structure import Listed
-from smpc.tracer import register_shape_rule
+from smpc.tracer import mark_leaf
 
 _BLOCK, _MEMBER = "_smpc_block_of_experts", "_smpc_expert"
 
@@ -57,17 +62,34 @@ class Block:
     options: Options
     outside: list[nn.Module]  # the modules of the block that are not in an expert
     keeps: bool = False
+    is_invented: bool = False  # a recorder's copy
     calls: list[_Call] | None = None
     position: int | None = None
     widths: dict[tuple[object, ...], torch.Size] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Block:
+        is_invented = self.is_recorded
+        copied = Block(self.name, [], self.group, self.options, [], self.keeps, is_invented)
+        memo[id(self)] = copied
+        copied.members, copied.outside = copy.deepcopy((self.members, self.outside), memo)
+        return copied
 
     @property
     def mine(self) -> range:
         """The experts of this rank."""
         return owned(len(self.members), self.group)
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a recorder's fakes are in the places of parameters."""
+        own = (parameter for expert in self.mine for parameter in self.members[expert].parameters())
+        return any(isinstance(parameter, FakeTensor) for parameter in own)
+
     def called(self, expert: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """What a call of an expert returns in this run."""
+        if self.is_invented:
+            found: Tensor = self.members[self.mine.start].own(*args, **kwargs)  # type: ignore[operator]
+            return found
         assert self.calls is not None
         given = (*args, *kwargs.values())
         if len(given) != 1 or not isinstance(given[0], Tensor) or not given[0].is_floating_point():
@@ -168,6 +190,10 @@ class BlockOfExperts(nn.Module):
         """What the block returns with all experts at hand, for this rank's inputs. All ranks of the group call it."""
         block: Block = vars(self)[_BLOCK]
         own = super().forward
+        if block.is_invented:
+            return own(*args, **kwargs)
+        if block.is_recorded:
+            raise TraceError(f"{block.name}: a block some of whose experts are on other ranks is run on invented values alone")
         block.calls, block.position = [], None
         try:
             with _undone(self, block):
@@ -190,28 +216,16 @@ class Expert(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the expert returns, wherever it is."""
         block, expert = vars(self)[_MEMBER]
-        if block.calls is None:
+        if block.calls is None and not block.is_invented:
             raise UsageError(
                 f"{block.name}: expected expert {expert} to be called by its block, found a call from elsewhere; leave these experts whole "
                 "(`experts=`)"
             )
         return block.called(expert, args, kwargs)
 
-    def own(self, rows: Tensor) -> Any:
+    def own(self, *args: Any, **kwargs: Any) -> Any:
         """What the expert's class returns."""
-        return super().forward(rows)
-
-
-def _refused(module: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
-    """What a recorder runs in place of a block's forward."""
-    block: Block = vars(module)[_BLOCK]
-    raise TraceError(
-        f"{block.name}: expected a model with all of its experts, found a block some of whose experts are on other ranks, which cannot be "
-        "recorded; compile the whole model for a plan, and run this one without a pipeline"
-    )
-
-
-register_shape_rule(BlockOfExperts, _refused)
+        return super().forward(*args, **kwargs)
 
 
 def own_forward(member: nn.Module, rows: Tensor) -> Any:
@@ -235,6 +249,7 @@ def spread_out(found: Listed, group: TensorGroup, options: Options, *, keeps: bo
         take_role(member, Expert)
     vars(found.block)[_BLOCK] = block
     take_role(found.block, BlockOfExperts)
+    mark_leaf(found.block)
 
 
 def _drop_parameters(member: nn.Module) -> None:

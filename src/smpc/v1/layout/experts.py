@@ -192,14 +192,10 @@ def _wholly(found: Listed, group: TensorGroup) -> Iterator[tuple[nn.Parameter, r
 
 def _goes_without(session: Session) -> str | None:
     """Why experts that are modules of their own stay whole in this session."""
-    config, mesh = session.config, session.mesh
+    mesh = session.mesh
     others = {
-        f"pipeline_parallel_degree: {mesh.pp_size}": mesh.pp_size > 1,
         f"context_parallel_degree: {mesh.cp_size}": mesh.cp_size > 1,
-        f"tensor_parallel_plan: {config.tensor_parallel_plan}": mesh.tp_size > 1
-        and config.tensor_parallel_plan != MODULES,
         "fully_shard, sharded_data_parallel_degree": session.is_sharded,
-        "shard_optimizer_state: true": config.shard_optimizer_state,
     }
     found = [other for other, is_there in others.items() if is_there]
     if not found:
