@@ -146,7 +146,9 @@ class Compiler:
             recording = self._agreed_recording(signature)
         except Exception as error:
             failure = error
-        sequences.check_model(None if recording is None else recording.trace, failure)
+        experts = self._context.experts
+        trace = None if recording is None else recording.trace
+        sequences.check_model(trace if trace is None or experts is None else experts.alike(trace), failure)
         assert recording is not None, "whoever has no recording has raised"
         return recording
 
