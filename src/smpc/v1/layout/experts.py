@@ -207,9 +207,13 @@ class _Called:
             block.wanted.clear()
 
 
-def divide_experts(module: nn.Module, session: Session, slices: Slices) -> DividedExperts | None:
-    """None where every rank has all experts."""
-    return None if session.mesh.ep_size == 1 else DividedExperts(module, session, slices)
+def divide_experts(
+    module: nn.Module, session: Session, slices: Slices, *, needs_some: bool = True
+) -> DividedExperts | None:
+    """None where every rank has all experts. `needs_some`: a model without any is an error."""
+    if session.mesh.ep_size == 1 or not (needs_some or find_experts(module)):
+        return None
+    return DividedExperts(module, session, slices)
 
 
 def _rows(found: Confirmed, group: TensorGroup) -> Iterator[tuple[nn.Parameter, range]]:

@@ -103,11 +103,6 @@ class Replication:
             raise ConfigUnsupportedError(
                 "register_comm_hook: with context_parallel_degree above 1 gradients of replicas are summands; leave one of the two out"
             )
-        if session.mesh.ep_size > 1:
-            raise ConfigUnsupportedError(
-                "register_comm_hook: with expert_parallel_degree above 1 gradients of experts are averaged over other ranks; leave one of "
-                "the two out"
-            )
         if session.is_sharded:
             raise ConfigUnsupportedError(
                 "register_comm_hook: with fully_shard there is no such hook; leave one of the two out"

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from smpc.codegen.program import Schedule
 from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import measure_trace, plan_trace, rewrite_trace, schedule_plan, write_programs
 from smpc.compile.result import Compilation, Planned, Traced
@@ -199,7 +200,7 @@ class Compiler:
                 is_measured = self._context.measures.times and times is not None
                 changes: dict[str, Any] = {"times": times, "is_measured": is_measured, "apart": self._experts_apart}
                 traced = dataclasses.replace(self._traced, trace=trace, **changes)
-                planned = plan_trace(traced, options, like=like, saved=saved)
+                planned = plan_trace(traced, options, like=like, saved=saved, order=self._order(like))
                 for text in plan_warnings(planned.plan) if like is None else ():
                     warnings.warn(text, stacklevel=2)
             except Exception as error:
@@ -209,7 +210,12 @@ class Compiler:
         )
         if description is not None:
             raise_everywhere(description, failure)
-        return planned or schedule_plan(trace, Plan.from_json(text))
+        return planned or schedule_plan(trace, Plan.from_json(text), self._order(like))
+
+    def _order(self, like: Compilation | None) -> Schedule | None:
+        """The order of the first program, for `list`: other pipelines, whose batches may be longer, send their tokens in it."""
+        is_shared = self._context.experts is not None and self._session.config.schedule == "list"
+        return like.planned.schedule if is_shared and like is not None and like.planned is not None else None
 
     @property
     def _experts_apart(self) -> tuple[frozenset[str], Optimizer] | None:
