@@ -420,7 +420,7 @@ def refuse(rank, folder):
     smp.shutdown()
     init(1, 2, fully_shard=True)
     with pytest.raises(
-        ConfigError, match="found none: block.experts: beside its experts their container has parameters"
+        ConfigError, match=r"found none: block\.experts: beside its experts their container has parameters"
     ):
         smp.DistributedModel(Both())
     smp.shutdown()

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from executor_harness import run_workers
 from mixtures import MB, batch_of, made, train_step
-from test_v1_experts import STEPS, check, clipped, eager, init, optimizer_of, steps
+from test_v1_experts import STEPS, check, clipped, eager, init, optimizer_of
 from torch import nn
 from torch.nn import functional as F
 
