@@ -159,7 +159,8 @@ def _starts(experts: Tensor, num_experts: int) -> Tensor:
 
 
 def _told(starts: Tensor, hidden: Tensor, group: TensorGroup) -> tuple[int, list[list[int]]]:
-    """This rank's first slot that is served, of sorted ones; and by rank its rows for each expert, their width and the number of their dtype.
+    """This rank's first slot that is served, of sorted ones; and by rank: its rows for each expert, their width, the number of their
+    dtype.
     """
     kind = [hidden.shape[1], _DTYPES.index(hidden.dtype)]
     if group.size == 1:

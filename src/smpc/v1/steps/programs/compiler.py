@@ -223,8 +223,10 @@ class Compiler:
         experts = self._context.experts
         if experts is None:
             return None
-        optimizer, holders = find_optimizer(self._options.optimizer), self._session.mesh.size(Axis.EXPERT_DATA)
-        return experts.names, optimizer.replicated(holders, self._options.shard_optimizer_state)
+        optimizer, mesh = find_optimizer(self._options.optimizer), self._session.mesh
+        if self._session.is_sharded:
+            return experts.names, optimizer.in_parts_on(mesh.size(Axis.EXPERT_FSDP))
+        return experts.names, optimizer.replicated(mesh.size(Axis.EXPERT_DATA), self._options.shard_optimizer_state)
 
     def _measure(self, inputs: Inputs) -> list[list[float]]:
         """Seconds of the forwards and backwards of the nodes, on this rank and the first microbatch; if wanted, their workspace."""
