@@ -117,7 +117,8 @@ def dispatch(
     rows = arrived if arrival is None else permuted(arrived, *arrival)
     totals = tuple(sum(column) for column in zip(*local, strict=True))
     by_rank = () if is_sorted else tuple(tuple(row) for row in local)
-    return rows, Plan(totals, "all_to_all", *index.shape, source, arrival, places, traffic, by_rank=by_rank)
+    num_tokens, num_slots = index.shape
+    return rows, Plan(totals, "all_to_all", num_tokens, num_slots, source, arrival, places, traffic, by_rank=by_rank)
 
 
 def combine(outputs: Tensor, plan: Plan, weights: Tensor | None, group: TensorGroup) -> Tensor:
@@ -234,7 +235,8 @@ def _with_capacity(
         )
     rows = arrived if arrival is None else permuted(arrived, *arrival)
     counts = (group.size * capacity,) * own
-    return rows, Plan(counts, "all_to_all", *index.shape, source, arrival, None, traffic, is_padded=True)
+    num_tokens, each = index.shape
+    return rows, Plan(counts, "all_to_all", num_tokens, each, source, arrival, None, traffic, is_padded=True)
 
 
 def _gathered(hidden: Tensor, index: Tensor, num_experts: int, group: TensorGroup) -> tuple[Tensor, Plan]:
