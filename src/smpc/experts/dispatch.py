@@ -53,9 +53,7 @@ class Plan:
     num_tokens: int
     num_slots: int  # of a token
     source: Tensor  # [M] the slot of every row that this rank sent, or, with all_gather, of every row that it computes
-    arrival: tuple[Tensor, Tensor] | None = (
-        None  # [R] row r arrived at this place, and the inverse; None: they are in order
-    )
+    arrival: tuple[Tensor, Tensor] | None = None  # [R] row r arrived at this place; the inverse. None: in order
     places: Tensor | None = None  # [N k] for each slot its row in `source`, where all have one
     traffic: Traffic = _NONE
     is_padded: bool = False  # rows of zeros fill a capacity up
@@ -104,9 +102,8 @@ def dispatch(
         return _with_capacity(hidden, index, num_experts, group, capacity)
     if way == "all_gather" and group.size > 1:
         return _gathered(hidden, index, num_experts, group)
-    experts, order = torch.sort(
-        index.reshape(-1).to(torch.int64), stable=True
-    )  # what nobody serves comes first and last
+    flat = index.reshape(-1).to(torch.int64)
+    experts, order = torch.sort(flat, stable=True)  # what nobody serves comes first and last
     first, matrix = _told(_starts(experts, num_experts), hidden, group)
     hidden = _like_others(hidden, matrix, index.shape[0])
     traffic, local = _traffic(matrix, num_experts, group)
