@@ -7,11 +7,16 @@
 What comes back to an expert is divided by the number of ranks that send it tokens already (`smpc.experts.stacked`), so the average over
 this group is that over all replicas. An expert without a gradient on one rank counts there as zero, on all of them it stays without. Of an
 expert that others hold, a rank has a gradient without rows if they have one: so all speak of the same parameters in norms.
+
+    called     of experts that are wholly on one rank, those that this rank's tokens have called: in one process these have gradients,
+               though it be of zero, and no others
+    in_parts   parameters lie in parts on the group, and whoever divided them has averaged
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +26,16 @@ from smpc.executor.replicas.data_parallel import broadcast
 from smpc.executor.replicas.group_hooks import GroupHooks, sum_together
 from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.sharding.wide_gradients import gradient_dtype
+
+
+class Called(Protocol):
+    """Which experts a rank's tokens have called where gradients are wanted."""
+
+    def parameters(self) -> Collection[int]:
+        """Their parameters, by identity."""
+
+    def forget(self) -> None:
+        """Begin anew."""
 
 
 class ExpertReplicas(GroupHooks):
@@ -33,29 +48,43 @@ class ExpertReplicas(GroupHooks):
         inner: StepHooks | None,
         backward_passes_per_step: int = 1,
         dividing: TensorGroup | None = None,
+        called: Called | None = None,
+        *,
+        in_parts: bool = False,
     ) -> None:
         super().__init__(group, inner, backward_passes_per_step)
-        held, self._dividing = list(experts), dividing
+        held, self._dividing, self._called, self._in_parts = list(experts), dividing, called, in_parts
         self._experts = [parameter for parameter in held if parameter.requires_grad]
-        if group.process_group is not None and group.size > 1:
+        self._before: frozenset[int] = frozenset()  # what had a gradient before the steps that accumulate
+        if group.process_group is not None and group.size > 1 and not in_parts:
             broadcast([parameter.detach() for parameter in held], group.process_group)
 
     def _set_aside(self) -> None:
         """Gradients that are there are averages, alike on all ranks, and stay so."""
+        if self._called is not None and self._is_complete:
+            self._called.forget()
+            self._before = frozenset(id(parameter) for parameter in self._experts if parameter.grad is not None)
 
     def _combine(self) -> None:
         if not self._experts or (self._group.size == 1 and self._dividing is None):
             return
-        present = torch.tensor([p.grad is not None for p in self._experts], dtype=torch.int32)
-        counts = sum_over(present.to(self._experts[0].device), self._group)
-        anywhere = (counts if self._dividing is None else sum_over(counts, self._dividing)).tolist()
         kinds: dict[torch.dtype, list[Tensor]] = {}
-        for parameter, count in zip(self._experts, anywhere, strict=True):
-            if not count:
+        for parameter, is_there in zip(self._experts, self._anywhere(), strict=True):
+            if not is_there:
+                parameter.grad = None
                 continue
             dtype = gradient_dtype(parameter)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=dtype)
             kinds.setdefault(dtype, []).append(parameter.grad)
-        for grads in kinds.values() if self._group.size > 1 else ():
+        for grads in kinds.values() if self._group.size > 1 and not self._in_parts else ():
             sum_together(grads, self._group, divided_by=self._group.size)
+
+    def _anywhere(self) -> list[bool]:
+        """Which experts have a gradient on some rank."""
+        own = self._before.union(() if self._called is None else self._called.parameters())
+        present = torch.tensor(
+            [id(p) in own or (p.grad is not None and not self._in_parts) for p in self._experts], dtype=torch.int32
+        )
+        counts = sum_over(present.to(self._experts[0].device), self._group)
+        return [bool(count) for count in (counts if self._dividing is None else sum_over(counts, self._dividing))]

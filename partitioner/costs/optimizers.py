@@ -94,10 +94,13 @@ class Optimizer:
 
         What the step makes and drops is less than the whole parameters that are gone by then.
         """
-        if num_replicas == 1:
-            return self
-        name = f"{self.name}, fully sharded over {num_replicas}"
-        return replace(self, name=name, shards=num_replicas, in_parts=True, scratch=0)
+        return self if num_replicas == 1 else self.in_parts_on(num_replicas)
+
+    def in_parts_on(self, num_ranks: int) -> Optimizer:
+        """The same where each of these ranks has a part, though it be one rank: what is gathered is a copy then, too."""
+        return replace(
+            self, name=f"{self.name}, fully sharded over {num_ranks}", shards=num_ranks, in_parts=True, scratch=0
+        )
 
     def gradient_bytes(self, spec: TensorSpec) -> int:
         """Bytes of the gradient of a trained parameter."""

@@ -136,8 +136,6 @@ def test_two_ranks(tmp_path):
 @pytest.mark.parametrize("kind", ["context", "expert", "replica"])
 def test_ranks_that_share_sequences_or_experts(tmp_path, kind, sharding, dtype):
     """With and without recomputation. Of experts the plan counted a third of what they keep, and buckets that they do not have: -22%."""
-    if kind == "expert" and sharding in ("all", "shards of 2"):
-        pytest.skip("scripts refuse experts beside parameters in parts")
     if kind == "context" and sharding == "shards of 2":
         pytest.skip("parts over 2 x 2 ranks of each stage take 8 ranks, and are those of `all`")
     config = settings(2, 1, sharding, dtype, None)

@@ -482,7 +482,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
     """What a module has beside its parts; None in place of the value if it has hooks."""
     for name, value in vars(module).items():
         is_hooks = "_hooks" in name
-        if name not in _PARTS and (value or not is_hooks):
+        if name not in _PARTS and (not is_hooks or value):
             yield name, None if is_hooks else _value(value)
 
 

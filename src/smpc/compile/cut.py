@@ -39,13 +39,17 @@ _HOPELESS = 1.5  # of the memory that there is: where contiguous cuts need more,
 
 @dataclass(frozen=True)
 class Cut:
-    """The passes that cut one trace. `assignment`: the stage of every module, where it is given; `is_kept`: as it is in a compilation."""
+    """The passes that cut one trace. `assignment`: the stage of every module, where it is given; `is_kept`: as it is in a compilation.
+
+    `order`: the schedule of `list`, where other ranks run the same one whatever the times of this trace are.
+    """
 
     traced: Traced
     options: PipelineOptions
     choice: Choice
     assignment: Mapping[str, int] | None = None
     is_kept: bool = False
+    order: Schedule | None = None
 
     @classmethod
     def of(
@@ -94,11 +98,14 @@ class Cut:
         """
         if self.choice.name != "list":
             return plan, schedule_of(plan, channels)
-        schedule = self.choice.build([Transfer.of(channel) for channel in channels], Costs.of_plan(plan))
+        links = [Transfer.of(channel) for channel in channels]
+        schedule = self.order or self.choice.build(links, Costs.of_plan(plan))
         in_flight = peaks(schedule, len(plan.stages))
         if in_flight == tuple(stage.num_in_flight for stage in plan.stages):
             return plan, schedule
         found = _with_memory_of(plan, self._assigned(dict(plan.assignment), in_flight))
+        if self.order is not None:
+            return found, schedule
         try:
             check_peaks(found, self.options.rank_limits)
         except PartitionError:

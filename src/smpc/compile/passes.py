@@ -219,15 +219,16 @@ def plan_trace(
     *,
     like: Compilation | None = None,
     saved: Plan | None = None,
+    order: Schedule | None = None,
     prove: bool = True,
 ) -> Planned:
-    """The trace of a rank to a plan with its schedule; `like` and `saved`: see `smpc.compile.cut`.
+    """The trace of a rank to a plan with its schedule; `like`, `saved` and `order`: see `smpc.compile.cut`.
 
     Without `prove` the best contiguous plan is taken, with no word on how good it is or how many stages would fit: much quicker.
     """
     if traced.times is None:
         traced = dataclasses.replace(traced, times=_times_with_collectives(traced, options))
-    cut = Cut.of(traced, options, like, saved)
+    cut = dataclasses.replace(Cut.of(traced, options, like, saved), order=order)
     plan = cut.plan(prove)
     channels = plan_channels(traced.trace, plan)
     plan, schedule = cut.schedule(plan, channels)
@@ -275,10 +276,10 @@ def _times_with_collectives(traced: Traced, options: PipelineOptions) -> NodeTim
     return NodeTimes(forward, sum(times.backward for times in found) - more * plain.backward)
 
 
-def schedule_plan(trace: Trace, plan: Plan) -> Planned:
-    """A plan that was made elsewhere, with its channels and schedule."""
+def schedule_plan(trace: Trace, plan: Plan, order: Schedule | None = None) -> Planned:
+    """A plan that was made elsewhere, with its channels and schedule: `order`, or what follows from the plan."""
     channels = plan_channels(trace, plan)
-    schedule = schedule_of(plan, channels)
+    schedule = order or schedule_of(plan, channels)
     return Planned(trace, plan, channels, schedule, simulate_plan(plan, channels, schedule))
 
 

@@ -33,7 +33,7 @@ def broken_rules(sound: Sound, where: Where) -> Iterator[str]:
     if sound.get("tensor_parallel_degree", 1) > 1 and not sound.get("ddp", False):
         yield f"tensor_parallel_degree: {sound['tensor_parallel_degree']} requires ddp: true, found ddp: false"
     yield from _context(sound, where)
-    yield from _experts(sound, where)
+    yield from _experts(sound)
     if sound.get("shard_optimizer_state", False) and not sound.get("ddp", False):
         yield "shard_optimizer_state: true requires ddp: true, found ddp: false"
     yield from _sharding(sound)
@@ -77,19 +77,13 @@ def _context(sound: Sound, where: Where) -> Iterator[str]:
         )
 
 
-def _experts(sound: Sound, where: Where) -> Iterator[str]:
+def _experts(sound: Sound) -> Iterator[str]:
     """What experts that ranks divide among them go with."""
     degree = sound.get("expert_parallel_degree", 1)
     if degree == 1:
         return
-    what = f"expert_parallel_degree: {degree}"
     if not sound.get("ddp", False):
-        yield f"{what} requires ddp: true, found ddp: false"
-    if sound.get("schedule", "") == "list":
-        yield (
-            f"{what} and schedule: list exclude each other in a script: its order follows predicted times, which batches of several "
-            f"lengths set apart, and ranks that send each other tokens need one; keep one{where('expert_parallel_degree')}"
-        )
+        yield f"expert_parallel_degree: {degree} requires ddp: true, found ddp: false"
 
 
 def _sharding(sound: Sound) -> Iterator[str]:

@@ -32,7 +32,7 @@ from torch import Tensor
 from smpc.errors import ConfigError, UsageError
 from smpc.executor.collectives import TensorGroup, gather_in, gathered, reduce_scatter
 from smpc.experts.exchange import Traffic, exchange
-from smpc.experts.linear import collected, permuted, spread, unpermuted
+from smpc.experts.linear import collected, inverse, permuted, spread
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WAYS = ("all_to_all", "all_gather")
@@ -53,7 +53,8 @@ class Plan:
     num_tokens: int
     num_slots: int  # of a token
     source: Tensor  # [M] the slot of every row that this rank sent, or, with all_gather, of every row that it computes
-    arrival: Tensor | None = None  # [R] row r arrived at this place; None: they are in order
+    arrival: tuple[Tensor, Tensor] | None = None  # [R] row r arrived at this place; the inverse. None: in order
+    places: Tensor | None = None  # [N k] for each slot its row in `source`, where all have one
     traffic: Traffic = _NONE
     is_padded: bool = False  # rows of zeros fill a capacity up
     by_rank: tuple[tuple[int, ...], ...] = ()
@@ -101,18 +102,20 @@ def dispatch(
         return _with_capacity(hidden, index, num_experts, group, capacity)
     if way == "all_gather" and group.size > 1:
         return _gathered(hidden, index, num_experts, group)
-    experts, order = _sorted(index, num_experts)
-    counts = _starts(experts, num_experts).diff()
-    matrix = _told(counts, hidden, group)
+    flat = index.reshape(-1).to(torch.int64)
+    experts, order = torch.sort(flat, stable=True)  # what nobody serves comes first and last
+    first, matrix = _told(_starts(experts, num_experts), hidden, group)
     hidden = _like_others(hidden, matrix, index.shape[0])
     traffic, local = _traffic(matrix, num_experts, group)
-    source = order[: sum(traffic.send)]
-    arrived = exchange(spread(hidden, source, index.shape[1], is_padded=False), traffic, group)
+    source = order[first : first + sum(traffic.send)]
+    places = inverse(source) if len(source) == index.numel() else None
+    arrived = exchange(spread(hidden, source, index.shape[1], False, places), traffic, group)
     arrival = _by_expert(local, hidden.device) if is_sorted else None
-    rows = arrived if arrival is None else permuted(arrived, arrival)
+    rows = arrived if arrival is None else permuted(arrived, *arrival)
     totals = tuple(sum(column) for column in zip(*local, strict=True))
     by_rank = () if is_sorted else tuple(tuple(row) for row in local)
-    return rows, Plan(totals, "all_to_all", index.shape[0], index.shape[1], source, arrival, traffic, by_rank=by_rank)
+    num_tokens, num_slots = index.shape
+    return rows, Plan(totals, "all_to_all", num_tokens, num_slots, source, arrival, places, traffic, by_rank=by_rank)
 
 
 def combine(outputs: Tensor, plan: Plan, weights: Tensor | None, group: TensorGroup) -> Tensor:
@@ -131,8 +134,9 @@ def combine(outputs: Tensor, plan: Plan, weights: Tensor | None, group: TensorGr
     if plan.room:
         slots = _returned(outputs, plan, group)
     else:
-        arrived = outputs if plan.arrival is None else unpermuted(outputs, plan.arrival)
-        slots = collected(exchange(arrived, plan.traffic.back, group), plan.source, math.prod(expected), plan.is_padded)
+        arrived = outputs if plan.arrival is None else permuted(outputs, *reversed(plan.arrival))
+        back = exchange(arrived, plan.traffic.back, group)
+        slots = collected(back, plan.source, math.prod(expected), plan.is_padded, plan.places)
     if weights is None and plan.num_slots == 1:
         return slots
     by_token = slots.view(*expected, *outputs.shape[1:])
@@ -152,11 +156,17 @@ def _starts(experts: Tensor, num_experts: int) -> Tensor:
     return torch.searchsorted(experts, torch.arange(num_experts + 1, device=experts.device))
 
 
-def _told(counts: Tensor, hidden: Tensor, group: TensorGroup) -> list[list[int]]:
-    """By rank: its rows for each expert, then their width and the number of their dtype."""
-    kind = torch.tensor([hidden.shape[1], _DTYPES.index(hidden.dtype)], device=counts.device)
-    matrix: list[list[int]] = gathered(torch.cat((counts, kind)).unsqueeze(0), 0, group).tolist()
-    return matrix
+def _told(starts: Tensor, hidden: Tensor, group: TensorGroup) -> tuple[int, list[list[int]]]:
+    """This rank's first slot that is served, of sorted ones; and by rank: its rows for each expert, their width, the number of their
+    dtype.
+    """
+    kind = [hidden.shape[1], _DTYPES.index(hidden.dtype)]
+    if group.size == 1:
+        told: list[list[int]] = [[*starts.tolist(), *kind]]
+    else:
+        told = gathered(torch.cat((starts, torch.tensor(kind, device=starts.device))).unsqueeze(0), 0, group).tolist()
+    counts = [[last - first for first, last in itertools.pairwise(row[:-2])] for row in told]
+    return told[group.rank][0], [[*own, *row[-2:]] for own, row in zip(counts, told, strict=True)]
 
 
 def _like_others(hidden: Tensor, matrix: list[list[int]], num_tokens: int) -> Tensor:
@@ -182,13 +192,17 @@ def _traffic(matrix: list[list[int]], num_experts: int, group: TensorGroup) -> t
     return traffic, [row[mine] for row in matrix]
 
 
-def _by_expert(local: list[list[int]], device: torch.device) -> Tensor | None:
-    """Where the rows of each expert arrived, if they come by rank, then by expert; None if that is their order already."""
+def _by_expert(local: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Where the rows of each expert arrived, if they come by rank, then by expert; None if that is their order already.
+
+    And the inverse: where the rows that arrived lie.
+    """
     if len(local) == 1 or len(local[0]) == 1:
         return None
     counts = torch.tensor(local)
     experts = torch.arange(counts.shape[1]).repeat(counts.shape[0]).repeat_interleave(counts.flatten())
-    return torch.argsort(experts, stable=True).to(device)
+    arrival = torch.argsort(experts, stable=True).to(device)
+    return arrival, inverse(arrival)
 
 
 def _with_capacity(
@@ -212,10 +226,14 @@ def _with_capacity(
     arrival = None
     if group.size > 1 and own > 1:
         places = torch.arange(group.size * own * capacity, device=hidden.device)
-        arrival = places.view(group.size, own, capacity).transpose(0, 1).reshape(-1)
-    rows = arrived if arrival is None else permuted(arrived, arrival)
+        arrival = (
+            places.view(group.size, own, capacity).transpose(0, 1).reshape(-1),
+            places.view(own, group.size, capacity).transpose(0, 1).reshape(-1),
+        )
+    rows = arrived if arrival is None else permuted(arrived, *arrival)
     counts = (group.size * capacity,) * own
-    return rows, Plan(counts, "all_to_all", index.shape[0], index.shape[1], source, arrival, traffic, is_padded=True)
+    num_tokens, each = index.shape
+    return rows, Plan(counts, "all_to_all", num_tokens, each, source, arrival, None, traffic, is_padded=True)
 
 
 def _gathered(hidden: Tensor, index: Tensor, num_experts: int, group: TensorGroup) -> tuple[Tensor, Plan]:

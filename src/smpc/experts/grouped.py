@@ -6,6 +6,7 @@ of matrix products elsewhere (fp64, no rows). Both give the same bits on CPUs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -33,7 +34,7 @@ def grouped_linear(
 
 
 def _grouped(rows: Tensor, right: Tensor, counts: Sequence[int]) -> Tensor:
-    ends = torch.tensor(counts, device=rows.device).cumsum(0).to(torch.int32)
+    ends = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32, device=rows.device)
     return F.grouped_mm(rows, right, offs=ends)
 
 

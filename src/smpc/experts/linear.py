@@ -3,6 +3,7 @@
 Terms
     slot      place j of token n among its k experts, numbered n k + j
     source    [M] for each of M rows: the slot that it is a copy of. N k, one more than the last, for a row that is none's: it is zero
+    places    [N k] for each slot its row, where every slot has one: to gather is much quicker than to put (torch's `index_put_`); else None
 
     spread     tokens [N, H] -> rows [M, H]        row m is token source[m] // k
     collected  rows [M, H]   -> slots [N k, H]     slot source[m] is row m; slots without a row are zero
@@ -21,35 +22,43 @@ from torch import Tensor
 from smpc.executor.collectives import linear_map
 
 
-def spread(tokens: Tensor, source: Tensor, num_slots: int, is_padded: bool) -> Tensor:
+def inverse(permutation: Tensor) -> Tensor:
+    """Where each place went: `inverse(p)[p[i]]` is i."""
+    found = torch.empty_like(permutation)
+    found[permutation] = torch.arange(len(permutation), device=permutation.device)
+    return found
+
+
+def spread(tokens: Tensor, source: Tensor, num_slots: int, is_padded: bool, places: Tensor | None = None) -> Tensor:
     """Row m is token source[m] // k of [N, H], for k = `num_slots`. `is_padded`: some rows are none's."""
     count, width = tokens.shape
     token = source if num_slots == 1 else source.div(num_slots, rounding_mode="floor")
 
     def back(grad: Tensor) -> Tensor:
-        slots = _placed(grad, source, count * num_slots, is_padded)
+        slots = _placed(grad, source, count * num_slots, is_padded, places)
         return slots if num_slots == 1 else slots.view(count, num_slots, width).sum(1)
 
     return linear_map(tokens, lambda x: _taken(x, token, is_padded), back)
 
 
-def collected(rows: Tensor, source: Tensor, num_slots: int, is_padded: bool) -> Tensor:
+def collected(rows: Tensor, source: Tensor, num_slots: int, is_padded: bool, places: Tensor | None = None) -> Tensor:
     """[`num_slots`, H]: slot source[m] is row m of [M, H]. Rows that are none's are dropped."""
     return linear_map(
         rows,
-        lambda x: _placed(x, source, num_slots, is_padded),
+        lambda x: _placed(x, source, num_slots, is_padded, places),
         lambda grad: _taken(grad, source, is_padded),
     )
 
 
-def permuted(rows: Tensor, order: Tensor) -> Tensor:
-    """Row r is row order[r] of [R, ...]; `order` is a permutation."""
-    return linear_map(rows, lambda x: x.index_select(0, order), lambda grad: _placed(grad, order, len(order), False))
+def permuted(rows: Tensor, order: Tensor, places: Tensor | None = None) -> Tensor:
+    """Row r is row order[r] of [R, ...]; `order` is a permutation, and `places` its inverse, where it is known."""
+    back = inverse(order) if places is None else places
+    return linear_map(rows, lambda x: x.index_select(0, order), lambda grad: grad.index_select(0, back))
 
 
 def unpermuted(rows: Tensor, order: Tensor) -> Tensor:
     """The inverse of `permuted`."""
-    return linear_map(rows, lambda x: _placed(x, order, len(order), False), lambda grad: grad.index_select(0, order))
+    return permuted(rows, inverse(order), order)
 
 
 def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
@@ -67,12 +76,10 @@ def touched(tensor: Tensor, other: Tensor) -> Tensor:
     return found
 
 
-def _placed(rows: Tensor, source: Tensor, num_slots: int, is_padded: bool) -> Tensor:
+def _placed(rows: Tensor, source: Tensor, num_slots: int, is_padded: bool, places: Tensor | None) -> Tensor:
     """Row m at place source[m]. One place more takes the rows that are none's."""
-    if not is_padded and rows.shape[0] == num_slots:
-        slots = torch.empty_like(rows)
-        slots[source] = rows
-        return slots
+    if places is not None:
+        return rows.index_select(0, places)
     slots = rows.new_zeros(num_slots + 1, *rows.shape[1:])
     slots[source] = rows
     return slots[:num_slots]

@@ -13,17 +13,26 @@ experts. An expert must treat every row alike, whatever the others are, and take
 
 The modules of the experts stay where they are. Those of other ranks have no parameters: under their names lie tensors on the meta device.
 Whoever `keeps` their parameters leaves nothing in them (no rows), and they stay the objects that optimizers know.
+
+A recorder calls a block whole, and runs copies of it on invented values. These send nothing: one of this rank's experts serves the rows of
+all, so that shapes are right, and costs those of experts chosen evenly.
+
+Where parameters lie `in_parts` on ranks that hold the same experts, these are served inside of a call of their container, whose hooks
+gather them. All of them are then called whenever gradients are wanted, those without rows on one that is nobody's, as all ranks average the
+same gradients. Which experts this rank's blocks have called says which have gradients in one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from smpc.errors import TraceError, UsageError
@@ -33,7 +42,7 @@ from smpc.experts.linear import scale_gradient, touched
 from smpc.experts.roles import take_role
 from smpc.experts.stacked import Options
 from smpc.experts.structure import Listed
-from smpc.tracer import register_shape_rule
+from smpc.tracer import mark_leaf
 
 _BLOCK, _MEMBER = "_smpc_block_of_experts", "_smpc_expert"
 
@@ -57,17 +66,37 @@ class Block:
     options: Options
     outside: list[nn.Module]  # the modules of the block that are not in an expert
     keeps: bool = False
+    in_parts: bool = False
+    container: nn.Module | None = None  # whose hooks gather what lies in parts
+    absent: nn.Module | None = None  # an expert on the meta device, for what it returns
+    is_invented: bool = False  # a recorder's copy
+    wanted: set[int] = field(default_factory=set)  # the experts that were called where gradients are wanted
     calls: list[_Call] | None = None
     position: int | None = None
     widths: dict[tuple[object, ...], torch.Size] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Block:
+        copied = Block(self.name, [], self.group, self.options, [], self.keeps, is_invented=self.is_recorded)
+        memo[id(self)] = copied
+        copied.members, copied.outside = copy.deepcopy((self.members, self.outside), memo)
+        return copied
 
     @property
     def mine(self) -> range:
         """The experts of this rank."""
         return owned(len(self.members), self.group)
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a recorder's fakes are in the places of parameters."""
+        own = (parameter for expert in self.mine for parameter in self.members[expert].parameters())
+        return any(isinstance(parameter, FakeTensor) for parameter in own)
+
     def called(self, expert: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """What a call of an expert returns in this run."""
+        if self.is_invented:
+            found: Tensor = self.members[self.mine.start].own(*args, **kwargs)  # type: ignore[operator]
+            return found
         assert self.calls is not None
         given = (*args, *kwargs.values())
         if len(given) != 1 or not isinstance(given[0], Tensor) or not given[0].is_floating_point():
@@ -78,6 +107,8 @@ class Block:
         rows = given[0]
         if self.position is None:
             self.calls.append(_Call(expert, rows))
+            if torch.is_grad_enabled():
+                self.wanted.add(expert)
             kind = (
                 torch.get_autocast_dtype(rows.device.type)
                 if torch.is_autocast_enabled(rows.device.type)
@@ -103,7 +134,7 @@ class Block:
         """The sizes of what an expert returns for a row, found on the meta device where absent experts are there."""
         key = (rows.shape[-1], rows.dtype)
         if key not in self.widths:
-            found = self._of_one(rows) if self.keeps else self._of_absent(rows)
+            found = self._of_one(rows) if self.keeps and self.absent is None else self._of_absent(rows)
             if not isinstance(found, Tensor) or found.dim() != 2 or found.shape[0] != 1:
                 raise UsageError(
                     f"{self.name}: expected experts to return a row for every row; leave these whole (`experts=`)"
@@ -113,10 +144,13 @@ class Block:
 
     def _of_absent(self, rows: Tensor) -> Any:
         """What an expert of another rank returns for a row."""
-        member = next(member for expert, member in enumerate(self.members) if expert not in self.mine)
-        _absent_dtype(member, rows.dtype)
+        row = torch.empty(1, rows.shape[-1], dtype=rows.dtype, device="meta")
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            return own_forward(member, torch.empty(1, rows.shape[-1], dtype=rows.dtype, device="meta"))
+            if self.absent is not None:
+                return self.absent.to(rows.dtype).forward(row)
+            member = next(member for expert, member in enumerate(self.members) if expert not in self.mine)
+            _absent_dtype(member, rows.dtype)
+            return own_forward(member, row)
 
     def _of_one(self, rows: Tensor) -> Any:
         """What an expert of this rank returns for a row of zeros."""
@@ -138,7 +172,11 @@ class Block:
         factor, scale = self.options.capacity_factor, self.options.gradient_scale
         capacity = None if factor is None else capacity_of(factor, len(rows), 1, count)
         arrived, plan = dispatch(rows, index, count, self.group, way=self.options.way, capacity=capacity)
-        served = self._served(scale_gradient(arrived, 1 / scale), plan.counts, self.width(rows))
+        width, arrived = self.width(rows), scale_gradient(arrived, 1 / scale)
+        if self.container is None:
+            served = self._served(arrived, plan.counts, width)
+        else:
+            served = self.container(lambda own: self._served(own, plan.counts, width), arrived)
         back = combine(scale_gradient(served, scale), plan, None, self.group)
         start = 0
         for call in calls:
@@ -148,13 +186,17 @@ class Block:
         return back
 
     def _served(self, rows: Tensor, counts: tuple[int, ...], width: torch.Size) -> Tensor:
-        """This rank's experts on the rows of all ranks. Those without rows are not called; without any, the result is connected."""
-        parts = torch.split(rows, list(counts))
-        found = [
-            own_forward(self.members[expert], part)
-            for expert, part in zip(self.mine, parts, strict=True)
-            if part.shape[0]
-        ]
+        """This rank's experts on the rows of all ranks. Those without rows are not called, but for what lies in parts; without any, the
+        result is connected.
+        """
+        needs_all = self.in_parts and torch.is_grad_enabled()
+        found = []
+        for expert, part in zip(self.mine, torch.split(rows, list(counts)), strict=True):
+            if part.shape[0]:
+                found.append(own_forward(self.members[expert], part))
+            elif needs_all:
+                with torch.random.fork_rng(devices=_devices(rows)):
+                    found.append(own_forward(self.members[expert], rows.new_ones(1, rows.shape[1]))[:0])
         if found:
             return torch.cat(found)
         like: Tensor = self._of_one(rows)
@@ -168,6 +210,12 @@ class BlockOfExperts(nn.Module):
         """What the block returns with all experts at hand, for this rank's inputs. All ranks of the group call it."""
         block: Block = vars(self)[_BLOCK]
         own = super().forward
+        if block.is_invented:
+            return own(*args, **kwargs)
+        if block.is_recorded:
+            raise TraceError(
+                f"{block.name}: a block some of whose experts are on other ranks is run on invented values alone"
+            )
         block.calls, block.position = [], None
         try:
             with _undone(self, block):
@@ -184,34 +232,30 @@ class BlockOfExperts(nn.Module):
         return _connected(output, back) if back.requires_grad else output
 
 
+class Container(nn.Module):
+    """The forward of what holds the experts and has none of its own: whoever gathers its parameters has them in place."""
+
+    def forward(self, serve: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        """What `serve` returns for the rows."""
+        return serve(rows)
+
+
 class Expert(nn.Module):
     """The forward of an expert: in a run of its block, what the block says."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the expert returns, wherever it is."""
         block, expert = vars(self)[_MEMBER]
-        if block.calls is None:
+        if block.calls is None and not block.is_invented:
             raise UsageError(
                 f"{block.name}: expected expert {expert} to be called by its block, found a call from elsewhere; leave these experts whole "
                 "(`experts=`)"
             )
         return block.called(expert, args, kwargs)
 
-    def own(self, rows: Tensor) -> Any:
+    def own(self, *args: Any, **kwargs: Any) -> Any:
         """What the expert's class returns."""
-        return super().forward(rows)
-
-
-def _refused(module: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
-    """What a recorder runs in place of a block's forward."""
-    block: Block = vars(module)[_BLOCK]
-    raise TraceError(
-        f"{block.name}: expected a model with all of its experts, found a block some of whose experts are on other ranks, which cannot be "
-        "recorded; compile the whole model for a plan, and run this one without a pipeline"
-    )
-
-
-register_shape_rule(BlockOfExperts, _refused)
+        return super().forward(*args, **kwargs)
 
 
 def own_forward(member: nn.Module, rows: Tensor) -> Any:
@@ -219,15 +263,23 @@ def own_forward(member: nn.Module, rows: Tensor) -> Any:
     return cast(Expert, member).own(rows)
 
 
-def spread_out(found: Listed, group: TensorGroup, options: Options, *, keeps: bool = False) -> None:
+def spread_out(
+    found: Listed, group: TensorGroup, options: Options, *, keeps: bool = False, in_parts: bool = False
+) -> Block:
     """Leaves this rank its experts, in place. Their parameters stay the same objects; those of the others are dropped.
 
-    `keeps`: they are not; the caller has left nothing in them, or will before the block is called.
+    `keeps`: they are not; the caller has left nothing in them, or will before the block is called. `in_parts`: what stays will lie in
+    parts on the ranks that hold the same.
     """
     members = found.members
     inside = {id(module) for member in members for module in member.modules()}
     outside = [module for module in found.block.modules() if id(module) not in inside]
-    block = Block(found.name, members, group, options, outside, keeps)
+    block = Block(found.name, members, group, options, outside, keeps, in_parts)
+    if in_parts:
+        block.absent = _on_meta(members[block.mine.start])
+    if in_parts and found.container is not found.block:
+        block.container = found.container
+        take_role(found.container, Container)
     for expert, member in enumerate(members):
         if expert not in block.mine and not keeps:
             _drop_parameters(member)
@@ -235,6 +287,17 @@ def spread_out(found: Listed, group: TensorGroup, options: Options, *, keeps: bo
         take_role(member, Expert)
     vars(found.block)[_BLOCK] = block
     take_role(found.block, BlockOfExperts)
+    mark_leaf(found.block)
+    return block
+
+
+def _on_meta(member: nn.Module) -> nn.Module:
+    """A copy without memory."""
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+        for parameter in member.parameters()
+    }
+    return copy.deepcopy(member, memo)
 
 
 def _drop_parameters(member: nn.Module) -> None:

@@ -1,5 +1,6 @@
 """compile_model: the forms of its inputs, its errors, the same bytes every time, and compilations like another one."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from locations import SUPPORT
 from planning import compile_trace
 from torch import nn
 
-from smpc.compile import PipelineOptions, compile_model
+from smpc.compile import PipelineOptions, Traced, compile_model, plan_trace
+from smpc.compile.passes import schedule_plan, write_programs
 from smpc.errors import ConfigError, PartitionError, StepError, TraceError
 from smpc.runtime import LoopbackRuntime
 from smpc.sample_inputs import as_inputs, first_microbatch
@@ -205,3 +207,19 @@ def test_parts_on_some_ranks_are_those_of_as_many_replicas_and_slices_have_parts
         PipelineOptions(2, data_parallel_degree=8, sharded_data_parallel_degree=3)
     with pytest.raises(ConfigError, match="sharded_data_parallel_degree and shard_optimizer_state exclude"):
         PipelineOptions(2, data_parallel_degree=8, sharded_data_parallel_degree=2, shard_optimizer_state=True)
+
+
+def test_a_schedule_of_list_that_is_given_stays():
+    """Whatever the times of this trace are: pipelines whose ranks send each other tokens run one order."""
+    options = PipelineOptions(pipeline_parallel_degree=2, microbatches=4, schedule="list")
+    traced = Traced(record(Model(), (X[:2],)))
+    own, other = plan_trace(traced, options), plan_trace(traced, dataclasses.replace(options, schedule="gpipe"))
+    assert own.schedule != other.schedule
+    found = plan_trace(traced, options, order=other.schedule)
+    assert found.schedule == other.schedule
+    in_flight = [stage.num_in_flight for stage in found.plan.stages]
+    assert in_flight == [stage.num_in_flight for stage in other.plan.stages]
+    assert (
+        write_programs(found).programs
+        == write_programs(schedule_plan(traced.trace, found.plan, other.schedule)).programs
+    )

@@ -297,6 +297,23 @@ def test_what_depends_on_values_becomes_a_leaf(rows):
         verify(trace, model, (torch.randn(rows, 4),))
 
 
+class Tabled(nn.Module):
+    """Depends on values, and has a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.table = nn.Parameter(torch.ones(4)), torch.arange(4.0)
+
+    def forward(self, x):
+        return x * (self.weight * self.table if (x * self.weight).sum() > 0 else self.weight)
+
+
+def test_what_depends_on_values_may_hold_a_plain_tensor():
+    """Its truth was asked, which a tensor of several elements does not have: an error that named the module."""
+    trace = record(nn.Sequential(nn.Linear(4, 4), Tabled()), (torch.randn(6, 4),))
+    assert [node.target for node in trace.nodes if node.kind is NodeKind.CALL_MODULE] == ["1"]
+
+
 class Growing(nn.Module):
     def forward(self, x):
         return torch.zeros(int(x.sum()) + x.shape[0] ** 2, requires_grad=True)

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from smpc.config import MODULES
 from smpc.errors import ConfigError, ConfigUnsupportedError, StepError
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.replicas.apart import Apart
@@ -36,11 +36,12 @@ from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.executor.sharded_state import has_hooks
 from smpc.experts.confirm import Confirmed, confirm
 from smpc.experts.dispatch import owned
-from smpc.experts.listed import spread_out
+from smpc.experts.listed import Block, spread_out
 from smpc.experts.stacked import Options, become_part
 from smpc.experts.structure import Found, Listed, Stacked, find_experts, shared_and_trained
 from smpc.mesh import Axis
 from smpc.nn.parallel import Shard
+from smpc.tracer.ir import Trace
 from smpc.v1.layout.placement import Placement
 from smpc.v1.layout.slices import Slices
 from smpc.v1.session.comm import gather_objects
@@ -68,7 +69,7 @@ class DividedExperts:
         self._parameters: dict[int, nn.Parameter] = {}
         stacked = [one for one in confirmed if isinstance(one, Confirmed)]
         listed = [one for one in confirmed if isinstance(one, Listed)]
-        self._modules, self._has_listed = tuple(one.experts.module for one in stacked), bool(listed)
+        self._modules = (*(one.experts.module for one in stacked), *(one.container for one in listed))
         tensors = [
             *(own for one in stacked for own in _rows(one, self._group)),
             *(own for one in listed for own in _wholly(one, self._group)),
@@ -81,8 +82,10 @@ class DividedExperts:
         options = Options(gradient_scale=1 / self._group.size)
         for one in stacked:
             become_part(one, self._group, options)
-        for block in listed:
-            spread_out(block, self._group, options, keeps=True)
+        in_parts = session.is_sharded
+        self._called = _Called(
+            tuple(spread_out(one, self._group, options, keeps=True, in_parts=in_parts) for one in listed)
+        )
 
     def __contains__(self, parameter: object) -> bool:
         """Whether ranks of the group have other values of a parameter."""
@@ -107,13 +110,31 @@ class DividedExperts:
     def hooks(self, stages: Mapping[int, nn.Module], inner: StepHooks | None, passes: int) -> StepHooks:
         """What averages the gradients of experts, around what averages all else. Collective over the ranks that hold the same."""
         group = TensorGroup.of(self._session.groups[Axis.EXPERT_DATA])
-        dividing = self._group if self._has_listed else None
+        dividing, called = (self._group, self._called) if self._called.blocks else (None, None)
         with exchange("making the replicas of experts equal"):
-            return ExpertReplicas(self.held(stages), group, inner, passes, dividing)
+            return ExpertReplicas(self.held(stages), group, inner, passes, dividing, called)
+
+    def hooks_of_parts(self, stages: Mapping[int, nn.Module], inner: StepHooks | None, passes: int) -> StepHooks | None:
+        """What says which experts have gradients, where they lie in parts and `inner` averages."""
+        if not self._called.blocks:
+            return inner
+        group = TensorGroup.of(self._session.groups[Axis.EXPERT_DATA])
+        return ExpertReplicas(self.held(stages), group, inner, passes, self._group, self._called, in_parts=True)
 
     def apart(self, stages: Mapping[int, nn.Module], mesh: DeviceMesh) -> Apart:
         """The experts of this rank's stages, which lie in parts on the ranks of a mesh that hold the same ones."""
         return Apart(self._modules, tuple(self.held(stages)), mesh, self._session.groups[Axis.EXPERT_DATA])
+
+    def alike(self, trace: Trace) -> Trace:
+        """A recorded trace as all ranks of the group have it: without the rows of experts that are wholly on one of them."""
+        if not self._called.blocks:
+            return trace
+        state, storages = list(trace.state), list(trace.storages)
+        for place, each in enumerate(trace.state):
+            if not self.names.isdisjoint(each.names):
+                storages[each.storage] = 0
+                state[place] = replace(each, spec=replace(each.spec, shape=(0, *each.spec.shape[1:])))
+        return replace(trace, state=tuple(state), storages=tuple(storages))
 
     def exchange(self, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Other parameters have the places of some, as with `fully_shard`."""
@@ -170,9 +191,29 @@ class DividedExperts:
         return gather_objects(mine, self._members, self._session.message_device, self._session.device)
 
 
-def divide_experts(module: nn.Module, session: Session, slices: Slices) -> DividedExperts | None:
-    """None where every rank has all experts."""
-    return None if session.mesh.ep_size == 1 else DividedExperts(module, session, slices)
+@dataclass(frozen=True, slots=True)
+class _Called:
+    """See `smpc.executor.replicas.expert_replicas.Called`: of blocks whose experts are modules of their own."""
+
+    blocks: tuple[Block, ...]
+
+    def parameters(self) -> set[int]:
+        """Of the experts that this rank's tokens have called."""
+        return {id(p) for block in self.blocks for expert in block.wanted for p in block.members[expert].parameters()}
+
+    def forget(self) -> None:
+        """Begin anew."""
+        for block in self.blocks:
+            block.wanted.clear()
+
+
+def divide_experts(
+    module: nn.Module, session: Session, slices: Slices, *, needs_some: bool = True
+) -> DividedExperts | None:
+    """None where every rank has all experts. `needs_some`: a model without any is an error."""
+    if session.mesh.ep_size == 1 or not (needs_some or find_experts(module)):
+        return None
+    return DividedExperts(module, session, slices)
 
 
 def _rows(found: Confirmed, group: TensorGroup) -> Iterator[tuple[nn.Parameter, range]]:
@@ -190,32 +231,13 @@ def _wholly(found: Listed, group: TensorGroup) -> Iterator[tuple[nn.Parameter, r
             yield parameter, range(rows) if expert in mine else range(rows, rows)
 
 
-def _goes_without(session: Session) -> str | None:
-    """Why experts that are modules of their own stay whole in this session."""
-    config, mesh = session.config, session.mesh
-    others = {
-        f"pipeline_parallel_degree: {mesh.pp_size}": mesh.pp_size > 1,
-        f"context_parallel_degree: {mesh.cp_size}": mesh.cp_size > 1,
-        f"tensor_parallel_plan: {config.tensor_parallel_plan}": mesh.tp_size > 1
-        and config.tensor_parallel_plan != MODULES,
-        "fully_shard, sharded_data_parallel_degree": session.is_sharded,
-        "shard_optimizer_state: true": config.shard_optimizer_state,
-    }
-    found = [other for other, is_there in others.items() if is_there]
-    if not found:
-        return None
-    return (
-        f"its experts are modules of their own, whose block runs twice; in scripts not together with {'; '.join(found)}"
-    )
-
-
 def _confirmed(module: nn.Module, degree: int, session: Session) -> list[Confirmed | Listed]:
     """The experts to cut. Raises an error where there are none, and for those that cannot be divided as they are."""
     uses = _uses(module)
     cuttable: list[Confirmed | Listed] = []
     refused, whole = [], []
     for one in find_experts(module):
-        reason = (_goes_without(session) if isinstance(one, Listed) else None) or _unsuited(one, degree, uses)
+        reason = _unsuited(one, degree, uses, session.is_sharded)
         outcome = reason or (confirm(one) if isinstance(one, Stacked) else one)
         if not isinstance(outcome, str):
             cuttable.append(outcome)
@@ -240,8 +262,8 @@ def _confirmed(module: nn.Module, degree: int, session: Session) -> list[Confirm
     return cuttable
 
 
-def _unsuited(found: Found, degree: int, uses: Mapping[int, int]) -> str | None:
-    """Why experts cannot be cut, whatever they compute."""
+def _unsuited(found: Found, degree: int, uses: Mapping[int, int], in_parts: bool) -> str | None:
+    """Why experts cannot be cut, whatever they compute. `in_parts`: what a rank holds will lie in parts."""
     if found.num_experts % degree:
         return f"expected a number of experts that {degree} divides, found {found.num_experts}"
     own: list[nn.Parameter]
@@ -253,6 +275,8 @@ def _unsuited(found: Found, degree: int, uses: Mapping[int, int]) -> str | None:
         own, modules = [each for member in found.members for each in member.parameters()], [found.block, *found.members]
         if any(True for member in found.members for _ in member.buffers()):
             return "there are buffers in its experts, of which other ranks would not see the changes"
+        if in_parts and len(own) < sum(1 for _ in found.container.parameters()):
+            return "beside its experts their container has parameters, which others average; keep these outside of it"
         inside = [module for member in found.members for module in member.modules()]
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in inside):
             return "there is a BatchNorm in its experts, which depends on all rows that an expert gets"

@@ -117,8 +117,6 @@ def check_several(module: nn.Module) -> None:
         wrong.append("tensor parallelism")
     if session.mesh.cp_size > 1:
         wrong.append("context parallelism")
-    if session.mesh.ep_size > 1:
-        wrong.append("expert parallelism")
     if session.is_sharded or session.config.shard_optimizer_state:
         wrong.append("sharded parameters or optimizer state")
     if wrong:

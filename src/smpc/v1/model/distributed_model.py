@@ -149,14 +149,15 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         tensors = make_compiled_tensors(module, session, distribution.slices, measures=bool(measures))
         if tensors is not None:
             distribution.take_over(tensors)
-        experts = divide_experts(module, session, distribution.slices)
+        is_first = script is state.scripts[0]
+        experts = divide_experts(module, session, distribution.slices, needs_some=is_first)
         sequences = make_shared_sequences(module, session)
         placement = Placement(module, session.mesh.pp_rank(session.rank), session.device, distribution.slices)
         if experts is not None:
             experts.place(placement)
         has_pipeline = session.mesh.pp_size > 1 or tensors is not None or sequences is not None
         held = partial(held_tensors, module, script, has_pipeline=has_pipeline)
-        first = None if script is state.scripts[0] else state.scripts[0].model
+        first = None if is_first else state.scripts[0].model
         asked = session.observation if first is None else None  # what the launcher asks for is about the first model
         observer, end_of_watch = make_observer(session, asked, held, self._plan)
         context = StepContext(

@@ -48,7 +48,9 @@ class Replication:
         if context.precision.dtype is not None and session.config._fp32_grad_accumulation:
             widen(parameter for index in sorted(stages) for parameter in stages[index].parameters())
         if session.is_sharded:
-            return context.distribution.hooks(stages, self._make_shards(stages), options["backward_passes_per_step"])
+            passes = options["backward_passes_per_step"]
+            parts = context.distribution.hooks(stages, self._make_shards(stages), passes)
+            return parts if context.experts is None else context.experts.hooks_of_parts(stages, parts, passes)
         if session.mesh.rdp_size > 1:
             with exchange("making the replicas equal"):
                 apart = () if context.experts is None else context.experts.held(stages)
@@ -100,11 +102,6 @@ class Replication:
         if session.mesh.cp_size > 1:
             raise ConfigUnsupportedError(
                 "register_comm_hook: with context_parallel_degree above 1 gradients of replicas are summands; leave one of the two out"
-            )
-        if session.mesh.ep_size > 1:
-            raise ConfigUnsupportedError(
-                "register_comm_hook: with expert_parallel_degree above 1 gradients of experts are averaged over other ranks; leave one of "
-                "the two out"
             )
         if session.is_sharded:
             raise ConfigUnsupportedError(

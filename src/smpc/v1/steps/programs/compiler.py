@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from smpc.codegen.program import Schedule
 from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import measure_trace, plan_trace, rewrite_trace, schedule_plan, write_programs
 from smpc.compile.result import Compilation, Planned, Traced
@@ -146,7 +147,9 @@ class Compiler:
             recording = self._agreed_recording(signature)
         except Exception as error:
             failure = error
-        sequences.check_model(None if recording is None else recording.trace, failure)
+        experts = self._context.experts
+        trace = None if recording is None else recording.trace
+        sequences.check_model(trace if trace is None or experts is None else experts.alike(trace), failure)
         assert recording is not None, "whoever has no recording has raised"
         return recording
 
@@ -197,7 +200,7 @@ class Compiler:
                 is_measured = self._context.measures.times and times is not None
                 changes: dict[str, Any] = {"times": times, "is_measured": is_measured, "apart": self._experts_apart}
                 traced = dataclasses.replace(self._traced, trace=trace, **changes)
-                planned = plan_trace(traced, options, like=like, saved=saved)
+                planned = plan_trace(traced, options, like=like, saved=saved, order=self._order(like))
                 for text in plan_warnings(planned.plan) if like is None else ():
                     warnings.warn(text, stacklevel=2)
             except Exception as error:
@@ -207,7 +210,12 @@ class Compiler:
         )
         if description is not None:
             raise_everywhere(description, failure)
-        return planned or schedule_plan(trace, Plan.from_json(text))
+        return planned or schedule_plan(trace, Plan.from_json(text), self._order(like))
+
+    def _order(self, like: Compilation | None) -> Schedule | None:
+        """The order of the first program, for `list`: other pipelines, whose batches may be longer, send their tokens in it."""
+        is_shared = self._context.experts is not None and self._session.config.schedule == "list"
+        return like.planned.schedule if is_shared and like is not None and like.planned is not None else None
 
     @property
     def _experts_apart(self) -> tuple[frozenset[str], Optimizer] | None:
@@ -215,8 +223,10 @@ class Compiler:
         experts = self._context.experts
         if experts is None:
             return None
-        optimizer, holders = find_optimizer(self._options.optimizer), self._session.mesh.size(Axis.EXPERT_DATA)
-        return experts.names, optimizer.replicated(holders, self._options.shard_optimizer_state)
+        optimizer, mesh = find_optimizer(self._options.optimizer), self._session.mesh
+        if self._session.is_sharded:
+            return experts.names, optimizer.in_parts_on(mesh.size(Axis.EXPERT_FSDP))
+        return experts.names, optimizer.replicated(mesh.size(Axis.EXPERT_DATA), self._options.shard_optimizer_state)
 
     def _measure(self, inputs: Inputs) -> list[list[float]]:
         """Seconds of the forwards and backwards of the nodes, on this rank and the first microbatch; if wanted, their workspace."""
