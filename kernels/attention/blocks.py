@@ -24,6 +24,8 @@ these, which takes what it saves.) Of eight runs of queries (rows) and of keys (
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -89,18 +91,21 @@ def _causal_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The causal block in triangles and rectangles."""
+    known = (grad, q, k, v, out, lse)
     run, halves = _cuts(q.shape[2])
-    triangles = [_batched(_in_runs(x, run)) for x in (grad, q, k, v, out, lse)]
-    found = [_of_batch(x, q).flatten(2, 3) for x in _back_on_cpu(*triangles, scale, causal=True)]
+    found = [_of_batch(x, q).flatten(2, 3) for x in _on_runs([_in_runs(x, run) for x in known], scale, causal=True)]
     for half in halves:
-        of_rows = {name: _halves(x, half)[1] for name, x in (("grad", grad), ("q", q), ("out", out), ("lse", lse))}
-        of_keys = {name: _halves(x, half)[0] for name, x in (("k", k), ("v", v))}
-        given = {name: _batched(x) for name, x in (of_rows | of_keys).items()}
-        for whole, part, is_later in zip(
-            found, _back_on_cpu(**given, scale=scale, causal=False), (1, 0, 0), strict=True
-        ):
-            _halves(whole, half)[is_later].add_(_of_batch(part, q))
+        later_by_earlier = [_halves(x, half)[i] for x, i in zip(known, (1, 1, 0, 0, 1, 1), strict=True)]
+        parts = _on_runs(later_by_earlier, scale, causal=False)
+        for whole, part, i in zip(found, parts, (1, 0, 0), strict=True):
+            _halves(whole, half)[i].add_(_of_batch(part, q))
     return found[0], found[1], found[2]
+
+
+def _on_runs(known: Sequence[Tensor], scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`_back_on_cpu` of runs [B, H, runs, ..], all in one call."""
+    grad, q, k, v, out, lse = map(_batched, known)
+    return _back_on_cpu(grad, q, k, v, out, lse, scale, causal)
 
 
 def _cuts(length: int) -> tuple[int, tuple[int, ...]]:
@@ -114,12 +119,12 @@ def _cuts(length: int) -> tuple[int, tuple[int, ...]]:
 
 def _in_runs(x: Tensor, run: int) -> Tensor:
     """[B, H, N, ..] as [B, H, runs, run, ..]."""
-    return x.unflatten(2, (-1, run))
+    return x.view(*x.shape[:2], -1, run, *x.shape[3:])
 
 
 def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
     """Of [B, H, N, ..] in pairs of halves the earlier ones, and the later: views [B, H, pairs, half, ..]."""
-    both = x.unflatten(2, (-1, 2, half))
+    both = x.view(*x.shape[:2], -1, 2, half, *x.shape[3:])
     return both.select(3, 0), both.select(3, 1)
 
 
@@ -130,7 +135,7 @@ def _batched(x: Tensor) -> Tensor:
 
 def _of_batch(x: Tensor, q: Tensor) -> Tensor:
     """[B * runs, H, ..] as [B, H, runs, ..]."""
-    return x.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
+    return x.view(q.shape[0], -1, *x.shape[1:]).transpose(1, 2)
 
 
 def _by_torch(q: Tensor, bias: Tensor | None, causal: bool, k: Tensor) -> bool:
