@@ -15,6 +15,7 @@ Names in scope of the printed code: `torch`, `F` (torch.nn.functional), `importl
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -86,8 +87,19 @@ def node_source(node: Node, name_of: Namer) -> str:
     if node.kind is NodeKind.SET_ATTR:
         return _assignment(node.target, to_source(node.args[0], name_of))
     if node.kind is NodeKind.CALL_MODULE:
-        return f"{attribute_source(node.target)}({_arguments(node, name_of)})"
+        return _module_source(node, name_of)
     return _function_source(node, name_of)
+
+
+def _module_source(node: Node, name_of: Namer) -> str:
+    """A call of a module, by itself or with summands in place of some parameters."""
+    module, kwargs = attribute_source(node.target), dict(node.kwargs)
+    if targets.ON_SUMMANDS not in kwargs:
+        return f"{module}({_arguments(node, name_of)})"
+    names, group = kwargs.pop(targets.ON_SUMMANDS)
+    alone = dataclasses.replace(node, kwargs=tuple(kwargs.items()))
+    before = (module, repr(names), to_source(group, name_of))
+    return f"{_callee(targets.ON_SUMMANDS)}({', '.join((*before, _arguments(alone, name_of)))})"
 
 
 def is_statement(node: Node) -> bool:

@@ -14,9 +14,12 @@ See `smpc.executor.collectives` for the terms. What comes out of a call that cut
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from smpc.executor import collectives, pieces
 from smpc.executor.collectives import TensorGroup, all_reduce, replicate_in
@@ -40,6 +43,7 @@ __all__ = [
     "exchanged_attention",
     "gather_in",
     "mean_part",
+    "on_summands",
     "own_part",
     "reduce_scatter",
     "replicate_in",
@@ -129,6 +133,12 @@ def to_partial(tensor: Tensor, group: TensorGroup) -> Tensor:
     return collectives.collective(
         tensor, group, lambda x: x.view_as(x) if group.rank == 0 else torch.zeros_like(x), lambda grad: grad
     )
+
+
+def on_summands(module: nn.Module, names: tuple[str, ...], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
+    """Calls a module with summands in place of the parameters of these names: what they are added to is a summand on each rank."""
+    summands = {name: to_partial(module.get_parameter(name), group) for name in names}
+    return functional_call(module, summands, args, kwargs)
 
 
 def embedding(ids: Tensor, rows: Tensor, padding_idx: int | None, group: TensorGroup) -> Tensor:

@@ -146,8 +146,12 @@ def _evaluate(
         return None
     if node.kind is NodeKind.CALL_MODULE:
         kwargs = {key: resolved(value, values, device) for key, value in node.kwargs}
+        module = model.get_submodule(node.target)
         with context(node.grad_enabled, node.autocast):
-            return model.get_submodule(node.target)(*args, **kwargs)
+            if targets.ON_SUMMANDS in kwargs:
+                names, group = kwargs.pop(targets.ON_SUMMANDS)
+                return targets.function(targets.ON_SUMMANDS)(module, names, group, *args, **kwargs)
+            return module(*args, **kwargs)
     return evaluate(node, values, device)
 
 

@@ -24,6 +24,9 @@ SETATTR = "builtins.setattr"
 GETITEM = "_operator.getitem"
 SETITEM = "_operator.setitem"
 TENSOR_OPS = "smpc.executor.tensor_ops"  # what tensor-parallel stages call
+ON_SUMMANDS = (
+    f"{TENSOR_OPS}.on_summands"  # of a call of a module, as a keyword: by it, with (names of parameters, group)
+)
 APPLY = ".apply"  # how the names of custom autograd functions end
 
 # As torch defines it, in Python or from 2.14 on in C++: while a model is recorded, another one stands in its place.

@@ -7,16 +7,31 @@
 
 A block is a call of the kernels where they run; on a CPU of torch's own kernel, without a bias; otherwise of the formula. Shapes and
 letters are those of `smpc.kernels.attention.op`; k and v may have fewer heads. lse is fp32 (fp64 for fp64).
+
+torch's CPU kernel takes keys by 512, masked or not: of a causal block of 1,024 it computes three quarters. So backward cuts such a block
+into rectangles without a mask and small triangles, where the length can be halved; equal ones are one call. (Forward would have to merge
+these, which takes what it saves.) Of eight runs of queries (rows) and of keys (columns):
+
+    t              t    triangles, eight in one call
+    a t            a    the later run of each pair by the earlier: four in one call
+    b b t          b    ... of each pair of pairs: two in one call
+    b b a t        c    one
+    c c c c t
+    c c c c a t
+    c c c c b b t
+    c c c c b b a t
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from smpc.kernels.attention.op import attention_backward_op, attention_op
 
-_RUN = 256  # torch's CPU kernel takes keys by 512: of a causal block of 1,024 it computes three quarters, in such runs less
+_RUN = 128  # no triangle is smaller: its call would cost more than it saves
 
 
 def block_forward(
@@ -45,11 +60,8 @@ def block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The block's parts of dq, dk and dv. `out`, `lse`: over the keys of all blocks."""
     if _by_torch(q, bias, causal, k):
-        if causal and q.shape[2] > _RUN:
-            return _causal_backward(grad, q, k, v, out, lse, scale)
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, _repeated(k, q), _repeated(v, q), out, lse, 0.0, causal, scale=scale
-        )
+        known = grad, q, _repeated(k, q), _repeated(v, q), out, lse
+        dq, dk, dv = _causal_backward(*known, scale) if causal else _back_on_cpu(*known, scale, causal)
         return dq, _folded(dk, k), _folded(dv, v)
     no_grad_lse = torch.zeros_like(lse)
     found: tuple[Tensor, Tensor, Tensor] = attention_backward_op(
@@ -66,23 +78,64 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
     lse.copy_(both)
 
 
+def _back_on_cpu(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal, scale=scale
+    )
+    return dq, dk, dv
+
+
 def _causal_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The causal block in runs of queries: each against the keys before it, which need no mask, and against its own."""
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for start in range(0, q.shape[2], _RUN):
-        run = slice(start, start + _RUN)
-        for keys in (slice(start), run) if start else (run,):
-            on_run = grad[:, :, run], q[:, :, run], k[:, :, keys], v[:, :, keys]
-            found = block_backward(*on_run, None, out[:, :, run], lse[:, :, run], scale, keys is run)
-            if start and keys is run:
-                dq[:, :, run] += found[0]
-            else:
-                dq[:, :, run] = found[0]
-            dk[:, :, keys] += found[1]
-            dv[:, :, keys] += found[2]
-    return dq, dk, dv
+    """The causal block in triangles and rectangles."""
+    known = (grad, q, k, v, out, lse)
+    run, halves = _cuts(q.shape[2])
+    found = [_of_batch(x, q).flatten(2, 3) for x in _on_runs([_in_runs(x, run) for x in known], scale, causal=True)]
+    for half in halves:
+        later_by_earlier = [_halves(x, half)[i] for x, i in zip(known, (1, 1, 0, 0, 1, 1), strict=True)]
+        parts = _on_runs(later_by_earlier, scale, causal=False)
+        for whole, part, i in zip(found, parts, (1, 0, 0), strict=True):
+            _halves(whole, half)[i].add_(_of_batch(part, q))
+    return found[0], found[1], found[2]
+
+
+def _on_runs(known: Sequence[Tensor], scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`_back_on_cpu` of runs [B, H, runs, ..], all in one call."""
+    grad, q, k, v, out, lse = map(_batched, known)
+    return _back_on_cpu(grad, q, k, v, out, lse, scale, causal)
+
+
+def _cuts(length: int) -> tuple[int, tuple[int, ...]]:
+    """The length of the triangles, and those of the rectangles, the shortest first."""
+    run, halves = length, []
+    while run % 2 == 0 and run // 2 >= _RUN:
+        run //= 2
+        halves.append(run)
+    return run, tuple(reversed(halves))
+
+
+def _in_runs(x: Tensor, run: int) -> Tensor:
+    """[B, H, N, ..] as [B, H, runs, run, ..]."""
+    return x.view(*x.shape[:2], -1, run, *x.shape[3:])
+
+
+def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """Of [B, H, N, ..] in pairs of halves the earlier ones, and the later: views [B, H, pairs, half, ..]."""
+    both = x.view(*x.shape[:2], -1, 2, half, *x.shape[3:])
+    return both.select(3, 0), both.select(3, 1)
+
+
+def _batched(x: Tensor) -> Tensor:
+    """[B, H, runs, ..] as [B * runs, H, ..]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _of_batch(x: Tensor, q: Tensor) -> Tensor:
+    """[B * runs, H, ..] as [B, H, runs, ..]."""
+    return x.view(q.shape[0], -1, *x.shape[1:]).transpose(1, 2)
 
 
 def _by_torch(q: Tensor, bias: Tensor | None, causal: bool, k: Tensor) -> bool:

@@ -5,7 +5,9 @@ Run with `-s` it prints a line for each, and how many hold at most 0.55 of the p
 
 import pytest
 import survey
-from tensor_survey import outcome
+import torch
+from tensor_survey import is_rounding, outcome
+from torch import nn
 
 PARTS = 16
 
@@ -36,6 +38,25 @@ def test_an_architecture():
     (found,) = assert_none_wrong(["PegasusXForConditionalGeneration"], 2)
     assert found.verdict.startswith("right")
     assert found.share < 0.55
+
+
+class Normed(nn.Module):
+    """The gradient of the bias is nothing but rounding: the norm takes the bias away."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return 1e9 * self.norm(self.inner(x)).tanh()
+
+
+def test_what_one_process_cannot_tell_is_rounding_and_nothing_else():
+    torch.manual_seed(0)
+    model, batch = Normed().double(), {"x": torch.randn(6, 4, dtype=torch.float64)}
+    right = {"the loss": 1e-16, "inner.weight": 1e-15, "norm.weight": 1e-15, "norm.bias": 1e-15}
+    assert is_rounding(model, batch, right | {"inner.bias": 1.0}, 1e-9)
+    assert not is_rounding(model, batch, right | {"inner.bias": 1.0, "inner.weight": 1e-8}, 1e-9)
 
 
 @pytest.mark.slow

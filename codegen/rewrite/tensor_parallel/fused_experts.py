@@ -1,16 +1,18 @@
-"""Which modules with fused experts compute what the rule of `expert_rules` takes them for: each is run on invented values.
+"""How ranks can have slices of modules with fused experts, found by running each of these on invented values.
 
-    gate_up_proj    [E, 2I, H], or [E, H, 2I]    first all of the gate, then all of up
-    down_proj       [E, H, I], or [E, I, H]
+    gate_up_proj    [E, 2I, H], or [E, H, 2I]    with or without gate_up_proj_bias [E, 2I]
+    down_proj       [E, H, I], or [E, I, H]      with or without down_proj_bias [E, H]
 
-The names say nothing of how forward reads them: gate and up may alternate (every other column), or there may be more between them. So a
-module is run with few columns (I = 32), on two pretended ranks with half of them each, and what these return must add up to what the
-whole one returns. Modules that cannot be run, or return something else, stay whole where they are called whole.
+The names say nothing of how forward reads them: first may come all of the gate and then all of up, or the two may alternate (every other
+column), or there may be more between them. So a module is run with few columns (I = 32). Their order must not matter, and on two pretended
+ranks with half of them each, what these return must add up to what the whole one returns. The second rank has zeros for the last bias, as
+that is added once. Modules that cannot be run, or return something else, stay whole where they are called whole.
 """
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,36 +21,51 @@ from torch import Tensor, nn
 from smpc.codegen.rewrite.expert_parallel import PARTS
 
 NAMES = ("down_proj", "gate_up_proj")
+BIASES = ("down_proj_bias", "gate_up_proj_bias")
 _INNER, _TOKENS, _CHOSEN = 32, 5, 2
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # what every module has
 
 
-def undivided_experts(model: nn.Module) -> tuple[str, ...]:
-    """The names of the modules with fused experts of which ranks cannot have slices."""
-    known: dict[object, bool] = {}
-    found = []
+@dataclass(frozen=True, slots=True)
+class FusedExperts:
+    """Names of modules. `undivided`: ranks cannot have slices of them. `alternating`: every other column is the gate's."""
+
+    undivided: tuple[str, ...] = ()
+    alternating: tuple[str, ...] = ()
+
+
+def fused_experts(model: nn.Module) -> FusedExperts:
+    """What is known of the modules with fused experts that a model has."""
+    known: dict[object, bool | None] = {}
+    alternates: dict[str, bool | None] = {}
     for name, module in model.named_modules():
         dim = columns_of(module)
         if dim is None:
             continue
-        kind = (*(tuple(module._parameters[own].shape) for own in NAMES), *map(_looks, module.modules()))
+        kind = (*(tuple(p.shape) for p in module._parameters.values() if p is not None), *map(_looks, module.modules()))
         if kind not in known:
-            known[kind] = _adds_up(module, dim)
-        if not known[kind]:
-            found.append(name)
-    return tuple(found)
+            known[kind] = _alternates(module, dim)
+        alternates[name] = known[kind]
+    return FusedExperts(
+        tuple(name for name, found in alternates.items() if found is None),
+        tuple(name for name, found in alternates.items() if found),
+    )
 
 
 def columns_of(module: nn.Module) -> int | None:
     """The dimension of gate_up_proj that has 2I columns; None for a module that has other parameters."""
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-    if sorted(own) != list(NAMES) or any(parameter.dim() != 3 for parameter in own.values()):
+    if sorted(own) not in (list(NAMES), sorted(NAMES + BIASES)) or any(own[name].dim() != 3 for name in NAMES):
         return None
     up, (num_experts, *sizes) = tuple(own["gate_up_proj"].shape), own["down_proj"].shape
     for dim in (1, 2):
         hidden, inner = sizes if dim == 1 else reversed(sizes)
+        biases = ((num_experts, hidden), (num_experts, 2 * inner))
         if up == (num_experts, *((2 * inner, hidden) if dim == 1 else (hidden, 2 * inner))):
-            return dim
+            has_biases = all(
+                tuple(own[name].shape) == shape for name, shape in zip(BIASES, biases, strict=True) if name in own
+            )
+            return dim if has_biases else None
     return None
 
 
@@ -60,42 +77,59 @@ def _looks(module: nn.Module) -> tuple[object, ...]:
     return type(module), own, tuple(map(id, module._buffers.values()))
 
 
-def _adds_up(module: nn.Module, dim: int) -> bool:
-    """Whether slices of the experts return summands of what they return, in the mode that they are in.
+def _alternates(module: nn.Module, dim: int) -> bool | None:
+    """Whether gate and up alternate; None if slices do not return summands of what the whole returns, in the mode that it is in.
 
-    Not where modules inside have parameters of their own: what these do now, such as adapters that begin at zero, they may not do later.
+    Nor where modules inside have parameters of their own: what these do now, such as adapters that begin at zero, they may not do later.
     """
-    if any(True for child in module.children() for _ in child.parameters()):
-        return False
+    serves_others = PARTS in vars(module) and BIASES[0] in module._parameters
+    if serves_others or any(True for child in module.children() for _ in child.parameters()):
+        return None
     down = module._parameters["down_proj"]
     assert down is not None, "it is there"
     num_experts, hidden = down.shape[0], down.shape[dim]
     generator = torch.Generator().manual_seed(0)
-    gate, up, back = (torch.randn(num_experts, _INNER, hidden, generator=generator) for _ in range(3))
+    gate, up, back = (torch.randn(num_experts, _INNER, hidden, generator=generator) * hidden**-0.5 for _ in range(3))
     tokens = torch.randn(_TOKENS, hidden, generator=generator)
     index = torch.arange(_TOKENS * _CHOSEN).view(_TOKENS, _CHOSEN) % num_experts
     weights = torch.rand(_TOKENS, _CHOSEN, generator=generator)
-    gate, up, back = (value * hidden**-0.5 for value in (gate, up, back))
+    biases = [torch.randn(num_experts, size, generator=generator) for size in (_INNER, _INNER, hidden)]
 
-    def run(columns: slice) -> Tensor:
-        first = torch.cat([gate[:, columns], up[:, columns]], 1)
-        last = back[:, columns].transpose(1, 2).contiguous()
+    def run(columns: Tensor, alternate: bool, last_bias: float = 1.0) -> Tensor:
+        join = _alternating if alternate else _one_after_the_other
+        first, last = join(gate[:, columns], up[:, columns]), back[:, columns].transpose(1, 2).contiguous()
         if dim == 2:
             first, last = (value.transpose(1, 2).contiguous() for value in (first, last))
-        result: Tensor = _with(module, first, last)(tokens, index, weights)
+        own = (last, first, last_bias * biases[2], join(biases[0][:, columns], biases[1][:, columns]))
+        result: Tensor = _with(module, dict(zip(NAMES + BIASES, own, strict=True)))(tokens, index, weights)
         return result
+
+    def adds_up(alternate: bool) -> bool:
+        columns = torch.arange(_INNER)
+        whole, turned = run(columns, alternate), run(columns.flip(0), alternate)
+        halves = run(columns[: _INNER // 2], alternate) + run(columns[_INNER // 2 :], alternate, last_bias=0.0)
+        return all(
+            whole.shape == found.shape and torch.allclose(whole, found, rtol=1e-4, atol=1e-5)
+            for found in (turned, halves)
+        )
 
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            whole = run(slice(0, _INNER))
-            halves = run(slice(0, _INNER // 2)) + run(slice(_INNER // 2, _INNER))
+            return next((alternate for alternate in (False, True) if adds_up(alternate)), None)
     except Exception:  # whatever its forward raises
-        return False
-    return whole.shape == halves.shape and torch.allclose(whole, halves, rtol=1e-4, atol=1e-5)
+        return None
 
 
-def _with(module: nn.Module, gate_up: Tensor, down: Tensor) -> nn.Module:
-    """A module like this one, with other parameters: not one that serves the tokens of other ranks.
+def _one_after_the_other(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.cat([gate, up], 1)
+
+
+def _alternating(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.stack([gate, up], 2).flatten(1, 2)
+
+
+def _with(module: nn.Module, values: dict[str, Tensor]) -> nn.Module:
+    """A module like this one, with other values of its parameters: not one that serves the tokens of other ranks.
 
     What it changes, such as counts in its buffers, is its own.
     """
@@ -104,8 +138,10 @@ def _with(module: nn.Module, gate_up: Tensor, down: Tensor) -> nn.Module:
     held = {id(parameter): parameter for parameter in module.parameters()}
     own = {name: value for name, value in vars(module).items() if name not in (PARTS, "_parameters")}
     made.__dict__.update(copy.deepcopy(own, {**held, id(module): made}))
-    values = {"gate_up_proj": gate_up, "down_proj": down}
-    made.__dict__["_parameters"] = {name: nn.Parameter(values[name], requires_grad=False) for name in NAMES}
+    made.__dict__["_parameters"] = {
+        name: None if parameter is None else nn.Parameter(values[name], requires_grad=False)
+        for name, parameter in module._parameters.items()
+    }
     for hooks in ("_forward_hooks", "_forward_pre_hooks"):
         made.__dict__[hooks] = type(vars(module)[hooks])()
     return made

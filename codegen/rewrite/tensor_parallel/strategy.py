@@ -34,9 +34,10 @@ _CHANGES_SHAPE = ("view", "reshape", "flatten", "unflatten", "view_as", "reshape
 class Strategy:
     """Layouts by `Node.inputs`, and of the output; of a tuple's parts, which all have the same.
 
-    `state`: layouts of parameters that a module called whole reads itself. `sent`: bytes that a rank sends in each of the collectives
-    inside the operation, forward and backward. `way`: the operation of `smpc.executor.tensor_ops` that does it on slices,
-    where that is not the operation itself; of a module called whole, the argument by which it is told of how many slices one is.
+    `state`: layouts of parameters that a module called whole reads itself; of a summand (P) every rank holds the whole. `sent`: bytes that
+    a rank sends in each of the collectives inside the operation, forward and backward. `way`: the operation of
+    `smpc.executor.tensor_ops` that does it on slices, where that is not the operation itself; of a module called whole, the argument by
+    which it is told of how many slices one is.
     """
 
     inputs: tuple[Layout, ...]

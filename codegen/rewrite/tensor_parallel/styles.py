@@ -20,12 +20,12 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from torch import nn
 
-from smpc.codegen.rewrite.tensor_parallel.fused_experts import undivided_experts
+from smpc.codegen.rewrite.tensor_parallel.fused_experts import FusedExperts, fused_experts
 from smpc.codegen.rewrite.tensor_parallel.layout_problem import Weights
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Kind, Layout
 from smpc.codegen.rewrite.tensor_parallel.search import ShardingChoice, choose
@@ -61,20 +61,20 @@ STYLES: Mapping[str, str] = MappingProxyType(
 class StylePlan:
     """`styles`: (pattern, style) pairs; None: choose freely. `layouts` of parameters that are decided already; None: none are.
 
-    `whole`: names of modules whose parameters every rank has whole, whatever else is said. `undivided`: names of those that ranks cannot
-    have slices of where they are called whole.
+    `whole`: names of modules whose parameters every rank has whole, whatever else is said. `experts`: how ranks can have slices of those
+    that are called whole.
     """
 
     styles: tuple[tuple[str, str], ...] | None = None
     layouts: tuple[tuple[str, Layout], ...] | None = None
     whole: tuple[str, ...] = ()
-    undivided: tuple[str, ...] = ()
+    experts: FusedExperts = field(default_factory=FusedExperts)
 
 
 def find_plan(model: nn.Module, plan: str | Mapping[str, str]) -> StylePlan:
     """The plan of that name, or of these styles. ConfigError if it is wrong: unknown styles, patterns that fit nothing."""
     if plan == AUTO:
-        return StylePlan(undivided=undivided_experts(model))
+        return StylePlan(experts=fused_experts(model))
     if plan == OFF:
         return StylePlan(())
     styles = _of_model(model) if plan == HUGGING_FACE else plan
@@ -143,20 +143,26 @@ def choose_by_plan(
 
 
 class _Whole:
-    """Lets parameters of some modules be whole alone, and those of others where they are called whole."""
+    """Lets parameters of some modules be whole alone, and of experts that are called whole such slices alone as add up."""
 
     def __init__(self, trace: Trace, plan: StylePlan) -> None:
         names = [name for state in trace.state for name in state.names]
-        whole, undivided = (tuple(f"{module}." for module in each) for each in (plan.whole, plan.undivided))
-        self._names = frozenset(name for name in names if name.startswith(whole))
-        self._undivided = frozenset(name for name in names if name.startswith(undivided))
+        self._names = frozenset(name for name in names if name.startswith(tuple(f"{module}." for module in plan.whole)))
+        self._experts = plan.experts
 
     def allows(self, node: Node, strategy: Strategy) -> bool:
         """Whether none of them is divided."""
         if node.kind is NodeKind.GET_ATTR:
             return self.fits(node.target, strategy.output)
-        divided = [name for name, layout in strategy.state if layout.kind is Kind.SHARDED]
-        return not any(name in self._names or name in self._undivided for name in divided)
+        divided = {name: layout for name, layout in strategy.state if layout.kind is Kind.SHARDED}
+        if not divided:
+            return True
+        alternates = all(layout.is_plain for layout in divided.values())
+        return (
+            not any(name in self._names for name in divided)
+            and node.target not in self._experts.undivided
+            and alternates == (node.target in self._experts.alternating)
+        )
 
     def fits(self, name: str, layout: Layout) -> bool:
         """Whether a parameter may lie so."""
@@ -183,7 +189,7 @@ class _Restriction(_Whole):
         if node.kind is NodeKind.GET_ATTR:
             return self._allows(node.target, strategy.output, node)
         if node.kind is NodeKind.CALL_MODULE:
-            split = dict(strategy.state)
+            split = {name: layout for name, layout in strategy.state if layout.kind is Kind.SHARDED}
             own = [name for name in self._aliases if name.startswith(f"{node.target}.") and name not in self._names]
             return all(self._allows(name, split.get(name, REPLICATED), None) for name in own)
         return True

@@ -8,30 +8,47 @@ from tensor_ranks import run_ranks, tensor_groups
 from torch import nn
 from torch.nn import functional as F
 
-from smpc.codegen.rewrite.tensor_parallel.fused_experts import undivided_experts
+from smpc.codegen.rewrite.tensor_parallel.fused_experts import fused_experts
 from smpc.tensor_parallel import shard
+from smpc.tracer.replay import replay
 
 
 class Experts(nn.Module):
-    """`form`: halves, gate before up; turned, weights from the left; alternating, every other column is the gate; added, input and all."""
+    """`form`, any of these: turned, weights from the left; alternating, every other column is the gate's, else all of these come first;
+    fours, four columns of the gate and four of the rest in turn; added, input and all; biased; bent, not linear in what comes last.
+    """
 
     def __init__(self, form):
         super().__init__()
-        self.form = form
-        up, down = (4, 16, 12), (4, 12, 8)
-        self.gate_up_proj = nn.Parameter(torch.randn(4, 12, 16) if form == "turned" else torch.randn(up))
-        self.down_proj = nn.Parameter(torch.randn(4, 8, 12) if form == "turned" else torch.randn(down))
+        self.form = form.split()
+        turned = "turned" in self.form
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 12, 16) if turned else torch.randn(4, 16, 12))
+        self.down_proj = nn.Parameter(torch.randn(4, 8, 12) if turned else torch.randn(4, 12, 8))
+        if "biased" in self.form:
+            self.gate_up_proj_bias = nn.Parameter(torch.randn(4, 16))
+            self.down_proj_bias = nn.Parameter(torch.randn(4, 12))
+
+    def gate(self, both):
+        if "alternating" in self.form:
+            return both[..., ::2], both[..., 1::2]
+        if "fours" in self.form:
+            return [part.flatten(-2) for part in both.unflatten(-1, (-1, 2, 4)).unbind(-2)]
+        return both.chunk(2, -1)
 
     def forward(self, hidden, index, weights):
-        found = hidden.clone() if self.form == "added" else torch.zeros_like(hidden)
+        found = hidden.clone() if "added" in self.form else torch.zeros_like(hidden)
         for expert in range(4):
             row, slot = (index == expert).nonzero(as_tuple=True)
             up, down = self.gate_up_proj[expert], self.down_proj[expert]
-            if self.form == "turned":
+            biases = (
+                [self.gate_up_proj_bias[expert], self.down_proj_bias[expert]] if "biased" in self.form else [None] * 2
+            )
+            if "turned" in self.form:
                 up, down = up.T, down.T
-            both = F.linear(hidden[row], up)
-            gate, rest = (both[..., ::2], both[..., 1::2]) if self.form == "alternating" else both.chunk(2, -1)
-            found = found.index_add(0, row, F.linear(F.silu(gate) * rest, down) * weights[row, slot, None])
+            gate, rest = self.gate(F.linear(hidden[row], up, biases[0]))
+            own = F.linear(F.silu(gate) * rest, down, biases[1])
+            own = own.tanh() if "bent" in self.form else own
+            found = found.index_add(0, row, own * weights[row, slot, None])
         return found
 
 
@@ -47,14 +64,19 @@ class Model(nn.Module):
         return self.head(hidden + self.experts(hidden, index, weights)).square().mean()
 
 
-@pytest.mark.parametrize(
-    ("form", "divided"), [("halves", True), ("turned", True), ("alternating", False), ("added", False)]
-)
-def test_experts_are_divided_where_slices_add_up(form, divided):
+DIVIDED = ("halves", "turned", "alternating", "biased", "biased turned", "biased alternating turned")
+WHOLE = ("added", "fours", "biased fours turned", "bent", "biased bent")
+
+
+@pytest.mark.parametrize("form", DIVIDED + WHOLE)
+def test_experts_are_divided_where_slices_add_up(form):
     """Names and shapes alone had decided: a module whose gate and up alternate trained on wrong numbers without a word."""
     torch.manual_seed(0)
+    divided = form in DIVIDED
     model, ids = Model(form), torch.randint(0, 32, (2, 8))
-    assert undivided_experts(model) == (() if divided else ("experts",))
+    known = fused_experts(model)
+    assert known.undivided == (() if divided else ("experts",))
+    assert known.alternating == (("experts",) if divided and "alternating" in form else ())
     loss = model(ids)
     loss.backward()
     wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -63,10 +85,13 @@ def test_experts_are_divided_where_slices_add_up(form, divided):
     def work(rank):
         own = modules[rank](ids=ids)
         own.backward()
-        return own.detach(), modules[rank].whole_gradients()
+        again = replay(modules[rank].rewritten.trace, modules[rank].model, (), {"ids": ids})
+        return own.detach(), again.detach(), modules[rank].whole_gradients()
 
-    for own, gradients in run_ranks(2, work):
+    for own, again, gradients in run_ranks(2, work):
         torch.testing.assert_close(own, loss.detach(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(again, own, rtol=0, atol=0)
+        assert set(gradients) == set(wanted)
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, wanted[name], rtol=0, atol=1e-5 * wanted[name].abs().max().item())
     assert (modules[0].model.experts.down_proj.numel() < model.experts.down_proj.numel()) == divided
@@ -95,13 +120,13 @@ class Between(Experts):
 def test_each_is_judged_by_what_is_between_its_products():
     """The class, sizes and numbers of the first had decided for all: a softmax over half of the width gave wrong numbers without a word."""
     between = (nn.SiLU(), nn.Softmax(-1), torch.sigmoid, lambda value: value.softmax(-1), nn.Softmax(-1), nn.SiLU())
-    assert undivided_experts(nn.ModuleList(map(Between, between))) == ("1", "3", "4")
+    assert fused_experts(nn.ModuleList(map(Between, between))).undivided == ("1", "3", "4")
 
 
 def test_running_experts_leaves_them_as_they_are():
     """Counts in buffers and lists had gone up by the invented tokens."""
     module = Between(nn.SiLU())
-    assert undivided_experts(nn.ModuleList([module])) == ()
+    assert fused_experts(nn.ModuleList([module])).undivided == ()
     assert not module.count.any()
     assert not module.seen
 
@@ -125,4 +150,4 @@ def test_what_may_not_add_up_later_stays_whole(between, mode):
     torch.manual_seed(0)
     model = nn.ModuleList([Between(between())]).train(mode)
     is_dropout = not isinstance(model[0].between, Adapter)
-    assert undivided_experts(model) == (() if is_dropout and not mode else ("0",))
+    assert fused_experts(model).undivided == (() if is_dropout and not mode else ("0",))

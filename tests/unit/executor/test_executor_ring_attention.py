@@ -67,10 +67,11 @@ def test_the_error_is_at_most_twice_that_of_torch(ranks, causal, mirrored):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_long_slices_are_computed_in_runs_of_queries(ranks):
-    """600 positions a rank: two whole runs of the causal block and a part of one, backward."""
+@pytest.mark.parametrize("length", [600, 258], ids=["four runs", "two runs"])
+def test_long_slices_are_computed_in_triangles_and_rectangles(ranks, length):
+    """The causal block, backward."""
     for mirrored in (True, False):
-        tensors = drawn(600 * ranks)
+        tensors = drawn(length * ranks)
         exact = whole_attention(*tensors, dtype=torch.float64, causal=True)
         own = errors(whole_attention(*tensors, dtype=torch.float32, causal=True), exact)
         found = errors(on_ring(by_ring, ranks, *tensors, causal=True, mirrored=mirrored), exact)
