@@ -2,8 +2,6 @@
 
 import copy
 import functools
-import multiprocessing
-import multiprocessing.forkserver
 import warnings
 
 import pytest
@@ -58,21 +56,6 @@ FAMILIES = {
     "mixtral": ("Mixtral", {"num_key_value_heads": 2, "num_local_experts": 4}),
     "dropout": ("GPTNeoX", {"hidden_dropout": 0.2, "attention_dropout": 0.2}),
 }
-_IMPORTED = (
-    "checkpoint_harness",
-    "smpc.v2",
-    "smpc.v2.transforming.sharing",
-    "transformers.models.gpt_neox.modeling_gpt_neox",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.mixtral.modeling_mixtral",
-)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    """All ranks are forked from one process that has imported what they need."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(_IMPORTED))
-    multiprocessing.forkserver.ensure_running()
 
 
 def build(family, seed=0, **more):
