@@ -1,6 +1,11 @@
-"""What the server of `server.py` imports before ranks are forked from it: most of them would import it themselves, in every test."""
+"""What the server of `server.py` does before ranks are forked from it: most of them would do it themselves, in every test.
+
+It imports modules, and records three models: the first recording of a process fills torch's tables of what operations do to shapes, which
+takes as long as the recording itself.
+"""
 
 import importlib
+import logging
 
 MODULES = (
     "numpy.ctypeslib",
@@ -27,3 +32,19 @@ MODULES = (
 
 for _name in MODULES:
     importlib.import_module(_name)
+
+
+def _record() -> None:
+    import torch
+    import zoo
+
+    from smpc.tracer.record import record
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    with torch.random.fork_rng(devices=()):
+        for name in ("gpt2", "llama", "t5"):
+            model, (arguments, options) = zoo.build(name)
+            record(model, arguments, options)
+
+
+_record()
