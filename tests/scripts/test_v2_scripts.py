@@ -97,7 +97,7 @@ def check(folder, family, fsdp, kind, first, second, flags=(), balancing=None):
     torch.testing.assert_close(trained + resumed, wanted, rtol=1e-5, atol=0)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("family", "fsdp", "kind", "first", "second", "flags"),
     [
