@@ -16,7 +16,7 @@ SMPC = [sys.executable, "-P", "-c", "import sys; from smpc.cli import main; sys.
 @pytest.mark.parametrize("way", ["ranks", pytest.param("job", marks=pytest.mark.slow)])
 def test_two_ranks_measure_at_once(tmp_path, way):
     path = tmp_path / "here.toml"
-    arguments = ["calibrate", "--out", str(path), "--seconds", "2"]
+    arguments = ["calibrate", "--out", str(path), "--seconds", "5"]
     commands = {"ranks": [*arguments, "--ranks", "2"], "job": ["run", "-n", "2", "-c", *SMPC, *arguments]}
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     found = subprocess.run(
