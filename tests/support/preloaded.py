@@ -17,8 +17,11 @@ MODULES = (
         f"transformers.models.{name}.modeling_{name}"
         for name in ("bert", "gpt2", "gpt_neo", "gpt_neox", "llama", "mixtral", "t5")
     ),
+    "transformers.trainer",
     "smpc.checkpoint",
     "smpc.compile",
+    "smpc.composer",
+    "smpc.integrations.huggingface",
     "smpc.v1",
     "smpc.v2.delayed_param",
     "smpc.v2.distributed.checkpoint.state_dict_loader",

@@ -297,6 +297,7 @@ def run_listeners(num_ranks, environ):
         for process, (_, sender) in zip(processes, pipes, strict=True):
             process.start()
             sender.close()
+        assert all(receiver.poll(120) for receiver, _ in pipes), "a rank does not answer"
         results = [receiver.recv() for receiver, _ in pipes]
         for process in processes:
             process.join(120)
