@@ -39,7 +39,7 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.matrix(40)
+@pytest.mark.matrix(20)
 @pytest.mark.parametrize("name", READS)
 def test_each_reader_is_equal_whatever_is_changed(name):
     number = list(READS).index(name)

@@ -51,7 +51,7 @@ def trace_of(*names):
     return record(case.model(), args, kwargs)
 
 
-@pytest.mark.matrix(16)
+@pytest.mark.matrix(10)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if number % 3 == 0 else pytest.mark.slow) for number, name in enumerate(EFFECTS)],

@@ -14,7 +14,7 @@ from smpc.tracer import NodeKind, record
 OPAQUE = {"gradients": ["steps.0", "steps.1", "steps.2"]}
 
 
-@pytest.mark.matrix(10)
+@pytest.mark.matrix(6)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", awkward_models.CASES)

@@ -15,6 +15,7 @@ def test_the_kernels_run():
     assert backend(torch.device("cpu")) is Backend.INTERPRETER
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_and_gradients(case: Case):
     check_case(case, torch.float32)

@@ -16,6 +16,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
 def test_norms(shape, dtype):
     assert backend(torch.device("cpu")) is Backend.INTERPRETER
@@ -27,6 +28,7 @@ def test_norms_from_their_output(shape, dtype):
     cases.check_norms(shape, dtype, memory_efficient=True)
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
 def test_layouts(layout, dtype):
     cases.check_norms((17, 33), dtype, layout=layout)
@@ -66,22 +68,26 @@ def test_rows_beyond_what_programs_hold(dtype):
     assert output.shape == x.shape
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
 def test_activations(shape, dtype):
     cases.check_activations(shape, dtype)
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("shape", [*cases.SHAPES, (9, 1000)], ids=str)
 def test_bias_dropout_add(shape, dtype):
     cases.check_bias_dropout_add(shape, dtype)
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("shape", cases.ROTARY_SHAPES, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half-rotated", "interleaved"])
 def test_rotary(shape, dtype, interleaved):
     cases.check_rotary(shape, dtype, interleaved)
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("shape", [*cases.LOSS_SHAPES, (2, 9000)], ids=str)
 @pytest.mark.parametrize("rule", cases.RULES, ids=str)
 def test_cross_entropy(shape, dtype, rule):
@@ -94,6 +100,7 @@ def test_rows_of_minus_infinity(dtype):
         cases.check_hidden_rows()
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("shape", cases.LINEAR_SHAPES, ids=str)
 @pytest.mark.parametrize("rule", cases.RULES, ids=str)
 def test_linear_cross_entropy(shape, dtype, rule):

@@ -1,24 +1,9 @@
-"""One server has imported what the processes of the tests in this folder need, and all of them are forked from it."""
-
-import multiprocessing
-import multiprocessing.forkserver
+"""The server runs before any test of this folder: also what torch starts with the method "forkserver" comes from it."""
 
 import pytest
-
-_IMPORTED = (
-    "numpy",
-    "pytest",
-    "smpc.v1",
-    "smpc.checkpoint",
-    "smpc.compile",
-    "transformers.models.bert.modeling_bert",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.t5.modeling_t5",
-)
+import server
 
 
 @pytest.fixture(scope="session", autouse=True)
-def server():
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(_IMPORTED))
-    multiprocessing.forkserver.ensure_running()
+def _server():
+    server.context()

@@ -1,7 +1,6 @@
 """Random faults: every process is gone in time, the right rank is named, and nothing is left behind."""
 
 import json
-import multiprocessing
 import multiprocessing.connection
 import os
 import random
@@ -14,6 +13,7 @@ from pathlib import Path
 import fault_script
 import forked_launch
 import pytest
+import server
 from fault_script import (
     AFTER,
     BEFORE,
@@ -211,7 +211,7 @@ def lines_of(folder, number):
 
 
 def run_campaign(faults, folder, num_drivers):
-    context = multiprocessing.get_context("forkserver")
+    context = server.context()
     drivers = []
     for number in range(num_drivers):
         own = folder / f"driver{number}"

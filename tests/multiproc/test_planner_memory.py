@@ -292,8 +292,14 @@ def check_found(found):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_predicted_peaks_come_true(tmp_path, num_stages):
+def test_predicted_peaks_come_true(tmp_path):
+    cases = [(name, *pipeline) for name, pipeline in zip(LAYERS, itertools.cycle(PIPELINES))]
+    check(tmp_path, compiled(cases, 2), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_predicted_peaks_come_true_in_every_pipeline(tmp_path, num_stages):
     cases = [(name, *pipeline) for name, pipeline in itertools.product(LAYERS, PIPELINES)]
     check(tmp_path, compiled(cases, num_stages), num_stages)
 
@@ -320,7 +326,7 @@ def test_predicted_peaks_come_true_with_offloading(tmp_path):
 
 
 def test_predicted_peaks_come_true_with_checkpointing(tmp_path):
-    cases = [recomputed(*case, 2) for case in (("gpt2", PIPELINES[:1]), ("t5", PIPELINES[1:]), ("unet", PIPELINES[1:]))]
+    cases = [recomputed(*case, 2) for case in (("gpt2", PIPELINES[:1]), ("unet", PIPELINES[1:]))]
     check(tmp_path, list(itertools.chain.from_iterable(cases)), 2)
 
 

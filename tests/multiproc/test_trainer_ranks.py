@@ -127,10 +127,11 @@ def _one_run(where, options, size):
     return everything(made), made.state.device_train_microbatch_size
 
 
-def automatic(rank, folder, where):
+def automatic(rank, folder, where, names):
     _place(rank)
     found = {}
-    for name, options in AUTOMATIC.items():
+    for name in names:
+        options = AUTOMATIC[name]
         began = time.monotonic()
         found[name] = (*_one_run(where, options, "auto"), time.monotonic() - began, _one_run(None, options, 1)[0])
     return found
@@ -140,7 +141,18 @@ def automatic(rank, folder, where):
 @pytest.mark.parametrize("where", ["forward", "backward", "inside of a unit"])
 def test_out_of_memory_on_one_rank(tmp_path, where):
     """All ranks take the smaller size, and have the bits of one that was given from the start; dropout included."""
-    for found in run_workers(automatic, 2, tmp_path, where):
+    check_out_of_memory(tmp_path, where, ("replicas", "FULL_SHARD", "parts in CPU memory"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["forward", "backward", "inside of a unit"])
+def test_out_of_memory_on_one_rank_in_every_strategy(tmp_path, where):
+    check_out_of_memory(tmp_path, where, tuple(AUTOMATIC))
+
+
+def check_out_of_memory(folder, where, names):
+    for found in run_workers(automatic, 2, folder, where, names):
+        assert found.keys() == set(names)
         for name, (made, size, took, fixed) in found.items():
             assert size == 1, name
             assert torch.equal(made, fixed), name
@@ -241,8 +253,9 @@ def resume(rank, folder, run):
     return found, going_on
 
 
-def test_checkpoints_are_resumed_on_any_number_of_ranks(tmp_path):
-    """Four ranks leave exactly five files; parameters and moments come back bit by bit on 1, 2 and 4 ranks, and 2 + 2 batches are 4."""
+@pytest.mark.parametrize("sizes", [(3, 4), pytest.param((1, 2), marks=pytest.mark.slow)])
+def test_checkpoints_are_resumed_on_any_number_of_ranks(tmp_path, sizes):
+    """Four ranks leave exactly five files; parameters and moments come back bit by bit on 1 to 4 ranks, and 2 + 2 batches are 4."""
     (tmp_path / "4").mkdir()
     halfway, end = run_workers(save, 4, tmp_path / "4")[0]
     folder = tmp_path / "4"
@@ -251,7 +264,7 @@ def test_checkpoints_are_resumed_on_any_number_of_ranks(tmp_path):
             ".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "__3_0.distcp",
         ]  # fmt: skip
     assert os.path.realpath(folder / "run" / "latest-rank0.pt") == str(folder / "run" / "ba4-shards")
-    for size in (1, 2, 3, 4):
+    for size in sizes:
         (tmp_path / f"to{size}").mkdir()
         for found, going_on in run_workers(resume, size, tmp_path / f"to{size}", folder):
             assert all(torch.equal(values, halfway) for values in found)

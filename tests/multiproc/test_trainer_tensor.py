@@ -152,11 +152,11 @@ def _full(where):
     return model
 
 
-def automatic(rank, folder, where):
+def automatic(rank, folder, where, names):
     _place(rank)
     found = {}
-    for name, fsdp in STRATEGIES.items():
-        values = []
+    for name in names:
+        fsdp, values = STRATEGIES[name], []
         for model, size in ((_full(where), "auto"), (classifier(), 1)):
             made = _trainer(
                 4, {"fsdp": fsdp, "tp": _tensor()}, model, device_train_microbatch_size=size, max_duration="1ba"
@@ -172,8 +172,14 @@ def automatic(rank, folder, where):
 @pytest.mark.parametrize("where", ["forward", "backward", "inside of slices"])
 def test_out_of_memory_on_one_rank_of_slices(tmp_path, where):
     """The ranks that wait for its slices take the smaller size with it, and all have the bits of one that was given from the start."""
-    for found in run_workers(automatic, 4, tmp_path, where):
-        assert found == dict.fromkeys(STRATEGIES, True)
+    names = ("FULL_SHARD", "HYBRID_SHARD", "recomputed")
+    assert run_workers(automatic, 4, tmp_path, where, names) == [dict.fromkeys(names, True)] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["forward", "backward", "inside of slices"])
+def test_out_of_memory_on_one_rank_of_slices_in_every_strategy(tmp_path, where):
+    assert run_workers(automatic, 4, tmp_path, where, tuple(STRATEGIES)) == [dict.fromkeys(STRATEGIES, True)] * 4
 
 
 def _dropped_on(device):

@@ -50,7 +50,7 @@ class Job:
     """Replicas whose every parameter and state of the optimizer has the number of the step."""
 
     def __init__(self, path, size):
-        smp.init({"pipeline_parallel_degree": 1, "ddp": size > 1, "checkpoint_timeout": 30.0})
+        smp.init({"pipeline_parallel_degree": 1, "ddp": size > 1, "checkpoint_timeout": 10.0})
         self.model = smp.DistributedModel(nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 20)))
         self.optimizer = smp.DistributedOptimizer(torch.optim.AdamW(self.model.parameters()))
         for parameter in self.model.parameters():

@@ -318,27 +318,32 @@ def recomputed(ep, **config):
     return found
 
 
-def variants(rank, folder, ep):
-    return {
-        "recomputed": recomputed(ep),
-        "recomputed, in parts": recomputed(ep, fully_shard=True),
-        "bf16, in parts": in_half(ep, {"bf16": True, "fully_shard": True}),
-        "fp16, in parts": in_half(ep, {"fp16": True, "fully_shard": True}),
-        "bf16": in_half(ep, {"bf16": True}),
-        "fp16": in_half(ep, {"fp16": True}),
-        "fp16, state sharded": in_half(ep, {"fp16": True, "shard_optimizer_state": True}),
-        "added up": added_up(ep),
-        "drawn late": drawn_late(ep),
-        "drawn late, in parts": drawn_late(ep, fully_shard=True),
-    }
+VARIANTS = {
+    "recomputed, in parts": lambda ep: recomputed(ep, fully_shard=True),
+    "bf16": lambda ep: in_half(ep, {"bf16": True}),
+    "fp16, in parts": lambda ep: in_half(ep, {"fp16": True, "fully_shard": True}),
+    "fp16, state sharded": lambda ep: in_half(ep, {"fp16": True, "shard_optimizer_state": True}),
+    "added up": lambda ep: added_up(ep),
+    "drawn late, in parts": lambda ep: drawn_late(ep, fully_shard=True),
+    "recomputed": lambda ep: recomputed(ep),
+    "bf16, in parts": lambda ep: in_half(ep, {"bf16": True, "fully_shard": True}),
+    "fp16": lambda ep: in_half(ep, {"fp16": True}),
+    "drawn late": lambda ep: drawn_late(ep),
+}
+FIRST = tuple(VARIANTS)[:6]  # with each precision, and each of the other words, once or twice
 
 
-def test_precisions_and_sums_of_several_steps_are_those_of_replicas(tmp_path):
+def variants(rank, folder, ep, names):
+    return {name: VARIANTS[name](ep) for name in names}
+
+
+@pytest.mark.parametrize("names", [FIRST, pytest.param(tuple(VARIANTS)[6:], marks=pytest.mark.slow)])
+def test_precisions_and_sums_of_several_steps_are_those_of_replicas(tmp_path, names):
     found = []
     for ep in (1, 2):
         folder = tmp_path / str(ep)
         folder.mkdir()
-        found.append(run_workers(variants, 2, folder, ep))
+        found.append(run_workers(variants, 2, folder, ep, names))
     for whole, divided in zip(*found, strict=True):
         for what, expected in whole.items():
             assert all(map(math.isfinite, expected)), what  # a scale that no step survives trains nothing

@@ -1,7 +1,6 @@
 """Before the first step: who waits for a rank that does not come ends within `start_timeout`, and names that rank and where it is."""
 
 import json
-import multiprocessing
 import os
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ import time
 
 import forked_launch
 import pytest
+import server
 import start_script
 from start_script import CASES, START_TIMEOUT
 
@@ -36,7 +36,7 @@ def drive(cases, folder):
 
 def run_cases(cases, folder):
     """What became of each case; two at a time."""
-    context = multiprocessing.get_context("forkserver")
+    context = server.context()
     drivers = []
     for number in range(2):
         (folder / f"driver{number}").mkdir()

@@ -1,13 +1,13 @@
 """A tensor-parallel rank goes away while the other one waits for it in shared memory: both end in time, and the right one is named."""
 
 import json
-import multiprocessing
 import os
 import tempfile
 from pathlib import Path
 
 import forked_launch
 import pytest
+import server
 import tensor_fault_script
 
 from smpc.launch.job import Job
@@ -47,7 +47,7 @@ def drive(action, folder):
     "action", ["kill", "sleep", pytest.param("raise", marks=pytest.mark.slow), pytest.param("stop", marks=pytest.mark.slow)]
 )  # fmt: skip
 def test_the_rank_at_fault_is_named(tmp_path, action):
-    context = multiprocessing.get_context("forkserver")
+    context = server.context()
     before = sorted(path.name for path in Path("/dev/shm").iterdir())
     driver = context.Process(target=drive, args=(action, tmp_path))
     driver.start()

@@ -5,8 +5,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 LIMIT = 240
 SMP = "smdistributed.modelparallel.torch"
 CONFIG = ["initializer_range", "layernorm_epsilon", "use_normal_initialization", "pre_layernorm", "post_layernorm"]
@@ -168,9 +166,7 @@ def test_every_name_and_argument_of_public_scripts_is_there():
     assert look(NAMES) == []
 
 
-@pytest.mark.parametrize(
-    ("names", "said"), [({"nn.DistributedConv": None}, "DistributedConv"), ({"save": ["object", "f"]}, "save(object)")]
-)
-def test_what_is_missing_is_named(names, said):
-    [line] = look(names)
-    assert said in line
+def test_what_is_missing_is_named():
+    layer, argument = look({"nn.DistributedConv": None, "save": ["object", "f"]})
+    assert "DistributedConv" in layer
+    assert "save(object)" in argument

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import data
 import forked_launch
 import pytest
+import server
 import torch
 import torch.nn.functional as F
 from models import MODELS, Mine, MineConfig
@@ -33,7 +33,6 @@ SMPC = [
     "-n",
 ]
 LIMIT = 240
-_IMPORTED = [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "gpt_neo", "gpt_neox", "t5")]
 CLOSE = {"rel": 2e-5, "abs": 1e-6}
 
 
@@ -71,8 +70,7 @@ def _started(ranks, command, environ):
 
 
 def _forked(ranks, command, environ):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["forked_launch", "smpc.v1", *_IMPORTED])
+    context = server.context()
     with tempfile.TemporaryDirectory() as folder:
         driver = context.Process(target=_drive, args=(Path(folder), ranks, command, environ))
         driver.start()

@@ -4,8 +4,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import multiprocessing
-import multiprocessing.forkserver
 import warnings
 
 import pytest
@@ -16,22 +14,6 @@ from checkpoint_harness import run_ranks, values_of
 import smpc
 
 STEPS, SAVED = 4, 2
-_IMPORTED = (
-    "smpc.v2.delayed_param",
-    "smpc.v2.distributed.checkpoint.state_dict_loader",
-    "smpc.v2.grad_norm",
-    "torch.distributed.checkpoint.state_dict",
-    "transformers.models.gpt_neox.modeling_gpt_neox",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.mixtral.modeling_mixtral",
-)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server():
-    """All ranks are forked from one process that has imported what they need."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(_IMPORTED))
-    multiprocessing.forkserver.ensure_running()
 
 
 def ranks(rank, channel, arguments):
@@ -115,7 +97,7 @@ def check(folder, family, fsdp, kind, first, second, flags=(), balancing=None):
     torch.testing.assert_close(trained + resumed, wanted, rtol=1e-5, atol=0)
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("family", "fsdp", "kind", "first", "second", "flags"),
     [

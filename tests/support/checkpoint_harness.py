@@ -5,7 +5,6 @@ Ranks are forked from a server that has imported torch already, meet in a file, 
 
 import dataclasses
 import datetime
-import multiprocessing
 import os
 import signal
 import sys
@@ -14,12 +13,12 @@ import time
 import traceback
 import warnings
 
+import server
 import torch
 import torch.distributed as dist
 
 from smpc.checkpoint import Content, GroupChannel, Shard
 
-CONTEXT = multiprocessing.get_context("forkserver")
 TIMEOUT = datetime.timedelta(seconds=20)
 
 NAMES = [f"layer{i}.weight" for i in range(6)]
@@ -39,9 +38,10 @@ def run_ranks(size, function, folder, *arguments, timeout=60, patience=TIMEOUT, 
     """Run `function(rank, channel, *arguments)` on ranks that rendezvous in `folder`. `patience`: the
     channel's. `during(processes)` runs meanwhile."""
     rendezvous = str(folder / f"rendezvous{time.monotonic_ns()}")
-    pipes = [CONTEXT.Pipe(duplex=False) for _ in range(size)]
+    context = server.context()
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
     ranks = [
-        CONTEXT.Process(target=_rank, args=(function, rank, size, rendezvous, pipes[rank][1], patience, arguments))
+        context.Process(target=_rank, args=(function, rank, size, rendezvous, pipes[rank][1], patience, arguments))
         for rank in range(size)
     ]
     try:

@@ -1,11 +1,11 @@
 """Starts real gloo processes on loopback for the executor's tests, and has the programs that they run."""
 
 import datetime
-import multiprocessing
 import os
 import time
 from pathlib import Path
 
+import server
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -74,7 +74,7 @@ class Launch:
     """Processes under way. `wait` returns (exit status, output) of each; none outlives it."""
 
     def __init__(self, worker, num_processes, folder: Path, *args):
-        context = multiprocessing.get_context("forkserver")
+        context = server.context()
         self.folder = folder
         self.processes = [
             context.Process(target=_main, args=(worker, rank, num_processes, folder, args))

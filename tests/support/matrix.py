@@ -20,7 +20,10 @@ FOLDER = ROOT / "build" / "matrix"
 PYTHONS, TORCHES = "3.11 3.12 3.13", "2.11 2.12 2.13 2.14"
 OF_TORCH = re.compile(r"(torch|triton|nvidia|cuda|sympy|networkx|filelock|fsspec|jinja2)", re.IGNORECASE)
 TESTS = (
-    "tests/unit/facade",
+    "tests/unit/test_dist_alone.py",
+    "tests/unit/mesh",
+    "tests/unit/places",
+    "tests/unit/test_runtime.py",
     "tests/unit/composer",
     "tests/behaviour/test_parity_schedules.py",
     "tests/multiproc/test_executor_gloo.py",

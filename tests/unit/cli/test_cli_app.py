@@ -351,6 +351,7 @@ def test_unknown_commands_are_errors(smpc, arguments):
     assert len(_errors(err)) == 1
 
 
+@pytest.mark.slow
 def test_reports_have_the_same_bytes_whatever_the_hash_seed(factories, tmp_path):
     digests = []
     for seed in ("1", "2"):

@@ -66,6 +66,7 @@ def outcome(name):
         return max(found, key=len), tuple(dict.fromkeys(item.function for item in whole)), sum(i.count for i in whole)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", EVERY_DAY)
 def test_architectures(name):
     assert outcome(name)[0] == "right"

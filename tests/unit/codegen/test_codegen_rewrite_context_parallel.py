@@ -43,6 +43,7 @@ def test_layouts_are_chosen_by_the_attention(name, layout):
     assert (module.rewritten.layout, module.rewritten.whole) == (layout, ())
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("name", "layout"), [("llama", "contiguous"), ("llama_eager", "zigzag")])
 def test_both_layouts_are_right_for_every_attention(name, layout):
     check(MODELS[name], 2, torch.float64, layout=layout)

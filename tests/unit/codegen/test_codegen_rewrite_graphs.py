@@ -195,7 +195,7 @@ def test_every_rule_has_a_case():
     assert sorted(RULED) == sorted(RULES)
 
 
-@pytest.mark.matrix(50)
+@pytest.mark.matrix(40)
 @pytest.mark.parametrize("key", RULED)
 def test_strategies_of_a_rule(key):
     torch.manual_seed(0)

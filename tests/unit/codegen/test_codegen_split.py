@@ -27,7 +27,7 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.matrix(10)
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("name", odd_models.CASES)
 def test_odd_models_replay_and_run_in_pieces(name):
     model, batch = odd_models.build(name)

@@ -34,6 +34,7 @@ def expert_elements(name, count):
     return total
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("name", "degree", "most"), [("MixtralForCausalLM", 2, 2), ("Qwen3MoeForCausalLM", 2, 3), ("loop", 4, 1)]
 )
@@ -42,6 +43,7 @@ def test_a_rank_holds_its_share_of_the_experts(name, degree, most):
     assert sum(stage.num_parameters for stage in found.plan.stages) == expert_elements(name, most)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("degree", [2, 4])
 def test_rows_travel_there_and_back(degree):
     found = compiled("MixtralForCausalLM", data_parallel_degree=4, expert_parallel_degree=degree)
@@ -128,7 +130,7 @@ def test_a_plan_that_divides_experts_does_not_run():
         LoopbackRuntime(model).install(found)
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "GptOssForCausalLM", "stack", "loop", "sorted"])
 def test_a_pipeline_of_parts(name):
     """Two pipeline ranks of each of two expert ranks: every microbatch's tokens travel inside of the stages."""

@@ -63,6 +63,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.matrix(9)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("kind", [{}, {"fsdp_config": {"state_dict_type": "sharded"}}], ids=["full", "sharded"])
 def test_schedules_go_on(tmp_path, name, kind):

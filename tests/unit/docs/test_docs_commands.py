@@ -108,7 +108,7 @@ def test_every_block_has_a_language():
     assert [(b.page, b.line, b.language) for b in BLOCKS if b.language not in known] == []
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("command", PLANS)
 def test_plans_are_made_as_the_pages_say(command, folder, capsys):
     words = shlex.split(command)

@@ -120,6 +120,7 @@ def on_all(num_ranks, run):
         raise failures[0]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

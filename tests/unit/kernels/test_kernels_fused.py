@@ -49,6 +49,7 @@ def as_leaf(view):
     return view.detach().requires_grad_()
 
 
+@pytest.mark.matrix(8)
 @DTYPES
 @pytest.mark.parametrize("layout", cases.LAYOUTS)
 def test_layouts(layout, dtype):
@@ -60,6 +61,7 @@ def test_layouts(layout, dtype):
         cases.check_cross_entropy((17, 33), dtype, cases.RULES[1], layout=layout, inplace=inplace)
 
 
+@pytest.mark.matrix(14)
 @DTYPES
 @pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
 def test_shapes(shape, dtype):
@@ -208,6 +210,7 @@ def _losses():
     return torch.randn(3), torch.randn(3, 5), torch.tensor([1, -100, 4]), torch.randn(3), 0, 5, -100, 0.1, 0.1
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op):
     function, arguments = OPS[op]()

@@ -59,6 +59,7 @@ def test_no_rank_ever_holds_a_whole_distributed_weight():
     assert tracker.largest >= whole, "the tracker sees whole weights where there are any"
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("name", ["gpt2", "gptj", "gptneo", "gptneox", "bert", "t5-gated", "vit"])
 def test_every_degree_draws_the_same_as_one_rank(name):
     found = []
@@ -72,6 +73,7 @@ def test_every_degree_draws_the_same_as_one_rank(name):
     assert not torch.equal(*(part for part in next(v for v in found[0].values() if v.dim() == 2)[:2]))
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("name", ["gpt2", "gptneox", "bert", "t5", "t5-gated", "vit"])
 def test_weights_are_as_spread_as_those_hugging_face_draws(name):
     """By the name of each of theirs: standard deviations agree within what so many draws allow."""

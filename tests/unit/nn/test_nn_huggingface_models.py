@@ -75,7 +75,7 @@ CASES = [(1, "memory", False, True), (2, "memory", False, True), (4, "speed", Tr
 MORE = [(4, "memory", False, True), (2, "speed", False, False), (4, "memory", True, False)]
 
 
-@pytest.mark.matrix(20)
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("name", hugging_face.MODELS)
 @pytest.mark.parametrize(
     ("size", "optimize", "prescaled", "masked"),

@@ -59,6 +59,7 @@ def check(make, degree=2, largest=None):
     return whole
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("name", ["gpt2", "gptj", "gptneo", "gptneox", "bert", "roberta", "t5-gated", "vit"])
 def test_slices_of_hugging_face_models_are_those_of_the_whole(name):
     _, cls, make = hugging_face.MODELS[name]
@@ -131,6 +132,7 @@ INITIALIZERS = {
 }
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("name", INITIALIZERS)
 def test_odd_initializers_give_the_slices_of_the_whole_too(name):
     whole = check(lambda: nn.ModuleList(Odd(INITIALIZERS[name]) for _ in range(3)))

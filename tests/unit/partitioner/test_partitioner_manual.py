@@ -128,6 +128,7 @@ def test_a_module_without_marks_around_or_inside_goes_to_the_default():
 GPT2 = {f"transformer.h.{i}": rank for i, rank in enumerate((1, 2, 1, 0))}
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
 def test_gpt2_blocks_on_1_2_1_0(pipeline):
     model, batch = zoo.build("gpt2")

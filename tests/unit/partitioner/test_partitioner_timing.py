@@ -84,7 +84,7 @@ def test_two_slow_modules_get_a_stage_each():
     assert measured.device.endswith("times measured")
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", sorted(zoo.MODELS))
 def test_every_model_of_the_zoo_is_measured_and_left_alone(name):
     model, batch = zoo.build(name)

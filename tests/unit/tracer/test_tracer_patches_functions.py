@@ -299,6 +299,7 @@ def build(function):
     return Calls(function), ((torch.randn(8, 6),), {})
 
 
+@pytest.mark.matrix(24)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", RECORDED)
 def test_training_in_pieces_equals_one_process(name, seed):

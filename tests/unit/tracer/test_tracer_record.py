@@ -23,7 +23,7 @@ from smpc.tracer.ir import Autocast
 from smpc.tracer.recording.recorder import Recorder
 
 
-@pytest.mark.matrix(12)
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("name", zoo.MODELS)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_replay_equals_the_model_bitwise(name, training):
@@ -43,6 +43,7 @@ def test_who_asks_for_a_recording_is_not_in_it():
     assert {node.source for node in first.nodes} == {""}
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", ["gpt2", "t5", "lstm", "convnet"])
 def test_json_round_trip_keeps_every_field(name):
     model, (args, kwargs) = zoo.build(name)
@@ -69,6 +70,7 @@ def test_a_meta_model_costs_nothing_and_gives_the_same_trace():
     assert record(meta, args, {key: value.to("meta") for key, value in kwargs.items()}) == trace
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", ["gpt2", "bert", "unet", "convnet", "t5"])
 def test_saved_bytes_equal_those_of_a_real_run(name):
     model, (args, kwargs) = zoo.build(name)

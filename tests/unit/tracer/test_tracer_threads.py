@@ -78,7 +78,7 @@ IN_THREADS = {
 }
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", IN_THREADS)
 def test_who_hands_work_to_a_thread_is_called_whole(name):
     model = model_of(IN_THREADS[name])
@@ -109,7 +109,7 @@ class Worker:
         return future.result()
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("run", [in_a_thread, lambda work: pool.submit(work).result()], ids=["a thread", "a pool"])
 @pytest.mark.parametrize(
     "function",

@@ -1,14 +1,16 @@
 """`smpc.v1.session.init`: the launcher's environment, sessions of one process, and what is listened on."""
 
+import contextlib
 import datetime
 import json
 import os
 import socket
-import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import server
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
@@ -30,29 +32,28 @@ TORCHRUN = {
     "MASTER_PORT": "29500",
 }
 
-# Prints its listening sockets, as `address:port` in the hexadecimal of /proc/net, and its rank and size.
-LISTENERS = """
-import os, sys
-import smpc.v1 as smp
-smp.init({"partitions": int(sys.argv[1])})
-assert smp.allgather(smp.rank(), smp.WORLD) == list(range(smp.size()))
-links = []
-for name in os.listdir("/proc/self/fd"):
-    try:
-        links.append(os.readlink(f"/proc/self/fd/{name}"))
-    except FileNotFoundError:
-        pass
-for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-    for line in open(table).read().splitlines()[1:]:
-        _, local, _, state, *_, = fields = line.split()
-        if state == "0A" and f"socket:[{fields[9]}]" in links:
-            print("listens", local)
-# Where the host's own name means loopback, gloo listens there anyway; elsewhere it is this that makes it.
-assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
-smp.barrier()
-print("rank", smp.rank(), "of", smp.size())
-smp.shutdown()
-"""
+
+def listens(num_ranks, environ, sender):
+    """Sends what this process listens on, as `address:port` in the hexadecimal of /proc/net, and its rank and size."""
+    os.environ.clear()
+    os.environ.update(environ)
+    smp.init({"partitions": num_ranks})
+    assert smp.allgather(smp.rank(), smp.WORLD) == list(range(smp.size()))
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            _, local, _, state, *_ = fields = line.split()
+            if state == "0A" and f"socket:[{fields[9]}]" in links:
+                found.append(local)
+    # Where the host's own name means loopback, gloo listens there anyway; elsewhere it is this that makes it.
+    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+    smp.barrier()
+    sender.send((found, smp.rank(), smp.size()))
+    smp.shutdown()
 
 
 @pytest.fixture
@@ -282,25 +283,32 @@ def test_before_init_the_configuration_says_so():
 
 
 def run_listeners(num_ranks, environ):
-    """Start one process per rank without a launcher of torch's; returns what each printed."""
+    """Start one process per rank without a launcher of torch's; what each sent."""
     inherited = {name: value for name, value in os.environ.items() if "SOCKET_IFNAME" not in name}
+    context = server.context()
+    pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", LISTENERS, str(num_ranks)],
-            env={**inherited, "OMP_NUM_THREADS": "1", **environ(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        context.Process(
+            target=listens, args=(num_ranks, {**inherited, "OMP_NUM_THREADS": "1", **environ(rank)}, sender)
         )
-        for rank in range(num_ranks)
+        for rank, (_, sender) in enumerate(pipes)
     ]
     try:
-        results = [process.communicate(timeout=120) for process in processes]
+        for process, (_, sender) in zip(processes, pipes, strict=True):
+            process.start()
+            sender.close()
+        assert all(receiver.poll(120) for receiver, _ in pipes), "a rank does not answer"
+        results = [receiver.recv() for receiver, _ in pipes]
+        for process in processes:
+            process.join(120)
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0] * num_ranks, results
-    return [out.splitlines() for out, _ in results]
+            process.join()
+        for receiver, _ in pipes:
+            receiver.close()
+    assert [process.exitcode for process in processes] == [0] * num_ranks
+    return results
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net/tcp")
@@ -308,19 +316,18 @@ def test_a_job_on_one_host_listens_on_loopback_alone(free_port):
     def environ(rank):
         return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
 
-    outputs = run_listeners(2, environ)
-    for rank, lines in enumerate(outputs):
-        assert lines[-1] == f"rank {rank} of 2"
-        addresses = [line.split()[1] for line in lines[:-1]]
+    results = run_listeners(2, environ)
+    for rank, (addresses, *place) in enumerate(results):
+        assert place == [rank, 2]
         assert all(address.startswith("0100007F:") for address in addresses), addresses
-    assert f"listens 0100007F:{free_port:04X}" in outputs[0], "rank 0 serves the store"
+    assert f"0100007F:{free_port:04X}" in results[0][0], "rank 0 serves the store"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net/tcp")
 def test_a_job_of_one_process_listens_on_loopback_alone():
-    [lines] = run_listeners(1, lambda rank: {})
-    assert lines[-1] == "rank 0 of 1"
-    assert all(line.startswith("listens 0100007F:") for line in lines[:-1]), lines
+    [(addresses, *place)] = run_listeners(1, lambda rank: {})
+    assert place == [0, 1]
+    assert all(address.startswith("0100007F:") for address in addresses), addresses
 
 
 def test_a_port_in_use_is_one_clear_error(no_launcher, monkeypatch, listener):

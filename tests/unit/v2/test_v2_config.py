@@ -41,8 +41,9 @@ def refusal(given):
     return None
 
 
-@pytest.mark.matrix(8)
-@pytest.mark.parametrize("world", range(1, 17))
+@pytest.mark.parametrize(
+    "world", [*range(1, 9), *(pytest.param(world, marks=pytest.mark.slow) for world in range(9, 17))]
+)
 def test_exactly_the_degrees_that_can_be_arranged_are_accepted(world, monkeypatch):
     """The others are one error of `tsm.init`, in which every line names a degree, before anything is started."""
     for name in ("init_process_group", "new_group", "all_gather_object"):

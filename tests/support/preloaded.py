@@ -1,0 +1,53 @@
+"""What the server of `server.py` does before ranks are forked from it: most of them would do it themselves, in every test.
+
+It imports modules, and records three models: the first recording of a process fills torch's tables of what operations do to shapes, which
+takes as long as the recording itself.
+"""
+
+import importlib
+import logging
+
+MODULES = (
+    "numpy.ctypeslib",
+    "pytest",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.profiler",
+    "torch.utils.checkpoint",
+    *(
+        f"transformers.models.{name}.modeling_{name}"
+        for name in ("bert", "gpt2", "gpt_neo", "gpt_neox", "llama", "mixtral", "t5")
+    ),
+    "transformers.trainer",
+    "smpc.checkpoint",
+    "smpc.compile",
+    "smpc.composer",
+    "smpc.integrations.huggingface",
+    "smpc.v1",
+    "smpc.v2.delayed_param",
+    "smpc.v2.distributed.checkpoint.state_dict_loader",
+    "smpc.v2.grad_norm",
+    "smpc.v2.transforming.sharing",
+    "checkpoint_harness",
+    "executor_harness",
+    "forked_launch",
+    "zoo",
+)
+
+for _name in MODULES:
+    importlib.import_module(_name)
+
+
+def _record() -> None:
+    import torch
+    import zoo
+
+    from smpc.tracer.record import record
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    with torch.random.fork_rng(devices=()):
+        for name in ("gpt2", "llama", "t5"):
+            model, (arguments, options) = zoo.build(name)
+            record(model, arguments, options)
+
+
+_record()
