@@ -100,7 +100,7 @@ class Candidate:
     expert_parallel_degree: int = 1
     sharding: Sharding = Sharding.NONE
     offload: int = (
-        0  # what checkpointed modules read waits in the host's memory, and is back so many tasks ahead; 0: it stays
+        0  # what checkpointed modules read is in the host's memory, and back so many tasks ahead; 0: it stays
     )
 
     @property
