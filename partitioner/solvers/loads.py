@@ -91,7 +91,8 @@ def divided(problem: LoadProblem) -> tuple[float, FloatArray]:
         return float(np.min(weights * np.where(np.isfinite(problem.costs), problem.costs, 1.0), axis=0).sum())
 
     def moved(k: int, other: int, part: float) -> FloatArray:
-        found, both = share.copy(), share[k] + share[other]
+        found: FloatArray = share.copy()
+        both = share[k] + share[other]
         found[k], found[other] = part * both, (1.0 - part) * both
         return found
 

@@ -1,0 +1,27 @@
+"""What plans of training scripts are told of the session: how much of a parameter a rank holds decides what memory is predicted."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from smpc.config.config import Config
+from smpc.mesh import Mesh
+from smpc.v1.steps.context import Measures
+from smpc.v1.steps.programs.compiler import _options
+
+
+@pytest.mark.parametrize(
+    ("settings", "world", "replicas", "shards"),
+    [
+        ({"sharded_data_parallel_degree": 2}, 4, 2, 2),
+        ({"sharded_data_parallel_degree": 2, "context_parallel_degree": 2}, 8, 4, 4),  # predicted 7 to 20% too high
+        ({"fully_shard": True, "context_parallel_degree": 2}, 8, 4, 1),  # all of them
+        ({"context_parallel_degree": 2}, 8, 4, 1),
+    ],
+)
+def test_parts_lie_over_context_parallel_ranks_as_well(settings, world, replicas, shards):
+    config = Config.parse({"pipeline_parallel_degree": 2, "ddp": True, "microbatches": 4, **settings})
+    session = SimpleNamespace(config=config, mesh=Mesh.build(config, world), device=torch.device("cpu"))
+    options = _options(session, Measures(False, False))
+    assert (options.data_parallel_degree, options.sharded_data_parallel_degree) == (replicas, shards)
