@@ -102,7 +102,8 @@ def is_rounding(model, batch, errors, tolerance):
             parameter.data = torch.nextafter(parameter.data, limits)
         for name, error in all_errors(_results(changed, batch), wanted).items():
             own[name] = max(own[name], error)
-    return all(error <= max(tolerance, TIMES_ROUNDING * own[name]) for name, error in errors.items())
+    allowed = {name: TIMES_ROUNDING * change if math.isfinite(change) else 0.0 for name, change in own.items()}
+    return all(error <= max(tolerance, allowed[name]) for name, error in errors.items())
 
 
 def _error(a, b):
