@@ -102,9 +102,10 @@ def _is_of_experts(axis: Axis) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The ranks of a job, arranged by parallelism. The number of replicas is what the other degrees leave.
+    """The ranks of a job, arranged by parallelism. The number of replicas follows from the other degrees.
 
-    `sharded_data_parallel_degree`: ranks that divide each parameter among them beside those of context parallelism, which do, too.
+    `sharded_data_parallel_degree`: ranks that shard each parameter, in addition to the context-parallel ranks, which also shard
+    it.
     """
 
     world_size: int
@@ -184,7 +185,7 @@ class Mesh:
 
     @property
     def shard_size(self) -> int:
-        """Ranks with samples of their own over which a parameter lies in parts."""
+        """Ranks with samples of their own over which a parameter is sharded."""
         return self.sharded_data_parallel_degree
 
     @property
@@ -199,12 +200,12 @@ class Mesh:
 
     @property
     def replica_size(self) -> int:
-        """Copies of the parameters: what sharding and context parallelism leave of `rdp_size`."""
+        """Copies of the parameters: `rdp_size` divided by the degrees of sharding and context parallelism."""
         return self.rdp_size // self.fsdp_size
 
     @property
     def fsdp_size(self) -> int:
-        """Ranks over which a parameter lies in parts, if it does."""
+        """Ranks over which a parameter is sharded, if it is."""
         return self.shard_size * self.cp_size
 
     @property
@@ -235,7 +236,7 @@ class Mesh:
         return self.axis_rank(Axis.RDP, rank)
 
     def axis_rank(self, axis: Axis, rank: int) -> int:
-        """Position of a global rank in its group of an axis: its digits there, in the mixed base that the letters spell."""
+        """Position of a global rank in its group of an axis: the mixed-radix number of its coordinates along the axis's letters."""
         self._check_rank(rank)
         degrees = self._degrees(axis)
         position, weight = 0, 1
