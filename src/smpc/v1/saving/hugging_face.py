@@ -72,7 +72,7 @@ def format_of(module: nn.Module) -> Format | None:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A tensor, and how it is made of those of a source: `names`, all in the dtype of the first."""
+    """A tensor, and how it is made from a source's tensors: `names`, all in the dtype of the first."""
 
     item: Item
     names: tuple[str, ...]
@@ -159,7 +159,7 @@ def _parts(item: Item, prefix: str, rule: Rule) -> Iterator[_Made]:
 
 
 def _layers(items: list[Item], form: Format) -> Iterator[tuple[str | None, dict[str, Item]]]:
-    """The tensors of each layer, by their names in it, with the layer's prefix; None and those of no layer."""
+    """The tensors of each layer, by their names in it, with the layer's prefix; None and the tensors outside layers."""
     pattern = re.compile(rf"((?:.*?\.)??{form.container}\.\d+\.)(.*)")
     layers: dict[str | None, dict[str, Item]] = {None: {}}
     for item in items:

@@ -21,8 +21,8 @@ Example, on all ranks of a replica:
         message = smp.recv_from(0, smp.RankType.MP_RANK)
 
 Messages between two processes arrive in the order in which they were sent. A call without its partner ends the job after
-`start_timeout`, before the first step is done, and later after the longest of the timeouts; the rank that did not come is named.
-Source: public SMP v1 API ("Common API").
+`start_timeout`, before the first step is done, and later after the longest of the timeouts; the error names the rank that did
+not come. Source: public SMP v1 API ("Common API").
 """
 
 from __future__ import annotations

@@ -119,15 +119,16 @@ def cp_size() -> int:
 
 
 def data_rank() -> int:
-    """Which part of the data this process reads.
+    """The number of the part of the data that this process reads.
 
-    Ranks of a pipeline and of a context-parallel group have the same; those of a tensor-parallel group, too, with `prescaled_batch`.
+    It is equal for ranks of a pipeline and of a context-parallel group, and with `prescaled_batch` also for ranks of a tensor-parallel
+    group.
     """
     return _data_place()[0]
 
 
 def data_size() -> int:
-    """Of how many parts of the data each process reads one."""
+    """The number of parts of the data; each process reads one."""
     return _data_place()[1]
 
 
