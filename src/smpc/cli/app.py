@@ -133,7 +133,7 @@ def _rare_collections() -> Iterator[None]:
 
 
 def _open_closed_streams() -> None:
-    """Where the caller has closed stdout or stderr (a daemon, `>&-`), Python has None for them: what goes there is dropped."""
+    """If the caller has closed stdout or stderr (a daemon, `>&-`), Python has None for them; their output is dropped."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, until the process ends
     if sys.stderr is None:
@@ -141,7 +141,7 @@ def _open_closed_streams() -> None:
 
 
 def _drop_output() -> None:
-    """What is still to be written to stdout goes nowhere: Python would complain of it once more when it ends."""
+    """Redirects buffered output of stdout to nowhere: Python would otherwise report the error once more at its end."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

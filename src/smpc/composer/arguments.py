@@ -41,7 +41,7 @@ class Together:
         self._errors: list[ConfigError] = []
 
     def __call__(self, check: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
-        """What the check returns; None if it found something."""
+        """The check's result; None if it found an error."""
         try:
             return check(*args, **kwargs)
         except ConfigError as error:
@@ -106,7 +106,7 @@ class Training:
 
     @property
     def save_planner(self) -> SavePlanner | None:
-        """What plans them, if the script has a planner of its own."""
+        """The planner of checkpoints, if the script has its own."""
         return None if self.config is None else self.config.save_planner
 
     @property
@@ -376,7 +376,7 @@ def precision_of(precision: object, device: str) -> str:
 
 
 def sgd_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """What trains without an optimizer, told."""
+    """The default optimizer, with a warning."""
     warnings.warn("optimizers: none is given; the Trainer uses SGD with a learning rate of 0.1", stacklevel=4)
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -403,7 +403,7 @@ def optimizer_of(given: object, model: torch.nn.Module) -> torch.optim.Optimizer
 def schedulers_of(
     given: object, optimizer: torch.optim.Optimizer | None, *, is_given: bool
 ) -> tuple[torch.optim.lr_scheduler.LRScheduler, ...]:
-    """The schedulers as a tuple. `optimizer`: that of the run, None if it is not known; `is_given`: whether there is one."""
+    """The schedulers as a tuple. `optimizer`: the run's, None if it is not known; `is_given`: whether there is one."""
     found = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
     for scheduler in found:
         if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):

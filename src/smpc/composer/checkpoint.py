@@ -85,7 +85,7 @@ def _parameter_names(state: State) -> dict[Any, str]:
 
 
 def _tree(state: State, *, weights_only: bool) -> dict[str, Any]:
-    """What is saved, in tensors as this rank has them."""
+    """The state to save, with tensors as this rank has them."""
     kind = type(state.optimizer).__name__
     names = _parameter_names(state)
     found: dict[str, Any] = {
@@ -108,7 +108,7 @@ def _stored(state: State, name: str) -> str:
 
 
 def _there(state: State, names: Iterable[str], there: Collection[str]) -> dict[str, str]:
-    """What these names of the state are called in a checkpoint that has the names `there`; those that it lacks are left out.
+    """The names in a checkpoint, which has `there`, of these names of the state; names that it lacks are left out.
 
     Raises CheckpointError for values of other groups than the state has: none is the right one.
     """
@@ -141,7 +141,7 @@ def _plain_name(stored: str) -> str:
 
 
 def _own(state: State) -> dict[str, Any]:
-    """What only this rank has: its random state, that in which it began to read the epoch, and how far its data loader is."""
+    """State of this rank only: its random state, the random state at the beginning of the epoch's data, and its data loader's position."""
     begun = {} if state.begun is None or not state.timestamp.batch_in_epoch else _tensors(state.begun)
     return {**_tensors(capture_rng()), "loader": encoded(state.loader), "begun": begun}
 

@@ -1,4 +1,4 @@
-"""What the Trainer trains: a module that knows its forward pass, its loss and its evaluation."""
+"""The base class of models for the Trainer: a module with its forward pass, its loss and its evaluation."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def _is_encodable(value: Any) -> bool:
 
 
 def decoded(text: str) -> Any:
-    """What has been encoded. Raises ValueError, TypeError or KeyError for text that is none."""
+    """The decoded value. Raises ValueError, TypeError or KeyError for other text."""
     return _back(json.loads(text))
 
 

@@ -57,7 +57,7 @@ def is_folder(path: str) -> bool:
 
 
 def followed(path: str) -> str:
-    """Where a link leads to; the path itself if it is none."""
+    """The target of a link; the path itself if it is not a link."""
     if not is_url(path):
         return os.path.realpath(path)
     remote, folder = _remote(path), path.rpartition("/")[0]
@@ -90,7 +90,7 @@ def check_writable(folder: str) -> None:
 
 @contextlib.contextmanager
 def written(path: str) -> Iterator[str]:
-    """A file of this machine to write to, which then lies at the path."""
+    """A local file to write to, which is then moved to the path."""
     forget_checks(path)
     if not is_url(path):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -104,7 +104,7 @@ def written(path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def fetched(path: str) -> Iterator[str]:
-    """A file of this machine that has what lies at the path."""
+    """A local file with the contents of the path."""
     if not is_url(path):
         yield path
         return
@@ -141,7 +141,7 @@ def remove(path: str) -> None:
 
 
 def forget_checks(path: str) -> None:
-    """What is there is about to be replaced by other bytes."""
+    """Called before the contents of a path are replaced."""
     target = _checks_path(path)
     if not is_url(path):
         Path(target).unlink(missing_ok=True)
@@ -185,7 +185,7 @@ def _checks_path(path: str) -> str:
 
 
 def _sums(path: str) -> dict[str, list[int | None]]:
-    """Of each file of a checkpoint its size, and its crc32 where it lies on this machine."""
+    """The size of each file of a checkpoint, and its crc32 if the file is local."""
     if is_url(path):
         remote = _remote(path)
         entries = remote.ls(path, detail=True) if remote.isdir(path) else [remote.info(path)]
@@ -210,7 +210,7 @@ def _remote(path: str) -> Any:
 
 
 def _with_folder(path: str) -> Any:
-    """The same, with a folder for what is to lie at the path, where there are folders."""
+    """The same path, after making its folder, if the storage has folders."""
     remote = _remote(path)
     remote.makedirs(os.path.dirname(path), exist_ok=True)
     return remote

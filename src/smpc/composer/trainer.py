@@ -35,7 +35,7 @@ _END = object()
 
 
 class Trainer:
-    """Trains a ComposerModel: see docs/trainer.md. Every argument is by keyword; those of other trainers are refused by name.
+    """Trains a ComposerModel: see docs/trainer.md. Every argument is by keyword; unknown arguments are refused by name.
 
     Raises ConfigError, ConfigTypeError or ConfigUnsupportedError for arguments that cannot be, and CheckpointError where `load_path` does
     not fit. Collective.
@@ -102,7 +102,7 @@ class Trainer:
         self._load(newest or load_path, how, *options, weights_only=load_weights_only and newest is None)
 
     def _made(self, how: checked.Training, strategy: str | None, *, by_tokens: bool) -> Stepper:
-        """What runs batches: the model in parts, or replicas of it."""
+        """Runs batches: on a sharded model, or on replicas."""
         model, prepared = self.state.model, None
         if how.config is None:
             checked.check_values(model)
@@ -201,7 +201,7 @@ class Trainer:
             self.save_checkpoint()
 
     def _check_units(self, end: Duration) -> None:
-        """Of a batch without tokens: raise ConfigError, if something is to happen after so many of them."""
+        """For a batch without tokens: raise ConfigError if a duration is counted in tokens."""
         units = {"max_duration": end.unit, "save_interval": None, "eval_interval": None}
         if self._save.folder is not None:
             units["save_interval"] = self._save_interval.unit

@@ -1,7 +1,7 @@
 """Tensors and objects of all ranks of a group. Alone they are what one rank's would be; collective otherwise.
 
-A tensor may lie in memory as it likes, and otherwise than on other ranks: torch would take the bytes from its beginning on, and mix up
-elements of a strided one without a word.
+A tensor may have any strides, also other strides than on other ranks: torch itself would take the bytes from its beginning, and
+silently mix up elements of a strided tensor.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def _check_backend(kind: str) -> None:
 
 
 def _set_variables(launch: Launch) -> None:
-    """What a launcher has not set, so that it can be read as under torchrun."""
+    """Sets variables that a launcher has not set, as torchrun would."""
     values = {
         "RANK": launch.rank,
         "WORLD_SIZE": launch.world_size,

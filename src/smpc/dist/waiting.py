@@ -164,7 +164,7 @@ def _check_folder(path: str) -> None:
 
 
 def _exchange(outcome: str | None, path: str) -> list[str | None]:
-    """What all ranks say of their bodies; nobody needs the file any more."""
+    """The outcome of all ranks' bodies; after this nobody needs the file."""
     try:
         return all_gather_object(outcome)
     finally:

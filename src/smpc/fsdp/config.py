@@ -44,7 +44,7 @@ _INSTEAD = {"device_mesh": "give data_parallel_shard_degree and data_parallel_re
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecision:
-    """What units compute in, what gradients are averaged in, what floating-point buffers are cast to: None, if they stay as they are."""
+    """The dtypes in which units compute, in which gradients are averaged, and to which floating-point buffers are cast; None: no cast."""
 
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype

@@ -43,9 +43,9 @@ from smpc.sharding.tensors import as_state_of, local
 class Prepared:
     """A sharded model. `numbered`: what differs between groups, by its name in state dicts: of units of which not all ranks hold parts.
 
-    Of these it has the number of this rank's values, and how many there are; the same number on ranks that hold parts of the same values.
-    `mesh`: of all ranks, with the axis `tensor` if layers are sliced. `buffers`: those that are cast; who has filled a state dict in place,
-    and does not load it, calls `settle` of each.
+    For each of these it has the number of this rank's values, and how many there are; ranks that hold parts of the same values have the
+    same number. `mesh`: of all ranks, with the axis `tensor` if layers are sliced. `buffers`: the cast ones; after filling a state dict in
+    place without loading it, call `settle` of each.
     """
 
     model: nn.Module
@@ -325,7 +325,7 @@ def _check_meta(model: nn.Module, config: FSDPConfig) -> bool:
 
 @torch.no_grad()
 def _sync_buffers(model: nn.Module, device_type: str) -> None:
-    """What is whole on the device, and rank 0's buffers everywhere. Collective. Parts are where they should be."""
+    """Moves whole parameters to the device, and gives all ranks rank 0's buffers. Collective. Shards are there already."""
     made: dict[Tensor, Tensor] = {}  # one buffer may have several names
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -415,7 +415,7 @@ def hand_over(optimizer: torch.optim.Optimizer, exchanged: Mapping[nn.Parameter,
 
 
 def _beside(parameter: nn.Parameter, value: Any) -> Any:
-    """What an optimizer keeps for a parameter, where that lies; a count of steps may lie anywhere."""
+    """An optimizer's state for a parameter, moved to its device; a count of steps may stay anywhere."""
     return value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
 
 

@@ -44,7 +44,7 @@ class ZeroPlan:
 
 
 def translate(given: Mapping[str, Any], *, batch_size: int | None, world_size: int, precision: str | None) -> ZeroPlan:
-    """What a configuration means for batches of `batch_size` samples on each of `world_size` ranks.
+    """The settings from a configuration, for batches of `batch_size` samples on each of `world_size` ranks.
 
     `precision`: what the script has chosen, which the configuration must agree with; None: it has not. Raises ConfigError with a line for
     each contradiction and each key that is not supported.

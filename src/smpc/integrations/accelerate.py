@@ -337,7 +337,7 @@ class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]
         self._num_steps = 1 if split_batches or not with_optimizer else smp.dp_size()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """As many steps as an update is of batches; none if gradients were not finite, so that there was no update."""
+        """Steps the scheduler once for each batch of an update; not if gradients were not finite, so that there was no update."""
         if any(each.overflow for each in self._watched):
             return
         for _ in range(self._num_steps):

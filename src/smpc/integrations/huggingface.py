@@ -7,9 +7,9 @@
 
     smpc run -n 2 train.py
 
-What is the Trainer's stays so: data loaders, optimizers, schedulers, accumulation, clipping, evaluation, callbacks, checkpoints. This class
-overrides public methods of it: what one batch does (`training_step`, `prediction_step`), what is saved (`save_model`), which accelerator
-there is, and which optimizer.
+The Trainer keeps control of data loaders, optimizers, schedulers, accumulation, clipping, evaluation, callbacks, checkpoints. This class
+overrides public methods for one batch (`training_step`, `prediction_step`), for saving (`save_model`), for the accelerator and for the
+optimizer.
 
 Terms
     batch           `per_device_train_batch_size` samples of one replica, cut into the microbatches of a step. One that does not divide
@@ -18,8 +18,8 @@ Terms
                     `num_items / microbatches`, and the mean over microbatches is then the loss of the batch: for a model that divides by
                     it, and for one that returns a mean
 
-Files are those of the Trainer: `model.safetensors`, and `optimizer.pt` of the whole model, so that a job on another number of ranks, or
-the Trainer itself, resumes them.
+Files are in the Trainer's format: `model.safetensors`, and `optimizer.pt` of the whole model, so that a job on another number of ranks,
+or the Trainer itself, resumes them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ except ModuleNotFoundError as error:
 
 
 class PipelineTrainer(Trainer):  # type: ignore[misc]
-    """The Trainer for a model that lies on several ranks; construct it on every rank.
+    """The Trainer for a model that is spread over several ranks; construct it on every rank.
 
     `pipeline`: the configuration of `smp.init`; None where the script has called that. The other arguments are the Trainer's.
     `self.model` is the `smp.DistributedModel`, and `self.model.get_module()` the module that was given.
@@ -84,7 +84,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         base = getattr(module, "get_base_model", None)
         if callable(
             base
-        ):  # an adapter of peft hands on what it is given: the columns of a batch are those of the model in it
+        ):  # an adapter of peft passes its arguments on: the columns of a batch are the inner model's
             self.model.show_signature(base())
         self.callback_handler.model = self.model
         self._num_counted = _num_counted(module)
@@ -154,7 +154,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
     def _is_scaled(self, num_items: Any) -> bool:
-        """Whether the loss is that of all batches of an update already, as the Trainer has it."""
+        """Whether the loss already covers all batches of an update, as in the Trainer."""
         chosen = getattr(self, "loss_is_scaled_for_ga", None)
         if chosen is not None:
             return bool(chosen)
@@ -220,7 +220,7 @@ class _GatheredOptimizer(smp.DistributedOptimizer):
         self._gathered = None
 
     def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:
-        """What has been gathered, or what is gathered now."""
+        """The gathered state, cached or gathered now."""
         return super().state_dict(gather_to_rank0) if self._gathered is None else self._gathered
 
 

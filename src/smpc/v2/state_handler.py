@@ -35,7 +35,7 @@ _KEYS = tuple(f.name for f in dataclasses.fields(Config))
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What `tsm.init` decided. Groups: of the axes that there are; none in native mode."""
+    """The session that `tsm.init` made. Groups: one for each axis in use; none in native mode."""
 
     config: Config
     mesh: Mesh
@@ -44,7 +44,7 @@ class Session:
     replica_group: dist.ProcessGroup | None  # the ranks of one replication rank
     owns_world: bool  # whether tsm.init started torch.distributed
     closers: list[Any] = field(default_factory=list)  # what reset calls: patches are taken back
-    meshes: list[DeviceMesh] = field(default_factory=list)  # that parameters lie on, once it has been asked for
+    meshes: list[DeviceMesh] = field(default_factory=list)  # of the parameters, once it has been used
     random_states: RngStateTracker = field(default_factory=RngStateTracker)
 
     def group(self, axis: Axis) -> dist.ProcessGroup | None:
@@ -96,7 +96,7 @@ class State:
 
     @property
     def session(self) -> Session:
-        """All that `tsm.init` decided."""
+        """The whole session that `tsm.init` made."""
         return self._of("session")
 
     @property

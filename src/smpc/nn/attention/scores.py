@@ -1,4 +1,4 @@
-"""What goes into attention scores beside queries and keys: rotary positions, biases by relative position, masks.
+"""Terms of attention scores beside queries and keys: rotary positions, biases by relative position, masks.
 
     rotate                [N, heads, S, d] turned by its positions, in the first r channels of each head
     angles                cosines and sines for that
@@ -104,7 +104,7 @@ def eager_attention(
     seen: Tensor | None = None,
     scales_unseen: bool = False,
 ) -> Tensor:
-    """What `scaled_dot_product_attention` computes, step by step; a query all of whose keys are masked by numbers attends to all alike.
+    """`scaled_dot_product_attention`, step by step; a query all of whose keys are masked by numbers attends to all alike.
 
     Keys that are not `seen` have the least score, or that times the scale, to which the mask is added.
     """

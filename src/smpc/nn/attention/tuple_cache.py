@@ -16,7 +16,7 @@ States = tuple[Tensor, Tensor]
 
 
 class TupleCache:
-    """The keys and values [N, heads / tp, S, head size] of one layer in one call. `has_crossed`: those of cross-attention, too."""
+    """Keys and values [N, heads / tp, S, head size] of one layer in one call. `has_crossed`: also those of cross-attention."""
 
     def __init__(self, past: tuple[Tensor, ...], has_crossed: bool) -> None:
         self._past, self._has_crossed = tuple(past), has_crossed
@@ -40,5 +40,5 @@ class TupleCache:
 
 
 def returned(cache: Any) -> Any:
-    """What a layer returns of a cache: its keys and values, or a `Cache` object itself."""
+    """A layer's result for a cache: its keys and values, or a `Cache` object itself."""
     return cache.present if isinstance(cache, TupleCache) else cache

@@ -25,7 +25,7 @@ Hooks = tuple["LayerArguments", Translation | None, Translation | None]
 
 
 class LayerArguments:
-    """The init_hook: arguments of a layer of the family to those of DistributedTransformerLayer."""
+    """The init_hook: from arguments of a layer of the family to arguments of DistributedTransformerLayer."""
 
     def __init__(self, family: Family, layer_cls: type[nn.Module]) -> None:
         self._family, self._layer_cls = family, layer_cls
@@ -49,7 +49,7 @@ class LayerArguments:
 
 
 def hooks_of(family: Family) -> Callable[[], Hooks]:
-    """What makes the hooks of a family. UsageError without transformers, as only then there are such layers."""
+    """The function that makes the hooks of a family. UsageError without transformers, which has these layers."""
 
     def get() -> Hooks:
         """(init_hook, forward_hook, return_hook) of the family's layers, for `smp.tp_register_with_module`."""

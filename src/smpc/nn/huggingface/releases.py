@@ -1,4 +1,4 @@
-"""What differs between releases of transformers.
+"""Differences between releases of transformers.
 
     4.30      a layer returns a tuple: its hidden states; its keys and values, where it is asked to use a cache; the rest
     4.5x      a tuple, too; caches are objects that the caller has
@@ -49,7 +49,7 @@ def without_weights(parameters: Signature, hidden: Tensor, bias: Tensor | None, 
 
 
 def with_biases(parameters: Signature, hidden: Tensor, bias: Tensor | None, *cache: Any) -> tuple[Any, ...]:
-    """The result of layers that return their biases by position, and those of cross-attention, which are none."""
+    """The result of layers that return their position biases, and None for cross-attention's."""
     return hidden, *cache, bias, None
 
 

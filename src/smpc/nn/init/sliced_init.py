@@ -53,7 +53,7 @@ class Target:
     part: Tensor
 
     def rows(self, first: int, last: int) -> list[Tensor]:
-        """What of the part lies in these rows of the whole; views."""
+        """The rows of the part within these rows of the whole, as views."""
         if self.shard is None or self.shard.dim != 0:
             return [self.part[first:last]]
         found = []
@@ -153,7 +153,7 @@ def _is_whole(tensor: Tensor, target: Target) -> bool:
 
 
 def _selected(tensor: Tensor, target: Target) -> list[Tensor]:
-    """What of the part this view of the parameter stands for: all, a row, or a range of rows."""
+    """The region of the part that this view of the parameter covers: all, a row, or a range of rows."""
     whole = target.parameter
     if _is_whole(tensor, target):
         return [target.part]

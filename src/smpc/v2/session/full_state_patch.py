@@ -1,4 +1,4 @@
-"""What `tsm.init` changes in torch about full state dicts; part of `fsdp_patch`.
+"""The changes of `tsm.init` to torch's full state dicts; part of `fsdp_patch`.
 
     who makes or takes one                            what is changed
     FSDP1, with parameters on the CPU                 they are copies: torch takes tensors whose memory it then frees
@@ -137,7 +137,7 @@ def _patch_group(session: Session) -> _Undo:
 
 
 def _cut_for(full: Mapping[str, Any], local: Mapping[str, Any]) -> dict[str, Any]:
-    """What a rank's own state dict takes of a full one."""
+    """The part of a full state dict for a rank's own one."""
     parts = _sliced(local)
     return {
         name: parts[name].of(value) if name in parts and is_whole(value, parts[name]) else value

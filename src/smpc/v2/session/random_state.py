@@ -5,7 +5,7 @@
     with tracker.fork("model-parallel-rng"):
         scores = F.dropout(scores)            drawn from that state, which goes on from here the next time
 
-A state is that of the run's device: the GPU's generator, or the CPU's.
+A state belongs to the generator of the run's device: the GPU's, or the CPU's.
 """
 
 from __future__ import annotations

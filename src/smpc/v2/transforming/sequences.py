@@ -4,7 +4,7 @@
     before          the ranks gather the inputs, so that positions, masks and shifted labels are those of the whole sequence
     after           outputs that have the sequence as dimension 1 come back as this rank's chunks; losses are those of the whole sequence
 
-Every input tensor of two or three dimensions is cut so; those of one dimension or none are the same on all ranks.
+Every input tensor of two or three dimensions is cut so; tensors of one dimension or none are the same on all ranks.
 
 The scale of gradients. Scripts average over all ranks, as FSDP does. All ranks of a sequence return the same loss, and each has the
 gradients of all of it; of an output that is cut, every rank has a loss of its own chunks, and the mean of those counts. So gradients that

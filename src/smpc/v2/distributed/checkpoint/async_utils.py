@@ -27,7 +27,7 @@ _TIMEOUT = datetime.timedelta(minutes=30)
 
 @dataclass(frozen=True, slots=True)
 class _Background:
-    """What saves of the ranks of one process group."""
+    """Saves for the ranks of one process group."""
 
     world: dist.ProcessGroup | None  # the world that the group was made in: a script may end it, and make another
     group: dist.ProcessGroup | None
@@ -104,7 +104,7 @@ class AsyncCallsQueue:
         self._calls = [call for call in self._calls if call[1] is not background]
 
     def _background(self, process_group: dist.ProcessGroup | None) -> _Background:
-        """What saves of a group; its own process group is made at the first call. Collective then."""
+        """The saver of a group; its own process group is made at the first call, which is collective."""
         world = dist.group.WORLD if dist.is_initialized() else None
         given = process_group or world
         name = "" if given is None else given.group_name

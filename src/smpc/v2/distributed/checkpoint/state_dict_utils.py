@@ -23,7 +23,7 @@ __all__ = ["SMStateDictType", "init_optim_state", "sm_state_dict_type"]
 
 
 class SMStateDictType(Enum):
-    """Kinds of state dicts beside those of torch."""
+    """Kinds of state dicts beside torch's."""
 
     SM_LOCAL_STATE_DICT = "local"
 
