@@ -96,7 +96,7 @@ class BackgroundSaver:
 
     @property
     def channel(self) -> Channel:
-        """What its ranks talk over."""
+        """The channel of its ranks."""
         return self._channel
 
     @property

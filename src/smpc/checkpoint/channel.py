@@ -36,7 +36,7 @@ class Channel(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """The rank of this process."""
 
     @property
     def size(self) -> int:
@@ -52,7 +52,7 @@ class Alone:
     rank, size = 0, 1
 
     def exchange(self, message: str) -> list[str]:
-        """What was given."""
+        """The received value."""
         return [message]
 
 

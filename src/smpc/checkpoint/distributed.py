@@ -3,8 +3,8 @@
     DistributedSource(folder)                 a Source; `open_source` finds it by its .metadata
     write_distributed(source, folder)         {"model": {name: tensor}, "optimizer": {...}}, one tensor in memory at a time
 
-Keys are those of the nested dict that was saved: the first level is the kind, the rest, joined by dots, the name. What lies on the first
-level itself has the kind "model". An optimizer's state is written as torch's `get_optimizer_state_dict` has it, and read so:
+Keys are the paths of the saved nested dict: the first level is the kind, the rest, joined by dots, the name. Values on the first level
+have the kind "model". An optimizer's state is written and read in the form of torch's `get_optimizer_state_dict`:
 
     {"optimizer": {"state": {parameter: {key: tensor}}, "param_groups": [...]}}     kind "optimizer", name "parameter::key";
                                                                                    metadata["optimizer"]["param_groups"]
@@ -16,7 +16,7 @@ Extra state of modules comes as `metadata["extra_state"]`, other values that are
 
 `.metadata` is a pickle, and torch unpickles it as such, with whatever it calls; `smpc.checkpoint.sources.distributed_metadata` calls
 nothing. Tensors and other values are read with weights_only=True; a value that needs more is refused. torch keeps no checksums of its
-own, but those of the archives that torch.save writes: damage to the bytes of a tensor is found by them when it is read
+own, but torch.save's archives have some: they detect damage to the bytes of a tensor when it is read
 (`smpc.checkpoint.folder.files`).
 """
 

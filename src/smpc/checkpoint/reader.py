@@ -69,7 +69,7 @@ class Checkpoint:
 
     @property
     def metadata(self) -> Any:
-        """What was saved as metadata."""
+        """The saved metadata."""
         return self._tree(self.manifest.metadata, "metadata")
 
     @property
@@ -267,7 +267,7 @@ def verify(
     rank: int = 0,
     size: int = 1,
 ) -> list[str]:
-    """Check every byte, or those of some kinds of tensors, or of several ranks' this one's part.
+    """Check every byte, or only some kinds of tensors, or only this rank's part of them.
 
     Returns what is damaged, one line each: all of it, not the first alone.
     """

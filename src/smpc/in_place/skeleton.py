@@ -33,7 +33,7 @@ class Skeleton:
     originals: Mapping[int, Any]
 
     def original(self, value: Any) -> Any:
-        """What a part of the copy is a copy of; all else is what it is."""
+        """The original of a part of the copy; other objects are returned unchanged."""
         return self.originals.get(id(value), value)
 
 

@@ -82,9 +82,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         module = self.model
         self.model_wrapped = self.model = smp.DistributedModel(module)  # averages gradients of replicas in every batch
         base = getattr(module, "get_base_model", None)
-        if callable(
-            base
-        ):  # an adapter of peft passes its arguments on: the columns of a batch are the inner model's
+        if callable(base):  # an adapter of peft passes its arguments on: the columns of a batch are the inner model's
             self.model.show_signature(base())
         self.callback_handler.model = self.model
         self._num_counted = _num_counted(module)

@@ -52,7 +52,7 @@ class Place:
         return self.node_rank == 0
 
     def fields(self, local_rank: int) -> dict[str, int]:
-        """What names of log files may contain."""
+        """The fields that names of log files may contain."""
         return {
             "rank": self.base_rank + local_rank,
             "local_rank": local_rank,
@@ -140,7 +140,7 @@ class NodeOptions:
     def _contradictions(
         self, node_rank: int, base_rank: int, num_ranks: int, world_size: int, reader: _Reader
     ) -> list[str]:
-        """What is wrong with numbers that are all there: the first thing."""
+        """The first error of a complete set of numbers."""
         if base_rank + num_ranks > world_size:
             return [
                 f"--world-size: expected at least base rank {base_rank} + {num_ranks} ranks of this node = {base_rank + num_ranks}, "

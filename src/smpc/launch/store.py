@@ -88,7 +88,7 @@ def job_store(launch: Launch, timeout: timedelta) -> Store:
 
 
 def of_call(store: Store, name: str, rank: int) -> Store:
-    """What ranks tell each other in this call of `name`, of which there may be several: ranks that call it equally often meet.
+    """The keys for one call of `name`: ranks meet in their n-th calls of it.
 
     Each rank counts its own calls, in the store itself: a rank that comes late must not be taken for what it left there the last time.
     """
@@ -131,7 +131,7 @@ def _await_listener(address: str, port: int, timeout: timedelta) -> timedelta:
 
 
 def of_job(store: Store) -> Store:
-    """What the ranks and the launcher tell each other in a store that torch.distributed gave.
+    """Messages between the ranks and the launcher in torch.distributed's store.
 
     Not under torch's prefix, which changes between versions, but under one for every attempt that a launcher makes.
     """

@@ -42,7 +42,7 @@ BUSY = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """What a callback is told after a step. None: not known on this rank.
+    """The information of a callback after a step. None: not known on this rank.
 
     `seconds` is the step alone, `seconds_between` from the end of the step before: with the optimizer and the data loading, if that
     was measured. Throughputs count all replicas, over `seconds_between`.
@@ -95,7 +95,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What one rank has kept. `offset` is to be added to its times, to have those of rank 0."""
+    """The records of one rank. Add `offset` to its times to get times of rank 0's clock."""
 
     rank: int  # of all processes
     pipeline_rank: int
@@ -199,7 +199,7 @@ class Observer:
 
     @property
     def record(self) -> RankRecord:
-        """What has been kept so far."""
+        """The records so far."""
         return replace(self._record, num_steps=self._num_steps, steps=tuple(self._steps), peak_bytes=self._peak_bytes)
 
     def register(self, callback: StepCallback) -> RemovableHandle:
@@ -283,7 +283,7 @@ class Observer:
         )
 
     def optimizer_step(self) -> contextlib.AbstractContextManager[None]:
-        """Around the optimizer's step, whose memory counts as that of the step before it."""
+        """Around the optimizer's step, whose memory counts for the step before it."""
         if not self._counts or self._watch is not None or self._device.type != "cpu":
             return contextlib.nullcontext()
         return self._memory(True, ())

@@ -1,4 +1,4 @@
-"""What is written of a compilation: the plan, its reports, and a program for every rank; `smpc compile --out` and `plan.save`."""
+"""The files of a compilation: the plan, its reports, and a program for every rank; for `smpc compile --out` and `plan.save`."""
 
 from __future__ import annotations
 

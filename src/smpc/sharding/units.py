@@ -36,7 +36,7 @@ def units_of_classes(model: nn.Module, classes: Iterable[type[nn.Module]]) -> tu
 
 
 def holding_all_uses(model: nn.Module, wanted: Sequence[str]) -> tuple[str, ...]:
-    """Those of the wanted modules that share no parameter with what is outside of them, inner ones first, and the model."""
+    """The wanted modules that share no parameter with modules outside them, inner ones first, and the model."""
     modules = dict(model.named_modules())  # a module that has several names has its first one
     uses = _uses(modules.values())
     found = []

@@ -34,7 +34,7 @@ def widen(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """What the `.grad` of a parameter has."""
+    """The dtype of a parameter's `.grad`."""
     return parameter.grad_dtype or parameter.dtype
 
 

@@ -1,4 +1,4 @@
-"""Locks on folders: of a draft, while the process that writes it lives; of a run's folder, while what lies in it changes its name.
+"""Locks on folders: of a draft, while the process that writes it lives; of a run's folder, while entries in it are renamed.
 
     lock = make_locked(path)         a new folder that is this process's until it closes the lock, or ends
     with abandoned(path) as is_so:   whether nobody holds that lock any more; nobody takes it meanwhile
@@ -26,7 +26,7 @@ _INTERVAL = 0.01
 
 
 class Lock:
-    """A descriptor that holds a lock. Closing it again does nothing: by then its number may be that of another file."""
+    """A descriptor that holds a lock. Closing it again does nothing: by then its number may belong to another file."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor

@@ -57,7 +57,7 @@ def dtype_of(name: object) -> torch.dtype:
 
 
 def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Of a contiguous tensor."""
+    """The bytes of a contiguous tensor."""
     return math.prod(shape) * dtype.itemsize
 
 

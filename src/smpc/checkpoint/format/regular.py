@@ -73,7 +73,7 @@ def _escaped(character: str) -> str:
 
 
 def _found(path: str) -> str | None:
-    """What has a name that cannot be opened, where it is no file."""
+    """The kind of an entry that cannot be opened because it is not a file."""
     try:
         kind = stat.S_IFMT(os.lstat(path).st_mode)
     except (OSError, ValueError):

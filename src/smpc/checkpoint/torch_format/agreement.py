@@ -1,4 +1,4 @@
-"""What the ranks of a save or a load do together: each its part, one of them all of it, and the failure of one is that of all.
+"""The cooperation of the ranks of a save or a load: each does its part, one does the common part, and one rank's failure is raised on all.
 
     ranks = Ranks(group, coordinator=0)                        group None: this process alone
     ranks.gather_scatter("planning", local, whole)             whole([...of every rank]) on the coordinator; each gets its own back

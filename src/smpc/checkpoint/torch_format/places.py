@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: a folder, or a URL that fsspec knows (`s3://bucket/run/step_100`, with s3fs installed).
+"""The location of a checkpoint: a folder, or a URL that fsspec knows (`s3://bucket/run/step_100`, with s3fs installed).
 
     fs, path = place_of("s3://bucket/run", {"region_name": "eu-west-1"})
     with fs.create_stream(fs.concat_path(path, ".metadata"), "rb") as file: ...

@@ -51,9 +51,7 @@ class SharedSequences:
         self._module = module
         self._session, self._members = session, session.groups[Axis.CP]
         self._group = TensorGroup.of(self._members)
-        options = PipelineOptions.of(
-            session.config, expert_parallel_degree=1
-        )  # which the recorded model already has
+        options = PipelineOptions.of(session.config, expert_parallel_degree=1)  # which the recorded model already has
         self._outputs = options.tensor_parallel_outputs
         self.is_begun = False
         vars(module)[group_attribute(CONTEXT)] = self._group  # parameters that the programs read
