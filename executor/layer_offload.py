@@ -1,4 +1,4 @@
-"""Activations of a forward pass that wait in CPU memory for the backward pass, but for those of its last layers.
+"""Activations of a forward pass that wait in CPU memory for the backward pass, except the last layers'.
 
     with LayerOffload(horizon=2):
         output = model(x)                 layers are checkpointed: what autograd saves is their inputs
@@ -67,7 +67,7 @@ class LayerOffload:
         return saved
 
     def _at(self, place: int) -> _Saved | None:
-        """What was saved at a place; None if there is nothing, or nobody needs it any more."""
+        """The value saved at a place; None if there is none, or it is no longer needed."""
         return self._saved[place]() if place >= 0 else None
 
     def _unpack(self, saved: Tensor | _Saved) -> Tensor:

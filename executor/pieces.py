@@ -53,7 +53,7 @@ def own_pieces(
 def in_rank_order(
     tensor: Tensor, dim: int, num_ranks: int, blocks: tuple[int, ...] = (), mirrored: bool = False
 ) -> Tensor:
-    """A whole tensor, with the pieces of one rank after those of another."""
+    """A whole tensor, with its pieces in rank order."""
     if not (blocks or mirrored):
         return tensor
     order = _all_pieces(tensor.shape[dim], num_ranks, tuple(blocks), mirrored)

@@ -56,7 +56,7 @@ class LookCloselyError(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """What to record: see `smpc.tracer.record.record`."""
+    """The recording to make: see `smpc.tracer.record.record`."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -69,7 +69,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is run, and how. `names`: FQNs by id; `leaves`: modules to be called whole."""
+    """The model to run, and how. `names`: FQNs by id; `leaves`: modules to be called whole."""
 
     model: nn.Module
     names: dict[int, str]
@@ -189,7 +189,7 @@ def _check_running(found: str) -> None:
 
 
 def _cause(recorder: Recorder, model: nn.Module, error: UntraceableError) -> UntraceableError:
-    """The error, or that of the module whose work for other threads was not recorded."""
+    """The error, or the error of the module whose work for other threads was not recorded."""
     handed = next((read for read in recorder.reads.outside if read.what == PARALLEL), None)
     if handed is None:
         return error
@@ -202,7 +202,7 @@ _Submodules = list[tuple[str, nn.Module, dict[str, nn.Module | None]]]
 
 
 def _submodules(model: nn.Module, leaves: frozenset[str]) -> _Submodules:
-    """Those of the modules that are not called whole."""
+    """The modules that are not called whole."""
     whole = tuple(f"{name}." for name in leaves)
     plain = [(fqn, each) for fqn, each in model.named_modules() if not isinstance(each, torch.jit.ScriptModule)]
     return [(fqn, each, dict(each._modules)) for fqn, each in plain if not f"{fqn}.".startswith(whole)]
@@ -222,7 +222,7 @@ def _check_submodules(model: nn.Module, before: _Submodules) -> None:
 
 
 def _finished(model: nn.Module, recorder: Recorder, output: Any, before: _Submodules) -> Run:
-    """What a run has given."""
+    """The result of a run."""
     _check_submodules(model, before)
     trace, reads = recorder.finish(output), recorder.reads
     check_histories(model, trace, recorder.state.hanging)

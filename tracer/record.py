@@ -4,8 +4,8 @@
 in its present mode, and notes every torch call that returns a tensor or writes into one. Tensors are known by identity and kept
 alive until the end, so that identities stay unique. Python values are baked in: a trace belongs to one input signature.
 
-What a call writes in place is found by comparing tensors' version counters around it; batch normalisation, which updates its running
-statistics without telling autograd, is the one operation that has to be known by name.
+In-place writes of a call are found by comparing tensors' version counters around it; batch normalisation, which updates its running
+statistics without autograd's knowledge, is the one operation known by name.
 
     >>> trace = record(nn.Linear(3, 2), (torch.zeros(4, 3),))
     >>> [node.target for node in trace.nodes]
@@ -45,8 +45,8 @@ _LEAF_MARK = "_smpc_leaf"
 def mark_leaf(module: nn.Module) -> nn.Module:
     """Marks a module to be called whole by every trace, with nothing recorded inside; returns it.
 
-    For modules whose Python depends on the values of tensors. What such a module returns must have shapes that do not depend on values.
-    In the Python that runs inside it, fake tensors stand for the real ones.
+    For modules whose Python depends on the values of tensors. The shapes of such a module's outputs must not depend on values. In the
+    Python that runs inside it, fake tensors stand for the real ones.
     """
     vars(module)[_LEAF_MARK] = True
     return module
@@ -221,7 +221,7 @@ def _undisturbed(subject: Subject, run: Run) -> Run:
 
 
 def _both(first: str, last: str) -> str:
-    """What stopped a recording first, and why it did not help to call that module whole."""
+    """The error that stopped a recording first, and why it did not help to call that module whole."""
     return first if first == last else f"{first}; and then: {last}"
 
 

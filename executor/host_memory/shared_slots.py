@@ -62,7 +62,7 @@ _KIND_BITS: Final = 8
 _NUMBER_SHIFT: Final = _SIZE_BITS + _KIND_BITS
 _NUMBER_MASK: Final = (
     1 << (63 - _NUMBER_SHIFT)
-) - 1  # numbers may start again from 0, as a cell holds that of k or of k - 2
+) - 1  # numbers may start again from 0, as a cell holds the number of k or of k - 2
 
 _MAX_LAYOUTS = 256
 

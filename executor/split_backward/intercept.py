@@ -198,8 +198,8 @@ class _Deferrable(torch.autograd.Function):
 
 
 def _look_at(values: Sequence[Any]) -> tuple[list[nn.Parameter], list[int], float]:
-    """Of the arguments of a call: the parameters to train, the places of what else wants a gradient, and about how many multiplications
-    the gradients of the parameters take; infinitely many elsewhere than on a CPU."""
+    """From a call's arguments: the trained parameters, the positions of other arguments that require a gradient, and the approximate
+    number of multiplications for the parameters' gradients (infinite except on a CPU)."""
     trained: list[nn.Parameter] = []
     places: list[int] = []
     elements, longest = 0.0, 0

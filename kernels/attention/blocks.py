@@ -6,7 +6,7 @@
     backward     dq, dk, dv of the block               from o, lse over all keys: p_ij = exp(s_ij - lse_i), so blocks are independent
 
 A block is a call of the kernels where they run; on a CPU of torch's own kernel, without a bias; otherwise of the formula. Shapes and
-letters are those of `smpc.kernels.attention.op`; k and v may have fewer heads. lse is fp32 (fp64 for fp64).
+letters are as in `smpc.kernels.attention.op`; k and v may have fewer heads. lse is fp32 (fp64 for fp64).
 """
 
 from __future__ import annotations

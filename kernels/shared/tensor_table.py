@@ -1,4 +1,4 @@
-"""Tables by which one launch works on many tensors: where each lies, and which part of which tensor a program takes.
+"""Tables by which one launch works on many tensors: the address of each, and which part of which tensor a program takes.
 
 Terms
     row      one entry of the lists: a parameter, its gradient, its moments; one address a column, 0 where there is none, and the size

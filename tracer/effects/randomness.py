@@ -92,7 +92,7 @@ class UsableGenerators:
         return tuple(comparable_state(generator) for generator in self._held.values())
 
     def used(self, before: tuple[Any, ...]) -> tuple[str, ...]:
-        """What the generators are called that have other states now."""
+        """The names of the generators whose states have changed."""
         return tuple(name for name, old, new in zip(self._held, before, self.states(), strict=True) if old != new)
 
     def is_torch_moved(self) -> bool:
@@ -206,7 +206,7 @@ _ELSEWHERE = 0x5EED  # no seed that a model would set while it is recorded
 
 
 class ModuleGenerators:
-    """Those that the modules of a model hold, by their paths. In use from its making to `restore`."""
+    """The generators that the modules of a model hold, by their paths. In use from construction to `restore`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._paths: dict[int, str] = {}
@@ -250,7 +250,7 @@ class ModuleGenerators:
 
 
 def generators_of(module: nn.Module) -> list[torch.Generator]:
-    """Those that a module and its submodules hold."""
+    """The generators that a module and its submodules hold."""
     return [generator for _, generator in _in_modules(module)]
 
 

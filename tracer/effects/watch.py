@@ -1,4 +1,4 @@
-"""What forward does beside torch calls, noticed while it is recorded: see the modules that this one brings together.
+"""Side effects of forward beside torch calls, noticed while it is recorded; this module combines the others here.
 
     smpc.tracer.effects.differentiation     autograd's graph, hooks, gradients
     smpc.tracer.effects.randomness          generators
@@ -6,8 +6,8 @@
     smpc.tracer.effects.torch_calls         what threads do that forward hands work to
     smpc.tracer.operations.opaque           modules that are called whole
 
-What a trace cannot hold is an error of the module whose code does it (`Recorder.error`): it is called whole, where that is right, and the
-recording refused where it is not. An error that the model's own code catches is raised again when its module ends.
+An effect that a trace cannot hold is an error of the module whose code has it (`Recorder.error`): the module is called whole if that is
+right, otherwise the recording is refused. An error that the model's own code catches is raised again when its module ends.
 
 `Ownership`: whose tensors a module reads while it runs, its own, under their own names, or others'. Calling a module again gives what it
 gave only if it reads then what it has read while it was recorded. These are told by identity:
@@ -66,7 +66,7 @@ class Ownership:
         return found
 
     def swapped(self, module: nn.Module) -> str:
-        """The first parameter or buffer in a module in whose place another tensor stands now; "" if there is none."""
+        """The first parameter or buffer in a module that was replaced by another tensor; "" if there is none."""
         return next(filter(None, map(self._swapped, module.modules())), "")
 
     def _swapped(self, module: nn.Module) -> str:

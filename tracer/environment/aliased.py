@@ -31,7 +31,7 @@ class _Place:
         self.owner = id(vars(module))
 
     def read(self) -> Any:
-        """What is there now."""
+        """The present value."""
         value = self.table.get(self.name, MISSING)
         if self.item is MISSING:
             return value
@@ -44,7 +44,7 @@ class _Place:
 class Aliases:
     """Which buffers and tensor attributes of a model are the same tensor, of those that a recording has read.
 
-    `modules`: those of the model, by name. `paths`: what its trace reads; `guards`: of what its Python has read.
+    `modules`: the model's, by name. `paths`: tensors that its trace reads; `guards`: on values that its Python has read.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Aliases:
         return None
 
     def _content(self) -> list[int]:
-        """Of every place the first that holds the same."""
+        """For every place, the first place that holds the same tensor."""
         firsts: dict[int, int] = {}
         values = [place.read() for place in self._places]
         return [

@@ -323,7 +323,7 @@ class Reads:
                 self._object_of[id(guard)] = id(place.holder.about)
 
     def text(self, frame: FrameType, tensor: str) -> str:
-        """What stands for a recorded tensor in text that the code of that frame makes: in a second recording, all that numbers can have."""
+        """The text of a recorded tensor for the code of that frame: in a second recording, another text that numbers can have."""
         self.outside += filter(None, (text_of(frame, self._run.context()),))
         known = f"{tensor}, whose values are not known while the model is recorded"
         return f"tensor(-nan, -inf, 1.234567890e+06, {known}, True, False)" if self.is_again else f"<tensor {known}>"
@@ -387,7 +387,7 @@ class Reads:
             queue += (function.__globals__[name] for name in code.co_names if name in function.__globals__)
 
     def _contents(self) -> Contents:
-        """Of values that are to be frozen; the model holds its modules, parameters and buffers as long as it is there."""
+        """The values to keep alive until they are frozen; the model itself holds its modules, parameters and buffers."""
         return Contents(outlives=lambda value: id(value) in self._names or id(value) in self._state)
 
     def _freeze(self, value: Any, contents: Contents, is_attribute: bool) -> Frozen | None:

@@ -92,7 +92,7 @@ def shape_rule(module: nn.Module) -> Callable[..., Any] | None:
 
 @dataclass(slots=True)
 class Probe:
-    """What a real run told: the output, with a TensorSpec or `Same` in place of each tensor, and costs."""
+    """The results of a real run: the output, with a TensorSpec or `Same` in place of each tensor, and costs."""
 
     leaves: list[Any]
     structure: Structure
@@ -133,7 +133,7 @@ def _agreed(
     meter: Meter,
     first_sizes: dict[int, int],
 ) -> Probe:
-    """What two runs on different values agree on."""
+    """The common results of two runs on different values."""
     try:
         first = _run(module, args, kwargs, state, meter, first_sizes, _Values(0, 1))
     except (IndexError, RuntimeError, ValueError):  # 1 is a mask's usual value, but not everyone's valid index
@@ -444,7 +444,7 @@ class Probes:
     def of(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: FakeState, meter: Meter
     ) -> Probe:
-        """What a real run of the module told, or of one that is alike. Raises whatever the module raises."""
+        """The results of a real run of the module, or of an equal one. Raises the module's own error."""
         form = _form(module, args, kwargs)
         found = None if form is None else self._known.get(form)
         if found is None:
@@ -455,7 +455,7 @@ class Probes:
 
 
 def _form(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """All that real runs depend on; None: it is not known."""
+    """Everything that real runs depend on; None: unknown."""
     if next(module.buffers(), None) is not None:
         return None
     leaves, structure = flatten((args, kwargs))
@@ -479,7 +479,7 @@ def _numbers(module: nn.Module) -> Iterator[int]:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
-    """What a module has beside its parts; None in place of the value if it has hooks."""
+    """A module's attributes other than its parts; None in place of the value if it has hooks."""
     for name, value in vars(module).items():
         is_hooks = "_hooks" in name
         if name not in _PARTS and (value or not is_hooks):

@@ -1,9 +1,9 @@
-"""What the recorder keeps of tensors, nodes and open calls: which node a tensor comes from, and what the node is called.
+"""The recorder's tables of tensors, nodes and open calls: which node a tensor comes from, and the node's name.
 
 `NodeNames`: names after what nodes call, unique, and good as Python variables.
 
-`Identities`: which node's value a tensor is, and which storage of the trace it lies in. Tensors and storages are known by identity. They
-are kept alive until the recording ends, for identities are unique only among living objects.
+`Identities`: which node's value a tensor is, and its storage in the trace. Tensors and storages are identified by id. They are kept
+alive until the recording ends, since ids are unique only among living objects.
 
 `OpenCall` is a module call that has not returned yet, as the recorder keeps it.
 
@@ -124,7 +124,7 @@ class Identities:
 
 
 class OpenCall:
-    """What is known of the call so far; `index` is that of the `ModuleCall` it becomes, `first` its first node."""
+    """An open call; `index` is the index of its `ModuleCall`, `first` its first node."""
 
     __slots__ = (
         "arguments",
