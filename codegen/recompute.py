@@ -38,8 +38,8 @@ def run_checkpointed(
 ) -> Any:
     """`function(*args)`, of which only `args` are kept for the backward pass; `buffers` are those that the function may change.
 
-    With `keep_values` the second run finds the values that the buffers had before the first one; without, those of its own time, which
-    saves memory and does for buffers that are written only. Where gradients are off, it is just called.
+    With `keep_values` the second run finds the values that the buffers had before the first run. Without, it finds their present
+    values, which saves memory and is enough for buffers that are only written. If gradients are off, the function is simply called.
     """
     if not torch.is_grad_enabled():
         return function(*args)

@@ -25,7 +25,7 @@ from smpc.errors import ScheduleError
 
 
 class Part(StrEnum):
-    """Of a rank's slice, all of it or one of its two pieces."""
+    """A part of a rank's slice: all of it, or one of its two pieces."""
 
     ALL = "all"
     FIRST = "first"
@@ -51,7 +51,7 @@ class RingStep:
 
 
 def ring_steps(rank: int, num_ranks: int, *, causal: bool, mirrored: bool) -> tuple[RingStep, ...]:
-    """What a rank does, step by step."""
+    """The work of a rank, step by step."""
     steps = []
     for i in range(num_ranks):
         source = (rank - i) % num_ranks

@@ -1,8 +1,8 @@
 """A plan for a new trace of the same model: every module stays on its stage.
 
 A trace belongs to one input signature and one mode. When either changes, the model is traced again, but parameters must not move
-between ranks, nor buffers that forward writes, nor random generators. Whatever uses one of these has to run on a rank that holds it.
-Every other node prefers, in this order, the stage of
+between ranks, nor buffers that forward writes, nor random generators. A node that uses one of these has to run on a rank that holds
+it. Every other node prefers, in this order, the stage of
     - the planned node of the same name, when both traces have the same nodes;
     - the innermost module call around it that lay wholly in one stage of the plan (the k-th call of a module follows its k-th call);
     - the planned node that it corresponds to, when the module call was cut: the longest common runs of operations are matched;
@@ -226,7 +226,7 @@ class _Units:
         return latest
 
     def _impossible(self, unit: int, before: int | None, first: int) -> PartitionError:
-        """What keeps a unit from running anywhere."""
+        """The reason why a unit cannot run anywhere."""
         held = [(position, self._allowed[position]) for position in self._members[unit] if position in self._allowed]
         position, stages = held[0]
         if self._stages[unit] and before is not None:

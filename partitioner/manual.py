@@ -180,7 +180,7 @@ def _place_movable(
 ) -> None:
     """Stages of the units that depend on inputs alone: where they are first used. Writes into `stages`.
 
-    What a stage uses lies on it or on one before it, since the others are in topological order.
+    A stage uses values of its own or of earlier stages, since the others are in topological order.
     """
     for unit in reversed(order):
         if unit not in stages:

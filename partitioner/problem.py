@@ -1,4 +1,4 @@
-"""What a stage costs: the one definition that every solver, bound and report uses.
+"""The cost of a stage: the one definition that every solver, bound and report uses.
 
 Terms
     unit        something that is placed whole: a node, or nodes that must stay together
@@ -21,7 +21,7 @@ Example: units of time (3, 1), static bytes (10, 0) and one shared item of 20 by
 and 30. Both units on one stage cost 0.5 * 4 / 4 + 0.5 * 30 / 30 = 1; apart they cost 0.5 * 3 / 4 + 0.5 * 30 / 30 =
 0.875 and 0.5 * 1 / 4 + 0.5 * 20 / 30 = 0.458.
 
-`whole_times`, `check_total`: whole numbers stay exact. All that solvers add up is below 2^63, or it is an error. Solvers work on times
+`whole_times`, `check_total`: whole numbers stay exact. Every sum of the solvers is below 2^63, or it is an error. Solvers work on times
 and bytes as 64-bit whole numbers, whose sums do not depend on their order. NumPy says nothing where such a sum overflows, so every total
 is formed in Python's integers first, which do not.
 
@@ -113,7 +113,7 @@ class SharedItem:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What there is to place, in execution order. `time` may be in any unit: see `smpc.partitioner.problem`."""
+    """The units to place, in execution order. `time` may be in any unit: see `smpc.partitioner.problem`."""
 
     time: tuple[int, ...]
     static_bytes: tuple[int, ...]
@@ -207,7 +207,7 @@ class Scale:
     ) -> Scale:
         """Totals of the whole model, every item once and activations times the mean in flight: costs sum to about 1.
 
-        What that mean makes of them is rounded up to a whole number, as bytes are large ones; `exactly`: it is not.
+        Activations times the mean are rounded up to an integer, since bytes are large numbers; with `exactly` they are not.
         """
         time, static, activation = units.totals()
         most = max(in_flight, default=0)
@@ -234,7 +234,7 @@ class Scale:
         return np.where(memory <= self.limits[stage], found, np.inf) if self.limits else found
 
     def speed(self, stage: int) -> float:
-        """Of the stage's device."""
+        """The limit of the stage's device."""
         return self.speeds[stage] if self.speeds else 1.0
 
     @property

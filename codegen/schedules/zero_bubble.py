@@ -40,7 +40,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     them, then the remaining backwards, each with a W.
 
     A step takes m (F + I + W) + (p - 1)(F + I - W) on balanced stages if m >= p and F, I, W are alike: with F = I = W the
-    bubble is (p - 1) / (3 m + p - 1), a third of that of 1F1B. In flight on every rank: min(m, p).
+    bubble is (p - 1) / (3 m + p - 1), a third of 1F1B's. In flight on every rank: min(m, p).
     """
     return tuple(_order(rank, num_microbatches, num_ranks - rank, lag=rank) for rank in range(num_ranks))
 
@@ -86,13 +86,13 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     4. F0 B0 W0 F1 B1 W1 in turn, as long as there are forwards
     5. r times B0 B1, p - r times B0 W0, then what is left of W1 and of W0
 
-    With F = I = W on balanced pieces and m >= p, a step takes m (F + I + W) + (p - 1) F / 2, F, I, W being those of a whole
-    rank: nothing beyond the ramp-in of the last rank. In flight on every rank: at most min(2 m, 2 p) pieces, as much as
-    min(m, p) microbatches of a whole rank.
+    With F = I = W on balanced pieces and m >= p, a step takes m (F + I + W) + (p - 1) F / 2, with F, I, W of a whole rank:
+    nothing beyond the ramp-in of the last rank. In flight on every rank: at most min(2 m, 2 p) pieces, as much as min(m, p)
+    microbatches of a whole rank.
 
-    With m < 2 p - 1 the rule is that of 2 p - 1 microbatches without those that do not exist. From 2 m < 3 p - 1 on, that
-    leaves gaps in which a W is not yet due, so a rank runs its F and B in the order of the rule, each as soon as it is
-    there, and a W when it is 2 (p - 1) places overdue, or when nothing else is there.
+    With m < 2 p - 1 the rule is applied to 2 p - 1 microbatches, without the missing ones. From 2 m < 3 p - 1 on, this
+    leaves gaps in which a W is not yet due. So a rank runs its F and B in the order of the rule, each as soon as it is
+    ready, and a W when it is 2 (p - 1) places overdue, or when nothing else is ready.
     """
     rule = tuple(_rank(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
     if 2 * num_microbatches >= 3 * num_ranks - 1:

@@ -2,7 +2,7 @@
 
     collective_time(Kind.ALL_REDUCE, 100e6, Group(64, per_host=8), device)
 
-`num_bytes` are those of the whole tensor, the one that a group of d ranks has between them or that each ends up with:
+`num_bytes`: of the whole tensor, which the d ranks of a group hold together or which each of them ends up with:
 
     kind              num_bytes                                    a rank sends
     all-reduce        what every rank has                          2 n (d - 1) / d
@@ -38,7 +38,7 @@ from smpc.partitioner.costs.description import Device, Group, at
 
 
 class Kind(StrEnum):
-    """What ranks do together: see the module docstring."""
+    """The kinds of collectives: see the module docstring."""
 
     ALL_REDUCE = "all-reduce"
     ALL_GATHER = "all-gather"
@@ -81,7 +81,7 @@ def sent_time(num_bytes: float, group: Group, device: Device) -> float:
 
 
 def _sent(kind: Kind, num_bytes: float, size: int) -> float:
-    """What a rank sends, by the table above."""
+    """The bytes that a rank sends, by the table above."""
     if kind in (Kind.BROADCAST, Kind.SEND):
         return num_bytes
     return num_bytes * (size - 1) / size * (2 if kind is Kind.ALL_REDUCE else 1)

@@ -18,9 +18,9 @@ Example: `measure_times(record(model, (x,)), model, (x,), {}).forward` has the s
 
 `measure_workspace` measures what the nodes make and drop while they work: memory that shapes alone do not tell.
 
-A recorded trace knows every tensor that outlives the call that made it. What a call needs in between is the library's own affair: the
-columns into which a convolution unfolds its input, the parts of an operation that is made of several. It runs the trace
-once on real tensors, under the profiler, which sees every block that the allocator gives out:
+A recorded trace knows every tensor that outlives the call that made it. Its workspace is the library's own: the columns into which a
+convolution unfolds its input, the parts of a composed operation. It runs the trace once on real tensors, under the profiler, which
+sees every block that the allocator gives out:
 
     workspace    of a node, forward or backward: the most bytes at once of blocks that were taken and given back during its call or, in
                  the backward, during the consecutive operations that its call put into autograd's graph
@@ -61,7 +61,7 @@ def measure_times(
     runs: int = _RUNS,
     device: torch.device | None = None,
 ) -> NodeTimes:
-    """Seconds of every node, on `device`, by default that of the model's parameters; another one must hold a copy of the model.
+    """Seconds of every node, on `device`, by default the model's; another one must hold a copy of the model.
 
     Raises ConfigError for a model or inputs without memory (meta tensors).
     """
@@ -119,7 +119,7 @@ def parameter_times(trace: Trace) -> NodeTimes:
 
 
 class Stopwatch:
-    """Passes of one trace over a copy of the model; the first is slower than the others. The arguments are those of `measure_times`.
+    """Passes of one trace over a copy of the model; the first is slower than the others. For the arguments see `measure_times`.
 
     `values` are the results so far in a pass that are still needed, `owner` the node of each autograd operation.
     """
@@ -246,7 +246,7 @@ _MARK = "smpc workspace"
 def measure_workspace(
     trace: Trace, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device | None = None
 ) -> Workspace:
-    """Bytes of every node, on `device`; arguments and errors are those of `measure_times`."""
+    """Bytes of every node, on `device`; for arguments and errors see `measure_times`."""
     stopwatch = _Marked(trace, model, args, kwargs, device)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         stopwatch.run()

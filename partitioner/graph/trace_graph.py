@@ -1,4 +1,4 @@
-"""A trace in index form, what of it may not be separated, and what crosses between stages.
+"""A trace in index form, the nodes that may not be separated, and the values that cross between stages.
 
 Terms
     position    index into Trace.nodes
@@ -95,8 +95,8 @@ class Graph:
     def gradient_order(self) -> Iterator[tuple[int, int]]:
         """(u, w) pairs of consumers of one value, in order of execution, whose gradients eager sums w first.
 
-        A pipeline sums those of later stages first, so a placement with stage(u) <= stage(w) gives the same bits. For two
-        summands the order makes no difference; the loss counts as one if the model returns the value.
+        A pipeline sums gradients of later stages first, so a placement with stage(u) <= stage(w) gives the same bits. For
+        two summands the order makes no difference; the loss counts as one if the model returns the value.
         """
         nodes, returned = self.trace.nodes, set(self.outputs)
         for position, readers in enumerate(self.consumers):
@@ -379,7 +379,7 @@ _SHOWN = 5  # violations listed in one message
 
 @dataclass(frozen=True)
 class Crossing:
-    """What goes between stages and what each stage runs again. Positions, by stage, are in execution order."""
+    """The values sent between stages, and the nodes that each stage recomputes. Positions, by stage, are in execution order."""
 
     edges: tuple[Edge, ...]
     recomputed: tuple[tuple[int, ...], ...]
@@ -427,7 +427,7 @@ def check_assignment(trace: Trace, assignment: Mapping[str, int], num_stages: in
 
 
 def stages_by_rank(graph: Graph, assignment: Mapping[str, int]) -> IntArray:
-    """The stage of each compute node. PartitionError if the names are not exactly those of the compute nodes."""
+    """The stage of each compute node. PartitionError if the names are not exactly the compute nodes' names."""
     names = [graph.trace.nodes[i].name for i in graph.compute.tolist()]
     missing = [name for name in names if name not in assignment]
     known = set(names)

@@ -1,4 +1,4 @@
-"""What is to be placed, as numbers: a graph of nodes, the devices, and what counts.
+"""A placement problem in numbers: a graph of nodes, the devices, and the objective.
 
 Terms
     node        something that runs on one device: its time on a device of speed 1, memory that its device holds for it, and
@@ -225,7 +225,7 @@ def _bad_numbers(instance: Instance) -> Iterator[str]:
 
 
 def _bad_types(instance: Any) -> Iterator[str]:
-    """What is no name and no table, as files may have it."""
+    """A value that is neither a name nor a table, as files may have it."""
     for i, node in enumerate(instance.nodes):
         if not isinstance(node.name, str):
             yield f"the name {_shown(node.name)} of node {i}, which must be a text"

@@ -1,4 +1,4 @@
-"""Instances from files: this package's JSON, and that of the published device-placement problems.
+"""Instances from files: this package's JSON, and the JSON of the published device-placement problems.
 
 The latter are the workloads of Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020: layer
 and operator graphs for inference and training, on accelerators (there: FPGAs) with memory of their own, and CPUs.
@@ -85,7 +85,7 @@ def _node(row: Row) -> Node:
 
 
 def _wrong(data: Row) -> Iterator[str]:
-    """What is no field of a problem; amounts are checked by `Instance`."""
+    """Rejects anything that is not a field of a problem; `Instance` checks amounts."""
     for name in ("maxFPGAs", "maxCPUs"):
         count = data.get(name, 0)
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= _MOST_DEVICES:

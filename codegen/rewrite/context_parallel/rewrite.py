@@ -1,7 +1,7 @@
 """Rewrites a trace for one rank of a context-parallel group: parameters whole, the sequence cut.
 
-It is the search of `smpc.codegen.rewrite.tensor_parallel` with other limits: parameters lie whole, and only dimensions that come from the
-sequence are sliced (`smpc.codegen.rewrite.context_parallel.sequence`). What it costs is what a rank does and keeps beyond its share.
+It uses the search of `smpc.codegen.rewrite.tensor_parallel` with other limits: parameters are whole, and only dimensions that come from
+the sequence are sliced (`smpc.codegen.rewrite.context_parallel.sequence`). The cost is the work and memory of a rank beyond its share.
 Inputs are whole on every rank, so labels, positions and masks are computed whole, and cut where slices meet them.
 
     layout        slices
@@ -155,7 +155,7 @@ def describe_context(found: ContextTrace) -> str:
 def _with_slices(
     sharded: ShardedTrace, sequence: SequenceDims, trace: Trace, dim: int, layout: str, whole: tuple[Whole, ...]
 ) -> tuple[ShardedTrace, str, tuple[Whole, ...], tuple[tuple[int, ...], tuple[int, ...]]]:
-    """What makes a `ContextTrace` whose outputs are not gathered along `dim`."""
+    """A function that makes a `ContextTrace` whose outputs are not gathered along `dim`."""
     rewritten = sharded.trace
     leaves, cut, left = list(rewritten.output_leaves), [], []
     for position, (leaf, before) in enumerate(zip(leaves, trace.output_leaves, strict=True)):

@@ -67,7 +67,7 @@ class Checker:
 
 
 def _inputs(nodes: Sequence[Node]) -> tuple[str, ...]:
-    """What the nodes read and do not compute, in order of reading."""
+    """The inputs of the nodes, in order of reading."""
     made = {node.name for node in nodes}
     return tuple(dict.fromkeys(name for node in nodes for name in node.inputs if name not in made))
 
@@ -105,7 +105,7 @@ class _Sides:
 
     @property
     def tolerance(self) -> float:
-        """Largest error: that of the coarsest type on the way."""
+        """The largest error: the error of the coarsest dtype on the way."""
         if self.wide:
             return _TOLERANCES[torch.float64]
         specs = [self.graph.node(name).spec for name in (*self.inputs, *(node.name for node in self.nodes))]
@@ -125,14 +125,14 @@ class _Sides:
         return found
 
     def original(self, values: Values, size: Callable[[int], int]) -> list[torch.Tensor]:
-        """What is to be replaced: every result that is read on."""
+        """The replaced part: every result that other nodes read."""
         values = dict(values)
         for node in self.nodes:
             values[node.name] = evaluate(self._adapted(node, size), values, _CPU)
         return [_tensor(values[name]) for name, _ in self.replacement.results]
 
     def new(self, values: Values, size: Callable[[int], int]) -> list[torch.Tensor]:
-        """What replaces it."""
+        """The replacement."""
         values = dict(values)
         for node in self.nodes[: len(self.replacement.given)]:
             values[node.name] = evaluate(self._adapted(node, size), values, _CPU)

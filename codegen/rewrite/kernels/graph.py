@@ -63,11 +63,11 @@ class Graph:
         return () if spec is None else spec.shape
 
     def op(self, name: str) -> str:
-        """What a node does: see the module docstring; "" for OUTPUT and GUARD."""
+        """The kind of a node: see the module docstring; "" for OUTPUT and GUARD."""
         return self._ops.get(name, "")
 
     def users(self, name: str) -> tuple[str, ...]:
-        """Who reads a node: names of nodes, OUTPUT, GUARD."""
+        """The readers of a node: names of nodes, OUTPUT, GUARD."""
         return self._users.get(name, ())
 
     def sole_user(self, name: str) -> str | None:
@@ -130,7 +130,7 @@ class Graph:
         return self.op(name) == "cast"
 
     def uncast(self, name: str) -> str:
-        """What a chain of casts starts from."""
+        """The start of a chain of casts."""
         while self.is_cast(name):
             name = self.trace.node(name).inputs[0]
         return name

@@ -63,7 +63,7 @@ def _convolution(facts: Facts, node: Node) -> Iterator[Strategy]:
 
 
 def _batch_norm(facts: Facts, node: Node) -> Iterator[Strategy]:
-    """Of torch.nn.functional: what is not `training` has its statistics from elsewhere."""
+    """Functions of torch.nn.functional: without `training` their statistics come from buffers."""
     (x, *rest), shape = node.inputs, facts.shape(node.name)
     if not node.target.startswith("torch.nn.functional.") or len(shape) < 2 or argument(node, 0, "input") != Ref(x):
         return
