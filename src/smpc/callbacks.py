@@ -30,8 +30,7 @@ _PLAIN_SECONDS = 10.0  # between two lines, if the output is not a terminal
 
 
 class ProgressLine:
-    """A line on rank 0's stderr about the last step: on a terminal it is overwritten, elsewhere a new one is printed now
-    and then.
+    """A line on rank 0's stderr about the last step: overwritten on a terminal, elsewhere printed anew at intervals.
 
     `num_steps` is the number of steps, if it is known. Evaluation steps are not shown.
     """

@@ -182,9 +182,9 @@ class RankPrograms:
 class Runtime:
     """One pipeline rank's programs over a transport.
 
-    `hooks(stages)` gives the data-parallel hooks (`smpc.executor.StageReplicas`) for the stage modules of the first compilation;
-    later compilations have other modules over the same parameters, and keep the hooks. `observer` watches the steps; by default the
-    runtime makes one.
+    `model`: the whole module, the same on all ranks; `device`: where this rank computes. `hooks(stages)` gives the data-parallel hooks
+    (`smpc.executor.StageReplicas`) for the stage modules of the first compilation; later compilations have other modules over the same
+    parameters, and keep the hooks. `observer` watches the steps; by default the runtime makes one.
     """
 
     def __init__(
@@ -321,8 +321,8 @@ class Runtime:
 class LoopbackRuntime:
     """All pipeline ranks in one process, over the parameters of one model.
 
-    Every rank has memory of its own, as `smpc.rank_models` says: a model that works here works on separate processes. Gradients,
-    buffers and attributes are copied back to the model.
+    Every rank has memory of its own on `device`, as `smpc.rank_models` says: a model that works here works on separate processes.
+    Gradients, buffers and attributes are copied back to the model.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | str = "cpu") -> None:

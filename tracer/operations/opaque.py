@@ -72,7 +72,7 @@ _LARGE = 1 << 20  # elements of all inputs together above which a real run is ma
 
 
 def register_shape_rule(module_class: M, rule: Callable[..., Any]) -> M:
-    """Registers how to get the outputs of a module class from its inputs, without running its forward; returns the class.
+    """Registers how to get the outputs of `module_class` from its inputs, without running its forward; returns the class.
 
     `rule(module, *args, **kwargs)` gets fake tensors and returns what forward would return, made by ordinary torch functions:
     `register_shape_rule(Experts, lambda module, tokens, index: torch.empty_like(tokens))`. Modules of the class (and of subclasses) are

@@ -16,7 +16,7 @@ UNITS = {"ep": "epoch", "ba": "batch", "sp": "sample", "tok": "token"}
 
 @dataclass(slots=True)
 class Timestamp:
-    """The progress of a run, over all ranks: whole epochs, batches, samples, tokens; and batches of the present epoch."""
+    """The progress of a run, over all ranks: whole epochs, batches, samples, tokens; and `batch_in_epoch`, of the present epoch."""
 
     epoch: int = 0
     batch: int = 0

@@ -18,8 +18,8 @@ from smpc import dist
 from smpc.checkpoint.rng import capture_rng, restore_rng
 from smpc.composer import arguments as checked
 from smpc.composer import checkpoint
-from smpc.composer.alike import check_alike, check_same_batch, share_random_state
 from smpc.composer.duration import Duration
+from smpc.composer.equal_on_ranks import check_alike, check_same_batch, share_random_state
 from smpc.composer.loss_scale import LossScale
 from smpc.composer.microbatches import moved, num_samples
 from smpc.composer.model import ComposerModel
@@ -35,10 +35,10 @@ _END = object()
 
 
 class Trainer:
-    """Trains a ComposerModel: see docs/trainer.md. Every argument is by keyword; unknown arguments are refused by name.
+    """Trains a ComposerModel: docs/trainer.md describes every argument, with units and defaults.
 
-    Raises ConfigError, ConfigTypeError or ConfigUnsupportedError for arguments that cannot be, and CheckpointError where `load_path` does
-    not fit. Collective.
+    Every argument is by keyword; unknown arguments are refused by name. Raises ConfigError, ConfigTypeError or ConfigUnsupportedError
+    for invalid arguments, and CheckpointError if `load_path` does not fit. Collective.
     """
 
     def __init__(

@@ -22,7 +22,10 @@ from smpc.errors import ConfigError, ConfigTypeError
 
 
 def partition(name: object, world_size: int, local_size: int) -> tuple[tuple[int, ...], ...]:
-    """All groups of that name. Raises ConfigError for other names, and where K or the nodes do not divide the ranks evenly."""
+    """All groups of that name, over `world_size` ranks on nodes of `local_size`.
+
+    Raises ConfigError for other names, and if K or the nodes do not divide the ranks evenly.
+    """
     if not isinstance(name, str):
         raise ConfigTypeError(
             f"process_group: expected self, node, local_rank_across_nodes, setK or modK, or a list of ranks, found {name!r}"

@@ -98,11 +98,12 @@ def prepare(
     device_type: str = "cpu",
     tensor: TensorConfig | None = None,
 ) -> Prepared:
-    """Shard the children of a model in place, with rank 0's values.
+    """Shard the children of a model in place, with rank 0's values. Collective.
 
-    `precision`: `fp32`, `amp_fp16` or `amp_bf16`, which named mixed precisions refer to. `tensor`: the layers that are sliced before, over
-    groups of ranks; FSDP is over what these leave of the ranks. Raises ConfigError for fields that do not fit the model or the ranks,
-    before any process group is made.
+    `config`: what to shard, and how. `precision`: `fp32`, `amp_fp16` or `amp_bf16`, which named mixed precisions refer to. `optimizer`:
+    gets the sharded parameters in place of the whole ones. `device_type`: "cpu" or "cuda", where the model computes. `tensor`: the
+    layers that are sliced first, over groups of ranks; FSDP shards over the ranks with the same slices. Raises ConfigError for fields
+    that do not fit the model or the ranks, before any process group is made.
     """
     roots = _roots(model, config)
     units = {name: units_of(root) for name, root in roots.items()}

@@ -44,10 +44,10 @@ class ZeroPlan:
 
 
 def translate(given: Mapping[str, Any], *, batch_size: int | None, world_size: int, precision: str | None) -> ZeroPlan:
-    """The settings from a configuration, for batches of `batch_size` samples on each of `world_size` ranks.
+    """The settings from a DeepSpeed configuration, for batches of `batch_size` samples on each of `world_size` ranks.
 
-    `precision`: what the script has chosen, which the configuration must agree with; None: it has not. Raises ConfigError with a line for
-    each contradiction and each key that is not supported.
+    `given`: its dictionary. `precision`: the script's choice, which the configuration must agree with; None: there is none. Raises
+    ConfigError with a line for each contradiction and each key that is not supported.
     """
     if not isinstance(given, Mapping):
         raise ConfigTypeError(f"deepspeed_config: expected a dict, found {given!r}")

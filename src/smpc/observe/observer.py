@@ -44,8 +44,11 @@ BUSY = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
 class StepInfo:
     """The information of a callback after a step. None: not known on this rank.
 
-    `seconds` is the step alone, `seconds_between` from the end of the step before: with the optimizer and the data loading, if that
-    was measured. Throughputs count all replicas, over `seconds_between`.
+    `step` counts from 0; `training`: whether it trained; `rank`: the global one. `seconds` is the step alone, `seconds_between` from
+    the end of the step before: with the optimizer and the data loading, if that was measured. `samples`, `tokens` and throughputs count
+    all replicas, the latter over `seconds_between`; `flops` is the average of the ranks. `bubble` is this rank's share of the step
+    without a forward or a backward, `loss` the mean over this replica's microbatches, `peak_bytes` the most bytes allocated on this
+    rank's GPU so far.
     """
 
     step: int  # from 0, over all steps of this process

@@ -52,7 +52,10 @@ class Mark:
 
 @contextmanager
 def tensor_parallelism(enabled: bool = True, **kwargs: Any) -> Iterator[None]:
-    """Marks the modules that are created in this context, which can also decorate a function. The innermost of nested contexts wins."""
+    """Marks the modules that are created in this context, which can also decorate a function.
+
+    `enabled`: whether they are distributed; the innermost of nested contexts wins. `kwargs`: arguments of the distributed modules.
+    """
     mark = _mark("tensor_parallelism", enabled, kwargs)
     construct = nn.Module.__init__  # the outer context's, if there is one
 
@@ -69,7 +72,10 @@ def tensor_parallelism(enabled: bool = True, **kwargs: Any) -> Iterator[None]:
 
 
 def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **kwargs: Any) -> None:
-    """Marks a module and all that is in it; later calls for parts of it override."""
+    """Marks a module and everything in it; later calls for parts of it override.
+
+    `enabled`: whether it is distributed. `kwargs`: arguments of the distributed module.
+    """
     if not isinstance(module, nn.Module):
         raise ConfigTypeError(f"set_tensor_parallelism: expected a torch.nn.Module, found {type(module).__name__}")
     mark = _mark("set_tensor_parallelism", enabled, kwargs)

@@ -42,7 +42,10 @@ _DRAWN = "_is_hf_initialized"  # of a tensor: Hugging Face's initializers leave 
 
 @contextmanager
 def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
-    """Delays the initialization of the parameters of the modules that are created in this context, which can also decorate a function."""
+    """Delays the initialization of parameters of modules that are created in this context; also decorates a function.
+
+    `enabled`: False makes it a context without effect. See the module docstring for the values that parameters get.
+    """
     if not isinstance(enabled, bool):
         raise ConfigTypeError(
             f"delay_param_initialization: expected enabled to be a bool, found {type(enabled).__name__} {enabled!r}"

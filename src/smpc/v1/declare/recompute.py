@@ -56,8 +56,9 @@ def checkpoint_sequential(
     """`sequential_module(input)`, with its layers checkpointed in groups.
 
     `strategy`: "each" layer alone, all consecutive layers of one partition ("contiguous"), or at most N of them ("group_N").
-    `pack_args_as_tuple`: layers take tuples of tensors as their one argument. Raises ConfigTypeError for another module, ConfigError
-    for another strategy, UsageError for a tuple without `pack_args_as_tuple`.
+    `preserve_rng_state`: whether the second run draws the same random numbers as the first. `pack_args_as_tuple`: layers take tuples of
+    tensors as their one argument. Raises ConfigTypeError for another module, ConfigError for another strategy, UsageError for a tuple
+    without `pack_args_as_tuple`.
     """
     where = "smp.checkpoint_sequential"
     if not isinstance(sequential_module, nn.Sequential):
@@ -90,10 +91,11 @@ def set_activation_checkpointing(
 ) -> None:
     """Checkpoint every call of a module, or the layers of an nn.Sequential in groups, as `checkpoint_sequential` does.
 
-    In an nn.ModuleList, such as `seq_layers`, each member is checkpointed, or members that the model calls one after another in groups;
-    the model passes their arguments, so `pack_args_as_tuple` has no effect. Call it before the first step, or at any time without a
-    pipeline, where members of a list are checkpointed one by one. Raises ConfigError for a strategy or `pack_args_as_tuple` given for
-    another module, UsageError once the model is cut, and for a module outside the model.
+    `preserve_rng_state`: whether the second run draws the same random numbers as the first. `strategy`, `pack_args_as_tuple`: see
+    `checkpoint_sequential`. In an nn.ModuleList, such as `seq_layers`, each member is checkpointed, or members that the model calls one
+    after another in groups; the model passes their arguments, so `pack_args_as_tuple` has no effect. Call it before the first step, or
+    at any time without a pipeline, where members of a list are checkpointed one by one. Raises ConfigError for a strategy or
+    `pack_args_as_tuple` given for another module, UsageError once the model is cut, and for a module outside the model.
     """
     where = "smp.set_activation_checkpointing"
     _check_module(where, module)

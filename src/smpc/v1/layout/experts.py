@@ -47,7 +47,7 @@ from smpc.v1.layout.slices import Slices
 from smpc.v1.session.comm import gather_objects
 from smpc.v1.session.state import Session
 from smpc.v1.session.step_errors import describe, raise_first
-from smpc.v1.session.watched import exchange
+from smpc.v1.session.wait_limits import exchange
 
 _KEY = "expert_parallel_degree"
 

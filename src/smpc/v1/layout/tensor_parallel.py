@@ -43,7 +43,11 @@ def tp_register(
     return_hook: Translation | None = None,
     state_hook: StateHook | None = None,
 ) -> Callable[[type[Module]], type[Module]]:
-    """Registers `dist_module` as the distributed version of the decorated class; for hooks see `smpc.nn.distribution.registry`."""
+    """Registers `dist_module` as the distributed version of the decorated class.
+
+    `init_hook`, `forward_hook`, `return_hook`, `state_hook`: see `smpc.nn.distribution.registry`. Raises UsageError for a class or a
+    hook that does not fit.
+    """
 
     def decorate(module_cls: type[Module]) -> type[Module]:
         state.registry.register(module_cls, dist_module, init_hook, forward_hook, return_hook, state_hook)
@@ -60,7 +64,11 @@ def tp_register_with_module(
     return_hook: Translation | None = None,
     state_hook: StateHook | None = None,
 ) -> None:
-    """Registers `dist_module` as the distributed version of an existing class; see `smpc.nn.distribution.registry` for the hooks."""
+    """Registers `dist_module` as the distributed version of `module_cls`, an existing class.
+
+    `init_hook`, `forward_hook`, `return_hook`, `state_hook`: see `smpc.nn.distribution.registry`. Raises UsageError for a class or a
+    hook that does not fit.
+    """
     state.registry.register(module_cls, dist_module, init_hook, forward_hook, return_hook, state_hook)
 
 

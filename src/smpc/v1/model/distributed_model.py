@@ -41,7 +41,7 @@ from smpc.v1.model.checks import (
     check_join,
     check_marks,
 )
-from smpc.v1.model.looks import ShownModel
+from smpc.v1.model.module_attributes import ShownModel
 from smpc.v1.model.observed import ObservedModel, held_tensors
 from smpc.v1.model.replicated import Replicated
 from smpc.v1.model.replication import Replication
@@ -53,7 +53,7 @@ from smpc.v1.session.launcher_watch import make_observer
 from smpc.v1.session.precision import Precision, cast_module, half_dtype
 from smpc.v1.session.state import Script, state
 from smpc.v1.session.supervision import Supervision
-from smpc.v1.session.watched import enter
+from smpc.v1.session.wait_limits import enter
 from smpc.v1.steps.arguments import StepBody
 from smpc.v1.steps.calls import Gradients, ModelCalls, Tensors, cast_inputs, cast_outputs
 from smpc.v1.steps.context import Measures, StepContext

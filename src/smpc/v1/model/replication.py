@@ -28,7 +28,7 @@ from smpc.sharding import ShardingOptions
 from smpc.sharding.wide_gradients import widen
 from smpc.v1.model.sharded_names import name_parts, units_to_keep
 from smpc.v1.session.state import Session
-from smpc.v1.session.watched import exchange
+from smpc.v1.session.wait_limits import exchange
 from smpc.v1.steps.context import StepContext
 
 

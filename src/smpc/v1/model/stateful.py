@@ -19,9 +19,9 @@ from smpc.mesh import Axis
 from smpc.partitioner.graph.plan import Plan
 from smpc.v1.model.checks import check_cut
 from smpc.v1.session.control import Control
+from smpc.v1.session.skipped_calls import Whereabouts
 from smpc.v1.session.state import state
 from smpc.v1.session.step_errors import describe, raise_everywhere
-from smpc.v1.session.whereabouts import Whereabouts
 from smpc.v1.state_dicts.local import PARTIAL, IncompatibleKeys, ModelState
 from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.pipeline import Pipeline

@@ -36,7 +36,7 @@ from smpc.v1.saving.checkpointer import Checkpointer, checkpointer
 from smpc.v1.saving.data_position import StatefulData, check_data
 from smpc.v1.session.precision import session_half_dtype
 from smpc.v1.session.state import state
-from smpc.v1.session.watched import loading
+from smpc.v1.session.wait_limits import loading
 
 PARTIAL, GRAD_SCALER = "_partial", "grad_scaler"
 

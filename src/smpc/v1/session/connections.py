@@ -1,8 +1,8 @@
 """The process groups of a replica's pipeline, one for the transport, one for control messages.
 
-All ranks make all groups, in one order, as torch.distributed demands; each keeps its own. Groups of their own let a failing rank close its
-connections, so that peers that wait wake up, and keep the user's messages apart. The session's monitor (`smpc.v1.session.watched`) decides
-how long ranks wait for each other while the groups are made, and names the late ones.
+All ranks make all groups, in one order, as torch.distributed demands; each keeps its own. Groups of their own let a failing rank close
+its connections, so that peers that wait wake up, and keep the user's messages apart. The session's monitor
+(`smpc.v1.session.wait_limits`) decides how long ranks wait for each other while the groups are made, and names the late ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from smpc.launch.store import of_job
 from smpc.mesh import Axis
 from smpc.v1.session.control import Control
 from smpc.v1.session.state import Session
-from smpc.v1.session.watched import exchange
+from smpc.v1.session.wait_limits import exchange
 
 # Ranks wait for pipeline rank 0 between steps too, while it reads data or writes a checkpoint. Ranks that die close their connections.
 _PATIENCE = datetime.timedelta(days=7)

@@ -24,7 +24,7 @@ from smpc.executor.transport.layout import WireFormat
 from smpc.v1.session.comm import gather_objects
 
 if TYPE_CHECKING:
-    from smpc.v1.session.whereabouts import Whereabouts
+    from smpc.v1.session.skipped_calls import Whereabouts
 
 _DATA, _ACKNOWLEDGE = 0, 1  # tags
 

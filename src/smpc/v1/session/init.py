@@ -6,9 +6,9 @@ SM_HP_MP_PARAMETERS), build the mesh, start torch.distributed if nobody has, che
 configuration, make one process group for every axis.
 
 A process's place comes from torch.distributed, if it is initialised already: it is used unchanged. Otherwise it comes from the launcher's
-variables: see `smpc.v1.session.meeting`.
+variables: see `smpc.v1.session.rendezvous`.
 
-How long ranks wait for each other, here and until the first step is done, is up to `start_timeout`: see `smpc.v1.session.watched`.
+How long ranks wait for each other, here and until the first step is done, is up to `start_timeout`: see `smpc.v1.session.wait_limits`.
 
 Listeners: a job on a single host listens on the loopback interface alone. For that GLOO_SOCKET_IFNAME and
 NCCL_SOCKET_IFNAME are set to it where they are not set, and without a launcher's store rank 0 makes one that is bound
@@ -47,9 +47,9 @@ from smpc.nn.random import RandomStreams
 from smpc.observe.window import Observation, Window
 from smpc.places import Launch
 from smpc.v1.session.comm import gather_objects
-from smpc.v1.session.meeting import meet
+from smpc.v1.session.rendezvous import meet
 from smpc.v1.session.state import Session, state
-from smpc.v1.session.watched import longest_timeout, make_monitor
+from smpc.v1.session.wait_limits import longest_timeout, make_monitor
 
 _LATER = 60.0  # seconds
 

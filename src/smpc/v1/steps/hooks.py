@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from smpc.executor.failure.start import Phase
 from smpc.v1.session.state import Script
-from smpc.v1.session.watched import enter
+from smpc.v1.session.wait_limits import enter
 
 Hook = Callable[[Any, Any], Any]
 

@@ -45,7 +45,13 @@ Place = tuple[int, int, torch.dtype, tuple[int, ...]]  # of a tensor in a payloa
 
 
 class StepOutput:
-    """One tensor for each microbatch, in order."""
+    """One tensor for each microbatch, in order: `outputs`. On every rank.
+
+    The tensors have the shapes that the step function returned. `reduce_mean` and `reduce_sum` combine them, `concat` joins them along
+    axis 0, `stack` along a new axis 0.
+
+    Source: public SMP v1 API (`StepOutput`).
+    """
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
         self.outputs = list(outputs)

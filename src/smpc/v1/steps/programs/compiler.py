@@ -47,9 +47,9 @@ from smpc.v1.session.control import Control
 from smpc.v1.session.precision import planned_optimizer
 from smpc.v1.session.state import Session
 from smpc.v1.session.step_errors import describe, raise_everywhere, raise_first
-from smpc.v1.session.watched import enter, exchange
+from smpc.v1.session.wait_limits import enter, exchange
 from smpc.v1.steps.context import Measures, StepContext
-from smpc.v1.steps.programs.one_trace import one_trace
+from smpc.v1.steps.programs.common_trace import one_trace
 from smpc.v1.steps.programs.signature import ModeReader, Signature, broken
 
 

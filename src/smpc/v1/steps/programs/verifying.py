@@ -28,7 +28,7 @@ from smpc.tracer.record import Recording
 from smpc.v1.session.control import Control
 from smpc.v1.session.state import Session
 from smpc.v1.session.step_errors import describe, raise_first
-from smpc.v1.session.watched import enter
+from smpc.v1.session.wait_limits import enter
 from smpc.v1.steps.programs.signature import Signature
 from smpc.verification import Conditions, verify_compilation
 

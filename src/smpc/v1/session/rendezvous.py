@@ -20,7 +20,7 @@ from smpc.errors import ConfigError, PeerError, TransportError
 from smpc.launch.store import job_store, of_job
 from smpc.places import Launch
 from smpc.v1.session.state import state
-from smpc.v1.session.watched import ended
+from smpc.v1.session.wait_limits import ended
 
 _HERE = "smpc_here"  # store key: which processes have called smp.init
 _MANY = 8
