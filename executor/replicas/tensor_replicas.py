@@ -99,6 +99,6 @@ class TensorReplicas(GroupHooks):
 def _check_dense(name: str, parameter: nn.Parameter) -> None:
     if parameter.grad is not None and parameter.grad.layout is not torch.strided:
         raise StepError(
-            f"parameter {name!r} lies on several tensor-parallel ranks, so its gradient must be dense, found {parameter.grad.layout}; "
+            f"parameter {name!r} is held by several tensor-parallel ranks, so its gradient must be dense, found {parameter.grad.layout}; "
             "use sparse=False"
         )

@@ -224,7 +224,7 @@ def _is_alias(name: str) -> bool:
 def _tell(package: str, real: ModuleSpec | None) -> None:
     where = "" if real is None else real.origin or ", ".join(real.submodule_search_locations or ())
     warnings.warn(
-        f"{package} is really installed ({where}): it is imported, and smpc stands in for nothing; uninstall it to run this script on "
+        f"{package} is installed ({where}): it is imported in place of smpc; uninstall it to run this script on "
         f"smpc, or write {_PACKAGES[package]}",
         stacklevel=3,
     )

@@ -86,7 +86,7 @@ class RankPrograms:
             )
         if compilation.divided is not None:
             raise UsageError(
-                "expected a compilation whose experts are those of the model at hand, found one that divides them: it is a plan; to run "
+                "expected a compilation with the model's own experts, found one that divides them: it is a plan; to run "
                 "one, call smpc.expert_parallel.shard(model, group), and compile the result without expert_parallel_degree"
             )
         if compilation.context is not None and group_attribute(CONTEXT) not in vars(model):

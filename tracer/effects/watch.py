@@ -362,7 +362,7 @@ class Watch:
     def _check_swapped(self, call: WholeCall, module: nn.Module) -> None:
         swapped = self.ownership.swapped(module)
         if swapped:
-            call.refuse(f"another tensor stands in the place of {swapped}", _REGISTER)
+            call.refuse(f"another tensor replaces {swapped}", _REGISTER)
 
     def _check_generators_after(self, call: WholeCall, states: tuple[Any, ...], of_torch: bytes) -> None:
         used = self._generators.used(states)

@@ -57,7 +57,7 @@ class Measurer:
         if found is None or _kind(found) != _kind(expected):
             return f"the op gives {_described(found)}, expected {_described(expected)}"
         if not _lies_like(found, expected):
-            return f"the op's result lies otherwise in memory: strides {found.stride}, expected {expected.stride}"
+            return f"the op's result has another memory layout: strides {found.stride}, expected {expected.stride}"
         return ""
 
     def _run(self, calls: tuple[Call, ...], old: Node) -> list[Node]:

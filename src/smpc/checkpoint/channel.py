@@ -182,7 +182,9 @@ def together(channel: Channel, work: Callable[[], Any]) -> list[Any]:
         failures = [f"{rank}{failure}" for rank, failure in said if failure]
         values = [answer["value"] for answer in decoded]
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"rank {channel.rank}: another rank sent what is no message of a checkpoint") from error
+        raise CheckpointError(
+            f"rank {channel.rank}: another rank sent something that is not a message of a checkpoint"
+        ) from error
     if failures:
         raise CheckpointError("\n".join(failures)) from cause
     return values

@@ -132,7 +132,7 @@ class DistributedSource:
         try:
             return rebuild(json.loads(own), lambda name: self.read(items[name]))
         except CheckpointError as error:
-            raise CheckpointError(f"{self._folder}: the metadata that lie there are damaged: {error}") from error
+            raise CheckpointError(f"{self._folder}: its metadata is damaged: {error}") from error
 
     def _load(self, key: str, offsets: tuple[int, ...]) -> Any:
         """A chunk or another value, as torch.save wrote it into one of the files."""

@@ -407,7 +407,7 @@ def schedulers_of(
     found = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
     for scheduler in found:
         if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-            raise ConfigTypeError(f"schedulers: expected those of torch, found {type(scheduler).__name__}")
+            raise ConfigTypeError(f"schedulers: expected torch's, found {type(scheduler).__name__}")
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ConfigUnsupportedError("schedulers: ReduceLROnPlateau steps by a metric; step it in a callback")
         if not is_given:

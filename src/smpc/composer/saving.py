@@ -134,9 +134,7 @@ class Saving:
         target = target or os.path.join(folder, self._named(self._prefix or self._filename, state))
         latest = self.latest(state) if path is None else None
         if latest is not None and os.path.normpath(latest) == os.path.normpath(target):
-            raise ConfigError(
-                f"save_latest_filename: expected another name than that of a checkpoint, found {latest!r}"
-            )
+            raise ConfigError(f"save_latest_filename: expected another name than a checkpoint's, found {latest!r}")
         is_again = path is None and self.newest_batch == state.timestamp.batch and target in self._saved
         self._write()(state, target, weights_only=self._weights_only, overwrite=self._overwrite or is_again)
         if path is None:  # one written over counts once, one that the script asks for stays

@@ -102,7 +102,7 @@ def mesh_of(given: DeviceMesh, *, expert_parallel_degree: int = 1) -> Mesh:
         if _table(mesh, order, range(len(ranks))).flatten().tolist() == ranks:
             return mesh
     raise ConfigError(
-        f"device_mesh: expected ranks that lie as a placement_strategy has them, such as "
+        f"device_mesh: expected ranks in the order of a placement_strategy, such as "
         f"{_table(Mesh.of(degrees), order, range(len(ranks))).tolist()} for ({', '.join(sizes)}), found {given.mesh.tolist()}"
     )
 

@@ -149,7 +149,7 @@ class Root:
                 hint = (
                     "choose another tag, or force"
                     if os.path.isfile(os.path.join(target, NAME))
-                    else "it is no checkpoint"
+                    else "it is not a checkpoint"
                 )
                 raise CheckpointError(f"{target} exists and is not overwritten; {hint}")
             path, lock = make_locked(self.path, tag, DRAFT)

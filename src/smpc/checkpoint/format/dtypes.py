@@ -74,6 +74,6 @@ def checked_shape(values: Any) -> tuple[int, ...]:
 
 def byte_view(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, shared with it."""
-    assert tensor.is_contiguous(), "its bytes lie apart"
+    assert tensor.is_contiguous(), "its bytes are not contiguous"
     flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()  # raises if it is not on the CPU
     return memoryview(flat)

@@ -250,7 +250,7 @@ def _check_entry(entry: Entry, files: Mapping[str, File], block_size: int) -> No
         if file is None:
             raise CheckpointError(f"{where}: {piece.file!r} is not among the files")
         if piece.begin < file.header_size or piece.begin + num_bytes(piece.shape, entry.dtype) > file.size:
-            raise CheckpointError(f"{where}: its bytes do not lie in {piece.file}")
+            raise CheckpointError(f"{where}: its bytes are not inside {piece.file}")
         if num_blocks(piece, entry.dtype, block_size) != len(piece.checksums):
             raise CheckpointError(f"{where}: expected a checksum for each block, found {len(piece.checksums)}")
     gap = find_gap(entry.shape, [piece.box for piece in entry.pieces])

@@ -119,9 +119,7 @@ class TensorFile:
         seal = Seal.parse(text)
         ordered = sorted((begin, num_bytes(shape, dtype), name) for name, (dtype, shape, begin) in tensors.items())
         if seal is None or len(seal.sums) != sum(-(-size // seal.block_size) for _, size, _ in ordered):
-            return (
-                f"{self.path}: damaged: the checksums in the header are not those of its {len(ordered)} tensors",
-            ), []
+            return (f"{self.path}: damaged: the checksums in the header do not match its {len(ordered)} tensors",), []
         damage = () if self._is_sealed_by(seal) else (f"{self.path}: damaged: the header",)
         sums, blocks = iter(seal.sums), []
         for begin, size, name in ordered:

@@ -179,7 +179,7 @@ def _config_of(layer: nn.Module, config: object) -> Any:
         if "config" in vars(module):
             break
     if config is None:
-        raise ConfigError("neither it nor a module that it lies in has a `config`")
+        raise ConfigError("neither it nor a module around it has a `config`")
     return config
 
 

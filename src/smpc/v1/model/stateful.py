@@ -85,7 +85,7 @@ class StateExchange:
     def on_first(self, what: str, work: Callable[[], Any]) -> Any:
         """Runs `work` on the first of these ranks and returns its result, or raises its error, on all of them. Collective."""
         control = self._control
-        assert control is not None, "the model lies on several ranks"
+        assert control is not None, "the model is spread over several ranks"
         result, failure = None, None
         if control.rank == 0:
             try:
@@ -110,7 +110,9 @@ class StateExchange:
         context.placement.draw()
         control = self.meet("cpu")
         if context.session.is_sharded:
-            raise ConfigUnsupportedError("cpu: parameters lie in parts on the replicas (fully_shard); use state_dict()")
+            raise ConfigUnsupportedError(
+                "cpu: parameters are sharded over the replicas (fully_shard); use state_dict()"
+            )
         if control is None or not context.is_cut:
             move()
         elif context.placement.is_spread:

@@ -65,7 +65,7 @@ def restore(checkpoint: Checkpoint, data: StatefulData | None, session: Session,
     together(channel, read)
     if not found:
         if session.rank == 0:
-            warnings.warn(f"{checkpoint.folder}: {reason}; the data begins where it stands", stacklevel=4)
+            warnings.warn(f"{checkpoint.folder}: {reason}; the data begins at its present position", stacklevel=4)
         return
 
     def load() -> None:

@@ -142,7 +142,7 @@ def _complete(path: str) -> tuple[list[tuple[int, str]], list[str]]:
             if found is not None and _beside(path, tag, target, found) is not None:
                 complete.append((found.number, tag))
             elif found is not None or tag in with_content:
-                damaged.append(f"{target}: what was saved beside it is missing, or it is no full checkpoint")
+                damaged.append(f"{target}: what was saved beside it is missing, or it is not a full checkpoint")
         except CheckpointError as error:
             if tag in with_content:
                 damaged += str(error).splitlines()

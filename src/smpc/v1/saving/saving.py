@@ -163,7 +163,7 @@ def resume_from_checkpoint(
         if rest is None:
             content = _legacy_content(os.fspath(path), found_tag, found)
             if data is not None:
-                _warn("data: there is no position beside this model; the data begins where it stands")
+                _warn("data: there is no position beside this model; the data begins at its present position")
         else:
             content = _resume(lambda: rest, False, load_optimizer, only_masters, strict, unpickle, data, found)
         load_model()  # last: all that can be wrong with the rest has been found

@@ -129,7 +129,7 @@ class Scripts:
         found = [each for each in self.with_models if not given.isdisjoint(_held(each))]
         if len(found) > 1:
             raise UsageError(
-                f"{what}: expected parameters of one DistributedModel, found those of {len(found)}; {what} each by itself"
+                f"{what}: expected parameters of one DistributedModel, found parameters of {len(found)}; {what} each by itself"
             )
         return found[0] if found else self.acting_script
 

@@ -43,7 +43,7 @@ def load(
     """
     if storage_reader is None and checkpoint_id is None:
         raise UsageError(
-            "load: expected a checkpoint_id or a storage_reader, found neither; pass where the checkpoint lies"
+            "load: expected a checkpoint_id or a storage_reader, found neither; pass the location of the checkpoint"
         )
     if storage_reader is None:
         assert checkpoint_id is not None, "checked above"

@@ -147,7 +147,7 @@ def _writer(
         return writer
     if checkpoint_id is None:
         raise UsageError(
-            "save: expected a checkpoint_id or a storage_writer, found neither; pass where the checkpoint is to lie"
+            "save: expected a checkpoint_id or a storage_writer, found neither; pass a location for the checkpoint"
         )
     return Writer(checkpoint_id, options=options_of(checkpoint_id, region, config))
 
