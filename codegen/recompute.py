@@ -185,7 +185,7 @@ def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 class _NonReentrant:
-    """Stands for torch's reentrant checkpoint. Like it, it makes no gradients if no argument wants one."""
+    """Replaces torch's reentrant checkpoint. Like it, it makes no gradients if no argument wants one."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:

@@ -1,7 +1,7 @@
 """Cross-entropy of logits whose classes are cut over the ranks of a group, as an op: `smpc::vocab_parallel_cross_entropy`.
 
     rank 0   logits [..., 0:V/n]      |   every rank has the same labels and, afterwards, the same losses;
-    rank 1   logits [..., V/n:2V/n]   |   its gradient is that of its own columns
+    rank 1   logits [..., V/n:2V/n]   |   each gets the gradient of its own columns
     ...
 
     each rank    m_i, s_i, x_t (0 where the label is elsewhere), sum of x        one pass over its logits

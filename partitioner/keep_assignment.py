@@ -96,7 +96,7 @@ def _matched(trace: Trace, planned: Trace, plan: Plan) -> dict[str, int]:
 
 
 def _nodes_of_calls(trace: Trace) -> dict[tuple[str, int], list[Node]]:
-    """The compute nodes of every call, without those of the calls inside it."""
+    """The compute nodes of every call, without the nodes of calls inside it."""
     calls = list(_occurrences(trace))
     found: dict[tuple[str, int], list[Node]] = {}
     for node in _compute_nodes(trace):

@@ -12,8 +12,8 @@ Of a stage s with a set U of units, with w the memory weight,
               + in_flight[s] * (sum of activation_bytes in U + activation bytes of the shared items used in U)
     cost(s)   = (1 - w) * time(U) / speed[s] / total_time + w * memory(s) / total_memory
 
-where speed[s] is that of the device that runs s, 1 if all are alike, and memory(s) may not exceed the device's limit, if it has
-one: such a stage costs infinitely much.
+where speed[s] is the speed of the device that runs s, 1 if all are alike, and memory(s) may not exceed the device's limit, if
+it has one: such a stage costs infinitely much.
 
 Times and bytes are whole numbers, so sums do not depend on their order and equal stages cost exactly the same.
 
@@ -139,7 +139,7 @@ class Units:
         return sum(self.time), static, activation
 
     def merged(self, group: Sequence[int] | IntArray, num_groups: int) -> Units:
-        """Units whose members are `group[unit]`; an item that all lies in one group becomes the group's own."""
+        """Units whose members are `group[unit]`; an item whose users are all in one group becomes the group's own."""
         labels = np.asarray(group, dtype=np.int64)
         time, static, activation = (
             _sum_by(labels, column, num_groups) for column in (self.time, self.static_bytes, self.activation_bytes)

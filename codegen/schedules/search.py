@@ -13,7 +13,7 @@ than begin a W:
     by remaining way    what has the longest way to go, all messages included, to the end of its microbatch; a later
                         microbatch yields a little to an earlier one. Every later stage of a rank has a slot kept for it, so
                         that the first stages cannot fill the rank with what they begin
-    by a given order    that of a start, but each W some places later, or after its B where it has none
+    by a given order    the order of a start, but each W some places later, or after its B where it has none
 
 Every policy is run, until it falls behind the best one; the best of all these and of the given starts is polished.
 So the result is never worse than a start. The same problem has the same result, in any

@@ -2,7 +2,7 @@
 
 Terms
     p, m    number of ranks, of microbatches; stage s is on rank s
-    F       forward; I, the gradients of a stage's inputs (`B`); W, those of its parameters. Also what each takes
+    F       forward; I, the gradients of a stage's inputs (`B`); W, of its parameters. Also the time of each
     lag     by how many microbatches the W of a rank follow its B
 
 Only B is waited for, by the rank before. W waits for nothing but its own B, so it fills what would be idle time.

@@ -5,7 +5,7 @@ Terms
               for those of odd number
     cell      an int64 in a cache line of its own. Every rank has three, which it alone writes: one for each slot, and one that says
               that it is gone
-    word      what stands in a slot's cell: the number of the collective whose tensor lies in the slot, and what kind of tensor it is
+    word      the content of a slot's cell: the number of the collective whose tensor is in the slot, and the kind of tensor
 
     memory    | cells of rank 0, 1, .. | slot 0 of rank 0 | slot 1 of rank 0 | slot 0 of rank 1 | ..
 
@@ -54,7 +54,7 @@ SUMMED: Final = (
 )  # what gloo sums, but for booleans
 _ROUNDED: Final = (torch.bfloat16, torch.float16)  # added up in fp32
 
-_CELLS: Final = 3 * CACHE_LINE  # of a rank: those of its slots, and the one that says that it is gone
+_CELLS: Final = 3 * CACHE_LINE  # of a rank: its slots' cells, and the one that says that it has left
 _GONE: Final = 2 * CACHE_LINE
 _ALL_SLOTS: Final = 1 << 22  # bytes
 _SIZE_BITS: Final = 21  # of a word, from the lowest: bytes of the tensor, kind, number

@@ -2,7 +2,7 @@
 
     F, B, W     one handler
     OFFLOAD, RELOAD    one handler each, see `smpc.executor.program.offload`
-    SEND, RECV, MOVE and those of gradients    one handler each, see `smpc.executor.program.bind_channels`
+    SEND, RECV, MOVE, and for gradients        one handler each, see `smpc.executor.program.bind_channels`
     REDUCE      a handler that sends to the other holders, one for each of them that waits for it, one that sums
 
 `smpc.executor.program.frame` describes what a handler does with tensors.

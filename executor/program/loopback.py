@@ -1,7 +1,7 @@
 """Runs the programs of all pipeline ranks in one process and one thread.
 
-Ranks take turns; each runs until it needs a message that has not been sent. The result equals that of real processes,
-bit by bit. For tests, debugging and training on one device.
+Ranks take turns; each runs until it needs a message that has not been sent. The result equals real processes', bit by
+bit. For tests, debugging and training on one device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gradients over the ranks of a tensor-parallel group, once those of replicas are averaged.
+"""Gradients over the ranks of a tensor-parallel group, after the average over replicas.
 
     a parameter of a distributed module     acts on the samples of the whole group, and its gradient sums over them: divided by the size
                                             of the group where each rank has samples of its own, so that it averages the ranks' losses

@@ -2,7 +2,7 @@
 
 Terms
     ring       room for the elements of messages from one rank to another, used again when they have been taken
-    word       what stands for a message: its number among those from that rank to the other, where it lies and how many bytes it has,
+    word       the record of a message: its number among messages from that rank to the other, its position and its size in bytes,
                and whether it comes by mail
     mail       another way, for messages for which the ring had no room: a sender does not wait for the receiver (but once there are _WORDS
                messages that have not been taken)

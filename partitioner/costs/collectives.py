@@ -20,8 +20,8 @@ wires of all of the group's devices there, so it is as fast as the slower of a d
     time      = latency + sent / bandwidth + steps * hop
 
 Steps of a ring: d - 1, twice that for an all-reduce. An all-reduce may take a tree instead: 2 n / bandwidth, and per_host - 1 hops inside
-and log2(hosts) between, up and down; the faster of both counts, as libraries choose by size. An all-to-all sends to every rank what is
-for it, over the wire that leads there. Latency is that of a message: it has what both ends do about it.
+and log2(hosts) between, up and down; the faster of both counts, as libraries choose by size. An all-to-all sends every rank its part,
+over the wire to that rank. Latency is a message's, including the work of both ends.
 
 Where a device's collectives were measured (`Device.collectives`: by kind, bytes/s by the bytes that a rank sends), that counts for ranks
 of one host; `IN_OPERATIONS` are those between operations, of tensor-parallel ranks and others, which need not take the same way.

@@ -31,7 +31,7 @@ What crosses, given the stage of every node:
   - Recomputable values (see `smpc.partitioner.graph.recompute`) are computed again by each other stage that needs them;
     what such a cone reads is inputs and buffers only, so it adds no edge between stages.
   - Parameters and buffers never cross: each stage reads its own replica.
-  - A stage that runs a whole module call also gets those of its arguments that are model inputs or recomputable, though
+  - A stage that runs a whole module call also gets its arguments that are model inputs or recomputable, though
     no node may read them: with all its arguments at hand, the module can be called as it is.
 
 Edges are ordered by destination, then source; their values by execution order.
@@ -184,7 +184,7 @@ def _state_users(
         if last > first:
             first_of.setdefault(call.fqn, int(compute[first]))
     returned = {state_of[trace.position(name)] for name in trace.output_names}
-    for position in reversed(compute.tolist()):  # so that of dead nodes the first stays
+    for position in reversed(compute.tolist()):  # so the first of dead nodes stays
         for name in trace.nodes[position].inputs if trace.nodes[position].name not in trace.live else ():
             dead_users[state_of[trace.position(name)]] = position
     for i, state in enumerate(trace.state):

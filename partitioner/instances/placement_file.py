@@ -9,7 +9,7 @@ and operator graphs for inference and training, on accelerators (there: FPGAs) w
 
     node        takes `fpgaLatency` on an accelerator, where it must be supported, and `cpuLatency` on a CPU; it holds `size`
     edge        moving what the source makes takes an accelerator `cost`, once to send it and once to receive it; CPUs take no time for it
-    colorClass  nodes of the same one share a device; a backward node has that of its forward node. May be left out, or null
+    colorClass  nodes of the same one share a device; a backward node has its forward node's. May be left out, or null
     maxSize...  what an accelerator may hold; CPUs hold any amount
 
 Other keys are left alone. Devices may stay empty. The published load of a placement is the largest of `InstanceSolution.times`.

@@ -1,14 +1,14 @@
 """The exact partition of a chain of units into contiguous stages.
 
-Input: `ChainProblem`, numbers only. Output: `ChainSolution`: the cut positions (cut p lies between units p - 1 and
-p), the bottleneck of that partition, and `optimum`, the smallest bottleneck of any contiguous partition without empty
+Input: `ChainProblem`, numbers only. Output: `ChainSolution`: the cut positions (cut p is between units p - 1 and p),
+the bottleneck of that partition, and `optimum`, the smallest bottleneck of any contiguous partition without empty
 stages.
 
 Phase 1 finds the optimum. A longer interval never costs less, so whether every stage can stay within a bound B is
 decided by letting each stage reach as far as it can (n log n for a bound, and B moves by bisection between values that
 stages really have). Phase 2 looks at the partitions whose bottleneck is at most optimum * (1 + tolerance) and takes the
-one with the smallest sum of cut depths, then of cut bytes, then the earliest cuts. Each cut lies between the earliest
-and the latest position that bound allows; the dynamic program runs over those windows only, so tens of thousands of
+one with the smallest sum of cut depths, then of cut bytes, then the earliest cuts. Each cut is between the earliest and
+the latest position that this bound allows; the dynamic program runs over those windows only, so tens of thousands of
 units are no problem.
 
     units   3 1 1 1 3     two stages, costs are times:   3 1 | 1 1 3 -> 5   and   3 1 1 | 1 3 -> 5   are both optimal;

@@ -2,7 +2,7 @@
 
 Torch calls that the model's Python does not simply make itself, told apart before anything is recorded.
 
-    inside a kernel      C++ code calls kernels by itself (TorchScript, say). What they call lies below autograd: a record of it
+    inside a kernel      C++ code calls kernels by itself (TorchScript, say). Their calls are below autograd: a record of it
                          would compute the same values and have no backward. It is not recorded.
     data from elsewhere  a real tensor that no recorded call made: from a numpy array, from a global. A small one becomes a constant, the
                          node `torch.tensor([...], dtype=...)`; a large one belongs in a buffer.

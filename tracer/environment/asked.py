@@ -4,7 +4,7 @@
     os.environ["SCALE"]                                       an environment variable
     isinstance(layer, Sparse), with an ABC                    `Sparse.register` may say otherwise later
     Base.__subclasses__()                                     another class may be derived
-    logger.isEnabledFor(DEBUG)                                the logger's level, or that of one above it
+    logger.isEnabledFor(DEBUG)                                the logger's level, or a parent's
     Decimal(1) / 3                                            the precision of decimal's context
     lock.acquire(blocking=False)                              whether the lock is free
     a function under functools.lru_cache                      what its cache has kept: whoever calls it finds that, and no code runs

@@ -60,7 +60,7 @@ class Identity:
 
     def __init__(self, state: FakeState, run: Run, lacks: Callable[[torch.Tensor], None]) -> None:
         self._state, self._run, self._lacks = state, run, lacks
-        self._raw = ""  # one that is within reach of the code, beside the fake that stands for it
+        self._raw = ""  # an original that the code can reach, beside its fake
 
     def reached(self, tensor: torch.Tensor) -> None:
         """Code can get hold of a parameter or buffer, or of its fake, otherwise than through its module."""
@@ -92,7 +92,7 @@ class Identity:
             del FakeTensor.__hash__, FakeTensor.__getattr__  # type: ignore[attr-defined]
 
     def check(self, codes: Mapping[CodeType, Called]) -> None:
-        """After the run. Raises the error of the module whose code tells a fake from what it stands for, or writes on it."""
+        """After the run. Raises the error of the module whose code tells a fake from its original, or writes on it."""
         for fake in self._state.fakes:
             attributes, of_original = vars(fake), vars(self._state.originals[id(fake)])
             for name in (name for name in attributes if attributes[name] is not of_original.get(name)):
@@ -155,7 +155,7 @@ def class_seen(value: Any, originals: Mapping[int, torch.Tensor]) -> type:
 
 
 class TensorClasses:
-    """For one recording. `originals`: parameters and buffers by the id of the fake that stands for each."""
+    """For one recording. `originals`: parameters and buffers by the id of their fakes."""
 
     def __init__(self, originals: Mapping[int, torch.Tensor]) -> None:
         self._originals = originals

@@ -49,7 +49,7 @@ _MAX_DEPTH = 20
 
 
 class Missing:
-    """Stands for the value of a place where nothing is."""
+    """The value of an empty place."""
 
     def __repr__(self) -> str:
         return "missing"
@@ -142,7 +142,7 @@ class Spec(Frozen):
 
     @property
     def deep(self) -> bool:
-        """Its attributes, or those of its replacement, may change."""
+        """Its attributes, or its replacement's, may change."""
         return self.attributes is not None and self.attributes.deep
 
     def __str__(self) -> str:

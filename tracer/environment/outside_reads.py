@@ -5,7 +5,7 @@ recorded.
                             under a clock that is years ahead, and where both traces are the same, it does not matter
     the date                as `datetime` tells it, which nobody can move: as with files
     files                   may hold something else in the next step
-    memory (`id`)           a fake is another object than the tensor that it stands for
+    memory (`id`)           a fake is another object than its original tensor
     text of a tensor        its values are not known: as with the clock
     threads, processes      compute what is not recorded
 

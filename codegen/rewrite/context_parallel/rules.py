@@ -1,4 +1,4 @@
-"""Sharding rules for slices of a sequence, beside those of `smpc.codegen.rewrite.tensor_parallel.rules`.
+"""Sharding rules for slices of a sequence, beside the rules of `smpc.codegen.rewrite.tensor_parallel.rules`.
 
     operation                        slices                  result     way
     scaled_dot_product_attention     q Z(2)  k B     v B     Z(2)       causal_rows: own queries, with the keys up to each

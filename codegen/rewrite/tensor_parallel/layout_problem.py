@@ -46,7 +46,7 @@ from smpc.tracer.constants import map_references
 from smpc.tracer.ir import ModuleCall, Node, NodeKind, TensorSpec, Trace
 
 _COMPUTES = (NodeKind.CALL_FUNCTION, NodeKind.CALL_MODULE, NodeKind.SET_ATTR)
-_FREE = 1e-3  # of a collective's latency: a step that sends nothing, so that of equal plans the shorter wins
+_FREE = 1e-3  # of a collective's latency: a step that sends nothing, so the shorter of equal plans wins
 
 Restriction = Callable[
     [Node, Strategy], bool

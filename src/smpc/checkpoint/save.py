@@ -50,7 +50,7 @@ def save(
 ) -> str:
     """Save a checkpoint and return its folder. Every rank of the channel calls this with the same tag, `force` and `keep`.
 
-    force: replace a checkpoint of that tag; the old one stays until the new one stands. keep: afterwards remove all but so many of the
+    force: replace a checkpoint of that tag; the old one stays until the new one is complete. keep: afterwards remove all but so many of the
     newest checkpoints; what cannot be removed is a warning. advance: told the bytes that this rank has written.
 
     Raises CheckpointError on every rank, naming the rank and the path, if it fails on one; nothing is published then. A rank that does not

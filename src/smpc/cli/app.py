@@ -56,7 +56,7 @@ def _options(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status. `arguments` are those of the process if None, and it then ends here."""
+    """Run the command line; returns the exit status. `arguments`: None for the process's own, which then ends here."""
     status = _status(arguments)
     if arguments is None:
         _end(status)

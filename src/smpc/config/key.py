@@ -59,7 +59,7 @@ class Key:
 
 
 def key(default: Any, meaning: str, **rules: Any) -> Any:
-    """A field with its key; `rules` are those of `Key`."""
+    """A field with its key; `rules`: other fields of `Key`."""
     return dataclasses.field(default=default, metadata={"key": Key(meaning, **rules)})
 
 

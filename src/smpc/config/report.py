@@ -114,7 +114,7 @@ class Report:
             raise ConfigUnsupportedError("\n".join(self.unsupported))
 
     def _check_value(self, name: str, value: Any) -> bool:
-        """Whether a value has the right type and lies within its bounds and options; reports it if not."""
+        """Whether a value has the right type and is within its bounds and options; reports it if not."""
         written = str(self._schema.fields[name].type)
         if isinstance(value, Mapping) and "Mapping" in written:
             return self._check_texts(name, value)

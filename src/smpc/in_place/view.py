@@ -44,7 +44,7 @@ class View:
 
 
 class Root(View):
-    """The model itself. `_device` stands for the device of the trace."""
+    """The model itself. `_device` replaces the device of the trace."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__(module)

@@ -15,7 +15,7 @@ Terms
                 smp.DistributedModel. `training_step` and its kin run in step functions: on the first rank up to the call of the network,
                 and for every microbatch on the last
     count       of a batch: what its losses are means over, rows, or labels that count. Microbatches weigh by it, so that their mean is
-                that of the batch; what is logged with a `batch_size` weighs by that, as it does in Lightning
+                the batch's mean; a value logged with a `batch_size` is weighted by it, as in Lightning
     logged      what `self.log` is told in such a step: the mean over microbatches, logged on every rank
 
 Files are in Lightning's format: a checkpoint has the state dict of the whole module and of its optimizer, so that

@@ -9,8 +9,8 @@ LOCAL_RANK, MASTER_ADDR, ...): the same script runs under plain `torchrun`. What
       here the store takes over a socket that is already bound to 127.0.0.1, on a port that the system chose, so jobs
       do not collide. gloo and nccl are pointed to the loopback interface, unless GLOO_SOCKET_IFNAME or
       NCCL_SOCKET_IFNAME is set. A job of several hosts listens on the master's address;
-    - when a rank fails, all end, on all hosts, with the processes that they started, and the traceback shown is that of the rank
-      that failed first. Ranks that smpc watches hear of it, and say so;
+    - when a rank fails, all end, on all hosts, with the processes that they started. The traceback shown is the
+      first failed rank's. Ranks that smpc watches hear of it, and say so;
     - the status is that rank's: its own exit status, or 128 + the number of the signal that killed it. SIGTERM, SIGINT,
       SIGHUP (but under nohup) and SIGQUIT to the launcher are passed on, and the status is 128 + the signal;
     - a ConfigError that ends a rank is the user's mistake: its text, a line each, no traceback, status 2;

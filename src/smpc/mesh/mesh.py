@@ -8,7 +8,7 @@ Terms
         S, shard       which part of that copy, where parameters lie in parts (FSDP)
         C, context     which slice of the sequence; its ranks hold parts of parameters, too
     placement          a permutation of the letters D, P, T; the right-most varies fastest over global ranks.
-                       `cluster` is DPT (a replica on neighbours), `spread` is TPD (a replica far apart). D stands for RSC in this order
+                       `cluster` is DPT (a replica on neighbours), `spread` is TPD (a replica far apart). D means RSC in this order
     expert view        for experts, S x C is folded otherwise, right-most fastest; or R x S x C, where S x C has too few ranks:
         X              which part of an expert's parameters, or which copy of them
         E, expert      which of the experts
@@ -250,7 +250,7 @@ class Mesh:
     def data_place(self, rank: int, *, tensor_ranks_share: bool) -> tuple[int, int]:
         """Which of how many parts of the data a global rank reads, by number and count.
 
-        Ranks of one pipeline, and of one sequence, read the same part; those of a tensor-parallel group too, if they share their samples.
+        Ranks of one pipeline, and of one sequence, read the same part; so do ranks of a tensor-parallel group, if they share their samples.
         """
         shared = (Axis.CP, Axis.TP) if tensor_ranks_share else (Axis.CP,)
         own = [self.axis_rank(axis, rank) for axis in shared]

@@ -55,7 +55,7 @@ class Launch:
             place = Place.find(environ)
         except ConfigError as error:
             *lines, advice = str(error).splitlines()
-            if lines:  # of single variables: then those of the master are named too
+            if lines:  # of single variables: then the master's are named too
                 _port(environ, "", lines)
                 lines += [] if address else [_NO_ADDRESS]
             raise ConfigError("\n".join([*lines, advice])) from None

@@ -259,7 +259,7 @@ def _untaken(module: nn.Module, taken: Collection[nn.Parameter]) -> list[nn.Para
 
 
 def own_parameters(module: nn.Module, others: Collection[nn.Module] = ()) -> list[nn.Parameter]:
-    """The parameters of a module without those of units inside it, and of `others`."""
+    """The parameters of a module that belong neither to units inside it nor to `others`."""
     held = (p for at in own_modules(module, others) for p in at._parameters.values() if p is not None)
     return list({id(parameter): parameter for parameter in held}.values())
 

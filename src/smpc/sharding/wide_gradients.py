@@ -1,7 +1,7 @@
 """Gradients of half-precision parameters in fp32: what microbatches, steps and replicas yield is added up in it, and stays in it.
 
     widen(parameters)                   from now on `.grad` of those in fp16 and bf16 is fp32
-    gradient_dtype(parameter)           that of its `.grad`
+    gradient_dtype(parameter)           the dtype of its `.grad`
     stand_in(parameter)                 an fp32 one for DistributedDataParallel, whose buckets are as parameters are
 
 A backward pass still computes in the parameters' dtype; autograd casts what comes for a parameter before it adds it to `.grad`:

@@ -4,7 +4,7 @@ Only after a difference has been found. Three runs, each of which notes what mod
 
     eager       hooks on every module
     replay      the recording, node by node (`smpc.tracer.replay`): a difference is the recording's
-    programs    the outputs of the stages, and of the modules that they call whole: a difference is that of the cut or of the code
+    programs    the outputs of the stages, and of the modules that they call whole: a difference comes from the cut or the code
 
 Where all values of the forward pass are the same, the names of what differs have to do: `owner_first`.
 """

@@ -5,7 +5,7 @@
       step_200/
       newest                 the marker: the name of the last one published
       .step_300.7f3a90c1.draft       being written; removed by the next writer once its owner is dead
-      .step_200.99e0b1c2.replaced    what a forced save replaces, until the new one stands; found if that never does
+      .step_200.99e0b1c2.replaced    replaced by a forced save, until the new one is complete; found if it never is
       .step_100.5b21d7aa.removed     pruned, on its way out
 
 Order of saving: draft, files and manifest on the disk, rename, marker. A crash before the rename leaves a draft, which nobody reads; after

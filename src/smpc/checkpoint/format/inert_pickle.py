@@ -4,8 +4,8 @@
     expanded(value)          how many objects it would be if nothing were shared; CheckpointError for more than `most`, or a circle
 
 Terms
-    record      stands for an object: the name of its class or function, what it was called with, its state and items
-    pairs       stands for a dict: keys and values in order; a key may be anything, so none is hashed
+    record      represents an object: the name of its class or function, its arguments, its state and items
+    pairs       represents a dict: keys and values in order; a key may be anything, so none is hashed
 
 The cost of reading a pickle is bounded by its length: memory is proportional to it, whatever sizes and positions it mentions. Python's own
 unpickler allocates a memo for the highest number mentioned, and hashing a tuple of tuples of tuples may take for ever. Persistent

@@ -196,7 +196,7 @@ def _checksum_around(descriptor: int, extents: Sequence[tuple[int, int]], end: i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Storage:
-    """Stands for the bytes of a tensor."""
+    """A stand-in for the bytes of a tensor."""
 
     kind: Any
     record: str
@@ -205,7 +205,7 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stand:
-    """Stands for a tensor, and is pickled as torch.save pickles one."""
+    """A stand-in for a tensor, which is pickled as torch.save pickles one."""
 
     storage: _Storage
     shard: Shard

@@ -49,7 +49,7 @@ def place_of(
 
 
 def names_in(fs: FileSystemBase, path: str | os.PathLike[str]) -> list[str]:
-    """The names of what lies in a place, sorted; none if there is no such place."""
+    """The names of the entries of a place, sorted; none if there is no such place."""
     try:
         return sorted(os.path.basename(str(entry).rstrip("/")) for entry in fs.ls(path))  # type: ignore[attr-defined]
     except FileNotFoundError:

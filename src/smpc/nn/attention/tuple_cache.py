@@ -1,7 +1,7 @@
 """Keys and values of earlier calls as tuples: how releases of transformers without `Cache` objects hand them to a layer and get them back.
 
-cache = TupleCache(past)                       # (key, value), then those of cross-attention if there is one; () before the first call
-keys, values = cache.update(states, False)     # after those of earlier calls
+cache = TupleCache(past)                       # (key, value), then cross-attention's if there is one; () before the first call
+keys, values = cache.update(states, False)     # keys and values of earlier calls, then these
 cache.present                                  # what the layer returns, in the same order
 """
 

@@ -1,4 +1,4 @@
-"""Features of other models' transformer layers that the SMP reference's layers lack: those of a kind of layer, and those of one call.
+"""Features of other models' transformer layers that the SMP reference's layers lack: per kind of layer, and per call.
 
     Variant   how a layer is built: norms, biases, rotary position embeddings, parallel residual, ...; the default is the reference's layer
     Call      what one call of a layer is given beside its hidden states, in the terms of `scaled_dot_product_attention`

@@ -32,7 +32,7 @@ class NamedModel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """All parameters of the module, by their names in it; those of other ranks are empty once it is partitioned."""
+        """All parameters of the module, by their names in it; other ranks' are empty once it is partitioned."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(

@@ -4,8 +4,8 @@
     model.module                          # Replicated
     model.module.module                   # net
 
-Names are those of the model, without a prefix, and attributes that the wrapper does not have are the model's. Hooks on the wrapper are
-hooks on the model, as steps call the model itself.
+Names are the model's, without a prefix, and attributes that the wrapper does not have are the model's. Hooks on the wrapper are hooks
+on the model, as steps call the model itself.
 """
 
 from __future__ import annotations

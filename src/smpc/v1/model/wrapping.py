@@ -2,7 +2,7 @@
 
     DistributedDataParallel(model)              it would average gradients of different stages
     accelerate.prepare(model), HF Trainer       they wrap, move and call the model, and differentiate its loss, outside of step functions
-    copy.deepcopy(model), torch.save(model)     (averages of weights, `AveragedModel`) what lies on other ranks would be missing
+    copy.deepcopy(model), torch.save(model)     (averages of weights, `AveragedModel`) parameters of other ranks would be missing
     model.half(), model.to(dtype)               programs and masters are made for the dtypes that the module has
     torch.compile(model)                        a step function would be compiled around a call that is none; model.compile() is right
 

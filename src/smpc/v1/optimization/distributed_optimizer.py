@@ -13,7 +13,7 @@ The wrapped optimizer does the work: after the partition only this rank's parame
 
     fp32                    it updates the parameters
     fp16, bf16              it updates fp32 masters, which take the parameters' places in its groups (`masters` beside this)
-    fp16                    gradients are those of the loss times `loss_scale`. If one of them is not finite, on any rank, that is an
+    fp16                    gradients are of the loss times `loss_scale`. If one of them is not finite, on any rank, that is an
                             overflow: `step` updates nothing, on no rank, but the scale (`loss_scaling` beside this)
     shard_optimizer_state   it updates what this rank owns, and ranks exchange parameters afterwards (`sharded_optimizer` beside this)
 

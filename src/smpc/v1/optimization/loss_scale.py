@@ -123,7 +123,7 @@ class LossScaler:
         if not all(_is_number(state.get(name)) for name in names) or not 0.0 < state["scale"] < math.inf:
             raise CheckpointError(f"loss scale: expected numbers called {', '.join(names)}, found {dict(state)}")
         self.scale = _rounded(state["scale"])
-        # Options may differ from those of the saving job.
+        # Options may differ from the saving job's.
         self.good_steps = min(int(state["good_steps"]), self.options.scale_window - 1)
         self.hysteresis = min(int(state["hysteresis"]), self.options.delayed_shift)
 

@@ -5,7 +5,7 @@
     path/newest_full                  the marker
 
     note in the headers     smpc_tag        the tag that it was saved under
-                            smpc_save       a number drawn for each save; in the metadata of what lies beside it, too
+                            smpc_save       a number drawn for each save; also in the metadata of the content beside it
                             smpc_content    the name of what belongs to it, in user_content_tag
                             smpc_number     1 more than the highest of those that were there: the order of saving
 

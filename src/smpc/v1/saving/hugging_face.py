@@ -2,7 +2,7 @@
 
     Terms
     theirs    names and shapes of the model as Hugging Face has it, which from_pretrained opens
-    ours      those of the model whose layers are distributed (`smpc.nn.state_format` has the rules between both)
+    ours      names and shapes of the model with distributed layers (`smpc.nn.state_format` has the rules between both)
 
     texts_of(module)          config.json and generation_config.json, to lie beside the tensors
     format_of(module)         the rules, None where ours are theirs; raises CheckpointError where no rules lead to theirs

@@ -1,4 +1,4 @@
-"""Ranks, sizes and groups of the calling process. The terms are those of `smpc.mesh`.
+"""Ranks, sizes and groups of the calling process. `smpc.mesh` has the terms.
 
     function                         of                                     counts
     rank, size                       all processes                          from 0
@@ -49,7 +49,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Position of this process among those of its host; the index of its GPU."""
+    """Position of this process on its host; the index of its GPU."""
     return state.session.local_rank
 
 

@@ -3,7 +3,7 @@
 Terms
     session   everything that `smp.init` decides once: configuration, mesh, this process's place in it, its groups
     script    what the training script has made since: a model, its optimizer, ...; one for each model
-    state     the session, if there is one, and the scripts. `state.model` is that of the script which acts
+    state     the session, if there is one, and the scripts. `state.model` belongs to the acting script
 
 Only functions that a user calls read `state`. Objects that work for a model get the `Session` and the `Script` when they are made.
 
@@ -57,7 +57,7 @@ class Session:
     parallel: TensorParallel  # how tensor-parallel modules are split
     owns_world: bool  # whether smp.init started torch.distributed, so that smp.shutdown ends it
     observation: Observation | None = None  # what the launcher asks for
-    clock_offset: int = 0  # nanoseconds to add to this process's clock for that of rank 0
+    clock_offset: int = 0  # nanoseconds to add to this process's clock to get rank 0's
     monitor: FailureMonitor | None = (
         None  # ends this process where others have failed or stalled; None in a job of one process
     )
@@ -85,7 +85,7 @@ class Script:
         self.model: Any = None  # the smp.DistributedModel
         self.runner: Any = None  # the StepRunner of its steps
         self.optimizer: Any = None  # the smp.DistributedOptimizer
-        self.untold: Any = None  # the same, until it has been compared with those of the other ranks
+        self.untold: Any = None  # the same, until it has been compared with the other ranks'
         self.scaler: Any = None  # the smp.amp.GradScaler
 
 

@@ -7,7 +7,7 @@ Terms
                   name; all of `*args` is one argument called by its name
     body          the function and its rules for splitting
     form          rank 0's arguments that hold tensors, with a `Slot` for every tensor and a `Plain` for every other leaf
-    merged        the last rank's arguments with those of the form put in
+    merged        the last rank's arguments with the form's put in
     container     list, tuple, named tuple, set, frozenset, or mutable mapping (dict and its kin, Hugging Face's ModelOutput and
                   BatchEncoding): opened, and rebuilt of the same type when something inside has changed
     leaf          everything else. An object with `smp_slice(num_mb, mb, axis)` is a leaf, whatever it is made of

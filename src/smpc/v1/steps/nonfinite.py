@@ -46,7 +46,7 @@ class Losses:
         self.mean: float | None = None  # over the microbatches, once there is a verdict
 
     def add(self, microbatch: int, losses: Sequence[Tensor]) -> None:
-        """Those of one microbatch."""
+        """Notes the losses of one microbatch."""
         for loss in losses:
             self._values.append(loss.detach().reshape(()).to(torch.float32))
             self._microbatches.append(microbatch)

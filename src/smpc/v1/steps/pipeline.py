@@ -128,7 +128,7 @@ class Pipeline:
         self.first: Compilation | None = None
         self._last = -1  # the pipeline rank of the last stage, once there is a plan
         self._is_last = False  # whether this is it, which runs the step function
-        self.saved_plan: Plan | None = None  # that of the checkpoint to resume from
+        self.saved_plan: Plan | None = None  # of the checkpoint to resume from
         self._phase = "between steps"
         self._is_done = False  # the instructions of this step
 

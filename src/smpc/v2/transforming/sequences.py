@@ -1,8 +1,8 @@
 """Sequences that scripts cut themselves: what a rank passes is made whole before the model runs, and what it returns is cut as that was.
 
     the script      cuts dimension 1 of its inputs into 2n chunks, and passes chunks r and 2n - 1 - r on rank r of n
-    before          the ranks gather the inputs, so that positions, masks and shifted labels are those of the whole sequence
-    after           outputs that have the sequence as dimension 1 come back as this rank's chunks; losses are those of the whole sequence
+    before          the ranks gather the inputs, so that positions, masks and shifted labels are right for the whole sequence
+    after           outputs that have the sequence as dimension 1 come back as this rank's chunks; losses are of the whole sequence
 
 Every input tensor of two or three dimensions is cut so; tensors of one dimension or none are the same on all ranks.
 

@@ -1,7 +1,7 @@
 """Parts of weights: the ranks of a tensor- or expert-parallel group agree on the weights, and each keeps its slices.
 
 load_state_dict_from_rank0    sources                    who has weights afterwards
-False                         None                       everybody who had some: those of the first rank of each group, in slices
+False                         None                       all ranks that had some: the first rank's of each group, in slices
 True                          the ranks that have some   the groups whose first rank is a source; others wait for `sync_module_states`
 
 From rank 0 its expert-parallel group gets weights, of which each rank has experts of its own; from each of these its tensor-parallel group.
