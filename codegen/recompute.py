@@ -1,4 +1,4 @@
-"""How checkpointed regions run: by torch's non-reentrant checkpoint, whoever asked for them.
+"""How checkpointed regions run: with torch's non-reentrant checkpoint, in whatever way they were requested.
 
     run_checkpointed    what stage code calls for a region, and `smp.checkpoint` without a pipeline
     Checkpointing       a context in which the checkpoints that a module's own Python asks torch for become such regions too

@@ -131,7 +131,7 @@ def build_stage(code: StageCode, model: nn.Module, device: torch.device | str = 
 
 
 def stage_class(code: StageCode) -> type[StageModule]:
-    """The class that the code defines. Tracebacks show its source as long as it is there."""
+    """The class that the code defines. Tracebacks show its source as long as it lives."""
     namespace: dict[str, Any] = {
         "F": F, "StageModule": StageModule, "function": function, "importlib": importlib, "torch": torch,
     }  # fmt: skip
@@ -159,7 +159,7 @@ def _owner(path: str) -> str:
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:
-    """The paths that lie inside no other one."""
+    """The paths that are not inside another one."""
     found: list[str] = []
     for path in sorted(paths, key=lambda path: path.split(".")):
         if not found or not path.startswith(f"{found[-1]}."):

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Saved:
-    """A saved tensor: on the device, in CPU memory, or both; the event says when it has come back. Autograd's graph holds it."""
+    """A saved tensor: on the device, in CPU memory, or both; the event says when it is loaded back. Autograd's graph holds it."""
 
     __slots__ = ("__weakref__", "arrived", "device", "host", "place", "value")
 
@@ -84,7 +84,7 @@ class LayerOffload:
         return value
 
     def _leave(self, saved: _Saved) -> None:
-        """Copy to CPU memory, and let go of the device's."""
+        """Copy to CPU memory, and free the device's."""
         if saved.value is None or saved.host is not None:
             return
         if saved.device.type != "cuda":

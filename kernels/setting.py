@@ -6,7 +6,7 @@
 
 It knows names alone, and imports nothing, so that a configuration can be checked without torch.
 
-`DEFAULTS`: which kernels are used where nobody asked for them, and why. It is a table, because the answer is measured, not designed.
+`DEFAULTS`: which kernels are used without a request, and why. It is a table, because the answer is measured, not designed.
 
     used_by_default("layer_norm")      -> False
 
@@ -101,7 +101,7 @@ DEFAULTS: tuple[KernelDefault, ...] = (
 
 
 def used_by_default(op: str) -> bool:
-    """Whether `op`'s kernel is used where nobody asked for it."""
+    """Whether `op`'s kernel is used without a request."""
     found = [default.enabled for default in DEFAULTS if default.op == op]
     assert len(found) == 1, f"expected one of {[default.op for default in DEFAULTS]}, found {op!r}"
     return found[0]

@@ -71,7 +71,7 @@ def _preferred(trace: Trace, planned: Trace, plan: Plan) -> dict[str, int]:
 
 
 def _stages_of_calls(planned: Trace, plan: Plan) -> dict[tuple[str, int], int]:
-    """(module, how many calls of it came before) -> stage, for the calls that lie wholly in one stage."""
+    """(module, how many calls of it came before) -> stage, for the calls that are wholly in one stage."""
     assignment = dict(plan.assignment)
     found: dict[tuple[str, int], int] = {}
     for key, call in zip(_occurrences(planned), planned.calls, strict=True):

@@ -83,7 +83,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Run:
-    """A trace, the guards of what was read, and those among them that do not hold after the run, with what it has left there."""
+    """A trace, its guards, and the guards that do not hold after the run, with the state that the run has left there."""
 
     trace: Trace
     guards: tuple[Guard, ...]
@@ -161,7 +161,7 @@ def record_once(subject: Subject) -> Run:
 
 
 def _forget(recorder: Recorder) -> None:
-    """It is in cycles with what it has patched: the tensors, and objects that the script holds, would wait for the garbage collector."""
+    """It forms cycles with the objects that it patched: tensors, and objects of the script, would wait for the garbage collector."""
     for item in (recorder.watch.ownership, recorder.watch, recorder.reads, recorder):
         vars(item).clear()
 

@@ -1,4 +1,4 @@
-"""Fewer outputs: what a model returns and nobody wants is None, and what only it needed is not computed.
+"""Fewer outputs: unwanted outputs of a model become None, and operations that only they needed are dropped.
 
     before    CausalLMOutput(loss=loss, logits=logits)
     after     CausalLMOutput(loss=loss, logits=None)              keep_outputs(trace, ("loss",))

@@ -20,7 +20,7 @@ So the result is never worse than a start. The same problem has the same result,
 unit of time, and is searched once.
 
 Deadlock. A rank keeps slots for the oldest microbatch that is not through on it: an F of another one is not begun if the
-remaining Fs of the oldest would then not find a slot each. So the oldest microbatch of all can always go on.
+remaining Fs of the oldest would then lack slots. So the oldest microbatch of all can always continue.
 
 Example: four pieces on each of 8 ranks, 16 microbatches, I = 1.4 F and W = 0.6 F. Interleaved 1F1B, whose backwards are
 whole, idles 9.9% of the time; started from it, with no more in flight on a rank, the search idles 6.7%.
@@ -395,7 +395,7 @@ class _Run:
         self.arrive(key, time if rank == source else time + num_bytes / costs.bandwidth + costs.latency)
 
     def arrive(self, key: Key, time: float) -> None:
-        """Something that the action `key` needs is there at that time."""
+        """Notes that an input of the action `key` arrives at that time."""
         self.missing[key] -= 1
         self.ready[key] = max(self.ready[key], time)
         if not self.missing[key]:

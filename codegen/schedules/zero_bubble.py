@@ -13,7 +13,7 @@ Example: H1, p = 3, m = 5, F = I = W (`table`):
     rank 1  .. F0 F1 .. B0 F2 B1 W0 F3 B2 W1 F4 B3 W2 B4 W3 W4
     rank 2  .. .. F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 F4 B4 W2 W3 W4
 
-ZB-V: a zero-bubble schedule with two pieces per rank that lie like a V (arXiv 2401.10241, section 6).
+ZB-V: a zero-bubble schedule with two pieces per rank, placed like a V (arXiv 2401.10241, section 6).
 
     rank 0    stage 0        stage 2p-1        a microbatch goes down the ranks through the first pieces
     rank 1      stage 1    stage 2p-2          and up again through the second ones, so the rank that starts it

@@ -434,7 +434,7 @@ class FailureMonitor:
             self._seen = find(self._store)
 
     def _judged(self, standings: Sequence[Standing], gone: Sequence[int]) -> Report | None:
-        """The report of a round that has found whom the others wait for; None where they may go on waiting."""
+        """The report of a round that has found the rank which the others wait for; None if they may keep waiting."""
         if gone:
             others = [standing for standing in standings if standing.rank not in gone]
             if self.start.waited == 0.0 or any(standing.activity not in WAITS for standing in others):

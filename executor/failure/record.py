@@ -24,7 +24,7 @@ FOREIGN = -1
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`rank`: global rank at fault. `headline`: one line. `text`: what follows it: a traceback, stacks. `is_stall`: nobody raised it."""
+    """`rank`: global rank at fault. `headline`: one line. `text`: the rest: a traceback, stacks. `is_stall`: no exception."""
 
     rank: int
     headline: str

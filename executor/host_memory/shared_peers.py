@@ -29,7 +29,7 @@ PAGE: Final = 4096  # bytes
 
 # Polls of a word, 0.05 us each. The first number is for ranks with a core each, the second for more ranks than cores.
 _SPINS, _FEW_SPINS = 1000, 50
-# Then with sched_yield between them, for so many seconds: 0.3 us where nobody else wants the core. To be woken from a sleep takes 0.1 ms.
+# Then with sched_yield between them, for so many seconds: 0.3 us if no other process needs the core. Waking from a sleep takes 0.1 ms.
 _YIELDING, _SHORT_YIELDING = 10e-3, 1e-3
 _SHORTEST_SLEEP, _LONGEST_SLEEP, _SLEEP_PART = 50e-6, 2e-3, 0.02  # then sleeps: a fiftieth of the time waited so far
 

@@ -16,8 +16,8 @@ from smpc.executor.program.interpreter import Interpreter
 def run_loopback(interpreters: Sequence[Interpreter], inputs: Inputs, on_output: OnOutput | None) -> None:
     """One step on all ranks; `interpreters[r]` is rank r's, over the transports of `loopback_transports`.
 
-    `inputs` go to rank 0 and `on_output` to the last stage's rank, as in `Interpreter.run`. ScheduleError if
-    no rank can go on.
+    `inputs` go to rank 0 and `on_output` to the last stage's rank, as in `Interpreter.run`. ScheduleError if no rank
+    can continue.
     """
     try:
         for rank, interpreter in enumerate(interpreters):

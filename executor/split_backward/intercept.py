@@ -234,7 +234,7 @@ def _has_trained(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _first_used(func: Callable[..., Any]) -> int | None:
-    """From which argument on a call computes with their values: not with that which it changes in place. None: it asks about them."""
+    """The first argument whose values a call uses, not counting one that it only overwrites. None: it only reads metadata."""
     name = func.__name__
     if name == "__get__":
         return 0 if func in _DIFFERENTIABLE_GETTERS else None

@@ -96,7 +96,7 @@ class GlooReceipt:
         return self._work is None
 
     def wait(self) -> Tensor:
-        """Block until the tensor is there."""
+        """Block until the tensor has arrived."""
         work, self._work = self._work, None
         if work is not None:
             try:
@@ -123,7 +123,7 @@ class RingReceipt:
         return self._post.is_done and self._post.mailed is None
 
     def wait(self) -> Tensor:
-        """Block until the tensor is there."""
+        """Block until the tensor has arrived."""
         post = self._post
         try:
             self._rings.inbound[self._peer].complete(post)

@@ -11,8 +11,8 @@ Terms
     memory     | gone: a cell of every rank | of every pair: | taken | words | ring | ..
 
 The sender copies the elements into the ring and then writes the word, at number mod _WORDS; the receiver waits for the word with the next
-number, copies the elements into the buffer that was posted first, and then writes `taken`. So nobody reads what is half written, and the
-sender uses the places again of what has been taken (`smpc.executor.host_memory.shared_peers` says on which processors that follows).
+number, copies the elements into the buffer that was posted first, and then writes `taken`. So no rank reads a half-written message, and
+the sender reuses the space of messages that were taken (`smpc.executor.host_memory.shared_peers` says on which processors that follows).
 
 A message is in the ring before `send` returns, and stays there when the sender ends. Copying costs the sender about 0.1 ms a MiB:
 larger messages than LIMIT are for transports that send in the background.
@@ -54,7 +54,7 @@ class Mailed(Protocol):
     """Messages being sent over gloo."""
 
     def wait(self) -> Tensor:
-        """Block until it is there."""
+        """Block until it has arrived."""
 
 
 Mail = Callable[[Tensor], Mailed]  # posts a receive into a tensor

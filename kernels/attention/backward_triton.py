@@ -284,7 +284,7 @@ def attend_backward_key_value(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Adds the queries from `start` to `stop` of one head to dk and dv of one tile of keys; scores lie keys by queries."""
+    """Adds the queries from `start` to `stop` of one head to dk and dv of one tile of keys; scores are laid out keys by queries."""
     within = tl.arange(0, BLOCK_M)
     query_pointers += start.to(tl.int64) * q_row
     grad_pointers += start.to(tl.int64) * grad_row

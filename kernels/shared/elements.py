@@ -62,7 +62,7 @@ def require_like(op: str, base: str, like: Tensor, **tensors: Tensor | None) -> 
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """`x` as a matrix of its last dimension whose columns lie side by side; a copy only where no view will do."""
+    """`x` as a matrix of its last dimension with contiguous rows; a copy only if no view is possible."""
     columns = x.shape[-1]
     matrix = x.reshape(math.prod(x.shape[:-1]), columns)
     return matrix if matrix.stride(-1) == 1 or columns == 1 else matrix.contiguous()

@@ -7,9 +7,9 @@ Terms
 
     sizes 40000, 0, 100         chunks (row, number)   (0, 0) (0, 1) (0, 2) (2, 0)         starts   0 3 3 4
 
-Kernels walk over the addresses, so the tensors of a row must lie alike in memory, without gaps (`same_layout`), and stay alive
-during the launch. `TableCache` keeps tables while the addresses stay the same, which they do from step to step where
-gradients are zeroed, and mostly do where torch's allocator gives freed gradients' memory out again.
+Kernels walk over the addresses, so the tensors of a row must have the same memory layout, without gaps (`same_layout`), and
+stay alive during the launch. `TableCache` keeps tables while the addresses stay the same, which they do from step to step
+where gradients are zeroed, and mostly do where torch's allocator gives freed gradients' memory out again.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TableCache:
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether the elements of two tensors of one shape lie in the same order; one of the two has no gaps."""
+    """Whether the elements of two tensors of one shape are in the same order in memory; one of the two has no gaps."""
     return a.stride() == b.stride() or (a.is_contiguous() and b.is_contiguous())
 
 

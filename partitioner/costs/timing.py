@@ -100,7 +100,7 @@ def _device_of(
 
 
 def parameter_times(trace: Trace) -> NodeTimes:
-    """Seconds that stand for bytes of parameters: a femtosecond each, at the node that uses them first."""
+    """Seconds that represent bytes of parameters: a femtosecond each, at the node that uses them first."""
     forward, backward = np.zeros((2, len(trace.nodes)))
     names = {name: i for i, state in enumerate(trace.state) if state.is_parameter for name in state.names}
     reads = {
@@ -234,7 +234,7 @@ class Stopwatch:
         return self.clock() - start
 
     def clock(self) -> float:
-        """The time, once the device has done what it was given."""
+        """The time, once the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
@@ -285,7 +285,7 @@ def _flat(events: Sequence[Any]) -> Iterator[Any]:
 
 
 def _spans(events: Sequence[Any], device: str) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """(mark, blocks taken and given back as (address, bytes)) of each stretch of work of one node."""
+    """(mark, blocks allocated and freed as (address, bytes)) for each period of work of one node."""
     mark, blocks = _MARK, list[tuple[int, int]]()
     for event in events:
         if event.tag == _EventType.Allocation:
@@ -299,7 +299,7 @@ def _spans(events: Sequence[Any], device: str) -> Iterator[tuple[str, list[tuple
 
 
 def _most(blocks: Sequence[tuple[int, int]]) -> int:
-    """The most bytes at once of the blocks that are given back."""
+    """The most bytes at once of the blocks that are freed again."""
     taken: dict[int, int] = {}  # address -> index of where it was taken
     passing: list[tuple[int, int]] = []  # (index, bytes)
     for index, (address, num_bytes) in enumerate(blocks):

@@ -13,11 +13,11 @@ outside the core. A shared item counts once, in the segment of its first user. A
 holds for every plan. The minimum is a dynamic program over (segment, stage); v is improved by multiplicative weights,
 starting where moving an average unit to the next stage changes nothing.
 
-Three more bounds are taken into account. The units on one path of the graph keep their order in every plan, so the
-exact optimum of the chain of the heaviest path alone, empty stages allowed, is a bound; where all costly units lie on
-one path it is the optimum itself. A cluster costs something on whatever stage it runs. And where these stay more than
-`_CLOSE` below a known plan, all placements of the graph are searched (`smpc.partitioner.solvers.lattice`), which sees that units
-are not divisible; it needs a bottleneck to start from.
+Three more bounds are taken into account. The units on one path of the graph keep their order in every plan, so the exact optimum
+of the chain of the heaviest path alone, empty stages allowed, is a bound; if all costly units are on one path it is the optimum
+itself. A cluster costs something on whatever stage it runs. And where these stay more than `_CLOSE` below a known plan, all
+placements of the graph are searched (`smpc.partitioner.solvers.lattice`), which sees that units are not divisible; it needs a
+bottleneck to start from.
 
 Devices: of different speeds, the simple bounds take the fastest for all; limits count in the heaviest path and the search.
 """

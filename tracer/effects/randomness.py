@@ -9,8 +9,8 @@ The module that does so is called whole. One that leaves torch's generator, or t
 is refused: what other ranks draw later depends on it.
 
 Functions are watched by name (`watching`), which gives the line; and the states themselves (`UsableGenerators`), as generators have
-methods, and functions other names. Fakes draw nothing: so a recorded draw moves torch's generator by itself, and whoever puts it back
-is noticed.
+methods, and functions other names. Fakes draw nothing: so a recorded draw advances torch's generator by itself, and code that resets
+it is noticed.
 
 While a model is recorded nothing of this reaches the user's generators: `kept` puts them back.
 
@@ -18,7 +18,8 @@ While a model is recorded nothing of this reaches the user's generators: `kept` 
 
 A generator is state that every draw changes, so a node that draws from one writes it, as others write buffers: all that draw from one
 generator run on one stage, in eager's order. Python that seeds a generator, or reads its state, is no torch call; a fake run draws
-nothing. So generators have another state while a model is recorded, and whoever changes that is refused, or called whole.
+nothing. So generators have another state while a model is recorded, and code that changes it is refused, or its module is called
+whole.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def is_of_real(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
 def values_of_real(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], note: Callable[[torch.Tensor], None]
 ) -> Any:
-    """These values, which are part of the trace from now on: `note` is told."""
+    """These values, which are part of the trace from now on: calls `note`."""
     note(args[0])
     with torch._C.DisableTorchFunction(), unset_fake_temporarily():
         return func(*args, **kwargs)

@@ -167,7 +167,7 @@ class Watch:
 
     @property
     def must_look_closely(self) -> bool:
-        """Whether a generator beside torch's has been used, by nobody knows whom."""
+        """Whether a generator beside torch's has been used, by unknown code."""
         return not self._closely and (self._has_used_others or bool(self._generators.used(self._states)))
 
     def refuse(self, what: str, way_out: str) -> NoReturn:

@@ -4,7 +4,7 @@
     self.original = self.frequencies                # the trace reads "frequencies" for both
 
 After `self.original = other` it would go on reading the first. So which of these are the same is guarded. Two that become the same are
-told as well: a write into one of them would be seen in the other. Parameters are looked after elsewhere.
+detected as well: a write into one of them would be seen in the other. Parameters are looked after elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class _Place:
-    """A key of a module's dict, or an item of a container that is there. `path`: as traces name it; `owner`: id of the module's dict."""
+    """A key of a module's dict, or an item of an existing container. `path`: as traces name it; `owner`: id of the module's dict."""
 
     def __init__(self, module: nn.Module, table: dict[str, Any], name: str, item: Any, fqn: str, path: str) -> None:
         self.table, self.name, self.item, self.fqn, self.path = table, name, item, fqn, path

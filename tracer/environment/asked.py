@@ -283,7 +283,7 @@ def kept_by_cache(function: Callable[..., Any]) -> dict[Any, Any]:
 
 
 def question_of_cache(function: Callable[..., Any], keys: Sequence[Any]) -> GuardSource:
-    """The guarded place of what it has kept for these keys."""
+    """The guarded place of the cached results for these keys."""
     asked = Question(
         ("cache", id(function), tuple(map(id, keys))), partial(_kept_for_keys, function, keys), about=function
     )

@@ -43,8 +43,8 @@ WEIGHTS = Weights(state=0.0, vector_state=0.0, latency_bytes=2.0**14, activation
 class ContextPlan:
     """How ranks share the sequence. `dims`: by input, dimensions that are the sequence's; inputs left out: all but the first.
 
-    `attention`: a way of `smpc.codegen.rewrite.context_parallel.methods`. `output_dim`: outputs whose slices lie along it stay slices.
-    `sums_later`: what runs the trace sums gradients of parameters once a step (`ShardedTrace.summed`), not each backward.
+    `attention`: a way of `smpc.codegen.rewrite.context_parallel.methods`. `output_dim`: outputs that are sliced along it stay slices.
+    `sums_later`: the runtime sums gradients of parameters once a step (`ShardedTrace.summed`), not in each backward.
     """
 
     layout: str = AUTO

@@ -8,7 +8,7 @@ For conv2d(x[N, C, H, W], w[O, C / g, h, w], b[O]) in g groups:
     S(1)   S(1)   P      P         g = 1: ... some of the channels that they look at
     S(1)   S(0)   S(0)   S(1)      the ranks divide g: each rank some of the groups
 
-Filters of transposed convolutions lie the other way round: [C, O / g, h, w].
+Filters of transposed convolutions have the other order: [C, O / g, h, w].
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Weights:
 
 @dataclass(slots=True)
 class LayoutProblem:
-    """The nodes that stand for all, what each may do, and who uses what."""
+    """The representative nodes, the strategies of each, and the users of each value."""
 
     trace: Trace
     facts: Facts

@@ -70,7 +70,7 @@ class GroupChannel:
     def exchange(self, message: str) -> list[str]:
         """See Channel."""
         try:
-            # Alone among the collectives it says who is missing; what follows meets nobody's delay.
+            # Only this collective names missing ranks; later ones then do not wait for a late rank.
             dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
             data = message.encode()
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]

@@ -41,7 +41,7 @@ class Checkpoint:
 
     @staticmethod
     def open(folder: str | os.PathLike[str], *, any_name: bool = False) -> Checkpoint:
-        """Read the manifest, and look that the files are there. Raises CheckpointError, naming what is wrong.
+        """Read the manifest, and check that the files exist. Raises CheckpointError, naming the errors.
 
         `any_name`: to look at it only; otherwise the folder must have the name of the checkpoint in it (`folders.same_name`).
         """

@@ -46,7 +46,7 @@ def _available() -> int | None:
 def verify_programs(
     model: nn.Module, sample_inputs: Any, compilation: Compilation, num_microbatches: int, *, is_drawn: bool
 ) -> Verified:
-    """Compare them. `is_drawn`: whether the inputs' values are nobody's choice. Raises VerificationError, ConfigError without values."""
+    """Compare them. `is_drawn`: whether the inputs' values were drawn at random. Raises VerificationError, ConfigError without values."""
     import torch
 
     from smpc.sample_inputs import as_inputs, first_microbatch

@@ -5,9 +5,9 @@
     latest     {save_folder}/latest-rank0.pt              a link to the newest
     checks     {save_folder}/.smpc/{name}.json            size and crc32 of each file
 
-A checkpoint is there as a whole or not at all: it is written under a hidden name, brought to the disk, renamed, and then linked. In object
-storage, files of a sharded one have names of their own for each save, and count from when `.metadata` names them. Each rank takes its part
-of each tensor, so that any number of ranks goes on from what any other number has saved, whole or sharded.
+A checkpoint is complete or absent: it is written under a hidden name, synced to the disk, renamed, and then linked. In object storage,
+files of a sharded one have different names for each save, and count once `.metadata` names them. Each rank takes its part of each tensor,
+so a checkpoint of any number of ranks, full or sharded, resumes on any other number.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def save_sharded(
 
 
 def _save_remote(tree: dict[str, Any], path: str, *, overwrite: bool, planner: SavePlanner | None) -> str:
-    """Into object storage, where nothing can be renamed: what is there stays until the new `.metadata` is."""
+    """Into object storage, where nothing can be renamed: the old one stays until the new `.metadata` is written."""
 
     def begin() -> None:
         storage.check_free(path, overwrite=overwrite)

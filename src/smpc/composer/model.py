@@ -20,5 +20,5 @@ class ComposerModel(nn.Module, ABC):
         """The mean loss over the microbatch's samples: a tensor, a tuple of tensors to add, or a dict with `total`."""
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
-        """The outputs for a batch of the evaluation; `outputs`, if they are there already."""
+        """The outputs for a batch of the evaluation; `outputs`, if they exist already."""
         return self(batch) if outputs is None else outputs

@@ -27,7 +27,7 @@ def encoded(value: Any) -> str:
 
 
 def encodable(value: Any) -> Any:
-    """The value without entries of dicts that are of another kind: whoever made the object has made them, and makes them again."""
+    """The value without dict entries of other kinds: the object's owner makes those again."""
     if isinstance(value, Mapping) and not isinstance(value, Counter):
         return {key: encodable(inner) for key, inner in value.items() if _is_encodable(inner)}
     if isinstance(value, list | tuple):

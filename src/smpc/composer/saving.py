@@ -106,7 +106,7 @@ class Saving:
             )
 
     def check_first(self, state: State, interval: Duration, end: Duration, batches: int | None) -> None:
-        """Before a run trains: raise CheckpointError if nothing can be written, or, of a new one, its first checkpoint is there.
+        """Before a run trains: raise CheckpointError if nothing can be written, or if a new run's first checkpoint exists.
 
         Collective. `batches`: of an epoch; None where that is not known, and then no name is looked for.
         """

@@ -44,7 +44,7 @@ def on_rank_0(work: Callable[[], None]) -> None:
 
 
 def exists(path: str) -> bool:
-    """Whether a checkpoint, or a link to one, is there."""
+    """Whether a checkpoint, or a link to one, exists."""
     if not is_url(path):
         return os.path.exists(path)
     remote = _remote(path)
@@ -70,7 +70,7 @@ def followed(path: str) -> str:
 
 
 def check_free(path: str, *, overwrite: bool) -> None:
-    """Raise CheckpointError if something is there that must not be overwritten."""
+    """Raise CheckpointError if something exists that must not be overwritten."""
     is_there = exists(path) if is_url(path) else os.path.lexists(path)
     if is_there and not overwrite:
         raise CheckpointError(f"{path} is there already; give save_overwrite=True, or another save_folder or name")

@@ -244,8 +244,8 @@ class Trainer:
     def _begun(self) -> tuple[Iterator[Any], Any]:
         """The data of this epoch from where the run is, and its first batch.
 
-        A loader that knows its place goes on there, with the random state in which it did; others are read up to it, from the random state
-        in which the epoch began: they draw the same order again. The run goes on with the random state that it had.
+        A loader with a position resumes there, with the random state that it had. Others are read up to the position, from the random
+        state at the beginning of the epoch, so they draw the same order again. The run continues with its saved random state.
         """
         assert self._train is not None, "checked in fit"
         state, trained = self.state, self.state.timestamp.batch_in_epoch

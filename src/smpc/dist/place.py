@@ -21,7 +21,7 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Whether the process groups are there."""
+    """Whether the process groups exist."""
     return distributed.is_available() and distributed.is_initialized()
 
 

@@ -4,7 +4,7 @@
     with busy_wait_for_local_rank_zero():                   all begin; the others look for a file that it writes at its end
     with local_rank_zero_download_and_wait("a.bin"):        the others begin when the file is there; needs no process groups
 
-When the body fails on local rank 0, all ranks end with an error that says so: nobody waits for what never comes.
+When the body fails on local rank 0, all ranks end with an error that says so: no rank waits for ever.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Applies a configuration to a model: meshes, units, precision, recomputation, and the optimizer that goes on with the parts. Collective.
+"""Applies a configuration to a model: meshes, units, precision, recomputation, and the optimizer, which continues with the shards.
+Collective.
 
     prepared = prepare(model, config, "fp32", optimizer)
     loss(model(batch)).backward()       gradients are averaged over the ranks that hold the parts
@@ -405,7 +406,7 @@ def _prefetch(root: nn.Module, config: FSDPConfig, wrapped: Sequence[Wrapped]) -
 
 
 def hand_over(optimizer: torch.optim.Optimizer, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Have an optimizer go on with parts: groups, options and state stay."""
+    """Let an optimizer continue with the shards: groups, options and state stay."""
     state: dict[Any, dict[str, Any]] = dict(optimizer.state)
     optimizer.state.clear()
     for old, values in state.items():

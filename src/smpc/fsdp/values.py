@@ -53,7 +53,7 @@ class Values:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Bring the values, where they are not there yet, and let go of whole parameters. Collective.
+        """Send values to ranks that lack them, and free whole parameters. Collective.
 
         Raises ConfigUnsupportedError where this rank's part of a parameter is not what its description says: torch has rules of its own
         for parts of slices.

@@ -316,7 +316,7 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
         return state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load it, and go on with the random states, before data loaders begin to draw."""
+        """Load it, and restore the random states, before data loaders begin to draw."""
         self.optimizers[0].load_state_dict(checkpoint["optimizer_states"][0])
         found = checkpoint.get(_RANDOM, ())
         if len(found) == smp.size():

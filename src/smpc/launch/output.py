@@ -113,7 +113,7 @@ class RankOutput:
             file.close()
 
     def hidden(self, rank: int) -> str:
-        """The end of what a rank has written and nobody has been shown; "" if there is nothing. After `close`."""
+        """The end of a rank's hidden output; "" if there is none. Call it after `close`."""
         parts = []
         for name, kept in zip(("stdout", "stderr"), self._hidden.get(rank, ()), strict=False):
             if kept.strip():
@@ -158,7 +158,7 @@ class RankOutput:
             self._show([rest], prefix, console)
 
     def _write(self, file: BinaryIO, chunk: bytes) -> None:
-        """To a rank's file. A full disk does not stop the rank; it is told once."""
+        """Write to a rank's file. A full disk does not stop the rank; it is reported once."""
         try:
             while chunk:
                 chunk = chunk[file.write(chunk) :]

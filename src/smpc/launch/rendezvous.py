@@ -189,7 +189,7 @@ class Rendezvous:
             self._wake.clear()
 
     def _may_leave(self, store: Store) -> bool:
-        """Whether nobody needs this thread: who has failed waits for what the others say, the host of the store until they have left."""
+        """Whether this thread is done: a failed launcher waits for the others' reports, the store's host until they have left."""
         all_ended = store.add(f"{_PREFIX}/ended", 0) >= self._world_size
         if self._listener is not None:
             return store.add(f"{_PREFIX}/left", 0) >= self._world_size - self._num_ranks

@@ -5,7 +5,7 @@ socket that somebody else has bound: one host's job binds 127.0.0.1, port 0 (the
 hosts' job the master's address. The launcher hosts the store, the ranks are its clients
 (TORCHELASTIC_USE_AGENT_STORE), so it outlives any rank.
 
-The socket is there before torch is imported; clients that come early wait in its queue.
+The socket exists before torch is imported; early clients wait in its queue.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def serve(listener: socket.socket, timeout: timedelta) -> TCPStore:
 def job_store(launch: Launch, timeout: timedelta) -> Store:
     """The store of this process's job: the launcher's, where it serves one; otherwise rank 0 serves it, and the others wait for it.
 
-    `timeout`: of this, and of every wait in it from now on. A process has one store for its life, which serves whatever it begins later: a
-    rank that is early would otherwise reach what rank 0 is about to close. On one host, only that host can reach it. Raises
-    RuntimeError, or one of torch's that is one, where nobody serves it in time.
+    `timeout`: of this, and of every wait in it from now on. A process has one store for its life, which serves all its later sessions: an
+    early rank would otherwise reach a store that rank 0 is about to close. On one host, only that host can reach it. Raises RuntimeError,
+    or a torch subclass of it, if the store is not served in time.
     """
     assert launch.master_port is not None, "a job of one process needs no store"
     place = (launch.master_addr, launch.master_port)

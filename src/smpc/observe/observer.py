@@ -11,9 +11,9 @@ Terms
     span        when an instruction ran: see `smpc.executor.measure.spans`
     busy        the time in F, B and W; the rest of a step is waiting, messages and bookkeeping
 
-While nobody watches (no callback, no window) nothing is measured. Memory: on a GPU what its allocator says; on a CPU the bytes of
-living tensors, counted in the step before the window, which is slower for it and not timed. A rank's callbacks are its own
-affair: nothing here communicates, so ranks may have different ones.
+Without a callback or a window nothing is measured. Memory: on a GPU the allocator's peak; on a CPU the bytes of live tensors,
+counted in the step before the window, which is slower for it and not timed. Nothing here communicates, so ranks may have
+different callbacks.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class RankRecord:
 
 @dataclass(slots=True)
 class Watch:
-    """A step under way: whoever runs it notes here what it knows."""
+    """A running step: its runner notes measurements here."""
 
     recorder: Recorder | None = None
     is_wanted: bool = False  # whether anyone asks for what follows
@@ -196,7 +196,7 @@ class Observer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody watches the coming step; steps are counted all the same."""
+        """Whether the coming step is not observed; steps are counted anyway."""
         window = self._window
         return not self._callbacks and (window is None or not window.first - 1 <= self._num_steps < window.last)
 

@@ -17,8 +17,8 @@ Gradients are averaged in their own dtype: the parameters' (or `reduce_dtype`), 
 They are divided by the number of ranks of the mesh, or by a unit's `divisor`: experts see the tokens of all expert ranks, so their
 gradients are sums over these and must be divided by more than the ranks of their own mesh.
 
-`fully_shard` puts other objects in the place of parameters; `Sharded.exchanged` says which, for whoever holds one (optimizers that were
-made before). The old ones are left empty.
+`fully_shard` replaces parameters by other objects; `Sharded.exchanged` maps old ones to new ones, for their holders (optimizers made
+earlier). The old ones are left empty.
 
 A model that only one rank has values of (`source`) is divided without them, and filled unit by unit, tensor by tensor:
 
@@ -92,7 +92,7 @@ class _Part:
 
 @dataclass(slots=True)
 class Sharded:
-    """A model in parts. `exchanged`: the parameters that have come in the places of others."""
+    """A sharded model. `exchanged`: the parameters that have replaced others."""
 
     root: nn.Module
     options: ShardingOptions
@@ -110,7 +110,7 @@ class Sharded:
             self._set_last(False)
 
     def last_backward(self) -> None:
-        """The backward that follows is the step's last: it averages what has added up, and lets go of whole parameters."""
+        """The backward that follows is the step's last: it averages the accumulated gradients, and frees whole parameters."""
         for part in self._parts:
             part.module.set_reshard_after_backward(True, recurse=False)
             part.module.set_requires_gradient_sync(True, recurse=False)
@@ -119,7 +119,7 @@ class Sharded:
         self._set_last(True)
 
     def end_step(self) -> None:
-        """The step is over: average what no backward has, let go of what is whole, and go on as without steps."""
+        """The step is over: average the remaining gradients, free whole parameters, and continue as without steps."""
         if any(_has_whole_gradients(part) for part in self._parts):
             self.last_backward()
             self._reduce()
@@ -143,7 +143,7 @@ class Sharded:
             part.module.set_is_last_backward(is_last)
 
     def _reduce(self) -> None:
-        """Average the gradients that are there: what torch does at the end of a backward for units that it has not reached."""
+        """Average the existing gradients, as torch does at the end of a backward for units that it has not reached."""
         root = self._parts[-1].module
         root._get_fsdp_state()._root_post_backward_final_callback()
 
@@ -217,7 +217,7 @@ def _fill(
     source: Incoming,
     ignored: frozenset[nn.Parameter],
 ) -> None:
-    """Give a unit that is in parts the values that one rank has in its `old` parameters, and let go of those. Collective.
+    """Give a sharded unit the values of one rank's `old` parameters, and free those. Collective.
 
     `taken`: parameters of other units, which are filled already. `device_type`: of the shards.
     """
@@ -306,7 +306,7 @@ def _check_parameters(root: nn.Module, names: Sequence[str]) -> None:
 
 
 def exchange(model: nn.Module, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Put new parameters in the places of old ones."""
+    """Replace old parameters by new ones."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

@@ -1,12 +1,12 @@
-"""Which modules of a model are units: their parameters are gathered together, and let go of together.
+"""Which modules of a model are units: their parameters are gathered together, and freed together.
 
     find_units(model)                         repeated blocks: the members of outermost ModuleLists and Sequentials of which a class has
                                               several with parameters, and what else is large enough
     units_of_classes(model, [Block, Expert])  every module of these classes
 
-A unit must hold all uses of its parameters: while it is not running, nobody else can have them. So a module that shares a parameter, or a
-module that has some, with what is outside of it (an embedding tied to the head) is no unit, and its parameters go to the nearest unit
-around that holds all uses of them; in the end that is the model itself, which is always the last unit.
+A unit must hold all uses of its parameters: while it is not running, no other module can use them. So a module that shares a parameter,
+or a module with parameters, with modules outside it (an embedding tied to the head) is not a unit, and its parameters go to the nearest
+unit around that holds all uses of them; in the end that is the model itself, which is always the last unit.
 
 Units are named, inner ones before those around them, in the order of the modules. The model itself is "".
 """

@@ -24,7 +24,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def widen(parameters: Iterable[nn.Parameter]) -> None:
-    """Give half-precision parameters fp32 gradients; one that is there already is cast."""
+    """Give half-precision parameters fp32 gradients; an existing one is cast."""
     for parameter in parameters:
         if parameter.dtype in _HALVES and gradient_dtype(parameter) is not torch.float32:
             grad, parameter.grad = parameter.grad, None

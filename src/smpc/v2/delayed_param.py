@@ -132,7 +132,7 @@ class DelayedParamIniter:
             get_logger().info("initialized %s: %s", name or type(module).__name__, ", ".join([*late, *buffers]))
 
     def _make_whole(self, module: nn.Module, name: str, late: list[str]) -> dict[str, Part]:
-        """Puts whole parameters in the places of slices, so that what is drawn is the same whatever the degree; how to cut them."""
+        """Replaces slices by whole parameters, so that draws do not depend on the degree; returns how to cut them."""
         if self._slices is None:
             return {}
         full = {each: f"{name}.{each}" if name else each for each in late}

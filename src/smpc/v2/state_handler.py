@@ -48,7 +48,7 @@ class Session:
     random_states: RngStateTracker = field(default_factory=RngStateTracker)
 
     def group(self, axis: Axis) -> dist.ProcessGroup | None:
-        """The process group of an axis; None in native mode, and where nobody else is in it."""
+        """The process group of an axis; None in native mode, and if no other rank is in it."""
         return None if self.config.is_native else self.groups.get(axis)
 
 

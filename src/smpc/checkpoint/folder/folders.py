@@ -78,7 +78,7 @@ class Root:
         )
 
     def replaced(self, tag: str) -> str | None:
-        """Where a forced save has moved what it was to replace, if it died before the new one stood."""
+        """Where a forced save has moved the old checkpoint, if it died before the new one was complete."""
         names = [name for name, found, state in self._hidden() if found == tag and state == REPLACED]
         return os.path.join(self.path, names[0]) if names else None
 
@@ -164,7 +164,7 @@ class Root:
     def publish(self, draft: Draft, *, force: bool) -> str:
         """Make a draft the checkpoint of its tag, and mark it as the newest. Its files must be on the disk. Inside `publishing`.
 
-        Raises CheckpointError if that fails; then what was there is there again. A marker that cannot be moved is a warning.
+        Raises CheckpointError if that fails; then the old one is restored. A marker that cannot be moved is a warning.
         """
         target = os.path.join(self.path, draft.tag)
         replaced, is_renamed = None, False
@@ -388,7 +388,7 @@ def same_name(folder: str, tag: str) -> str | None:
 
 
 def check_whole(folder: str, *, any_name: bool = False) -> Manifest:
-    """The manifest, if every file is there with its size, and (unless `any_name`) it is the folder's own.
+    """The manifest, if every file exists with its size, and (unless `any_name`) it is the folder's own.
 
     Raises CheckpointError, listing all that is wrong.
     """

@@ -1,4 +1,4 @@
-"""Objects of any class among the user's content: what is saved of them, and what comes back. No code runs for either.
+"""Objects of any class among the user's content: how they are saved and restored. Neither runs any code.
 
     user_content={"args": argparse.Namespace(lr=0.1), "config": GPT2Config(...)}
     resume_from_checkpoint(...)["args"]      SavedObject of argparse.Namespace: {"lr": 0.1}

@@ -48,7 +48,7 @@ class Ranks:
         return result
 
     def gather(self, local: Callable[[], Any], whole: Callable[[list[Any]], object]) -> None:
-        """As `gather_scatter`, but nobody waits for an answer: ranks learn of their own failures, the coordinator of all."""
+        """As `gather_scatter`, but without an answer: ranks learn of their own failures, the coordinator of all."""
         value, failure, cause = _attempt(local)
         gathered = self._gather((value, failure))
         failures = [None] * self.size if gathered is None else [found[1] for found in gathered]

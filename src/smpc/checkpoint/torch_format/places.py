@@ -57,7 +57,7 @@ def names_in(fs: FileSystemBase, path: str | os.PathLike[str]) -> list[str]:
 
 
 def replace(fs: FileSystemBase, path: str | os.PathLike[str], name: str, data: bytes) -> None:
-    """Write a file whole or not at all: another under that name stays until this one is there."""
+    """Write a file whole or not at all: an old file of that name stays until this one is complete."""
     target = fs.concat_path(path, name)
     if not isinstance(fs, FileSystem):
         with fs.create_stream(target, "wb") as file:  # an object appears when it is complete

@@ -34,7 +34,7 @@ _KIND = "saved"
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a rank is told. `metadata`: of the checkpoint that it publishes, if it does. `is_alone`: no other is saved in this call."""
+    """The answer to a rank. `metadata`: of the checkpoint that it publishes, if it does. `is_alone`: no other is saved in this call."""
 
     plan: SavePlan
     metadata: Metadata | None
@@ -162,7 +162,7 @@ class StateSaving:
 
 
 class _Resolved(SavePlanner):
-    """A planner whose data are there already."""
+    """A planner whose data exists already."""
 
     def __init__(self, tensors: Mapping[MetadataIndex, Shard], values: Mapping[MetadataIndex, io.BytesIO]) -> None:
         self._tensors, self._values = tensors, values

@@ -3,8 +3,8 @@
     hooks = get_hf_gpt2_transformer_layer_hooks()
     smp.tp_register_with_module(GPT2Block, smp.nn.DistributedTransformerLayer, *hooks)
 
-They are (init_hook, forward_hook, return_hook), and take what the layer class of the transformers that is installed takes. A class that
-is registered with them keeps the weights of its instances, as one does that nobody has registered.
+They are (init_hook, forward_hook, return_hook), and take the arguments of the installed transformers' layer class. A class that is
+registered with them keeps the weights of its instances, like the built-in ones.
 """
 
 from __future__ import annotations

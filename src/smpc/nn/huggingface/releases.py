@@ -54,7 +54,7 @@ def with_biases(parameters: Signature, hidden: Tensor, bias: Tensor | None, *cac
 
 
 def until_positions(parameters: Signature) -> bool:
-    """Layers return their caches until they are told positions in them."""
+    """Whether layers return their caches: until they are given positions in them."""
     return "output_attentions" in parameters and "cache_position" not in parameters
 
 

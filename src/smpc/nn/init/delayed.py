@@ -189,7 +189,7 @@ def _initialize_whole(
     own: list[Target],
     seed: int,
 ) -> None:
-    """Runs an initializer on whole tensors in place of those that it has slices of, and keeps of them what it has written."""
+    """Runs an initializer on whole tensors in place of slices, and keeps the slices of the written values."""
     sliced = [target for target in own if target.shard is not None]
     for target in sliced:
         _replace(target.parameter, _empty(target.parameter, target.parameter.shape, target.part.device))

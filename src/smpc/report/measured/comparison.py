@@ -65,7 +65,7 @@ class Messages:
 
     @property
     def hidden(self) -> float | None:
-        """The share of the wire time that cost nobody anything."""
+        """The share of the wire time that delayed no rank."""
         return None if self.wire <= 0 else max(0.0, 1 - self.waited / self.wire)
 
 

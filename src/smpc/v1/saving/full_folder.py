@@ -150,7 +150,7 @@ def _complete(path: str) -> tuple[list[tuple[int, str]], list[str]]:
 
 
 def _beside(path: str, tag: str, target: str, found: Identity) -> str | None:
-    """The folder of a model's content; None if it is gone. Raises CheckpointError if what is there is damaged or another's."""
+    """The folder of a model's content; None if it is gone. Raises CheckpointError if it is damaged or belongs to another model."""
     if found.tag is not None and found.tag != tag:
         own = printable(found.tag)
         raise CheckpointError(

@@ -155,7 +155,7 @@ class Control:
                 store.delete_key(own)
 
     def _await(self, what: str, keys: Mapping[int, str], deadline: float, whereabouts: Whereabouts) -> None:
-        """Wait until all keys are there. `_meet` reports ranks that are missing at the deadline, or do not answer and may be dead."""
+        """Wait until all keys exist. `_meet` reports ranks that are missing at the deadline, or do not answer and may be dead."""
         while time.monotonic() < deadline:
             with suppress(RuntimeError):
                 whereabouts.store.wait(list(keys.values()), datetime.timedelta(seconds=1))

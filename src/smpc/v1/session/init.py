@@ -183,7 +183,7 @@ def _choose_backend(wanted: str) -> str:
 
 
 def _choose_device(backend: str, launch: Launch, given: bool) -> torch.device:
-    """Where this process computes: a GPU if nccl is there, else the CPU. `given`: the script has chosen the GPU."""
+    """This process's device: a GPU if nccl is available, else the CPU. `given`: the script has chosen the GPU."""
     if "nccl" not in backend or not torch.cuda.is_available():
         return torch.device("cpu")
     if given:

@@ -28,7 +28,7 @@ from smpc.executor.failure.record import Report
 from smpc.launch.worker import write_report
 
 Description = tuple[str, str, str | None]  # class name, text, the line of the script that it comes from
-# All ranks of a pipeline raise these together, with nothing under way: the next step may go on.
+# All ranks of a pipeline raise these together, with no transfer in progress: the next step may run.
 AGREED = (StepError, TraceError, PartitionError, CodegenError, ConfigError, VerificationError)
 _LIBRARIES = ("smpc", "torch")
 

@@ -53,7 +53,7 @@ class Outputs:
         self._hooks: list[RemovableHandle] = []
 
     def watch(self, output: Any) -> None:
-        """From now on, a gradient that comes back to it is an error."""
+        """From now on, a gradient that reaches it is an error."""
         for tensor in tensors_within(output):
             if tensor.grad_fn is not None:
                 self._hooks.append(tensor.grad_fn.register_prehook(self._refuse))
@@ -194,7 +194,7 @@ class Whole:
 def make_roots(tensors: Tensors, gradients: Gradients, scale: float, step_name: str) -> Roots:
     """The roots of a backward pass, with their gradients divided by `scale`.
 
-    Raises StepError where torch.autograd.backward could not go on: no history, no gradient for more than one element, other shapes.
+    Raises StepError if torch.autograd.backward would fail: no history, no gradient for more than one element, other shapes.
     """
     roots = list(tensors) if isinstance(tensors, Iterable) and not isinstance(tensors, Tensor) else [tensors]
     given: list[Tensor | None]

@@ -2,7 +2,7 @@
 
     output of microbatch m -> model(...) in the step function -> its loss -> model.backward(loss) -> roots of the backward pass of m
 
-The step function runs whole for every microbatch, as soon as the output is there. A StepError in it is kept until the step is over, so
+The step function runs whole for every microbatch, as soon as the output exists. A StepError in it is kept until the step is over, so
 that every rank comes to the end and all can raise it.
 """
 

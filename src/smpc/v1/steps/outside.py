@@ -67,7 +67,7 @@ class Direct:
         supervision.end_start()
 
     def _note(self, grad: Tensor) -> None:
-        """Called whenever a gradient comes back: reduce at the end of this backward pass, after other callbacks of its end."""
+        """Called whenever a gradient reaches an output: reduce at the end of this backward pass, after other callbacks of its end."""
         if not self._is_reducing:
             if not self._is_open:  # differentiated once more
                 self._start()

@@ -354,7 +354,7 @@ class Pipeline:
     def _arguments(
         self, body: StepBody, own: OwnArguments, form: ArgumentForm, request: Request | None
     ) -> Callable[[], list[Arguments]]:
-        """Last rank: post the receives now, wait when the first output is there."""
+        """Last rank: post the receives now, wait when the first output exists."""
         formats = form.formats
         receipts = [] if request is not None else self._control.receive(formats, 0)
 

@@ -4,7 +4,7 @@
     fully_shard(module)                without a mesh it shards over the shard degree
     offload_wrapper(module)            with sm_activation_offloading: activations come back before they are needed
 
-In native mode (see `tsm.state`) only `post_param_init_fn` and offloading are there.
+In native mode (see `tsm.state`) only `post_param_init_fn` and offloading are added.
 
     degree                   FSDP1's sharding_strategy                              process groups
     2 or more                none, FULL_SHARD: HYBRID_SHARD                         (shards, replicas) of this tensor-parallel rank

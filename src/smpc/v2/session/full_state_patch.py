@@ -39,7 +39,7 @@ def patch_full_state(session: Session) -> list[_Undo]:
 
 
 def replace(owner: Any, name: str, value: Any) -> _Undo:
-    """Put a value in the place of an attribute; the function that takes it back."""
+    """Replace an attribute by a value; returns the function that undoes it."""
     original = vars(owner)[name]
     setattr(owner, name, value)
     return lambda: setattr(owner, name, original)

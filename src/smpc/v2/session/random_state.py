@@ -34,7 +34,7 @@ class RngStateTracker:
         self._seeds.clear()
 
     def add(self, name: str, seed: int) -> None:
-        """A state under a new name, started from a new seed. UsageError for a name or seed that is there already."""
+        """A state under a new name, started from a new seed. UsageError for a name or seed that exists already."""
         if name in self._states:
             raise UsageError(
                 f"add: expected a new name, found {name!r}, which has a state already; use set_states to replace it"

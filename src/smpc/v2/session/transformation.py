@@ -1,7 +1,7 @@
 """`tsm.transform`: a model as it is to be wrapped with FSDP.
 
-The model stays what it is: its module, the names of its parameters, and so its state dict. Without tensor, context and expert parallelism
-nothing is left to change in it but its device and dtype.
+The model keeps its class, the names of its parameters, and so its state dict. Without tensor, context and expert parallelism only its
+device and dtype change.
 
 Source: "torch.sagemaker.transform" in the public reference of SMP v2.
 """

@@ -71,7 +71,7 @@ class _Shuffling:
 
 
 class Router(nn.Module):
-    """The forward of a router that balances as it is told."""
+    """The forward of a router that balances by the given rule."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the model's own router, with the replaced experts and weights."""
@@ -105,7 +105,7 @@ register_shape_rule(Router, _recorded)
 
 
 class Shuffled(nn.Module):
-    """The forward of a block whose tokens are shuffled over the ranks first, and come back after."""
+    """The forward of a block whose tokens are shuffled over the ranks first, and return afterwards."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The block's output. All ranks of the group call it."""

@@ -207,7 +207,7 @@ def _model_of(module: nn.Module) -> nn.Module | None:
 def map_parts(state: Any, change: Callable[[str, Any, Part], Any]) -> Any:
     """A state dict with `change(path, value, part)` in place of what belongs to parameters that this rank has parts of.
 
-    Dicts and lists are new ones; everything else is what it was.
+    Dicts and lists are copied; other objects are the same.
     """
     parts = {name: part for model in _transformed for name, part in (slices_of(model) or {}).items()}
     return _mapped(state, "", parts, change) if parts else state

@@ -31,7 +31,7 @@ def keep_slices(
 
 
 def agree_on_weights(model: nn.Module, group: TensorGroup, sources: Sequence[int] | None) -> None:
-    """Everybody in the group has the weights of its first rank, or, with `sources`, nobody has any if that is none. Collective."""
+    """Gives all ranks of the group its first rank's weights; with `sources`, none if that rank is not a source. Collective."""
     assert group.process_group is not None
     if sources is not None and dist.get_global_rank(group.process_group, 0) not in sources:
         _to_meta(model)
@@ -68,7 +68,7 @@ def _to_meta(model: nn.Module) -> None:
 
 
 def _make_room(model: nn.Module) -> None:
-    """Empty tensors in the places of those on the meta device; names of one tensor stay names of one."""
+    """Replaces tensors on the meta device by empty ones; shared tensors stay shared."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):

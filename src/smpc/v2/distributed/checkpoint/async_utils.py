@@ -1,4 +1,4 @@
-"""Saves that go on in the background, and their end on all ranks.
+"""Background saves, and their completion on all ranks.
 
     queue = AsyncCallsQueue()
     async_save(state_dict, checkpoint_id="run/step_100", queue=queue)      returns when tensors may change
@@ -6,7 +6,7 @@
     queue.maybe_finalize_async_calls(blocking=True)                        before the end
 
 A queue saves one checkpoint after the other; the next `async_save` waits for the last. A save that fails on one rank is an error at the
-next call on every rank of its group. A process that ends waits for its saves, and has status 1 if one has failed that nobody heard of.
+next call on every rank of its group. A process waits for its saves before it exits, with status 1 if a failure was never reported.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ AsyncRequestQueue = AsyncCallsQueue
 
 
 def _gloo_group(given: dist.ProcessGroup, is_world: bool) -> dist.ProcessGroup:
-    """A group of the same ranks that nobody else uses, so that a thread may talk over it."""
+    """A group of the same ranks for this use only, so that a thread may communicate over it."""
     ranks = dist.get_process_group_ranks(given)
     made: dist.ProcessGroup = dist.new_group(
         ranks, backend="gloo", timeout=_TIMEOUT, use_local_synchronization=not is_world

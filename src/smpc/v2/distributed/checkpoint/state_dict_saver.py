@@ -122,8 +122,8 @@ def _parts_of(state_dict: dict[str, Any], writer: StorageWriter, ranks: Ranks) -
 def at_place(state_dict: dict[str, Any], place: str, ranks: Ranks) -> dict[str, Any]:
     """This rank's storage for saving to a place, or loading from it. Collective.
 
-    If it is there alone, while others are elsewhere: what it has of everything. If all ranks are there that have slices of something: whole
-    tensors. Otherwise each folder has the tensors of one rank of each tensor-parallel group: slices. Memory is shared.
+    If it saves alone there, while others save elsewhere: its own parts. If all ranks with slices of a tensor save there: whole tensors.
+    Otherwise each folder has the tensors of one rank of each tensor-parallel group: slices. Memory is shared.
     """
     own = (place, state.tp_rank, state.ep_rank) if state.is_initialized else (place, 0, 0)
     everybody = ranks.everybody(own)
