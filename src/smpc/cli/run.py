@@ -110,7 +110,7 @@ Console = Annotated[
     typer.Option(
         metavar="WHICH",
         rich_help_panel=_LOGS,
-        help="Whose output is shown here: that of all ranks, of this node's first one, or of none. A failed rank's is shown at the end.",
+        help="Whose output is shown here: all ranks', this node's first rank's, or none. A failed rank's is shown at the end.",
     ),
 ]
 Prefix = Annotated[

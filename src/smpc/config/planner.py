@@ -80,7 +80,7 @@ class PlannerKeys:
     )
     tensor_parallel_degree: int = key(
         1,
-        "Number of ranks that share every operation of a stage: plan and programs are those of one of them",
+        "Number of ranks that share every operation of a stage: plan and programs describe one of them",
         minimum=1,
         limit=MAX_RANKS,
         flag=Flag("Ranks that share every operation of a stage.", "-t", "T", is_apart=True),
@@ -118,12 +118,12 @@ class PlannerKeys:
         "data-parallel replicas x context_parallel_degree; a script requires ddp",
         minimum=1,
         limit=MAX_RANKS,
-        flag=Flag("Ranks, of those of -d and -c, that experts are divided over.", "-e", "E", is_apart=True),
+        flag=Flag("Ranks, among those of -d and -c, over which experts are divided.", "-e", "E", is_apart=True),
     )
     context_parallel_degree: int = key(
         1,
-        "Number of ranks that share every sequence (docs/context_parallelism.md): parameters are whole, plan and programs are those of one "
-        "of them; a script requires ddp",
+        "Number of ranks that share every sequence (docs/context_parallelism.md): parameters are whole, plan and programs describe "
+        "one of them; a script requires ddp",
         minimum=1,
         limit=MAX_RANKS,
         flag=Flag("Ranks that share every sequence.", "-c", "C", is_apart=True),
