@@ -323,7 +323,7 @@ class Reads:
                 self._object_of[id(guard)] = id(place.holder.about)
 
     def text(self, frame: FrameType, tensor: str) -> str:
-        """The text of a recorded tensor for the code of that frame: in a second recording, another text that numbers can have."""
+        """The text of a recorded tensor for the code of that frame: in a second recording, a text with every form that numbers have."""
         self.outside += filter(None, (text_of(frame, self._run.context()),))
         known = f"{tensor}, whose values are not known while the model is recorded"
         return f"tensor(-nan, -inf, 1.234567890e+06, {known}, True, False)" if self.is_again else f"<tensor {known}>"

@@ -54,12 +54,12 @@ def with_biases(parameters: Signature, hidden: Tensor, bias: Tensor | None, *cac
 
 
 def until_positions(parameters: Signature) -> bool:
-    """Whether layers return their caches: until they are given positions in them."""
+    """Whether layers return their caches: in releases that do not pass them cache positions."""
     return "output_attentions" in parameters and "cache_position" not in parameters
 
 
 def until_keywords(parameters: Signature) -> bool:
-    """Layers return their caches until they take other keyword arguments, too."""
+    """Whether layers return their caches: in releases whose layers take no further keyword arguments."""
     return not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
