@@ -70,7 +70,7 @@ def _fault(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KernelDefault:
-    """One op: whether it is used by default, instead of what, and the reason in words."""
+    """One op: whether it is used by default, what it replaces, and the reason in words."""
 
     op: str
     enabled: bool

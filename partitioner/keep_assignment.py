@@ -197,7 +197,7 @@ class _Units:
         }
 
     def assign(self, wanted: dict[str, int]) -> dict[str, int]:
-        """The stage of every node by name: the nearest to what it wants on which its unit can run, after what the unit reads."""
+        """The stage of every node by name: the nearest to its preference on which its unit can run, not before the unit's inputs."""
         nodes = self._graph.trace.nodes
         latest = self._latest()
         chosen: dict[int, int] = {}

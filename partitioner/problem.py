@@ -48,7 +48,7 @@ from numpy.typing import NDArray
 from smpc.errors import PartitionError
 
 LARGEST = 2**63 - 1
-_ROOM = 2**61  # for sums of numbers that need not be whole, with a margin for what rounding up adds
+_ROOM = 2**61  # for sums of numbers that need not be whole, with a margin for rounding up
 UNITS_PER_SECOND = (1e15, 1e12, 1e9, 1e6, 1e3, 1.0)
 
 
@@ -163,7 +163,7 @@ class Units:
         return using
 
     def subset(self, chosen: Sequence[int]) -> Units:
-        """The chosen units alone, in this order, with what they share."""
+        """Only the chosen units, in this order, with their shared items."""
         place = {unit: i for i, unit in enumerate(chosen)}
         time, static, activation = (
             tuple(column[unit] for unit in chosen) for column in (self.time, self.static_bytes, self.activation_bytes)
@@ -178,7 +178,7 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The weights that turn time and memory into one number, and what the devices of the stages can do."""
+    """The weights that turn time and memory into one number, and the devices' speeds and limits."""
 
     memory_weight: float
     total_time: int

@@ -1,6 +1,6 @@
 """One attempt at a recording: the model's Python runs once over fake tensors, with torch's entry points led through the recorder.
 
-`record_once` restores whatever it replaces. `smpc.tracer.record` decides how many attempts there are.
+`record_once` restores everything that it replaces. `smpc.tracer.record` decides how many attempts there are.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ def _module_calls(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def _function_calls(recorder: Recorder, transforms: Transforms) -> Iterator[None]:
-    """Activation checkpointing, a custom autograd function, has the backward of what it runs: it becomes a region.
+    """Activation checkpointing, a custom autograd function, has the backward of the code that it runs: it becomes a region.
 
     An op of `torch.library.custom_op` has its backward with it wherever it is called: the call of the op is recorded.
     """

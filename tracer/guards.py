@@ -6,8 +6,8 @@ the answer becomes a `Guard` of the trace. `broken_guard` evaluates the guards o
 
 A question that depends on parameters, on random numbers or on a module called whole has no answer before the model runs.
 
-`Questions` holds what the model's Python asks while it is recorded, and the guards that say on what the answers rest. An answer
-comes from the sample inputs (see `answer`) or, where there are none, from the guards of an earlier trace.
+`Questions` holds the questions of the model's Python while it is recorded, and the guards for their answers. An answer comes
+from the sample inputs (see `answer`) or, where there are none, from the guards of an earlier trace.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def answer(
 
 
 def broken_guard(trace: Trace, model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Guard, Any] | None:
-    """The first guard that does not hold on these inputs, and what it gives instead; None if all hold."""
+    """The first guard that does not hold on these inputs, and its present answer; None if all hold."""
 
     def read(fqn: str) -> Tensor:
         tensor: Tensor = read_attribute(model, fqn)
@@ -170,7 +170,7 @@ def _values(
 
 
 def _cone(nodes: Sequence[Node], wanted: Sequence[str], spare: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """The wanted nodes and all that they are computed from, writes into their memory included; and what is spare beside them."""
+    """The wanted nodes and everything that they are computed from, writes into their memory included; and spare ones."""
     cone, shapes_only = set(wanted), set(spare)
     storages: set[int] = set()
     unshaped = {node.name for node in nodes if node.spec is None and node.name in shapes_only}

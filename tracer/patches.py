@@ -386,7 +386,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def note_saved(self) -> None:
-        """Takes note of what autograd has saved meanwhile: transforms do not let it say so."""
+        """Notes tensors that autograd has saved meanwhile: inside transforms its hooks do not run."""
         with torch._C.DisableTorchFunction():
             for position, tensor in self._made:
                 if tensor.grad_fn is not None:

@@ -64,7 +64,7 @@ def record(
     shown: Collection[str] = (),
     buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> Trace:
-    """Records one forward run of `model(*args, **kwargs)`, for what the model's Python finds now: see `record_guarded`.
+    """Records one forward run of `model(*args, **kwargs)`, for the present state that the model's Python reads: see `record_guarded`.
 
     Tensors in the inputs may be real, on the meta device, or fake: only their shapes, dtypes and strides count. `leaf_modules` are
     FQNs of modules to be called whole, with nothing recorded inside. `device` is the device that the run pretends to be on.
@@ -86,7 +86,7 @@ def record(
 
 @dataclass(frozen=True)
 class Recording:
-    """A trace, and what its Python read besides its inputs: the trace holds as long as that is the same."""
+    """A trace, and the values that its Python read besides its inputs: the trace is valid while these are the same."""
 
     trace: Trace
     environment: Environment
@@ -95,7 +95,7 @@ class Recording:
 def record_guarded(
     model: nn.Module, request: Request, leaf_modules: Sequence[str] = (), versions: DictVersions | None = None
 ) -> Recording:
-    """Records one forward run, and what must stay as it is for the trace to hold. `versions`: see `Environment`.
+    """Records one forward run, and the guards under which the trace is valid. `versions`: see `Environment`.
 
     State that the run reads and changes is settled, left to a module that is called whole, or refused:
     `smpc.tracer.environment.state_changes`.

@@ -50,7 +50,7 @@ def parts_of_experts(model: nn.Module) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTrace:
-    """The trace of one rank; the experts that were divided; and what the rank sends for them."""
+    """The trace of one rank; the divided experts; and the rank's messages for them."""
 
     trace: Trace
     degree: int

@@ -197,7 +197,7 @@ def with_late_weights(
 
 
 def _by_remaining_way(problem: Problem) -> Iterator[Policy]:
-    """Policies that look at what is still to come, those that were best most often first."""
+    """Policies that look ahead, the most often best ones first."""
     ways = _ways(problem)
     unit = sum(problem.costs.forward) / len(problem.slots)  # a forward of all stages of a rank
     limits = [_shares(problem, ways, extra) for extra in (1, problem.num_microbatches)]

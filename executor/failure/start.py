@@ -113,7 +113,7 @@ class Start:
 
     @property
     def allowed(self) -> float:
-        """Seconds that what this rank does may still take."""
+        """Seconds that this rank's activity may still take."""
         return max(self._allowed_until - time.monotonic(), 0.0)
 
     def sign(self) -> None:
@@ -134,7 +134,7 @@ class Start:
     # -- the watcher ---------------------------------------------------------------------------------------------------
 
     def look(self, frame: FrameType | None, waits: bool, now: float) -> None:
-        """Take note of what the main thread does."""
+        """Note the activity of the main thread."""
         call = _call_of(frame) if waits and not self.is_over else None
         if call is None or call != self._call:
             self._since, self._next_look = now, now + _PATIENCE

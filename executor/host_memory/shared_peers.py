@@ -1,4 +1,4 @@
-"""The other ranks of a group that share memory on one host: whether they are still there, and waiting for what they write.
+"""The other ranks of a group that share memory on one host: whether they still exist, and waiting for their writes.
 
 Terms
     word    an int64 in shared memory that one rank writes and another waits for

@@ -265,7 +265,7 @@ class ChannelBinder:
 def _arrivals(
     program: RankProgram, peers: Sequence[RankProgram], window: int
 ) -> tuple[dict[Instruction, int], dict[Instruction, int]]:
-    """See `smpc.executor.program.send_completion`: what receives tell, and what sends wait for."""
+    """See `smpc.executor.program.send_completion`: what a receive implies, and what a send waits for."""
     if not peers:
         return {}, {}
     awaited = {} if program.has_backward else awaited_by_sends(peers, program.rank, window)

@@ -211,7 +211,8 @@ class _Products(torch.autograd.Function):
 def as_product(
     func: Callable[..., Any], values: Sequence[Any], trained: Sequence[nn.Parameter], places: Sequence[int]
 ) -> Product | None:
-    """A call with positional arguments `values` as a Product, if it is one. `places`: of what wants a gradient and is no parameter.
+    """A call with positional arguments `values` as a Product, if it is one. `places`: of arguments that require a gradient and are not
+    parameters.
 
     Other arguments (vectors, complex numbers, autocasts, rows with gaps) are left to records.
     """

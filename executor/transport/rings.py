@@ -95,7 +95,7 @@ class Outbound:
         self._ring = memory.data_ptr() + place + PAGE + 8 * _WORDS
         self._peers, self._rank = peers, rank
         self._number = 0  # of the last message
-        self._lying: deque[tuple[int, int]] = deque()  # number and place of what has not been taken
+        self._lying: deque[tuple[int, int]] = deque()  # number and position of messages that were not taken
         self._head = 0  # where free room begins
 
     def send(self, tensor: Tensor) -> bool:
@@ -137,7 +137,7 @@ class Outbound:
 
 @dataclass(slots=True)
 class Post:
-    """A buffer for a message, and what became of it."""
+    """A buffer for a message, and its state."""
 
     buffer: Tensor
     value: str

@@ -6,7 +6,7 @@
                                  shares it, so that grouped queries need neither copies of keys nor atomic additions
 
 Weights are computed again from lse: p = exp2(scale * q k + bias - lse), everything in powers of two. As in the forward
-kernel, only tiles on the edge of what is visible pay for a mask:
+kernel, only tiles on the edge of the visible area apply a mask:
 
     queries ->  0           first           full                     the end
     keys        |  none sees |  some see     |  every query sees all keys

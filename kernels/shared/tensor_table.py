@@ -86,5 +86,5 @@ def _build(device: torch.device, sizes: tuple[int, ...], addresses: tuple[tuple[
 
 
 def _upload(tensor: Tensor, device: torch.device) -> Tensor:
-    # From pinned memory, so that the host does not wait for what the device still has to do.
+    # From pinned memory, so that the host does not wait for the device.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -72,7 +72,7 @@ def collective_time(kind: Kind, num_bytes: float, group: Group, device: Device) 
 
 
 def sent_time(num_bytes: float, group: Group, device: Device) -> float:
-    """Seconds of a collective on a ring, by what every rank sends for it, in one go."""
+    """Seconds of a collective on a ring, by the bytes that every rank sends for it, in one go."""
     if group.size == 1 or num_bytes <= 0:
         return 0.0
     if group.hosts == 1 and IN_OPERATIONS in device.collectives:

@@ -177,7 +177,7 @@ class Stopwatch:
         return NodeTimes(forward, backward)
 
     def node(self, i: int, node: Node) -> float:
-        """Seconds of the node's forward; notes its value and what autograd has to do for it."""
+        """Seconds of the node's forward; notes its value and its part of the autograd graph."""
         seconds = self.call(i, node)
         made = [self.values[name] for name in (node.name, *node.mutates)]
         self.watch(i, [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)])

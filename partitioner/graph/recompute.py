@@ -40,7 +40,7 @@ from smpc.tracer.regions import group_size, matching_regions
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """Regions to compute again, outer ones first, and what to say about those that cannot be."""
+    """Regions to compute again, outer ones first, and warnings about those that cannot be."""
 
     regions: tuple[Region, ...] = ()
     notes: tuple[str, ...] = ()

@@ -63,13 +63,13 @@ class Graph:
     """Index form of `trace`; tuples are by position unless said otherwise."""
 
     trace: Trace
-    inputs: tuple[tuple[int, ...], ...]  # positions of what a node reads
+    inputs: tuple[tuple[int, ...], ...]  # positions of a node's inputs
     consumers: tuple[tuple[int, ...], ...]  # positions of the live nodes that read it, in order
     compute: IntArray  # positions of the compute nodes
     rank: IntArray  # by position: index into `compute`, or -1
     state_of: tuple[int, ...]  # state that a get_attr or set_attr node names; -1: none (a constant tensor)
     state_users: tuple[tuple[int, ...], ...]  # by state: positions of the compute nodes that use it, in order
-    outputs: tuple[int, ...]  # positions of what the model returns
+    outputs: tuple[int, ...]  # positions of the model's outputs
     call_spans: IntArray  # by call: first and last + 1 rank of its compute nodes, shape [calls, 2]
     saved: tuple[
         tuple[int, ...], ...

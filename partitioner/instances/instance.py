@@ -86,7 +86,7 @@ class Processor:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A graph, the devices, and what counts; `together` lists nodes that must share a device."""
+    """A graph, the devices, and the objective; `together` lists nodes that must share a device."""
 
     nodes: tuple[Node, ...]
     edges: tuple[Link, ...]
@@ -133,7 +133,7 @@ class Instance:
 
     @classmethod
     def from_object(cls, data: Any) -> Instance:
-        """The same of what such JSON says. PartitionError for anything else."""
+        """The same from such JSON. PartitionError for anything else."""
         known = {field.name for field in fields(cls)}
         if not isinstance(data, dict) or not {"nodes", "edges", "devices"} <= data.keys() <= known:
             found = sorted(data) if isinstance(data, dict) else type(data).__name__

@@ -36,7 +36,7 @@ Row = Mapping[str, Any]
 def read_instance(path: str | Path, split: str | None = None) -> Instance:
     """The instance of a file in either format; `split` wins over the file's, which for published problems is "contiguous".
 
-    Raises ConfigError for what is no such file, PartitionError for what is no such instance; each is one line with the name of the file.
+    Raises ConfigError for another kind of file, PartitionError for another kind of instance; each is one line with the name of the file.
     """
     name = shown(str(path))
     text = read_text(path, name, most=MAX_PLAN_BYTES)

@@ -1,4 +1,4 @@
-"""Nodes that share a device as one unit, the order that a split keeps, and what units send each other."""
+"""Nodes that share a device as one unit, the order that a split keeps, and transfers between units."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smpc.partitioner.solvers.ilp import Value
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The device of each unit, a bound that holds for all placements, the solver, and what limits were hit."""
+    """The device of each unit, a bound that holds for all placements, the solver, and the limits that were hit."""
 
     device_of: tuple[int, ...]
     lower_bound: float
@@ -28,7 +28,7 @@ class Found:
 
 
 def joined(instance: Instance) -> tuple[list[int], nx.DiGraph[int]]:
-    """Unit of each node, and the order of units: an edge leads from what runs on no later stage.
+    """The unit of each node, and the order of units: an edge goes from a unit that runs on the same or an earlier stage.
 
     A node between two nodes of a group joins the group. Backward nodes run in the order of their forward nodes turned round; splits that
     are free have no order.

@@ -1,4 +1,4 @@
-"""Which memory lives when, in a stage: what is held from its forward to its backward, and what beyond that while it runs.
+"""Which memory lives when, in a stage: memory held from its forward to its backward, and further memory while it runs.
 
 When memory lives while a stage runs one microbatch: the bytes beyond what is held from forward to backward.
 
@@ -51,7 +51,7 @@ class SavedActivations:
     """Bytes by index into the positions that were asked for."""
 
     forward: IntArray  # when the node's forward has run
-    backward: IntArray  # when its backward starts, with what was computed again
+    backward: IntArray  # when its backward starts, including recomputed values
     rerun: IntArray  # the most during the re-runs of the regions that end with the node; 0 elsewhere
     kept: frozenset[int]  # storages; with those that were there before
     offloadable: frozenset[int]  # storages of activations that outer regions read
@@ -127,7 +127,7 @@ class _Walk:
         return level, seen
 
     def run_again(self, first: int, last: int, inner: Sequence[_Span], seen: set[int], base: int) -> None:
-        """Notes what is held in the backward of a region, and what its re-run takes."""
+        """Notes the memory held in the backward of a region, and the memory of its re-run."""
         level, kept = self.scope(first, last, inner, set(seen), base)
         live = live_forward(self.graph, self.positions[first:last], kept)
         savers = [i for i in range(first, last) if self.graph.trace.nodes[self.positions[i]].saved]

@@ -33,7 +33,7 @@ _NO_BYTES = np.zeros(1, dtype=np.int64)  # of all intervals, where memory change
 
 @dataclass(frozen=True, slots=True)
 class ChainProblem:
-    """Units in order, and what a cut before unit p costs: `cut_depth[p]`, `cut_bytes[p]` (entry 0 is not used)."""
+    """Units in order, and the cost of a cut before unit p: `cut_depth[p]`, `cut_bytes[p]` (entry 0 is not used)."""
 
     units: Units
     scale: Scale

@@ -1,4 +1,4 @@
-"""From a trace to the solvers' numbers: units, what they share, and what a cut costs.
+"""From a trace to the solvers' numbers: units, their shared items, and the cost of cuts.
 
 For the chain solver every compute node is a unit and cuts inside a cluster's range are forbidden, so its optimum is
 exact at the finest granularity there is. The cost of a cut before node p:

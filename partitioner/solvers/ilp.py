@@ -55,7 +55,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class PlacementProblem:
-    """Units, who must not run before whom, and what they hand to each other."""
+    """Units, their dependencies, and the values that they pass to each other."""
 
     units: Units
     scale: Scale
@@ -72,7 +72,7 @@ class PlacementProblem:
 
 @dataclass(frozen=True, slots=True)
 class PlacementSolution:
-    """A placement and what is proven about it."""
+    """A placement and its proven bound."""
 
     assignment: tuple[int, ...]
     bottleneck: float

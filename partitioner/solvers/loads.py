@@ -25,7 +25,7 @@ ROUNDING = 1e-9  # what floating point arithmetic may add to a load, relative
 
 @dataclass(frozen=True)
 class LoadProblem:
-    """Units, devices by kind, and what counts. Costs are in any one unit; `kind_of` has the kind of each device, in their row."""
+    """Units, devices by kind, and the objective. Costs are in any one unit; `kind_of` has the kind of each device, in their row."""
 
     costs: FloatArray  # [kinds, units]; infinite: a unit cannot run there
     memory: IntArray  # [kinds, units]

@@ -45,7 +45,7 @@ def improve(problem: LoadProblem, start: Sequence[int], row: Sequence[int] | Non
 
 
 class _State:
-    """A placement, the loads of its devices, and what changes with a move."""
+    """A placement, the loads of its devices, and updates for a move."""
 
     def __init__(self, problem: LoadProblem, start: Sequence[int], row: Sequence[int] | None) -> None:
         self.problem, self.device_of = problem, list(start)

@@ -59,7 +59,7 @@ _MAX_PAIRS = 8_000_000_000  # of prefixes that are looked at for one problem
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The device of each unit, its largest load, and what no placement in stages is below; `note`: a limit that was hit."""
+    """The device of each unit, its largest load, and a lower bound for placements in stages; `note`: a limit that was hit."""
 
     device_of: tuple[int, ...] | None
     bottleneck: float
@@ -140,7 +140,7 @@ def _widest(problem: LoadProblem, order: Sequence[int], most: int) -> tuple[_Pre
 
 @dataclass
 class _Prefixes:
-    """The prefixes of a problem, smaller ones first, with what stages between them cost."""
+    """The prefixes of a problem, smaller ones first, with the cost of stages between them."""
 
     problem: LoadProblem
     masks: list[int]

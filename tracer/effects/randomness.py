@@ -127,7 +127,7 @@ def _cuda_generators() -> tuple[torch.Generator, ...]:
 
 
 def _held(model: nn.Module) -> dict[str, Any]:
-    """Generators by what people call them."""
+    """Generators by their common names."""
     found: dict[str, Any] = dict(zip(EVERYONES, (random._inst, _NUMPY), strict=True))
     files = {type(module).__module__: None for module in model.modules()}
     homes = [(f"module {name!r}", module) for name, module in model.named_modules()]
@@ -264,7 +264,7 @@ def _in_modules(model: nn.Module) -> Iterator[tuple[str, torch.Generator]]:
 
 
 def _items(path: str, value: Any) -> Iterator[tuple[str | None, Any]]:
-    """A value, and what a list or a dict has, with their paths."""
+    """A value, and the members of a list or a dict, with their paths."""
     yield path, value
     if isinstance(value, (list, tuple)):
         yield from ((item_path(path, index), item) for index, item in enumerate(value))

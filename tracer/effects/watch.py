@@ -83,7 +83,7 @@ class Ownership:
         return ""
 
     def rebound(self, opened: OpenCall) -> Iterator[tuple[str, Tensor]]:
-        """Buffers that a call which ends has rebound, by name: its module's own or, when the model's ends, those that are left.
+        """Buffers that an ending call has rebound, by name: its module's own or, when the model's call ends, the remaining ones.
 
         Where other tensors stand in their places for the time of the call, whoever has put them there takes them away.
         """
@@ -191,7 +191,7 @@ class Watch:
         return False
 
     def check_state(self, mark: str, fqn: str) -> None:
-        """Raises TraceError for what must not be done to a parameter or buffer, even by a module that is called whole."""
+        """Raises TraceError for operations on a parameter or buffer that even a module called whole must not do."""
         found = differentiation.FORBIDDEN.get(mark)
         if found is not None:
             why, way_out = found

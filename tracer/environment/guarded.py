@@ -158,7 +158,7 @@ class Guard:
 
     @property
     def is_of_dict(self) -> bool:
-        """Whether its values are dicts of what cannot change by itself."""
+        """Whether its values are dicts of immutable values."""
         return all(isinstance(frozen, Entries) and frozen.is_shallow for frozen in self.expected)
 
     def difference(self) -> Difference | None:

@@ -160,7 +160,7 @@ _AHEAD_NS = 315_360_001_370_000_007  # ten years, and no multiple of what a mode
 
 @contextmanager
 def ahead(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Moves the clocks in module `time` and in these namespaces, for what this thread's code reads, Python's and torch's aside."""
+    """Moves the clocks in module `time` and in these namespaces, for this thread's code, except Python's and torch's."""
     thread = threading.get_ident()
     moved = {clock: partial(_count, clock, thread) for clock in _CLOCKS}
     moved |= {date: partial(_date, date, thread) for date in _DATES}

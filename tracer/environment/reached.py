@@ -76,7 +76,7 @@ class Reached:
         self.of_torch: list[ModuleType] = []
 
     def guards(self, names: set[str] | None, values: list[Any]) -> Iterator[Guard]:
-        """Guards of what is behind `values`; `names` are those that the code uses, None if it may use any."""
+        """Guards of everything behind `values`; `names` are those that the code uses, None if it may use any."""
         used = names if names is not None else {name for code in self._codes for name in code.co_names}
         seen: dict[int, Any] = {}
         queue = self._queue = [*values]

@@ -368,7 +368,7 @@ class Reads:
         shadow.used = (shadow.used or set()).union(names)
 
     def _behind_caches(self) -> None:
-        """Notes the globals of what functools' caches have answered for: an attempt before this one, or somebody else, has called it."""
+        """Notes the globals of functions whose functools caches have answered: an earlier attempt, or other code, has called them."""
         queue = [guard.value for guard in self._guards.values() if isinstance(guard.value, CACHE)]
         while queue:
             function = queue.pop()
@@ -460,7 +460,7 @@ class Reads:
                 self._of_caches.setdefault(id(function), []).append(guard)
 
     def _taken(self, value: Any) -> Frozen | None:
-        """A variable's value as it is before a function runs, with what it holds; None if the run has made it.
+        """A variable's value before a function runs, with its contents; None if the run has made it.
 
         Whether the variable is one of the model's, or of a function that the run makes, is known in the end.
         """
@@ -533,7 +533,7 @@ class Reads:
         return list(guards.values())
 
     def _kept(self, names: set[str] | None) -> list[Guard]:
-        """The guards of what the code names, or might use without naming it."""
+        """The guards of values that the code names, or might use without naming them."""
         return [
             guard
             for guard in self._guards.values()
@@ -625,7 +625,7 @@ def _strings(constants: tuple[Any, ...]) -> Iterator[str]:
 
 @contextmanager
 def noting_reads(reads: Reads, model: nn.Module) -> Iterator[None]:
-    """For the time of a recording: reads of the modules' attributes are noted, and what the run changes is put back in the end."""
+    """For the time of a recording: reads of the modules' attributes are noted, and the run's changes are undone at the end."""
     plain = nn.Module.__getattribute__
 
     def reading(module: nn.Module, name: str) -> Any:

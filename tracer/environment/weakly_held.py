@@ -31,7 +31,7 @@ def weakly_held(value: Any) -> Iterable[Any]:
 
 
 def check_proxies(model: nn.Module) -> None:
-    """TraceError for an attribute that is a proxy of what is gone: whoever looks at it, even for its class, gets a ReferenceError."""
+    """TraceError for an attribute that is a proxy of a freed object: reading it, even its class, raises ReferenceError."""
     for fqn, module in model.named_modules():
         for name, value in vars(module).items():
             if type(value) in weakref.ProxyTypes and not _is_alive(value):

@@ -239,7 +239,7 @@ def _explained(
     dtypes: Dtypes,
     error: Exception,
 ) -> str:
-    """The dtypes that pass, those that were found, and what the kernel says."""
+    """The dtypes that pass, the dtypes found, and the kernel's error."""
     found = [tensor[0] for tensor in _tensors((args, kwargs))]
     names = [name for argument, value in _named(func, args, kwargs) for name in _parts(argument, value)]
     narrow = dict(zip(wide, found, strict=True))

@@ -1,4 +1,4 @@
-"""Modules that are called whole: what they return and what they cost, when their forward cannot be recorded.
+"""Modules that are called whole because their forward cannot be recorded: their outputs and costs.
 
 A module whose Python depends on the values of tensors (expert routing), that has no shape rule for a fake run, or that calls a custom
 autograd function which cannot stand alone becomes an opaque leaf: one node, nothing recorded inside. The shapes of its outputs come
@@ -285,7 +285,7 @@ def _line(values: list[int], size: int, class_name: str) -> int:
 
 
 def fake_of(described: Any, inputs: Sequence[Any], used: Sequence[Tensor], device: torch.device) -> Any:
-    """A fake tensor for what a real run returned, computed from what it `used`; what is no tensor, as it is."""
+    """A fake tensor for a real run's output, computed from the tensors it `used`; other values unchanged."""
     if isinstance(described, Same):
         return inputs[described.position]
     if not isinstance(described, TensorSpec):
@@ -393,7 +393,7 @@ class WholeCall:
             self.seeds = name
 
     def finish(self) -> None:
-        """Raises for what its threads have done, and for what the module has not left as it was."""
+        """Raises for effects of its threads, and for state that the module has not restored."""
         if self.failure is not None:
             raise self.failure
         changed = [tensor for tensor, flag in self._flags if tensor.requires_grad != flag]

@@ -308,7 +308,7 @@ class DataSized:
         return tree
 
     def _compare(self, out: Any, other: Any, keys: frozenset[str]) -> None:
-        """Takes note of what has come out at two sizes."""
+        """Notes results at two sizes."""
         (leaves, structure), (others, its_structure) = flatten(out), flatten(other)
         if structure != its_structure:
             raise SizeAskedError(keys)

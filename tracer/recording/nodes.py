@@ -68,7 +68,7 @@ def short_name(target: str, args: tuple[Any, ...]) -> str:
 
 
 def parts_of(out: Any) -> Iterable[tuple[Any, Any]]:
-    """The items of what a call returned, by position or key; none if it is no tuple, list or dict."""
+    """The items of a call's result, by position or key; none if it is not a tuple, list or dict."""
     if isinstance(out, (tuple, list)):
         return enumerate(out)
     return out.items() if isinstance(out, dict) else ()
@@ -172,7 +172,7 @@ class AttributeWrites:
             self._found[owner, writer] = None
 
     def marked(self, calls: tuple[ModuleCall, ...]) -> tuple[ModuleCall, ...]:
-        """The calls, those that depend on such a write marked as not to be made again."""
+        """The calls; those that depend on such a write are marked as not repeatable."""
         if not self._found:
             return calls
         return tuple(dataclasses.replace(call, whole=False) if self._needs_writer(call.fqn) else call for call in calls)

@@ -281,7 +281,7 @@ class Recorder(TorchFunctionMode):
         self._add_measured(node, out)
 
     def _add_measured(self, node: Node, out: Any) -> None:
-        """Adds the node of a call that has just returned `out`, with what the meter and autograd's hooks say of it."""
+        """Adds the node of a call that has just returned `out`, with the measurements of the meter and of autograd's hooks."""
         spec, storage = self._described(out)
         grad_enabled, autocast = self._modes.now()
         self.nodes.append(
@@ -340,7 +340,7 @@ class Recorder(TorchFunctionMode):
         return tensor
 
     def amend_saved(self, position: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Adds to what autograd saves for the node at that position."""
+        """Adds to the tensors that autograd saves for the node at that position."""
         node, self._saved = self.nodes[position], []
         for tensor in tensors:
             self.note_saved(tensor)
@@ -592,7 +592,7 @@ class Recorder(TorchFunctionMode):
         return self.error(f"{where} is a tensor {tuple(tensor.shape)} that {torch_calls.why_unknown(tensor)}")
 
     def _described(self, value: Any) -> tuple[TensorSpec | None, int]:
-        """The spec and the storage of what a node returns; None and -1 if that is no tensor."""
+        """The spec and the storage of a node's result; None and -1 if it is not a tensor."""
         tensor = dense(value)
         if tensor is None:
             return None, -1

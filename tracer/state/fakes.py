@@ -103,7 +103,7 @@ def _check_trained(
     overlapping: list[list[torch.Tensor]],
     groups: Mapping[int, tuple[torch.Tensor, list[str], bool]],
 ) -> None:
-    """Raises TraceError for what is trained and does not belong to one rank alone."""
+    """Raises TraceError for a trained tensor that does not belong to one rank alone."""
     if not (is_parameter and tensor.is_leaf):
         raise untrained(name)
     alike = (group for group in overlapping if any(other is tensor for other in group))
@@ -158,7 +158,7 @@ def installed(model: nn.Module, state: FakeState) -> Iterator[None]:
 
 
 class _Snapshot:
-    """A module's attributes, and what its lists, dicts and sets hold."""
+    """A module's attributes, and the contents of its lists, dicts and sets."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

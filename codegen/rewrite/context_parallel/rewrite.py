@@ -74,7 +74,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class ContextTrace:
-    """The trace of one rank, the same for all; its layout; and what is not shared.
+    """The trace of one rank, the same for all; its layout; and the operations that are not split.
 
     `slices`: with an `output_dim`, the leaves of the output that are slices along it, by position, and those that every rank has whole
     though it is the sequence's.
@@ -141,7 +141,7 @@ def collectives_of(context: ContextTrace, trace: Trace) -> tuple[Collective, ...
 
 
 def describe_context(found: ContextTrace) -> str:
-    """For people: the layout, the collectives of every block, and what every rank computes whole."""
+    """A text for people: the layout, the collectives of every block, and operations that every rank computes whole."""
     lines = [f"sequence slices: {found.layout}", describe(found.sharded)]
     if found.whole:
         lines += ["", "computed whole on every rank, as no rule shares it"]

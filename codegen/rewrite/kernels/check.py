@@ -1,4 +1,4 @@
-"""Runs what is to be replaced and what replaces it, on random numbers, forward and backward: the proof of a replacement.
+"""Proves a replacement: runs the replaced nodes and the replacement on random numbers, forward and backward.
 
     1. in fp64, with every cast made one to fp64: both compute the same formula, to 8 digits. Rows have sizes from 0.01 to 10,
        so that an eps in another place or a missing offset shows
@@ -49,7 +49,7 @@ class Checker:
         self._known: dict[str, str] = graph.trace.remembered(Checker, dict)
 
     def objection(self, replacement: Replacement) -> str:
-        """Why the replacement is no equal of what it replaces; "" if it is."""
+        """Why the replacement is not equal to the replaced nodes; "" if it is."""
         nodes = [self._graph.node(name) for name in (*replacement.given, *replacement.replaced)]
         inputs = _inputs(nodes)
         key = _pattern(self._graph, replacement, nodes, inputs)

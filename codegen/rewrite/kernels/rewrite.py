@@ -60,7 +60,7 @@ assert tuple(rewrite.op for rewrite in REWRITES) == OPERATIONS, "smpc.kernels.se
 
 
 def select_rewrites(kernels: str | Sequence[str], *, on_gpu: bool) -> tuple[Rewrite, ...]:
-    """The rewrites that a setting asks for, for targets that are GPUs or not. ConfigError for what is no setting."""
+    """The rewrites that a setting asks for, for targets that are GPUs or not. ConfigError for anything but a setting."""
     faults = faults_of(kernels)
     if faults:
         raise ConfigError("\n".join(faults))
@@ -76,14 +76,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A trace, and what became of it."""
+    """A rewritten trace, and the outcome for each op."""
 
     trace: Trace
     uses: tuple[KernelUse, ...]
 
 
 def rewrite_kernels(trace: Trace, rewrites: Sequence[Rewrite]) -> Rewritten:
-    """The trace with what the rewrites find replaced."""
+    """The trace with the rewrites' matches replaced."""
     if not rewrites:
         return Rewritten(trace, ())
     graph = Graph(trace)

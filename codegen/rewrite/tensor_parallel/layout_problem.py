@@ -1,4 +1,4 @@
-"""The choice of strategies as a problem of numbers: what each operation may do, who uses what, and what that costs.
+"""The choice of strategies as a numeric problem: strategies of each operation, users of each value, and costs.
 
 Terms
     part      a node with all that play its part in equal blocks, by the position of the first: they get the same strategy

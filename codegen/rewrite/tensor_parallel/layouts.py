@@ -93,7 +93,7 @@ PARTIAL = Layout(Kind.PARTIAL)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A call of `smpc.executor.tensor_ops`, with what it sends: see the module docstring."""
+    """A call of `smpc.executor.tensor_ops`, with the bytes it sends: see the module docstring."""
 
     function: str
     forward: float = 0.0

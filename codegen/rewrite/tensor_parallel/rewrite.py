@@ -57,7 +57,7 @@ GROUP = group_attribute(TENSOR)
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One call that the rewrite put in, with what a rank sends for it, forward and backward."""
+    """One call that the rewrite inserted, with the bytes that a rank sends for it, forward and backward."""
 
     node: str
     function: str
@@ -73,7 +73,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class ShardedTrace:
-    """The trace of one rank, the same for all; how the parameters are sliced; and what was put in."""
+    """The trace of one rank, the same for all; how the parameters are sliced; and the inserted calls."""
 
     trace: Trace
     degree: int

@@ -1,4 +1,4 @@
-"""From any source to any form; see docs/checkpoints.md for what each keeps.
+"""From any source to any form; docs/checkpoints.md says what each keeps.
 
 with open_source(path) as source:
     write_checkpoint(source, "run/step_100")    a checkpoint of this library ("partial")

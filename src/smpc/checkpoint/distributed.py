@@ -50,7 +50,7 @@ METADATA = ".metadata"
 OTHERS = "torch.distributed.checkpoint"  # key in metadata of the values that are no tensors
 _OWN = "smpc_metadata"  # key of our metadata in a folder that we write
 _STATE, _GROUPS = (OPTIMIZER, "state"), (OPTIMIZER, "param_groups")
-_TRAINED = "state.plain"  # key of what a Trainer's folder has as JSON
+_TRAINED = "state.plain"  # key of a Trainer folder's JSON
 _EXTRA = "_extra_state"  # what keys of torch's extra state end in
 
 
@@ -226,7 +226,7 @@ def write_distributed(source: Source, path: str | os.PathLike[str], *, advance: 
 
 
 def _described(source: Source, advance: Advance | None) -> tuple[dict[str, Any], dict[str, Callable[[], Tensor]]]:
-    """The nested dict to save, with meta tensors, as torch plans with shapes alone; and what brings each when it is written, by key."""
+    """The nested dict to save, with meta tensors, since torch plans with shapes alone; and by key a function that reads each."""
     values, tensors = flatten(source.metadata, "metadata")
     state: dict[str, Any] = {_OWN: json.dumps(values)}
     if tensors:

@@ -1,4 +1,4 @@
-"""State dicts of what a rank holds, for torch.distributed.checkpoint: nothing is gathered to save or load them.
+"""State dicts of a rank's own part, for torch.distributed.checkpoint: nothing is gathered to save or load them.
 
     Held({"head.weight": held(shards), "step": 3})      what `dcp.save` writes and `dcp.load` fills: views of this rank's tensors
     held(shards)                                        the shards of one name as a tensor of the global shape; None if there are none
@@ -43,7 +43,7 @@ class Purpose(StrEnum):
 
 
 class Held(dict[str, Any]):
-    """A state dict of views of what this rank holds; `load_state_dict` finishes what torch has filled."""
+    """A state dict of views of this rank's part; `load_state_dict` completes a load after torch has filled the views."""
 
 
 class HeldTensor(Tensor):

@@ -71,7 +71,7 @@ def load_target(target: str, inputs: Sequence[InputSpec], *, real: bool = False)
 
 
 def check_target(target: str) -> Path | None:
-    """The configuration that is meant; None for a factory. ConfigError for what is no target, and for files that are not there."""
+    """The configuration that is meant; None for a factory. ConfigError for anything but a target, and for missing files."""
     inside = os.path.join(target, "config.json")
     path = Path(inside if os.path.isfile(inside) else target)
     if path.suffix == ".json":

@@ -1,4 +1,4 @@
-"""The Trainer's arguments: what they mean, what cannot be, and where else to go for what it does not do."""
+"""The Trainer's arguments: their meaning, invalid combinations, and alternatives to unsupported ones."""
 
 from __future__ import annotations
 
@@ -471,7 +471,7 @@ def parallelism_of(
 
 
 def check_model(model: object) -> bool:
-    """True; raises ConfigTypeError for what is no ComposerModel."""
+    """True; raises ConfigTypeError for anything but a ComposerModel."""
     if not isinstance(model, ComposerModel):
         raise ConfigTypeError(f"model: expected a ComposerModel, found {type(model).__name__}")
     return True
@@ -491,8 +491,8 @@ def check_values(model: torch.nn.Module) -> None:
 def check_loaders(slices: int | None, **loaders: object) -> None:
     """Raise ConfigError where ranks of a larger world would read the same samples, or those that slice layers together others.
 
-    `slices`: how many slice layers together; None, where what says so is wrong: then samplers are not compared with their places.
-    Raises ConfigTypeError for what gives no batches.
+    `slices`: how many slice layers together; None if that setting is wrong: then samplers are not checked. Raises ConfigTypeError
+    for an object without batches.
     """
     for name, loader in loaders.items():
         if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):

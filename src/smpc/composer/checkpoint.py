@@ -409,7 +409,7 @@ def _check_groups(own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any
 
 
 def _room_for(parameter: Tensor, described: Tensor) -> Tensor:
-    """Memory for what an optimizer keeps for a parameter: sharded as that is, if it has the same shape."""
+    """Memory for an optimizer's state of a parameter: sharded like it, if it has the same shape."""
     if described.shape != parameter.shape or not described.dim():
         return torch.empty_like(described, device="cpu")
     return sharded_like(parameter, torch.empty_like(local(parameter), dtype=described.dtype))

@@ -42,7 +42,7 @@ class Duration:
 
     @classmethod
     def parse(cls, value: object, name: str) -> Duration:
-        """Read an argument called `name`. Raises ConfigError, or ConfigTypeError for what is neither text nor a number."""
+        """Read an argument called `name`. Raises ConfigError, or ConfigTypeError for a value that is neither text nor a number."""
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise ConfigTypeError(f"{name}: expected text such as 4ba or 10ep, or a number of epochs, found {value!r}")
         text = f"{value}ep" if isinstance(value, int) else value.strip()

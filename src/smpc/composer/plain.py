@@ -22,7 +22,7 @@ from smpc.errors import CheckpointError
 
 
 def encoded(value: Any) -> str:
-    """One line of JSON. Raises CheckpointError for what is of another kind."""
+    """One line of JSON. Raises CheckpointError for a value of another kind."""
     return json.dumps(_told(value, "state"))
 
 

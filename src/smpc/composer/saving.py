@@ -125,7 +125,7 @@ class Saving:
         storage.on_rank_0(lambda: storage.check_free(target, overwrite=False))
 
     def save(self, state: State, path: str | None) -> str:
-        """Write a checkpoint; one of the run itself (`path` None) is linked to, and what is too old is removed."""
+        """Write a checkpoint; one of the run itself (`path` None) gets the link, and old ones are removed."""
         self.check_kind(state)
         if path is None and self.folder is None:
             raise UsageError("save_checkpoint: expected a path, or save_folder in the Trainer")

@@ -193,7 +193,7 @@ class Stepper:
                 if not is_out_of_memory(caught):
                     raise
                 error = str(caught).splitlines()[0]
-            if error is not None:  # outside of the except block, which holds on to what the failed pass has made
+            if error is not None:  # outside the except block, which keeps tensors of the failed pass alive
                 failed = agreement.tell(True)
             if not failed:
                 return loss

@@ -162,7 +162,7 @@ def write_checks(path: str) -> None:
 
 
 def check_files(path: str) -> None:
-    """Compare files with what was written; a warning where nothing says what that was. Raises CheckpointError."""
+    """Compare files with their recorded sizes and checksums; warns if there is no record. Raises CheckpointError."""
     target = _checks_path(path)
     try:
         text = _remote(path).cat_file(target) if is_url(path) else Path(target).read_bytes()
@@ -203,7 +203,7 @@ def _sum(path: Path) -> tuple[int, int]:
 
 
 def _remote(path: str) -> Any:
-    """fsspec's file system of a URL, which remembers nothing of what was there before."""
+    """fsspec's file system of a URL, without cached listings."""
     fs: Any = place_of(path)[0]
     fs.fs.invalidate_cache()
     return fs.fs

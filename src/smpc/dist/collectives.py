@@ -121,7 +121,7 @@ def all_gather_object(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
 
 @contextmanager
 def _in_order(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements in their order in memory, and what they are then back in the tensor."""
+    """The elements in memory order, and the permutation back to the tensor's order."""
     values = tensor.detach()
     if values.layout is not torch.strided or values.is_contiguous():  # of sparse ones gloo takes the parts
         yield values

@@ -61,7 +61,7 @@ def initialize_dist(device: str | torch.device | None = None, timeout: float = 3
 
 
 def checked_seconds(timeout: float) -> float:
-    """The timeout. Raises ConfigTypeError or ConfigError for what is no time: all comparisons with NaN are false, and a wait would have no end."""
+    """The timeout. Raises ConfigTypeError or ConfigError for an invalid one: with NaN, whose comparisons are false, a wait has no end."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         raise ConfigTypeError(f"timeout: expected seconds, found {timeout!r}")
     if not 0 < timeout < 1e9:

@@ -85,7 +85,7 @@ def data_sizes(slices: int) -> tuple[int, int]:
 
 
 def check_beside(config: FSDPConfig) -> None:
-    """Raise ConfigUnsupportedError for what cannot be beside slices."""
+    """Raise ConfigUnsupportedError for settings that do not combine with slices."""
     if not config.auto_wrap:
         raise ConfigUnsupportedError(
             "fsdp_config: auto_wrap: False is not supported beside tp; slice and shard the model in the script"

@@ -3,8 +3,8 @@
     zero_optimization.stage    0: replicas    1, 2: SHARD_GRAD_OP    3: FULL_SHARD
     zero_hpz_partition_size    the shard degree of HYBRID_SHARD
 
-Batch sizes must agree with what the script gives; keys that tune DeepSpeed's own communication have no effect and are told once; what
-would change the training and is not supported is an error with its name.
+Batch sizes must agree with what the script gives; keys that tune DeepSpeed's own communication have no effect and get one warning;
+unsupported keys that would change the training are an error with their names.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ except ModuleNotFoundError as error:
     needed = f"smpc.integrations.accelerate needs {error.name}: pip install 'smpc[accelerate]'"
     raise ModuleNotFoundError(needed, name=error.name) from error
 
-_TAG = "state"  # of what save_state writes into a folder that is named
+_TAG = "state"  # of files that save_state writes into a named folder
 
 
 class PipelineAccelerator(Accelerator):  # type: ignore[misc]
@@ -79,7 +79,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
         return own
 
     def check(self) -> None:
-        """Raise an error for what this cannot do."""
+        """Raise an error for unsupported options."""
         _check_session()
         if smp.tp_size() > 1:
             raise ConfigUnsupportedError(

@@ -159,7 +159,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         return (self.model_accepts_loss_kwargs and num_items is not None) or self.compute_loss_func is not None
 
     def _cut(self, inputs: Mapping[str, Any], num_items: Any, cut: Any, whole: Any) -> tuple[Any, Tensor | None]:
-        """The step function for a batch of this size, and what one microbatch's losses are divided by."""
+        """The step function for a batch of this size, and the divisor of one microbatch's losses."""
         is_cut = divides(inputs)
         if is_cut and not self._has_warned and not self._is_scaled(num_items):
             remedy = "give forward an argument num_items_in_batch, or pass a compute_loss_func, to divide by the items of the whole batch"
@@ -311,7 +311,7 @@ def _check_ranks(args: TrainingArguments) -> None:
 
 
 def _check(given: Mapping[str, Any]) -> None:
-    """Raise ConfigUnsupportedError for what a pipeline cannot follow."""
+    """Raise ConfigUnsupportedError for options that a pipeline cannot support."""
     args, wrong = given.get("args"), []
     if isinstance(given.get("model"), smp.DistributedModel):
         wrong.append("model: expected the module itself; PipelineTrainer makes the DistributedModel")

@@ -62,8 +62,8 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
     means over, for a causal language model `lambda batch: (batch["labels"][:, 1:] != -100).sum()`; by default all microbatches have as
     many.
 
-    Raises ConfigUnsupportedError, with a line for each, for what a pipeline cannot follow: manual optimization, several optimizers,
-    precision of Lightning's (`bf16: true` in the configuration keeps fp32 masters), parameters outside of the network.
+    Raises ConfigUnsupportedError, with a line for each, for features that a pipeline cannot support: manual optimization, several
+    optimizers, precision of Lightning's (`bf16: true` in the configuration keeps fp32 masters), parameters outside of the network.
     """
 
     optimizers: Any
@@ -432,7 +432,7 @@ def _replicas() -> Any:
 
 
 def _check(module: LightningModule, name: str | None, precision: Precision) -> str:
-    """The name of the network. Raises ConfigUnsupportedError for what a pipeline cannot follow."""
+    """The name of the network. Raises ConfigUnsupportedError for features that a pipeline cannot support."""
     wrong = []
     trained = [child for child, each in module.named_children() if any(True for _ in each.parameters())]
     own = [each for each, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]

@@ -118,7 +118,7 @@ class NodeOptions:
         return Place(num_ranks, world_size, base_rank, node_rank, num_nodes, address, port)
 
     def _of_launcher(self, environ: Mapping[str, str]) -> NodeOptions | None:
-        """These options completed with what MPI or Slurm says of a task on every node; None where options or variables say it already."""
+        """These options completed from MPI's or Slurm's variables, with one task per node; None if options or variables say it already."""
         numbers = (self.num_nodes, self.node_rank, self.world_size, self.base_rank)
         told = any(environ.get(name, "").strip() for name in ("WORLD_SIZE", "NODE_RANK", "BASE_RANK", "LOCAL_RANK"))
         if told or any(number is not None for number in numbers):

@@ -106,7 +106,7 @@ class RankOutput:
                 self._threads[-1].start()
 
     def close(self) -> None:
-        """Wait for what the ranks have written last. A process that outlived them and holds a stream is not waited for."""
+        """Wait for the ranks' last output. A process that outlived them and holds a stream is not waited for."""
         for thread in self._threads:
             thread.join(_JOIN_SECONDS)
         for file in self._files.values():

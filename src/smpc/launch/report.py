@@ -1,4 +1,4 @@
-"""Which rank failed first, and what the user reads of it."""
+"""Which rank failed first, and the text for the user."""
 
 from __future__ import annotations
 

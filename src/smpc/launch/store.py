@@ -90,7 +90,7 @@ def job_store(launch: Launch, timeout: timedelta) -> Store:
 def of_call(store: Store, name: str, rank: int) -> Store:
     """The keys for one call of `name`: ranks meet in their n-th calls of it.
 
-    Each rank counts its own calls, in the store itself: a rank that comes late must not be taken for what it left there the last time.
+    Each rank counts its own calls, in the store itself: a late rank must not meet keys of an earlier call.
     """
     from torch._C._distributed_c10d import PrefixStore
 

@@ -213,7 +213,7 @@ class DistributedModule(nn.Module):
 
 
 def fill_slice(parameter: Tensor, shard: Shard | None, fill: Callable[[Tensor], object]) -> None:
-    """Fills a slice with what `fill` gives for the whole tensor, drawn in blocks of its rows."""
+    """Fills a slice with `fill`'s values for the whole tensor, drawn in blocks of its rows."""
     shape = whole_shape(parameter, shard)
     if not shape:
         fill(parameter)
@@ -233,7 +233,7 @@ def fill_slice(parameter: Tensor, shard: Shard | None, fill: Callable[[Tensor], 
 
 
 def whole_shape(part: Tensor, shard: Shard | None) -> list[int]:
-    """The shape of what this is a slice of."""
+    """The shape of the whole tensor of this slice."""
     shape = list(part.shape)
     if shard is not None:
         shape[shard.dim] = shard.size

@@ -84,7 +84,7 @@ class NormGroups:
 
 
 def sum_norms(norms: Tensor, order: float, group: dist.ProcessGroup) -> Tensor:
-    """The norms of what the ranks of a group hold together, from each rank's; the order is a positive number or infinity."""
+    """The norms of tensors that the ranks of a group hold together, from each rank's; the order is a positive number or infinity."""
     # fp64 whatever the norms are: a rank without gradients does not know the others' dtype, and squares of fp32 may exceed fp32.
     values = norms.to(torch.float64)
     if order == math.inf:

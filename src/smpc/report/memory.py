@@ -70,7 +70,7 @@ def gradients_at_peak(stage: Stage) -> int:
 
 
 def working_bytes(stage: Stage) -> int:
-    """Messages under way, and what operations need while they run, when the stage holds most."""
+    """Messages in transit and working memory of operations, at the stage's peak."""
     return max(0, stage.communication_bytes + stage.transient_bytes)
 
 
@@ -109,7 +109,7 @@ def _curve(plan: Plan, timeline: Timeline, rank: int) -> MemoryCurve:
         points.append((time, held))
     parts = []
     left = static
-    # Where the peak comes before all gradients exist, those that do are what is left for them.
+    # If the peak comes before all gradients exist, the rest of the peak counts as the existing gradients.
     for wanted in (
         sum(stage.parameter_bytes for stage in stages),
         sum(stage.optimizer_bytes for stage in stages),

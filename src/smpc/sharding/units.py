@@ -19,7 +19,7 @@ from torch import nn
 
 
 def find_units(model: nn.Module, *, least_elements: int = 0) -> tuple[str, ...]:
-    """The names of the repeated blocks, and of the model. Blocks of fewer than `least_elements` elements go to what is around them."""
+    """The names of the repeated blocks, and of the model. Blocks of fewer than `least_elements` elements join the unit around them."""
     wanted = [
         name
         for name in _repeated(model, "")

@@ -44,7 +44,7 @@ def is_wide(parameter: Tensor) -> bool:
 
 
 def stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    """An fp32 parameter of the same form, without memory, for what reads no values but wants parameters like their gradients."""
+    """An fp32 parameter of the same form, without memory, for code that reads no values but needs parameters like their gradients."""
     other = torch.empty_like(parameter.detach(), dtype=gradient_dtype(parameter))
     other.untyped_storage().resize_(0)
     return nn.Parameter(other)

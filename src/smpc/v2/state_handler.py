@@ -180,12 +180,12 @@ class State:
         return tracker
 
     def start(self, session: Session) -> None:
-        """Take over what `tsm.init` has decided; it counts in place of what was assigned before."""
+        """Take the session of `tsm.init`; it replaces earlier assignments."""
         self._forget()
         self._session = session
 
     def reset(self) -> None:
-        """Back to before `tsm.init`: patches are taken back, and what was assigned is forgotten. For tests."""
+        """Back to before `tsm.init`: patches are undone, and assignments forgotten. For tests."""
         session, self._session = self._session, None
         self._forget()
         if session is not None:

@@ -7,8 +7,8 @@ The programs are the training step's, reduced to the instructions of its first m
 the order of the remaining instructions are the step's own. They run in one process (`smpc.runtime.LoopbackRuntime`), where every rank
 has memory of its own.
 
-Backward starts from every output that requires grad, with a gradient of numbers between -1 and 1, the same for both runs; 1 for what has
-one element. So no Python runs but the model's.
+Backward starts from every output that requires grad, with a gradient of numbers between -1 and 1, the same for both runs; 1 for an
+output of one element. So no Python runs but the model's.
 
 Parameters of the copies are the model's own memory, but for those that the model may write into.
 """

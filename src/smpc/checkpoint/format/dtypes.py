@@ -62,7 +62,7 @@ def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def checked_shape(values: Any) -> tuple[int, ...]:
-    """The shape that a file says. Raises ValueError for what no tensor has, which would take for ever to multiply or to reserve."""
+    """The shape in a file. Raises ValueError for an impossible shape, which would take for ever to multiply or to allocate."""
     if not isinstance(values, (list, tuple)) or len(values) > MAX_DIMS:
         raise ValueError(f"expected a shape of at most {MAX_DIMS} dimensions")
     if any(type(size) is not int or not 0 <= size < LARGEST for size in values):

@@ -49,7 +49,7 @@ _READ = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where the header of an archive is, and the checksum of what belongs to no tensor. `end`: where the mark itself begins."""
+    """Where the header of an archive is, and the checksum of bytes outside tensors. `end`: where the mark itself begins."""
 
     begin: int
     length: int

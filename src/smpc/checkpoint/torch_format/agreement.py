@@ -32,7 +32,7 @@ class Ranks:
             )
 
     def gather_scatter(self, local: Callable[[], Any], whole: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """`whole` of what every rank's `local` gave; what it returns for this rank."""
+        """Applies `whole` to the results of every rank's `local`; returns this rank's part of the result."""
         value, failure, cause = _attempt(local)
         gathered = self._gather((value, failure))
         answers: list[Any] = []

@@ -46,7 +46,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return plan
 
     def _check_all_is_there(self, plan: LoadPlan) -> None:
-        """CheckpointError if the checkpoint has only parts of what this rank has of a tensor."""
+        """CheckpointError if the checkpoint covers only a part of this rank's part of a tensor."""
         found: Counter[str] = Counter()
         for item in plan.items:
             if item.type is LoadItemType.TENSOR:

@@ -83,7 +83,7 @@ def bucket(distance: Tensor, buckets: PositionBuckets) -> Tensor:
 
 
 def with_position_bias(bias: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-    """Biases of the scores, and what says which keys are attended to, as one tensor to be added."""
+    """Biases of the scores and the mask of attended keys, as one tensor to be added."""
     lowest = torch.finfo(bias.dtype).min
     if mask is None and is_causal:
         mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()

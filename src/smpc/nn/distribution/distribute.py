@@ -245,7 +245,7 @@ def _as_in(module: nn.Module, parallel: TensorParallel) -> TensorParallel:
 def _take_over(
     module: nn.Module, config: object, what: str, distributed: DistributedModule, registration: Registration
 ) -> None:
-    """Gives the distributed module the weights of the original, where there are any, and what is frozen."""
+    """Gives the distributed module the original's weights, if there are any, and its frozen parameters."""
     _freeze(module, distributed, registration)
     if is_delayed(module):
         fills = {} if registration.fills is None else registration.fills(module, config)

@@ -192,7 +192,7 @@ def _with_cache(call: Call, given: Given, has_cache: bool) -> Call:
 
 
 def _check_wishes(given: Given, name: str) -> None:
-    """Raises UsageError for what a distributed layer does not return, or does not take."""
+    """Raises UsageError for results or arguments that a distributed layer does not support."""
     wishes = [key for key in ("output_attentions",) if given.get(key)]
     wishes += [key for key in _NOT_TAKEN if given.get(key) is not None]
     wishes += _recorded()

@@ -1,4 +1,4 @@
-"""Predicted against measured: what a plan promised, and what the ranks that ran it have recorded.
+"""Predicted against measured: a plan's predictions beside the records of the ranks that ran it.
 
     found = compare(plan, records)      # records: one `smpc.observe.observer.RankRecord` of each rank, of as many replicas as there are
     print(found)

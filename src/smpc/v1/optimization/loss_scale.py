@@ -155,7 +155,7 @@ def make_scaler(static: Any, dynamic: Any, arguments: Mapping[str, Any]) -> Loss
 
 
 def _merged(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The options of both forms, and what is wrong with their names."""
+    """The options of both forms, and errors in their names."""
     nested = arguments.get(_NESTED)
     wrong = []
     if nested is not None and not isinstance(nested, Mapping):

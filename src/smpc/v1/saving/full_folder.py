@@ -132,7 +132,7 @@ def legacy_content(path: str, tag: str) -> Any:
 
 
 def _complete(path: str) -> tuple[list[tuple[int, str]], list[str]]:
-    """Numbers and tags of the models that `save_checkpoint` has written, in order; and what is wrong with those that are not whole."""
+    """Numbers and tags of the models that `save_checkpoint` has written, in order; and the errors of incomplete ones."""
     complete, damaged = [], []
     with_content = set(_tags(path))
     for tag in _candidates(path):

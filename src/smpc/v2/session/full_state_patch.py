@@ -93,7 +93,7 @@ def _patch_optimizers() -> Iterator[_Undo]:
 
 
 def _patch_checkpoint() -> Iterator[_Undo]:
-    """Full state dicts that torch.distributed.checkpoint makes of models and optimizers, and what it takes."""
+    """Full state dicts that torch.distributed.checkpoint makes and loads, for models and optimizers."""
     owner = torch_state_dict
     names = ("_maybe_full_or_cpu_state_dict", "_distribute_state_dict", "_broadcast_state_dict")
     make, distribute, broadcast = (vars(owner)[name] for name in names)

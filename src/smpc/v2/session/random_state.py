@@ -57,7 +57,7 @@ class RngStateTracker:
         return {name: state.clone() for name, state in self._states.items()}
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
-        """Go on from what `get_states` returned."""
+        """Continue from a result of `get_states`."""
         self._states = {name: state.clone() for name, state in states.items()}
 
     @contextmanager

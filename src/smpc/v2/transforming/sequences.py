@@ -1,4 +1,4 @@
-"""Sequences that scripts cut themselves: what a rank passes is made whole before the model runs, and what it returns is cut as that was.
+"""Sequences that scripts cut themselves: a rank's inputs are gathered before the model runs, and its outputs are cut like the inputs.
 
     the script      cuts dimension 1 of its inputs into 2n chunks, and passes chunks r and 2n - 1 - r on rank r of n
     before          the ranks gather the inputs, so that positions, masks and shifted labels are right for the whole sequence

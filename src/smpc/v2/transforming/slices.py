@@ -109,7 +109,7 @@ class Part:
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """The shape of what the rank has."""
+        """The shape of the rank's part."""
         return self.cuts[-1].own_shape
 
     @property
@@ -136,7 +136,7 @@ class Part:
         return functools.reduce(lambda tensor, cut: cut.whole(tensor), reversed(self.cuts), own)
 
     def boxes(self, boxes: Iterator[Box]) -> Iterator[Box]:
-        """Boxes of what the rank has as boxes of the whole tensor."""
+        """Boxes of the rank's part as boxes of the whole tensor."""
         return functools.reduce(lambda found, cut: cut.boxes(found), reversed(self.cuts), boxes)
 
 
@@ -151,7 +151,7 @@ _transformed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def note_slices(model: nn.Module, slices: Slices) -> None:
-    """Says what this rank has of a model, beside what has been said: a slice of what was a part already is a part of it."""
+    """Registers this rank's slices of a model; a slice of an earlier part is a part of that part."""
     known = vars(model).setdefault(_SLICES, Slices())
     for name, part in slices.items():
         before = known.get(name)
@@ -205,7 +205,7 @@ def _model_of(module: nn.Module) -> nn.Module | None:
 
 
 def map_parts(state: Any, change: Callable[[str, Any, Part], Any]) -> Any:
-    """A state dict with `change(path, value, part)` in place of what belongs to parameters that this rank has parts of.
+    """A state dict with `change(path, value, part)` in place of values of parameters that this rank has parts of.
 
     Dicts and lists are copied; other objects are the same.
     """

@@ -61,7 +61,7 @@ def load(
 
 
 def _take_over(target: Any, found: Any) -> None:
-    """Put what is no tensor of what was loaded where the script looks for it."""
+    """Put loaded values that are not tensors into the script's state dict."""
     for key, value in found.items():
         old = target.get(key)
         if hasattr(old, "load_state_dict") and hasattr(old, "state_dict"):
