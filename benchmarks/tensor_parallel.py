@@ -2,7 +2,7 @@
 
     python benchmarks/tensor_parallel.py [--steps 200] [--worlds 1 2] [--sizes launch-bound ...]
 
-The block is Linear(H, 4H), GELU, Linear(4H, H), on the sum of an [N, H] input and a parameter, which stands for the layers before it; a
+The block is Linear(H, 4H), GELU, Linear(4H, H), on the sum of an [N, H] input and a parameter, which represents the layers before it; a
 step is a forward and a backward. All variants start from the same weights; outputs and the parameter's gradient are compared. Gloo on
 one host, one thread a process.
 

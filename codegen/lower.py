@@ -20,9 +20,9 @@ that what a later action needs may be received early, never late. Receives thus 
 each send precedes, in the global order, the action that waits for it, no ranks wait for each other in a circle, as
 long as sends do not block.
 
-The model's inputs start on rank 0. It sends those of microbatch m before its own first forward of m and before what
-that waits for, so they are on their way while earlier stages compute. If the receiver needs them sooner, because its
-stage comes earlier in the pipeline than those of rank 0, they are sent one action ahead of that need.
+The model's inputs start on rank 0. It sends the inputs of microbatch m before its own first forward of m and before the
+messages which that waits for, so they are in transit while earlier stages compute. If the receiver needs them sooner,
+because its stage comes earlier in the pipeline than rank 0's stages, they are sent one action ahead of that need.
 
 Example: two stages on two ranks, edge 0 = inputs to the last stage (labels), edge 1 = activations, one microbatch:
 

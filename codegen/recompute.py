@@ -1,4 +1,4 @@
-"""How checkpointed regions run: by torch's non-reentrant checkpoint, whoever asked for them.
+"""How checkpointed regions run: with torch's non-reentrant checkpoint, in whatever way they were requested.
 
     run_checkpointed    what stage code calls for a region, and `smp.checkpoint` without a pipeline
     Checkpointing       a context in which the checkpoints that a module's own Python asks torch for become such regions too
@@ -38,8 +38,8 @@ def run_checkpointed(
 ) -> Any:
     """`function(*args)`, of which only `args` are kept for the backward pass; `buffers` are those that the function may change.
 
-    With `keep_values` the second run finds the values that the buffers had before the first one; without, those of its own time, which
-    saves memory and does for buffers that are written only. Where gradients are off, it is just called.
+    With `keep_values` the second run finds the values that the buffers had before the first run. Without, it finds their present
+    values, which saves memory and is enough for buffers that are only written. If gradients are off, the function is simply called.
     """
     if not torch.is_grad_enabled():
         return function(*args)
@@ -185,7 +185,7 @@ def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 class _NonReentrant:
-    """Stands for torch's reentrant checkpoint. Like it, it makes no gradients if no argument wants one."""
+    """Replaces torch's reentrant checkpoint. Like it, it makes no gradients if no argument wants one."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:

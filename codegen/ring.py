@@ -1,8 +1,8 @@
 """The order of ring attention: which keys a rank has at each step, what it computes with them, and whom it sends them to.
 
-Every rank has a slice of the sequence. Its queries stay, keys and values go around: at step i of n, rank r has those of rank r - i, and
-passes them on to r + 1. With slices in zigzag (`smpc.executor.pieces`) causal attention is one call without a mask at each step, and as
-much work on every rank:
+Every rank has a slice of the sequence. Its queries stay, keys and values go around: at step i of n, rank r has the keys and values of
+rank r - i, and passes them on to r + 1. With slices in zigzag (`smpc.executor.pieces`) causal attention is one call without a mask at
+each step, and as much work on every rank:
 
     source = own      causal: the positions of both own pieces ascend
     source < rank     all queries with the first piece of the keys: the second piece is later than both own
@@ -25,7 +25,7 @@ from smpc.errors import ScheduleError
 
 
 class Part(StrEnum):
-    """Of a rank's slice, all of it or one of its two pieces."""
+    """A part of a rank's slice: all of it, or one of its two pieces."""
 
     ALL = "all"
     FIRST = "first"
@@ -51,7 +51,7 @@ class RingStep:
 
 
 def ring_steps(rank: int, num_ranks: int, *, causal: bool, mirrored: bool) -> tuple[RingStep, ...]:
-    """What a rank does, step by step."""
+    """The work of a rank, step by step."""
     steps = []
     for i in range(num_ranks):
         source = (rank - i) % num_ranks

@@ -176,8 +176,8 @@ def interleaved_1f1b(num_ranks: int, num_pieces: int, num_microbatches: int) -> 
     Bubble (p - 1) / (v m + p - 1) on balanced pieces if p divides m. In flight on rank 0, in shares of a rank (v pieces
     are one): p + (p - 1) / v; rank r holds 2 r / v less. With fewer microbatches than that, v m pieces.
 
-    If p does not divide m, it is the schedule of the next multiple of p without the microbatches that do not exist. No
-    action is later than it is there, so a step takes at most as long as with ceil(m / p) p microbatches.
+    If p does not divide m, it is the schedule for the next multiple of p, without the missing microbatches. No action
+    is later than in that schedule, so a step takes at most as long as with ceil(m / p) p microbatches.
     """
     total = -(-num_microbatches // num_ranks) * num_ranks * num_pieces
     order = []

@@ -7,8 +7,9 @@ A stage calls the LARGEST INTACT modules and computes the rest node by node. A m
     - its arguments can be written down, and the tensors among them are at hand,
     - the checkpointed regions inside are those that its own Python asks for, and they use no buffers that change.
 
-What else is checkpointed becomes a function of its own, which `StageModule.checkpoint` runs and runs again. So does what a stage runs of
-the modules that are `units`: `self.inside("h.0", function, ...)` calls the module, whatever is wrapped around it, to run the function.
+Any other checkpointed region becomes a function of its own, which `StageModule.checkpoint` runs and runs again. A stage's part of a
+module in `units` also becomes a function: `self.inside("h.0", function, ...)` calls the module, whatever is wrapped around it, to run
+the function.
 
 Nodes that neither reach the model's output nor have an effect are dead and not emitted.
 
@@ -90,7 +91,7 @@ def _check_same(trace: Trace, plan: Plan) -> None:
 
 
 class _Program:
-    """What all stages need to know about the trace."""
+    """The facts about the trace that all stages need."""
 
     def __init__(self, trace: Trace, plan: Plan, units: Collection[str] = ()) -> None:
         self.trace, self.plan = trace, plan

@@ -116,7 +116,7 @@ def build_stage(code: StageCode, model: nn.Module, device: torch.device | str = 
     stage = stage_class(code)(model, torch.device(device))
     inside = tuple(f"{path}." for path in code.modules)
     held = [path for path in code.attributes if not path.startswith(inside)]
-    # In the model's order, so that of several names for one parameter its first comes first here too.
+    # In the model's order, so that the first of several names for one parameter is the first here too.
     order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     places = [(order[path], path, True) for path in _outermost(code.modules)]
     places += [(order[_owner(path)], path, False) for path in held]
@@ -131,7 +131,7 @@ def build_stage(code: StageCode, model: nn.Module, device: torch.device | str = 
 
 
 def stage_class(code: StageCode) -> type[StageModule]:
-    """The class that the code defines. Tracebacks show its source as long as it is there."""
+    """The class that the code defines. Tracebacks show its source as long as it lives."""
     namespace: dict[str, Any] = {
         "F": F, "StageModule": StageModule, "function": function, "importlib": importlib, "torch": torch,
     }  # fmt: skip
@@ -159,7 +159,7 @@ def _owner(path: str) -> str:
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:
-    """The paths that lie inside no other one."""
+    """The paths that are not inside another one."""
     found: list[str] = []
     for path in sorted(paths, key=lambda path: path.split(".")):
         if not found or not path.startswith(f"{found[-1]}."):
@@ -205,7 +205,7 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def compiler_of(module: nn.Module) -> Compiler | None:
-    """What compiles functions like the module was compiled; None for one that was not."""
+    """A function that compiles functions as the module was compiled; None if it was not."""
     found: Compiler | None = vars(module).get("dynamo_ctx")  # of an OptimizedModule
     if found is not None or module._compiled_call_impl is None:
         return found
@@ -216,7 +216,7 @@ def compiler_of(module: nn.Module) -> Compiler | None:
 
 
 def compile_stage(stage: nn.Module, code: StageCode, model: nn.Module, *, splits: bool) -> str:
-    """Compiles the stage if the model is compiled. What is compiled in vain, for a warning; "" if nothing is.
+    """Compiles the stage if the model is compiled. Returns the names of modules that stay uncompiled, for a warning; "" if none.
 
     `splits`: the schedule splits backwards.
     """

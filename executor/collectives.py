@@ -14,7 +14,7 @@ Terms
         split            replicated    sharded       all-gather
         all_to_all       sharded by b  sharded by a  all-to-all the other way
 
-(`replicate_in` and `all_reduce` are f and g of Shoeybi et al. 2019, arXiv 1909.08053, `gather_in` and `reduce_scatter` those of
+(`replicate_in` and `all_reduce` are f and g of Shoeybi et al. 2019, arXiv 1909.08053, `gather_in` and `reduce_scatter` come from
 Korthikanti et al. 2022, arXiv 2205.05198.) In a group of one rank each returns its argument. Fake tensors are answered by shape alone,
 so that a recorder can run the modules that call these. Small CPU tensors go through memory where all ranks are on one host
 (`smpc.executor.host_memory.shared_slots`), everything else through the process group: which way does not depend on the rank.

@@ -1,4 +1,4 @@
-"""Activations of a forward pass that wait in CPU memory for the backward pass, but for those of its last layers.
+"""Activations of a forward pass that wait in CPU memory for the backward pass, except the last layers'.
 
     with LayerOffload(horizon=2):
         output = model(x)                 layers are checkpointed: what autograd saves is their inputs
@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Saved:
-    """A saved tensor: on the device, in CPU memory, or both; the event says when it has come back. Autograd's graph holds it."""
+    """A saved tensor: on the device, in CPU memory, or both; the event says when it is loaded back. Autograd's graph holds it."""
 
     __slots__ = ("__weakref__", "arrived", "device", "host", "place", "value")
 
@@ -67,7 +67,7 @@ class LayerOffload:
         return saved
 
     def _at(self, place: int) -> _Saved | None:
-        """What was saved at a place; None if there is nothing, or nobody needs it any more."""
+        """The value saved at a place; None if there is none, or it is no longer needed."""
         return self._saved[place]() if place >= 0 else None
 
     def _unpack(self, saved: Tensor | _Saved) -> Tensor:
@@ -84,7 +84,7 @@ class LayerOffload:
         return value
 
     def _leave(self, saved: _Saved) -> None:
-        """Copy to CPU memory, and let go of the device's."""
+        """Copy to CPU memory, and free the device's."""
         if saved.value is None or saved.host is not None:
             return
         if saved.device.type != "cuda":

@@ -4,7 +4,7 @@ Terms
     blocks      sizes of runs of the dimension that are each shared out by themselves; none: the dimension is one block
     mirrored    of each block, cut in 2n pieces, the r-th of n ranks has pieces r and 2n - 1 - r: its parts of a triangle are then
                 as large as everybody's. Otherwise a block is cut in n pieces, and rank r has the r-th
-    rank order  the pieces of rank 0, those of rank 1, ...: what gathering gives
+    rank order  the pieces of rank 0, then of rank 1, ...: the order after gathering
 
     0 1 2 3 4 5 6 7     on two ranks, mirrored: rank 0 has 0 1 6 7, rank 1 has 2 3 4 5
     0 1 2 3 | 4 5 6 7   in two blocks: rank 0 has 0 1 4 5, rank 1 has 2 3 6 7
@@ -53,7 +53,7 @@ def own_pieces(
 def in_rank_order(
     tensor: Tensor, dim: int, num_ranks: int, blocks: tuple[int, ...] = (), mirrored: bool = False
 ) -> Tensor:
-    """A whole tensor, with the pieces of one rank after those of another."""
+    """A whole tensor, with its pieces in rank order."""
     if not (blocks or mirrored):
         return tensor
     order = _all_pieces(tensor.shape[dim], num_ranks, tuple(blocks), mirrored)

@@ -1,4 +1,4 @@
-"""What the code of tensor- and context-parallel stages calls on plain tensors: collectives, operations without any, losses, attention.
+"""Functions that the code of tensor- and context-parallel stages calls on plain tensors: collectives, local operations, losses, attention.
 
         function        takes             returns      backward
         own_part        replicated        sharded      zeros around this rank's slice: partial, as those of its users must be
@@ -6,10 +6,10 @@
         embedding       sharded rows      partial      of its own rows alone
         cross_entropy   sharded classes   replicated   of its own classes alone; forward, two small all-reduces
 
-Slices can be several pieces of a dimension, joined: `blocks` and `mirrored` are those of `smpc.executor.pieces`.
+Slices can be several pieces of a dimension, joined: for `blocks` and `mirrored` see `smpc.executor.pieces`.
 
-What draws random numbers is in `smpc.executor.draws`.
-See `smpc.executor.collectives` for the terms. What comes out of a call that cuts or joins is contiguous, so that code which views it runs.
+`smpc.executor.draws` has the functions that draw random numbers. See `smpc.executor.collectives` for the terms. Results of calls that cut
+or join are contiguous, so that code can view them.
 """
 
 from __future__ import annotations

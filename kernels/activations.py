@@ -5,8 +5,8 @@
     swiglu(g, u)         y = g sigmoid(g) u
 
 Computed in fp32 (fp64 for fp64), rounded once. The backward passes compute the activation again from the inputs, so nothing but the
-inputs is kept; the gradient of the bias is summed in fp32. The halves of one matrix, `gate, up = packed.chunk(2, -1)`, are read
-where they lie.
+inputs is kept; the gradient of the bias is summed in fp32. The halves of one matrix, `gate, up = packed.chunk(2, -1)`, are read in
+place.
 """
 
 from __future__ import annotations

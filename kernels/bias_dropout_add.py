@@ -103,7 +103,7 @@ def threshold(p: float) -> int:
 
 
 def scale(p: float) -> float:
-    """What is kept is multiplied by this; 0 if nothing is."""
+    """The factor of kept elements; 0 if none is kept."""
     return 1 / (1 - p) if p < 1 else 0.0
 
 

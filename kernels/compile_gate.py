@@ -91,7 +91,7 @@ def compile_variant(variant: KernelVariant, target: int) -> Compiled:
 
 
 def _split(variant: KernelVariant) -> tuple[dict[str, str], dict[str, object], dict[tuple[int, ...], object]]:
-    """The signature as Triton wants it: types with `constexpr` for constants, constants, and what is known of arguments."""
+    """The signature as Triton wants it: types with `constexpr` for constants, constants, and known facts about arguments."""
     names = list(variant.kernel.arg_names)
     types: dict[str, str] = {}
     constants: dict[str, object] = dict(variant.constexprs)

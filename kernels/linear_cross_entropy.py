@@ -10,9 +10,9 @@ are multiplied away into the gradients of the inputs, all in the forward pass; t
                         dh_c = dx W;    dW += dx^T h_c;    db += sum of dx
     backward            dh, dW, db times (gradient of the loss) / (number of labels)
 
-so that the three GEMMs are the work of the ordinary layer, and the memory is that of one chunk, and of dW one pass early. The factor
-is applied at the end, in fp32: gradients of single tokens divided by the number of labels would vanish in fp16. dW is summed over
-chunks in the weight's dtype, as other fused losses do, or in fp32 with `accumulate_fp32` and always for fp16.
+so the three GEMMs are the ordinary layer's work, and the memory is one chunk's logits, and dW one pass early. The factor is applied
+at the end, in fp32: gradients of single tokens divided by the number of labels would vanish in fp16. dW is summed over chunks in the
+weight's dtype, as other fused losses do, or in fp32 with `accumulate_fp32` and always for fp16.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def linear_cross_entropy(
 
     `reduction` is "mean" (over labels that are not `ignore_index`; 0 if there are none) or "sum": the gradients are
     computed before the loss of any one token could be weighed. `chunk_rows` is the number of rows whose logits exist at
-    a time; by default their memory is about that of `hidden`, or 1024 rows. Returns an fp32 scalar (fp64 for fp64).
-    Raises UsageError (a ValueError) for arguments that do not fit.
+    a time; by default as many as take about the memory of `hidden`, or 1024 rows. Returns an fp32 scalar (fp64 for
+    fp64). Raises UsageError (a ValueError) for arguments that do not fit.
     """
     rule = LossRule(weight.shape[0] if weight.dim() else 0, 0, ignore_index, label_smoothing, z_loss)
     _check(hidden, weight, target, bias, rule, reduction, chunk_rows)
@@ -255,6 +255,6 @@ _linear_cross_entropy.register_autograd(_differentiate, setup_context=_save)
 
 @register_flop_formula(torch.ops.smpc.linear_cross_entropy)
 def _flops(hidden: torch.Size, weight: torch.Size, *rest: Any, **_: Any) -> int:
-    """Of the GEMMs: the logits, and the gradients that are wanted of the two factors."""
+    """FLOPs of the GEMMs: the logits, and the requested gradients of the two factors."""
     hidden_wanted, weight_wanted, _bias_wanted = rest[-3:]
     return 2 * math.prod(hidden) * int(weight[0]) * (1 + int(hidden_wanted) + int(weight_wanted))

@@ -33,9 +33,9 @@ def rotary(
     """`x` with its first 2 * cos.shape[-1] features rotated; the layout of `x` in memory is kept.
 
     x: four dimensions, features last, positions in `seq_dim`. cos, sin: [seq, pairs], or [batch or 1, seq, pairs] with x's
-    first dimension the batch. With `doubled` they hold a column for each feature, as Hugging Face's do: those of a pair are
-    equal. Raises UsageError (a ValueError) for shapes, dtypes or devices that do not fit, and for tables that want a
-    gradient, which they do not get.
+    first dimension the batch. With `doubled` they have a column for each feature, like Hugging Face's: the columns of a
+    pair are equal. Raises UsageError (a ValueError) for shapes, dtypes or devices that do not fit, and for tables that
+    require a gradient, which is not computed.
     """
     require_floating("rotary", x=x, cos=cos, sin=sin)
     if doubled:

@@ -6,7 +6,7 @@
 
 It knows names alone, and imports nothing, so that a configuration can be checked without torch.
 
-`DEFAULTS`: which kernels are used where nobody asked for them, and why. It is a table, because the answer is measured, not designed.
+`DEFAULTS`: which kernels are used without a request, and why. It is a table, because the answer is measured, not designed.
 
     used_by_default("layer_norm")      -> False
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 AUTO, OFF = "auto", "off"
 
-# What can be asked for by name, in the order in which rewrites look for it: of two that take the same the first does.
+# The kernels' names, in the order in which rewrites look for matches: of two that match the same operations the first wins.
 OPERATIONS: tuple[str, ...] = (
     "linear_cross_entropy",
     "cross_entropy",
@@ -41,7 +41,7 @@ OPERATIONS: tuple[str, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class KernelUse:
-    """What became of an op of `smpc.kernels`, asked for or on by default: `reason` says why it was not used, "" that it was."""
+    """The outcome for an op of `smpc.kernels`, requested or on by default. `reason`: why it was not used, "" if it was."""
 
     op: str
     count: int  # places; 0: none in the model
@@ -55,7 +55,7 @@ def names_in(kernels: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def faults_of(kernels: str | Sequence[str]) -> list[str]:
-    """What is wrong with a setting, one line for each."""
+    """The violations of a setting, one line each."""
     names = names_in(kernels)
     return [] if names in ((AUTO,), (OFF,)) else [_fault(name) for name in names if name not in OPERATIONS]
 
@@ -70,7 +70,7 @@ def _fault(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KernelDefault:
-    """One op: whether it is used by default, instead of what, and the reason in words."""
+    """One op: whether it is used by default, what it replaces, and the reason in words."""
 
     op: str
     enabled: bool
@@ -101,7 +101,7 @@ DEFAULTS: tuple[KernelDefault, ...] = (
 
 
 def used_by_default(op: str) -> bool:
-    """Whether `op`'s kernel is used where nobody asked for it."""
+    """Whether `op`'s kernel is used without a request."""
     found = [default.enabled for default in DEFAULTS if default.op == op]
     assert len(found) == 1, f"expected one of {[default.op for default in DEFAULTS]}, found {op!r}"
     return found[0]

@@ -1,7 +1,7 @@
 """Cross-entropy of logits whose classes are cut over the ranks of a group, as an op: `smpc::vocab_parallel_cross_entropy`.
 
     rank 0   logits [..., 0:V/n]      |   every rank has the same labels and, afterwards, the same losses;
-    rank 1   logits [..., V/n:2V/n]   |   its gradient is that of its own columns
+    rank 1   logits [..., V/n:2V/n]   |   each gets the gradient of its own columns
     ...
 
     each rank    m_i, s_i, x_t (0 where the label is elsewhere), sum of x        one pass over its logits
@@ -43,9 +43,9 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """The cross-entropy of this rank's columns `logits` [..., V/n] and labels `target` [...] of the whole vocabulary.
 
-    Every rank of `group` calls it, with the same `target` and settings. `vocab_start` is the class of column 0, by
-    default this rank times the columns; `vocab_size` the number of classes, by default the columns times the ranks. Columns
-    from class `vocab_size` on are padding and have no probability. The other arguments are those of `cross_entropy`.
+    Every rank of `group` calls it, with the same `target` and settings. `vocab_start` is the class of column 0, by default
+    this rank times the columns; `vocab_size` the number of classes, by default the columns times the ranks. Columns from
+    class `vocab_size` on are padding and have no probability. For the other arguments see `cross_entropy`.
     """
     op = "vocab_parallel_cross_entropy"
     columns = logits.shape[-1] if logits.dim() else 0
@@ -82,7 +82,7 @@ def _vocab_parallel_cross_entropy(
 
 
 def _merged(mine: RowStatistics, group: dist.ProcessGroup) -> RowStatistics:
-    """The statistics of whole rows, from those of every rank's columns."""
+    """The statistics of whole rows, from the statistics of every rank's columns."""
     largest = mine.largest.clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     # A rank whose part of a row is -inf throughout has nothing to add, whatever the others' maximum.

@@ -1,9 +1,9 @@
 """Pipelines whose ranks have devices of several kinds: how fast each stage is, and where to cut for that.
 
-The solvers know one speed for each stage, relative to the device of rank 0 (`Scale.speeds`). What a stage takes on another device
-depends on what is in it: twice the FLOP/s do nothing for a normalisation. So a plan is solved with the speeds of the whole model, each
-stage is timed on its own device, and the speeds that this gives are solved for again, a few times; the plan whose slowest stage is
-fastest counts.
+The solvers know one speed for each stage, relative to the device of rank 0 (`Scale.speeds`). A stage's time on another device depends
+on its operations: twice the FLOP/s do nothing for a normalisation. So a plan is solved with the speeds of the whole model, and each
+stage is timed on its own device. With the resulting speeds it is solved again, a few times; the plan whose slowest stage is fastest is
+taken.
 
 Example: rank 0 has twice the FLOP/s and the bandwidth of rank 1. Of 6 equal layers stage 0 gets 4 and stage 1 gets 2.
 """
@@ -23,7 +23,7 @@ Solve = Callable[[tuple[float, ...]], Plan]  # the plan for these speeds of the 
 
 
 def solve_mixed(trace: Trace, models: Sequence[CostModel], solve: Solve) -> Plan:
-    """The best plan found where stage s runs on the device of `models[s]`; `solve` plans on that of `models[0]` at given speeds."""
+    """The best plan found, with stage s on the device of `models[s]`; `solve` plans on `models[0]`'s device at given speeds."""
     times = _times(trace, models)
     first = _total(times[models[0].device])
     speeds = tuple(first / _total(times[model.device]) for model in models)

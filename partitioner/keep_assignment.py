@@ -1,8 +1,8 @@
 """A plan for a new trace of the same model: every module stays on its stage.
 
 A trace belongs to one input signature and one mode. When either changes, the model is traced again, but parameters must not move
-between ranks, nor buffers that forward writes, nor random generators. Whatever uses one of these has to run on a rank that holds it.
-Every other node prefers, in this order, the stage of
+between ranks, nor buffers that forward writes, nor random generators. A node that uses one of these has to run on a rank that holds
+it. Every other node prefers, in this order, the stage of
     - the planned node of the same name, when both traces have the same nodes;
     - the innermost module call around it that lay wholly in one stage of the plan (the k-th call of a module follows its k-th call);
     - the planned node that it corresponds to, when the module call was cut: the longest common runs of operations are matched;
@@ -71,7 +71,7 @@ def _preferred(trace: Trace, planned: Trace, plan: Plan) -> dict[str, int]:
 
 
 def _stages_of_calls(planned: Trace, plan: Plan) -> dict[tuple[str, int], int]:
-    """(module, how many calls of it came before) -> stage, for the calls that lie wholly in one stage."""
+    """(module, how many calls of it came before) -> stage, for the calls that are wholly in one stage."""
     assignment = dict(plan.assignment)
     found: dict[tuple[str, int], int] = {}
     for key, call in zip(_occurrences(planned), planned.calls, strict=True):
@@ -96,7 +96,7 @@ def _matched(trace: Trace, planned: Trace, plan: Plan) -> dict[str, int]:
 
 
 def _nodes_of_calls(trace: Trace) -> dict[tuple[str, int], list[Node]]:
-    """The compute nodes of every call, without those of the calls inside it."""
+    """The compute nodes of every call, without the nodes of calls inside it."""
     calls = list(_occurrences(trace))
     found: dict[tuple[str, int], list[Node]] = {}
     for node in _compute_nodes(trace):
@@ -197,7 +197,7 @@ class _Units:
         }
 
     def assign(self, wanted: dict[str, int]) -> dict[str, int]:
-        """The stage of every node by name: the nearest to what it wants on which its unit can run, after what the unit reads."""
+        """The stage of every node by name: the nearest to its preference on which its unit can run, not before the unit's inputs."""
         nodes = self._graph.trace.nodes
         latest = self._latest()
         chosen: dict[int, int] = {}
@@ -226,7 +226,7 @@ class _Units:
         return latest
 
     def _impossible(self, unit: int, before: int | None, first: int) -> PartitionError:
-        """What keeps a unit from running anywhere."""
+        """The reason why a unit cannot run anywhere."""
         held = [(position, self._allowed[position]) for position in self._members[unit] if position in self._allowed]
         position, stages = held[0]
         if self._stages[unit] and before is not None:

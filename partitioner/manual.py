@@ -6,10 +6,10 @@ Terms
     stage       a run of nodes of one partition that follow each other in the order of execution; one partition may have several
 
 Which partition a node belongs to
-    - that of the innermost marked module whose call it lies in;
+    - the partition of the innermost marked module whose call contains it;
     - `default`, if the innermost module around it has no mark on it, around it or inside it: it was placed nowhere;
-    - none, if it lies in the forward of an unmarked module that calls marked ones: it goes with what runs before it, at the very
-      beginning with what runs after it. So a loss after the last module stays with that module;
+    - none, if it is in the forward of an unmarked module that calls marked ones: it joins the nodes before it, or at the
+      very beginning the nodes after it. So a loss after the last module stays with that module;
     - none either, if nothing that the model returns depends on it, or if it only takes a part out of a result that is not a tensor.
 Values that depend on the model's inputs alone (masks, positions) go to the first stage that uses them, and others compute them again.
 
@@ -180,7 +180,7 @@ def _place_movable(
 ) -> None:
     """Stages of the units that depend on inputs alone: where they are first used. Writes into `stages`.
 
-    What a stage uses lies on it or on one before it, since the others are in topological order.
+    A stage uses values of its own or of earlier stages, since the others are in topological order.
     """
     for unit in reversed(order):
         if unit not in stages:

@@ -1,4 +1,4 @@
-"""What a stage costs: the one definition that every solver, bound and report uses.
+"""The cost of a stage: the one definition that every solver, bound and report uses.
 
 Terms
     unit        something that is placed whole: a node, or nodes that must stay together
@@ -12,8 +12,8 @@ Of a stage s with a set U of units, with w the memory weight,
               + in_flight[s] * (sum of activation_bytes in U + activation bytes of the shared items used in U)
     cost(s)   = (1 - w) * time(U) / speed[s] / total_time + w * memory(s) / total_memory
 
-where speed[s] is that of the device that runs s, 1 if all are alike, and memory(s) may not exceed the device's limit, if it has
-one: such a stage costs infinitely much.
+where speed[s] is the speed of the device that runs s, 1 if all are alike, and memory(s) may not exceed the device's limit, if
+it has one: such a stage costs infinitely much.
 
 Times and bytes are whole numbers, so sums do not depend on their order and equal stages cost exactly the same.
 
@@ -21,7 +21,7 @@ Example: units of time (3, 1), static bytes (10, 0) and one shared item of 20 by
 and 30. Both units on one stage cost 0.5 * 4 / 4 + 0.5 * 30 / 30 = 1; apart they cost 0.5 * 3 / 4 + 0.5 * 30 / 30 =
 0.875 and 0.5 * 1 / 4 + 0.5 * 20 / 30 = 0.458.
 
-`whole_times`, `check_total`: whole numbers stay exact. All that solvers add up is below 2^63, or it is an error. Solvers work on times
+`whole_times`, `check_total`: whole numbers stay exact. Every sum of the solvers is below 2^63, or it is an error. Solvers work on times
 and bytes as 64-bit whole numbers, whose sums do not depend on their order. NumPy says nothing where such a sum overflows, so every total
 is formed in Python's integers first, which do not.
 
@@ -48,7 +48,7 @@ from numpy.typing import NDArray
 from smpc.errors import PartitionError
 
 LARGEST = 2**63 - 1
-_ROOM = 2**61  # for sums of numbers that need not be whole, with a margin for what rounding up adds
+_ROOM = 2**61  # for sums of numbers that need not be whole, with a margin for rounding up
 UNITS_PER_SECOND = (1e15, 1e12, 1e9, 1e6, 1e3, 1.0)
 
 
@@ -113,7 +113,7 @@ class SharedItem:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What there is to place, in execution order. `time` may be in any unit: see `smpc.partitioner.problem`."""
+    """The units to place, in execution order. `time` may be in any unit: see `smpc.partitioner.problem`."""
 
     time: tuple[int, ...]
     static_bytes: tuple[int, ...]
@@ -139,7 +139,7 @@ class Units:
         return sum(self.time), static, activation
 
     def merged(self, group: Sequence[int] | IntArray, num_groups: int) -> Units:
-        """Units whose members are `group[unit]`; an item that all lies in one group becomes the group's own."""
+        """Units whose members are `group[unit]`; an item whose users are all in one group becomes the group's own."""
         labels = np.asarray(group, dtype=np.int64)
         time, static, activation = (
             _sum_by(labels, column, num_groups) for column in (self.time, self.static_bytes, self.activation_bytes)
@@ -163,7 +163,7 @@ class Units:
         return using
 
     def subset(self, chosen: Sequence[int]) -> Units:
-        """The chosen units alone, in this order, with what they share."""
+        """Only the chosen units, in this order, with their shared items."""
         place = {unit: i for i, unit in enumerate(chosen)}
         time, static, activation = (
             tuple(column[unit] for unit in chosen) for column in (self.time, self.static_bytes, self.activation_bytes)
@@ -178,7 +178,7 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The weights that turn time and memory into one number, and what the devices of the stages can do."""
+    """The weights that turn time and memory into one number, and the devices' speeds and limits."""
 
     memory_weight: float
     total_time: int
@@ -207,7 +207,7 @@ class Scale:
     ) -> Scale:
         """Totals of the whole model, every item once and activations times the mean in flight: costs sum to about 1.
 
-        What that mean makes of them is rounded up to a whole number, as bytes are large ones; `exactly`: it is not.
+        Activations times the mean are rounded up to an integer, since bytes are large numbers; with `exactly` they are not.
         """
         time, static, activation = units.totals()
         most = max(in_flight, default=0)
@@ -234,7 +234,7 @@ class Scale:
         return np.where(memory <= self.limits[stage], found, np.inf) if self.limits else found
 
     def speed(self, stage: int) -> float:
-        """Of the stage's device."""
+        """The limit of the stage's device."""
         return self.speeds[stage] if self.speeds else 1.0
 
     @property

@@ -1,6 +1,6 @@
 """One attempt at a recording: the model's Python runs once over fake tensors, with torch's entry points led through the recorder.
 
-`record_once` restores whatever it replaces. `smpc.tracer.record` decides how many attempts there are.
+`record_once` restores everything that it replaces. `smpc.tracer.record` decides how many attempts there are.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LookCloselyError(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """What to record: see `smpc.tracer.record.record`."""
+    """The recording to make: see `smpc.tracer.record.record`."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -69,7 +69,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is run, and how. `names`: FQNs by id; `leaves`: modules to be called whole."""
+    """The model to run, and how. `names`: FQNs by id; `leaves`: modules to be called whole."""
 
     model: nn.Module
     names: dict[int, str]
@@ -83,7 +83,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Run:
-    """A trace, the guards of what was read, and those among them that do not hold after the run, with what it has left there."""
+    """A trace, its guards, and the guards that do not hold after the run, with the state that the run has left there."""
 
     trace: Trace
     guards: tuple[Guard, ...]
@@ -161,7 +161,7 @@ def record_once(subject: Subject) -> Run:
 
 
 def _forget(recorder: Recorder) -> None:
-    """It is in cycles with what it has patched: the tensors, and objects that the script holds, would wait for the garbage collector."""
+    """It forms cycles with the objects that it patched: tensors, and objects of the script, would wait for the garbage collector."""
     for item in (recorder.watch.ownership, recorder.watch, recorder.reads, recorder):
         vars(item).clear()
 
@@ -189,7 +189,7 @@ def _check_running(found: str) -> None:
 
 
 def _cause(recorder: Recorder, model: nn.Module, error: UntraceableError) -> UntraceableError:
-    """The error, or that of the module whose work for other threads was not recorded."""
+    """The error, or the error of the module whose work for other threads was not recorded."""
     handed = next((read for read in recorder.reads.outside if read.what == PARALLEL), None)
     if handed is None:
         return error
@@ -202,7 +202,7 @@ _Submodules = list[tuple[str, nn.Module, dict[str, nn.Module | None]]]
 
 
 def _submodules(model: nn.Module, leaves: frozenset[str]) -> _Submodules:
-    """Those of the modules that are not called whole."""
+    """The modules that are not called whole."""
     whole = tuple(f"{name}." for name in leaves)
     plain = [(fqn, each) for fqn, each in model.named_modules() if not isinstance(each, torch.jit.ScriptModule)]
     return [(fqn, each, dict(each._modules)) for fqn, each in plain if not f"{fqn}.".startswith(whole)]
@@ -222,7 +222,7 @@ def _check_submodules(model: nn.Module, before: _Submodules) -> None:
 
 
 def _finished(model: nn.Module, recorder: Recorder, output: Any, before: _Submodules) -> Run:
-    """What a run has given."""
+    """The result of a run."""
     _check_submodules(model, before)
     trace, reads = recorder.finish(output), recorder.reads
     check_histories(model, trace, recorder.state.hanging)
@@ -342,7 +342,7 @@ def _module_calls(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def _function_calls(recorder: Recorder, transforms: Transforms) -> Iterator[None]:
-    """Activation checkpointing, a custom autograd function, has the backward of what it runs: it becomes a region.
+    """Activation checkpointing, a custom autograd function, has the backward of the code that it runs: it becomes a region.
 
     An op of `torch.library.custom_op` has its backward with it wherever it is called: the call of the op is recorded.
     """

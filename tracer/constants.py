@@ -36,7 +36,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A value that a trace cannot hold; `text` says what it was."""
+    """A value that a trace cannot hold; `text` describes it."""
 
     text: str
 

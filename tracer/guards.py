@@ -4,10 +4,10 @@ Masks, lengths and positions are computed from the model's inputs and from buffe
 (`lengths.max().item()`, `if mask.any():`, `mask.nonzero()`), the nodes recorded so far are evaluated on the real sample inputs, and
 the answer becomes a `Guard` of the trace. `broken_guard` evaluates the guards on other inputs.
 
-What depends on parameters, on random numbers or on a module called whole has no answer before the model runs.
+A question that depends on parameters, on random numbers or on a module called whole has no answer before the model runs.
 
-`Questions` holds what the model's Python asks while it is recorded, and the guards that say on what the answers rest. An answer
-comes from the sample inputs (see `answer`) or, where there are none, from the guards of an earlier trace.
+`Questions` holds the questions of the model's Python while it is recorded, and the guards for their answers. An answer comes
+from the sample inputs (see `answer`) or, where there are none, from the guards of an earlier trace.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from smpc.tracer.replay import evaluate, read_attribute, resolved
 from smpc.tracer.state.fakes import FakeState
 
 _PACK = "torch._pack_padded_sequence"
-# The values of their first argument do not matter for the shapes of what they return, only those of the index or the lengths.
+# The values of their first argument do not matter for the shapes of what they return, only the values of the index or the lengths do.
 _SHAPED_BY_THE_REST = (
     targets.GETITEM,
     _PACK,
@@ -55,7 +55,7 @@ def answer(
     inputs: Mapping[str, Tensor],
     read: Read,
 ) -> Any:
-    """What a call gives on the real inputs, by placeholder name.
+    """The result of a call on the real inputs, by placeholder name.
 
     `read` gives real buffers by FQN, and raises NoAnswerError for parameters. Raises NoAnswerError.
     """
@@ -66,13 +66,13 @@ def answer(
     real_args = [resolved(arg, values, device) for arg in args]
     real_kwargs = {key: resolved(value, values, device) for key, value in kwargs.items()}
     drawn_on = [device] if device.type == "cuda" else []
-    # What is asked may be the shape of random numbers: when the model runs, it draws them as if nobody had.
+    # The question may be about the shape of random numbers: when the model runs, it draws them as if they had not been drawn here.
     with torch.no_grad(), torch.random.fork_rng(drawn_on):
         return targets.function(target)(*real_args, **real_kwargs)
 
 
 def broken_guard(trace: Trace, model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Guard, Any] | None:
-    """The first guard that does not hold on these inputs, and what it gives instead; None if all hold."""
+    """The first guard that does not hold on these inputs, and its present answer; None if all hold."""
 
     def read(fqn: str) -> Tensor:
         tensor: Tensor = read_attribute(model, fqn)
@@ -170,7 +170,7 @@ def _values(
 
 
 def _cone(nodes: Sequence[Node], wanted: Sequence[str], spare: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """The wanted nodes and all that they are computed from, writes into their memory included; and what is spare beside them."""
+    """The wanted nodes and everything that they are computed from, writes into their memory included; and spare ones."""
     cone, shapes_only = set(wanted), set(spare)
     storages: set[int] = set()
     unshaped = {node.name for node in nodes if node.spec is None and node.name in shapes_only}
@@ -194,7 +194,7 @@ def _cone(nodes: Sequence[Node], wanted: Sequence[str], spare: Sequence[str]) ->
 
 
 def _packed_data(nodes: Sequence[Node], node: Node, cone: Container[str]) -> tuple[str, ...]:
-    """What a sequence is packed from, where only the lengths of the packed batches are wanted."""
+    """The inputs of a packed sequence, if only the lengths of the packed batches are needed."""
     if node.target != _PACK:
         return ()
     items = (other for other in nodes if other.target == targets.GETITEM and other.args == (Ref(node.name), 0))
@@ -209,7 +209,7 @@ def _storage_of(nodes: Sequence[Node], writer: Node) -> set[int]:
 @register
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What one rank has found on real inputs, so that others record the same without them.
+    """The answers of one rank on real inputs, with which others record the same without them.
 
     given    of each guard: what was expected, and dtypes
     leaves   the modules that were called whole
@@ -222,7 +222,7 @@ class Answers:
 
     @classmethod
     def of(cls, trace: Trace) -> Answers:
-        """Those of a trace."""
+        """The answers of a trace."""
         leaves = dict.fromkeys(node.target for node in trace.nodes if node.kind is NodeKind.CALL_MODULE)
         return cls(
             tuple((guard.expected, guard.dtypes) for guard in trace.guards),
@@ -251,7 +251,7 @@ class Questions:
         used: Sequence[torch.Tensor],
         size: str = "",
     ) -> Any:
-        """What a call gives: a number or fakes, made of the `used` that require grad. `size`: its key. Raises NoAnswerError."""
+        """The result of a call: a number or fakes, made of the `used` that require grad. `size`: its key. Raises NoAnswerError."""
         fixed = is_fixed(nodes, references((args, dict(kwargs))))
         if self._answers is not None and not fixed:
             if len(self.guards) == len(self._answers.given):

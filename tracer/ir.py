@@ -1,4 +1,4 @@
-"""What a trace is made of: nodes, module calls, state, and the `Trace` that holds them.
+"""The parts of a trace: nodes, module calls, state, and the `Trace` that holds them.
 
 Terms
     node        one recorded torch call, input or attribute read; known by its unique `name`, listed in execution order
@@ -79,7 +79,7 @@ class TensorSpec:
 
 @functools.lru_cache(maxsize=1024)
 def spec_of(shape: tuple[int, ...], dtype: torch.dtype, stride: tuple[int, ...]) -> TensorSpec:
-    """The spec of tensors that need no gradient, made once for each kind: a step asks for those of every microbatch."""
+    """The spec of tensors that need no gradient, made once for each kind: a step needs them for every microbatch."""
     return TensorSpec(tuple(shape), str(dtype).removeprefix("torch."), tuple(stride))
 
 
@@ -91,7 +91,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class NodeKind(StrEnum):
-    """What a node does."""
+    """The kind of a node."""
 
     PLACEHOLDER = "placeholder"  # a tensor input of the model; target: its path in the inputs ("input_ids", "args[0]")
     GET_ATTR = "get_attr"  # read a parameter, buffer or tensor attribute; target: its canonical FQN
@@ -268,11 +268,11 @@ class Trace:
         return self.nodes[self._index[name]]
 
     def position(self, name: str) -> int:
-        """Where in execution order the node of that name stands."""
+        """The position in execution order of the node of that name."""
         return self._index[name]
 
     def remembered(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` gives, made once for each key: what is found out about a trace stays true, since it never changes."""
+        """The result of `make`, computed once for each key: facts about a trace stay true, since it never changes."""
         known = self._known
         if key not in known:
             known[key] = make()

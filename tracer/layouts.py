@@ -1,9 +1,8 @@
 """Which strides a value keeps when it goes to another rank.
 
 Kernels choose how they walk over a tensor, and with it the order of their sums, by its layout: a slice of a larger tensor, whose rows lie
-apart, gives other last bits than a contiguous copy. What matters is which dimension comes after which, which of them lie so close that
-they are one, and how they are aligned; how far apart the rest is does not. So the layout on arrival has the gaps of the original, but not
-their size.
+apart, gives other last bits than a contiguous copy. The order of dimensions, which of them are adjacent in memory, and their alignment
+matter; the size of gaps does not. So the layout on arrival has the gaps of the original, but not their size.
 
     dense       no gaps: the strides are a permutation of contiguous ones. Arrives as it is
     gaps        in the same order and with the same alignment (64 bytes), as close as that allows. Slices along the innermost dimension

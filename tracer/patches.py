@@ -11,8 +11,8 @@ forward runs unrecorded, over fakes, and the node calls the class again: target 
     flops, random   all operations in the forward
     bytes_moved     of the torch calls in the forward, added up
 
-The call must say all that the forward depends on. What cannot be called again from the node alone is an error, which names the reason and
-lets the module around it be called whole (see `smpc.tracer.operations.opaque`):
+The call must contain everything that the forward depends on. A call that cannot be repeated from the node alone is an error, which names
+the reason and lets the module around it be called whole (see `smpc.tracer.operations.opaque`):
 
     a class that no qualified name leads to: one defined inside a function
     an argument that is neither tensor nor constant: a module, a process group, a named tuple
@@ -34,8 +34,8 @@ whole (see `smpc.tracer.record`).
 `Transforms`: what runs under `torch.vmap`, `torch.func.grad` and the other transforms of torch.func.
 
 Inside a transform tensors stand for others in a way that only the transform knows, and the function that it transforms has no name to call
-it by. What a transform comes down to are plain operations on plain tensors, `torch.ops.aten.mul.Tensor` and the like: these are recorded,
-with autograd above them as in a run without a transform. So any Python may be inside.
+it by. A transform performs plain operations on plain tensors, `torch.ops.aten.mul.Tensor` and the like: these are recorded, with autograd
+above them as in a run without a transform. So any Python may be inside.
 
     torch.vmap(lambda row: row * scale)(x)      mul = torch.ops.aten.mul.Tensor(x, scale)
 
@@ -55,13 +55,12 @@ It could look at the model's inputs, too, but then its program would hold only f
 one with zeros is not. So it looks only at inputs that the caller names (`record`'s `shown`), and a guard says on what that rests.
 Training scripts name the masks that are ones in all microbatches of a step. All others are written out, in one program for all.
 
-`run_higher_order`: `torch.cond`, `while_loop`, `scan`, `associative_scan` and `map`. What their Python does once is recorded, as that of
-`if` and `for` is.
+`run_higher_order`: `torch.cond`, `while_loop`, `scan`, `associative_scan` and `map`. Their Python is recorded as it runs once, like `if`
+and `for`.
 
 These operators take functions, which a trace cannot hold. Run by themselves they call their functions one after another, and so they do
-while a model is recorded: a branch is taken, a loop runs. What decides is a question about values (see
-`smpc.tracer.guards`): known where it depends on inputs and buffers alone, and guarded; otherwise the module around the
-operator is called whole.
+while a model is recorded: a branch is taken, a loop runs. The decision is a question about values (see `smpc.tracer.guards`): known
+where it depends on inputs and buffers alone, and guarded; otherwise the module around the operator is called whole.
 
     torch.cond(lengths.max() > 4, long, short, (x,))        the nodes of `long(x)`, and a guard
 """
@@ -114,7 +113,7 @@ class Functions:
         self._attributes = {cls: dict(vars(cls)) for cls in _subclasses(Function)}
 
     def call(self, cls: _Class, run: Callable[[], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What `run` returns, which calls `cls.apply(*args, **kwargs)`; adds the node of that call."""
+        """The result of `run`, which calls `cls.apply(*args, **kwargs)`; adds the node of that call."""
         recorder, target = self._recorder, self._target(cls)
         recorder.sizes.refuse((args, kwargs))
         with torch._C.DisableTorchFunction():
@@ -183,7 +182,7 @@ class Functions:
 
 
 class _Inside:
-    """What is seen of the torch calls inside one call."""
+    """Observations of the torch calls inside one call."""
 
     def __init__(self, recorder: Recorder, given: list[torch.Tensor]) -> None:
         bases = [
@@ -247,7 +246,7 @@ def call_script(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """What `run` returns, which calls the torch.jit.ScriptFunction with these arguments; adds the node of that call."""
+    """The result of `run`, which calls the torch.jit.ScriptFunction with these arguments; adds the node of that call."""
     with torch._C.DisableTorchFunction():
         target = _name(recorder, function)
         recorder.sizes.refuse((args, kwargs))
@@ -387,7 +386,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def note_saved(self) -> None:
-        """Takes note of what autograd has saved meanwhile: transforms do not let it say so."""
+        """Notes tensors that autograd has saved meanwhile: inside transforms its hooks do not run."""
         with torch._C.DisableTorchFunction():
             for position, tensor in self._made:
                 if tensor.grad_fn is not None:
@@ -465,14 +464,14 @@ _DIRECTLY: dict[Any, Callable[..., Any]] = {
 
 
 def is_higher_order(func: Callable[..., Any]) -> bool:
-    """Whether the call is that of an operator which takes functions."""
+    """Whether the call is of an operator that takes functions."""
     return isinstance(func, torch._ops.HigherOrderOperator)
 
 
 def run_higher_order(
     recorder: Recorder, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What the operator returns; what its functions call is recorded. Raises UntraceableError for other operators."""
+    """The operator's result; the calls of its functions are recorded. Raises UntraceableError for other operators."""
     if func not in _DIRECTLY:
         what = f"torch.ops.higher_order.{func.__name__} takes Python functions, which a trace cannot hold"
         raise recorder.error(what, way_out=_OTHER_WAY)

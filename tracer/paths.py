@@ -24,7 +24,7 @@ _LITERALS = (bool, bytes, float, int, str, type(None))
 
 
 def item_path(owner: str, key: Any) -> str | None:
-    """The path of what `owner[key]` is; None for a key that no literal stands for, and an owner that has no path."""
+    """The path of `owner[key]`; None for a key that is not a literal, and for an owner without a path."""
     return f"{owner}{_ITEM}{key!r}" if _is_literal(key) and all(owner.split(".")) else None
 
 
@@ -35,7 +35,7 @@ def split_item(path: str) -> tuple[str, str]:
 
 
 def item_of(holder: Any, key: str) -> Any:
-    """What a holder has under the key of that literal."""
+    """A holder's value under the key of that literal."""
     return holder[ast.literal_eval(key)]
 
 

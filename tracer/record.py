@@ -4,8 +4,8 @@
 in its present mode, and notes every torch call that returns a tensor or writes into one. Tensors are known by identity and kept
 alive until the end, so that identities stay unique. Python values are baked in: a trace belongs to one input signature.
 
-What a call writes in place is found by comparing tensors' version counters around it; batch normalisation, which updates its running
-statistics without telling autograd, is the one operation that has to be known by name.
+In-place writes of a call are found by comparing tensors' version counters around it; batch normalisation, which updates its running
+statistics without autograd's knowledge, is the one operation known by name.
 
     >>> trace = record(nn.Linear(3, 2), (torch.zeros(4, 3),))
     >>> [node.target for node in trace.nodes]
@@ -45,8 +45,8 @@ _LEAF_MARK = "_smpc_leaf"
 def mark_leaf(module: nn.Module) -> nn.Module:
     """Marks a module to be called whole by every trace, with nothing recorded inside; returns it.
 
-    For modules whose Python depends on the values of tensors. What such a module returns must have shapes that do not depend on values.
-    In the Python that runs inside it, fake tensors stand for the real ones.
+    For modules whose Python depends on the values of tensors. The shapes of such a module's outputs must not depend on values. In the
+    Python that runs inside it, fake tensors stand for the real ones.
     """
     vars(module)[_LEAF_MARK] = True
     return module
@@ -64,7 +64,7 @@ def record(
     shown: Collection[str] = (),
     buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> Trace:
-    """Records one forward run of `model(*args, **kwargs)`, for what the model's Python finds now: see `record_guarded`.
+    """Records one forward run of `model(*args, **kwargs)`, for the present state that the model's Python reads: see `record_guarded`.
 
     Tensors in the inputs may be real, on the meta device, or fake: only their shapes, dtypes and strides count. `leaf_modules` are
     FQNs of modules to be called whole, with nothing recorded inside. `device` is the device that the run pretends to be on.
@@ -86,7 +86,7 @@ def record(
 
 @dataclass(frozen=True)
 class Recording:
-    """A trace, and what its Python read besides its inputs: the trace holds as long as that is the same."""
+    """A trace, and the values that its Python read besides its inputs: the trace is valid while these are the same."""
 
     trace: Trace
     environment: Environment
@@ -95,7 +95,7 @@ class Recording:
 def record_guarded(
     model: nn.Module, request: Request, leaf_modules: Sequence[str] = (), versions: DictVersions | None = None
 ) -> Recording:
-    """Records one forward run, and what must stay as it is for the trace to hold. `versions`: see `Environment`.
+    """Records one forward run, and the guards under which the trace is valid. `versions`: see `Environment`.
 
     State that the run reads and changes is settled, left to a module that is called whole, or refused:
     `smpc.tracer.environment.state_changes`.
@@ -221,7 +221,7 @@ def _undisturbed(subject: Subject, run: Run) -> Run:
 
 
 def _both(first: str, last: str) -> str:
-    """What stopped a recording first, and why it did not help to call that module whole."""
+    """The error that stopped a recording first, and why it did not help to call that module whole."""
     return first if first == last else f"{first}; and then: {last}"
 
 

@@ -1,6 +1,6 @@
 """Activation checkpointing: the parts of a model whose values are computed again for the backward pass.
 
-A region is a run of nodes. What it reads is kept from the forward to the backward pass; what is computed inside is dropped and
+A region is a run of nodes. Its inputs are kept from the forward to the backward pass; intermediate results are dropped and
 computed again. Regions come from
 
     torch.utils.checkpoint.checkpoint    called by the model's Python, or a library's, with `use_reentrant` either way
@@ -41,7 +41,7 @@ EACH = "each"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMark:
-    """What a module's mark says. `strategy` is for the layers of a sequential container, else "".
+    """A module's mark. `strategy` is for the layers of a sequential container, else "".
 
     `is_member`: the module is one of an nn.ModuleList, and the strategy is for the list.
     """
@@ -80,8 +80,8 @@ def group_size(strategy: str) -> int:
 def matching_regions(trace: Trace, patterns: Sequence[str]) -> tuple[Region, ...]:
     """A region for each call of a module whose name matches one of the patterns (as in a shell, "*" takes dots too).
 
-    Of calls within each other the outermost counts; calls inside a region of the model's own are left out. The model itself has no
-    name, so nothing matches it. ConfigError for a pattern that matches no module.
+    The outermost of nested calls counts; calls inside a region of the model's own are left out. The model itself has no name, so
+    nothing matches it. ConfigError for a pattern that matches no module.
     """
     found: list[Region] = []
     unused = dict.fromkeys(patterns)

@@ -66,7 +66,7 @@ def replay(
     kwargs: Mapping[str, Any] | None = None,
     watch: Watch = lambda position, values, is_done: None,
 ) -> Any:
-    """What `model(*args, **kwargs)` returns, computed from the trace and the model's parameters and buffers.
+    """The result of `model(*args, **kwargs)`, computed from the trace and the model's parameters and buffers.
 
     `watch` is called before and after every node.
     """
@@ -156,7 +156,7 @@ def _evaluate(
 
 
 def evaluate(node: Node, values: Mapping[str, Any], device: torch.device) -> Any:
-    """What a call_function node returns, given the values of the nodes before it."""
+    """The result of a call_function node, given the values of the nodes before it."""
     args = [resolved(arg, values, device) for arg in node.args]
     kwargs = {key: resolved(value, values, device) for key, value in node.kwargs}
     with context(node.grad_enabled, node.autocast):

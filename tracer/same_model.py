@@ -1,8 +1,8 @@
 """Whether two traces are recordings of one model whose Python went through a set in two orders.
 
-Every process gives the strings in a set an order of its own. Hugging Face's models compute their masks and positions "for each of the set
-of layer types", so the ranks of a job record the same operations in different orders, under different names. What counts is what each
-operation is computed from:
+Every process orders the strings in a set differently. Hugging Face's models compute their masks and positions "for each of the set of
+layer types", so the ranks of a job record the same operations in different orders, under different names. Only the inputs of each
+operation count:
 
     of a node      its target, constants, spec and modes, and what its inputs are computed from; for a read of memory that nodes write, the
                    writes before it
@@ -28,7 +28,7 @@ def same_model(first: Trace, second: Trace) -> bool:
 
 
 class _Meaning:
-    """What a trace says, apart from order and names."""
+    """The content of a trace, without order and names."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace

@@ -29,7 +29,7 @@ ON_SUMMANDS = (
 )
 APPLY = ".apply"  # how the names of custom autograd functions end
 
-# As torch defines it, in Python or from 2.14 on in C++: while a model is recorded, another one stands in its place.
+# torch's own definition, in Python or from 2.14 on in C++: while a model is recorded, it is replaced by another one.
 _TORCH_APPLY: Any = torch.autograd.Function.__dict__["apply"]
 
 _OWN_OPS = "torch.ops.smpc."

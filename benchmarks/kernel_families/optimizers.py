@@ -1,7 +1,7 @@
 """Optimizer steps, gradient norms and clipping: shares of a `copy_`, and ratios to torch's fused and foreach ones.
 
-The parameters are those of a transformer's layers, many of them small. "fused Adam, per byte" is the time that torch's fused AdamW
-would take for the bytes that our step moves; the goal is to be within 5% of it.
+The parameters have the sizes of a transformer's layers, many of them small. "fused Adam, per byte" is the time that torch's fused
+AdamW would take for the bytes that our step moves; the goal is to be within 5% of it.
 """
 
 from __future__ import annotations

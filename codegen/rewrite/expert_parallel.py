@@ -3,10 +3,10 @@
     before   y = mlp.experts(h, index, weights)      gate_up_proj [8, ..]
     after    y = mlp.experts(h, index, weights)      gate_up_proj [4, ..]: the first of two ranks; sends rows of h, and of y back
 
-Experts are modules that are called whole, and stay so: what travels is decided inside of them when they run (`smpc.experts`), as it
-depends on values. What is known beforehand: a rank's tokens make as many rows as before, of which (n - 1) / n go to the other ranks if
-experts are chosen evenly, and as many come from them. So a rank computes what it computed before, and holds an nth of the experts. The
-trace is that of the rank that holds most of them.
+Experts are modules that are called whole, and stay so: the exchange of tokens is decided inside them when they run (`smpc.experts`),
+since it depends on values. Known in advance: a rank's tokens make as many rows as before. If experts are chosen evenly, (n - 1) / n of
+the rows go to the other ranks, and equally many come back. So a rank does the same work as before, and holds an nth of the experts.
+The trace is for the rank that holds most of them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def parts_of_experts(model: nn.Module) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTrace:
-    """The trace of one rank; the experts that were divided; and what the rank sends for them."""
+    """The trace of one rank; the divided experts; and the rank's messages for them."""
 
     trace: Trace
     degree: int
@@ -90,7 +90,7 @@ def divide_experts(trace: Trace, experts: Sequence[Experts], degree: int) -> Exp
 
 
 def shares_of(found: ExpertTrace, trace: Trace) -> tuple[Collective, ...]:
-    """What a rank sends that has slices of the sequences: `trace` is what it runs."""
+    """The messages of a rank that has slices of the sequences; it runs `trace`."""
     shares = []
     for item in found.collectives:
         before, after = _result(found.trace, found.trace.node(item.node)), _result(trace, trace.node(item.node))
@@ -117,7 +117,7 @@ def _calls(trace: Trace, found: Experts) -> list[Node]:
 
 
 def _traffic(trace: Trace, node: Node, found: Experts, per_expert: int, degree: int) -> Collective:
-    """What a rank sends for a call: each row to its expert and back, and so do the gradients."""
+    """The messages of a rank for a call: each row goes to its expert and back, and so do the gradients."""
     spec = _result(trace, node)
     rows = _rows(trace, node, found, per_expert)
     sent = 0 if spec is None else 2 * rows * spec.shape[-1] * spec.torch_dtype.itemsize * (degree - 1) // degree
@@ -126,7 +126,7 @@ def _traffic(trace: Trace, node: Node, found: Experts, per_expert: int, degree: 
 
 
 def _result(trace: Trace, node: Node) -> TensorSpec | None:
-    """What tokens have become: the node's tensor, or the first of its tensors that has numbers of floating point."""
+    """The result for the tokens: the node's tensor, or its first floating-point tensor."""
     if node.spec is not None:
         return node.spec
     specs = (user.spec for user in trace.nodes if node.name in user.inputs and user.target == GETITEM)

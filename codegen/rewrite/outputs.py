@@ -1,10 +1,10 @@
-"""Fewer outputs: what a model returns and nobody wants is None, and what only it needed is not computed.
+"""Fewer outputs: unwanted outputs of a model become None, and operations that only they needed are dropped.
 
     before    CausalLMOutput(loss=loss, logits=logits)
     after     CausalLMOutput(loss=loss, logits=None)              keep_outputs(trace, ("loss",))
 
 A tensor-parallel rank returns whole tensors, so logits that are returned must be gathered, even if the loss is computed of slices.
-An output is named as Python reaches it: `loss`, `[0]`, `encoder[1]`; a name stands for everything below it.
+An output is named as Python reaches it: `loss`, `[0]`, `encoder[1]`; a name includes everything below it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def keep_outputs(trace: Trace, names: Sequence[str]) -> Trace:
 
 
 def loss_outputs(trace: Trace) -> tuple[str, ...] | None:
-    """What training needs of a model that returns its `loss`, a number: that and other numbers. None: all, as the loss is not known."""
+    """The outputs needed for training: the model's `loss`, a number, and other numbers. None: all, since the loss is unknown."""
     specs = {node.name: node.spec for node in trace.nodes}
     names = []
     for path, leaf in zip(trace.output.paths(), trace.output_leaves, strict=True):

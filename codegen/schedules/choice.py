@@ -67,7 +67,7 @@ class Choice:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """By stage, the most microbatches in flight; for `list`, that of balanced stages: `build` may have others."""
+        """By stage, the most microbatches in flight; for `list`, the number for balanced stages: `build` may have others."""
         num_stages = len(self.placement)
         if self.name in SCHEDULES:
             return in_flight(self.name, num_stages, self.num_microbatches, self.active_microbatches)
@@ -100,7 +100,7 @@ class Choice:
 
     @property
     def _slots(self) -> tuple[int, ...]:
-        """What the ranks of `list` may hold where no named schedule says it: p microbatches of a whole rank."""
+        """The limit in flight of the ranks of `list` if no named schedule gives one: p microbatches of a whole rank."""
         num_stages, num_ranks = len(self.placement), self._num_ranks
         num_pieces = num_stages // num_ranks
         if num_pieces < 3 or self.placement != passes(num_ranks, num_pieces):
@@ -109,7 +109,7 @@ class Choice:
 
     @property
     def _typical(self) -> Schedule:
-        """What `list` starts from, before times are known: the named schedule of the placement, or what a search for
+        """The start of `list`, before times are known: the named schedule of the placement, or what a search for
         balanced stages finds; odd numbers of pieces are for slow messages, so for these one takes a tenth of a rank's
         forward."""
         slots = self._slots

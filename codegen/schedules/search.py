@@ -13,14 +13,14 @@ than begin a W:
     by remaining way    what has the longest way to go, all messages included, to the end of its microbatch; a later
                         microbatch yields a little to an earlier one. Every later stage of a rank has a slot kept for it, so
                         that the first stages cannot fill the rank with what they begin
-    by a given order    that of a start, but each W some places later, or after its B where it has none
+    by a given order    the order of a start, but each W some places later, or after its B where it has none
 
 Every policy is run, until it falls behind the best one; the best of all these and of the given starts is polished.
 So the result is never worse than a start. The same problem has the same result, in any
 unit of time, and is searched once.
 
 Deadlock. A rank keeps slots for the oldest microbatch that is not through on it: an F of another one is not begun if the
-remaining Fs of the oldest would then not find a slot each. So the oldest microbatch of all can always go on.
+remaining Fs of the oldest would then lack slots. So the oldest microbatch of all can always continue.
 
 Example: four pieces on each of 8 ranks, 16 microbatches, I = 1.4 F and W = 0.6 F. Interleaved 1F1B, whose backwards are
 whole, idles 9.9% of the time; started from it, with no more in flight on a rank, the search idles 6.7%.
@@ -67,16 +67,16 @@ _NEAR = 0.01  # a policy is given up when its step takes so much longer than the
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a rank prefers: the smallest of `order`, if there is one, or the longest of `ways`, else a B to an F to a W."""
+    """A rank's preference: the smallest of `order`, if there is one, or the longest of `ways`, else a B before an F before a W."""
 
     patience: float = 0.0  # shares of a W that a rank waits for an F or B instead
-    late_first: bool = True  # of several F, that of the latest stage
+    late_first: bool = True  # among several F, the latest stage's
     forward_first: bool = False
     order: Mapping[Key, float] = field(default_factory=dict)
     ways: Mapping[tuple[Op, int], float] = field(default_factory=dict)  # seconds to the end of a microbatch
     pace: float = 1.0  # seconds by which a microbatch yields to the one before it
     bias: float = 0.0  # seconds by which F yields to B
-    late_weight_first: bool = False  # of several W, that of the latest stage, not of the oldest microbatch
+    late_weight_first: bool = False  # among several W, the latest stage's, not the oldest microbatch's
     reserve: int = 0  # slots kept for each later stage of the rank
     limits: tuple[int, ...] = ()  # by stage, the most in flight; the problem's own bounds hold besides
     is_safe: bool = False  # takes no slot that the microbatches before may come to need, so every run ends
@@ -197,7 +197,7 @@ def with_late_weights(
 
 
 def _by_remaining_way(problem: Problem) -> Iterator[Policy]:
-    """Policies that look at what is still to come, those that were best most often first."""
+    """Policies that look ahead, the most often best ones first."""
     ways = _ways(problem)
     unit = sum(problem.costs.forward) / len(problem.slots)  # a forward of all stages of a rank
     limits = [_shares(problem, ways, extra) for extra in (1, problem.num_microbatches)]
@@ -255,7 +255,7 @@ def _ways(problem: Problem) -> dict[tuple[Op, int], float]:
 
 
 def _order(schedule: Schedule, lag: int = 0) -> dict[Key, float]:
-    """The position of every action on its rank, those of W `lag` further back; that of a W there is not, after its B."""
+    """The position of every action on its rank, with W `lag` further back; a missing W is placed after its B."""
     order: dict[Key, float] = {}
     for actions in schedule:
         for position, action in enumerate(actions):
@@ -314,7 +314,7 @@ class _Run:
         return tuple(tuple(order) for order in self.orders)
 
     def choose(self, rank: int, now: float) -> Key | None:
-        """What the rank starts now; None: it waits."""
+        """The action that the rank starts now; None: it waits."""
         best: Key | None = None
         lowest, soonest = 0.0, float("inf")
         for stage in self.stages_of[rank]:
@@ -395,7 +395,7 @@ class _Run:
         self.arrive(key, time if rank == source else time + num_bytes / costs.bandwidth + costs.latency)
 
     def arrive(self, key: Key, time: float) -> None:
-        """Something that the action `key` needs is there at that time."""
+        """Notes that an input of the action `key` arrives at that time."""
         self.missing[key] -= 1
         self.ready[key] = max(self.ready[key], time)
         if not self.missing[key]:
@@ -413,7 +413,7 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be ordered, and within which bounds."""
+    """The actions to order, and their bounds."""
 
     placement: tuple[int, ...]
     num_microbatches: int

@@ -2,7 +2,7 @@
 
 Terms
     p, m    number of ranks, of microbatches; stage s is on rank s
-    F       forward; I, the gradients of a stage's inputs (`B`); W, those of its parameters. Also what each takes
+    F       forward; I, the gradients of a stage's inputs (`B`); W, of its parameters. Also the time of each
     lag     by how many microbatches the W of a rank follow its B
 
 Only B is waited for, by the rank before. W waits for nothing but its own B, so it fills what would be idle time.
@@ -13,7 +13,7 @@ Example: H1, p = 3, m = 5, F = I = W (`table`):
     rank 1  .. F0 F1 .. B0 F2 B1 W0 F3 B2 W1 F4 B3 W2 B4 W3 W4
     rank 2  .. .. F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 F4 B4 W2 W3 W4
 
-ZB-V: a zero-bubble schedule with two pieces per rank that lie like a V (arXiv 2401.10241, section 6).
+ZB-V: a zero-bubble schedule with two pieces per rank, placed like a V (arXiv 2401.10241, section 6).
 
     rank 0    stage 0        stage 2p-1        a microbatch goes down the ranks through the first pieces
     rank 1      stage 1    stage 2p-2          and up again through the second ones, so the rank that starts it
@@ -40,7 +40,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     them, then the remaining backwards, each with a W.
 
     A step takes m (F + I + W) + (p - 1)(F + I - W) on balanced stages if m >= p and F, I, W are alike: with F = I = W the
-    bubble is (p - 1) / (3 m + p - 1), a third of that of 1F1B. In flight on every rank: min(m, p).
+    bubble is (p - 1) / (3 m + p - 1), a third of 1F1B's. In flight on every rank: min(m, p).
     """
     return tuple(_order(rank, num_microbatches, num_ranks - rank, lag=rank) for rank in range(num_ranks))
 
@@ -86,13 +86,13 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     4. F0 B0 W0 F1 B1 W1 in turn, as long as there are forwards
     5. r times B0 B1, p - r times B0 W0, then what is left of W1 and of W0
 
-    With F = I = W on balanced pieces and m >= p, a step takes m (F + I + W) + (p - 1) F / 2, F, I, W being those of a whole
-    rank: nothing beyond the ramp-in of the last rank. In flight on every rank: at most min(2 m, 2 p) pieces, as much as
-    min(m, p) microbatches of a whole rank.
+    With F = I = W on balanced pieces and m >= p, a step takes m (F + I + W) + (p - 1) F / 2, with F, I, W of a whole rank:
+    nothing beyond the ramp-in of the last rank. In flight on every rank: at most min(2 m, 2 p) pieces, as much as min(m, p)
+    microbatches of a whole rank.
 
-    With m < 2 p - 1 the rule is that of 2 p - 1 microbatches without those that do not exist. From 2 m < 3 p - 1 on, that
-    leaves gaps in which a W is not yet due, so a rank runs its F and B in the order of the rule, each as soon as it is
-    there, and a W when it is 2 (p - 1) places overdue, or when nothing else is there.
+    With m < 2 p - 1 the rule is applied to 2 p - 1 microbatches, without the missing ones. From 2 m < 3 p - 1 on, this
+    leaves gaps in which a W is not yet due. So a rank runs its F and B in the order of the rule, each as soon as it is
+    ready, and a W when it is 2 (p - 1) places overdue, or when nothing else is ready.
     """
     rule = tuple(_rank(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
     if 2 * num_microbatches >= 3 * num_ranks - 1:

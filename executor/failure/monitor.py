@@ -139,7 +139,7 @@ class FailureMonitor:
 
     @property
     def store(self) -> Store:
-        """What the ranks of this session tell each other."""
+        """Messages between the ranks of this session."""
         return self._own
 
     def stop(self) -> None:
@@ -179,7 +179,7 @@ class FailureMonitor:
         timeout: float | None = None,
         position: Callable[[], int] | None = None,
     ) -> Iterator[None]:
-        """Limits how long the body may take; `timeout` is that of a step if None. Inside another watch it does nothing.
+        """Limits how long the body may take; `timeout` is a step's if None. Inside another watch it does nothing.
 
         `where` names what the body is doing. `position` is how far it has come, for a body that is a step; None for other things.
         """
@@ -207,7 +207,7 @@ class FailureMonitor:
     def exchange(self, what: str, timeout: float, works: float = 0.0) -> Iterator[None]:
         """An exchange with other ranks outside of steps, which may take `timeout` once the first step is done.
 
-        Of those before it, `works` is how long a rank may work in it while others wait. Where a connection is lost, raises what ended it.
+        `works`: how long a rank may work in an exchange while others wait. If a connection is lost, raises the error that ended it.
         """
         try:
             limit = self.watch(lambda: what, timeout=timeout) if self.start.is_over else contextlib.nullcontext()
@@ -240,7 +240,7 @@ class FailureMonitor:
         return PeerError(f"{error}\n{'; '.join(gone)}") if gone else None
 
     def _silent(self, rank: int) -> Standing:
-        """What is known of a rank that does not answer."""
+        """The known facts about a rank that does not answer."""
         try:
             signed, has_left = signature(self._own, rank), rank in self.start.left()
         except RuntimeError:  # the store is gone
@@ -392,7 +392,7 @@ class FailureMonitor:
         return f"step {self.num_steps}, {where()}"
 
     def _answer(self) -> Standing:
-        """Tell where this rank stands."""
+        """Report this rank's position."""
         number, self._round = self._round, self._round + 1
         now = time.monotonic()
         self._note_place(now)
@@ -434,7 +434,7 @@ class FailureMonitor:
             self._seen = find(self._store)
 
     def _judged(self, standings: Sequence[Standing], gone: Sequence[int]) -> Report | None:
-        """The report of a round that has found whom the others wait for; None where they may go on waiting."""
+        """The report of a round that has found the rank which the others wait for; None if they may keep waiting."""
         if gone:
             others = [standing for standing in standings if standing.rank not in gone]
             if self.start.waited == 0.0 or any(standing.activity not in WAITS for standing in others):

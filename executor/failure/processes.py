@@ -1,4 +1,4 @@
-"""What a rank says of its process in the job's store, and what the others of its host can see of that process.
+"""A rank's description of its process in the job's store, and what other processes of its host can see of it.
 
     sign(store, rank, place)                 this process is that rank, and was last there
     signed = signature(store, rank)          None where there is none
@@ -51,7 +51,7 @@ class Process:
 
     @property
     def fate(self) -> str:
-        """What has become of it, as it does not answer; "" if nothing can be known."""
+        """The fate of a process that does not answer; "" if nothing can be known."""
         if not self.is_here:
             return ""
         letter = self._letter
@@ -69,13 +69,13 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a rank has said of itself."""
+    """A rank's description of itself."""
 
     process: Process
     place: str
 
     def to_json(self) -> str:
-        """As it lies in the store."""
+        """Its text in the store."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -95,7 +95,7 @@ def sign(store: Store, rank: int, place: str) -> None:
 
 
 def signature(store: Store, rank: int) -> Signature | None:
-    """What a rank has said last."""
+    """A rank's last description."""
     key = f"{SIGNATURE}/{rank}"
     return Signature.read(store.get(key)) if store.check([key]) else None
 

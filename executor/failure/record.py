@@ -1,11 +1,11 @@
-"""What the first rank that fails leaves in the store that all ranks share, for the others to show.
+"""The record of the first rank that fails, in the store that all ranks share, for the others to show.
 
 Terms
     report      JSON under the key `smpc/error`: the rank that is at fault, where it was, and a text for people. Written once: the first
                 failure is the one that is shown
 
-Whoever reaches the store's port can write to it. Nothing that is read from it is ever unpickled or run, and what is no report of this
-format is itself the failure: it is shown as what it is, cut short and escaped, under `rank` -1.
+Whoever reaches the store's port can write to it. Nothing read from it is ever unpickled or run. A value that is not a record of this
+format is itself the failure: it is shown, shortened and escaped, under `rank` -1.
 
 Example: `publish(store, Report(3, "rank 3 failed in 'F s1 m2'", traceback))`, on another rank `find(store).text`
 """
@@ -24,7 +24,7 @@ FOREIGN = -1
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`rank`: global rank at fault. `headline`: one line. `text`: what follows it: a traceback, stacks. `is_stall`: nobody raised it."""
+    """`rank`: global rank at fault. `headline`: one line. `text`: the rest: a traceback, stacks. `is_stall`: no exception."""
 
     rank: int
     headline: str
@@ -32,7 +32,7 @@ class Report:
     is_stall: bool = False
 
     def to_json(self) -> str:
-        """As it lies in the store."""
+        """Its text in the store."""
         return json.dumps(asdict(self))
 
     @classmethod

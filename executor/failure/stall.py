@@ -1,4 +1,4 @@
-"""When a job stalls: where every rank stands, and which one the others wait for.
+"""When a job stalls: the position of every rank, and which one the others wait for.
 
 Terms
     standing    what one rank says of itself: the place in its program, since when it is there, the Python stack of its main thread
@@ -56,7 +56,7 @@ _RECORDERS = (
 
 
 class Activity(StrEnum):
-    """What a rank's main thread does; the earlier, the more likely it is the others' reason to wait."""
+    """The activity of a rank's main thread; the earlier in this list, the more likely the others wait for it."""
 
     SILENT = "silent"
     BUSY = "busy"
@@ -88,7 +88,7 @@ class Standing:
     fate: str = ""
 
     def to_json(self) -> str:
-        """As it lies in the store."""
+        """Its text in the store."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -118,7 +118,7 @@ def find_stalled(standings: Sequence[Standing]) -> Standing:
 
 
 def report_of(standings: Sequence[Standing], timeout: float, *, key: str = "", gone: Sequence[int] = ()) -> Report:
-    """What all ranks show. `key`: that of the configuration which limits the wait. `gone`: ranks that have ended while others wait."""
+    """The report that all ranks show. `key`: of the configuration, which limits the wait. `gone`: ranks that have ended meanwhile."""
     stalled = find_stalled([standing for standing in standings if not gone or standing.rank in gone])
     details = ["the ranks stand at", *(f"  {standing}" for standing in standings)]
     if stalled.stack:
@@ -141,7 +141,7 @@ def report_of(standings: Sequence[Standing], timeout: float, *, key: str = "", g
 
 
 def activity_of(frame: FrameType | None, waits: Sequence[str], reduces: bool) -> Activity:
-    """What a thread does whose innermost frame this is.
+    """The activity of a thread with this innermost frame.
 
     `waits`: files, beside the executor's own, in which a rank waits for its peers. `reduces`: whether a backward pass may
     wait for replicas.

@@ -3,7 +3,7 @@
 Terms
     phase       how far the rank has come, see `Phase`; every change is told in the store, so that it is known of a rank that is stopped
     waits       the main thread is inside one and the same call of torch.distributed, or of smpc's own exchanges, from look to look of the
-                watcher. Whoever waits longer than `timeout` asks all ranks where they stand, and the job ends with the answer
+                watcher. Whoever waits longer than `timeout` asks all ranks for their position, and the job ends with the answer
     gone        a rank that has ended, or has called `smp.shutdown`, before its first step. Nobody can go on who waits for it
 
 Only those who wait have a clock: a rank that builds its model for an hour is ended by the others, if they wait for it longer than
@@ -27,7 +27,7 @@ _PATIENCE = 3.0  # seconds that a rank waits before it looks for ranks that are 
 
 
 class Phase(IntEnum):
-    """What a rank does until it trains."""
+    """The phases of a rank until it trains."""
 
     INIT = 0
     SCRIPT = 1
@@ -49,7 +49,8 @@ _TEXTS = {
 
 
 class Start:
-    """Of one rank. `enter`, `within` and `end` are for the main thread, the rest for the watcher of `smpc.executor.failure.monitor`.
+    """The start of one rank. `enter`, `within` and `end` are for the main thread, the rest for the watcher of
+    `smpc.executor.failure.monitor`.
 
     `timeout`: None where there is no start to watch. `ended` tells the ranks that a launcher knows to have ended.
     """
@@ -112,7 +113,7 @@ class Start:
 
     @property
     def allowed(self) -> float:
-        """Seconds that what this rank does may still take."""
+        """Seconds that this rank's activity may still take."""
         return max(self._allowed_until - time.monotonic(), 0.0)
 
     def sign(self) -> None:
@@ -133,7 +134,7 @@ class Start:
     # -- the watcher ---------------------------------------------------------------------------------------------------
 
     def look(self, frame: FrameType | None, waits: bool, now: float) -> None:
-        """Take note of what the main thread does."""
+        """Note the activity of the main thread."""
         call = _call_of(frame) if waits and not self.is_over else None
         if call is None or call != self._call:
             self._since, self._next_look = now, now + _PATIENCE
@@ -165,11 +166,11 @@ class Start:
         return self.all_gone()
 
     def fate(self, rank: int) -> str:
-        """What can be seen of a rank's process; "" if nothing."""
+        """What is visible of a rank's process; "" if nothing."""
         return self._processes[rank].fate if rank in self._processes else ""
 
     def dead(self) -> list[int]:
-        """Those of this host whose processes have ended."""
+        """The ranks of this host whose processes have ended."""
         return [rank for rank, process in sorted(self._processes.items()) if process.has_ended]
 
     def all_gone(self) -> list[int]:

@@ -41,7 +41,7 @@ _NAME = "smpc-{:016x}"  # of the memory: what rank 0's token makes of it
 
 @dataclass(frozen=True, slots=True)
 class _Card:
-    """What a rank tells the others. `rank`: in the whole job. `namespace` is that of the process number."""
+    """A rank's description for the others. `rank`: in the whole job. `namespace`: of the process number."""
 
     able: int
     rank: int
@@ -79,7 +79,7 @@ class HostLink:
 
     @property
     def slots(self) -> SharedSlots | None:
-        """What small CPU tensors go through; None: gloo. Collective when it is first asked."""
+        """The shared memory for small CPU tensors; None: gloo. The first call is collective."""
         if not self._is_settled:
             group = self._group()
             assert group is not None, "whoever calls a collective holds the group"
@@ -121,7 +121,7 @@ def connect(group: dist.ProcessGroup, wanted_bytes: int) -> Shared | None:
 
 @dataclass(slots=True)
 class _Opening:
-    """What one rank holds until all have agreed; what is not taken by then is given back."""
+    """The resources of one rank until all have agreed; those not taken by then are released."""
 
     rank: int
     num_bytes: int
@@ -142,7 +142,7 @@ class _Opening:
                 os.close(peer.alive)
 
     def card(self, wanted: bool) -> list[int]:
-        """What the others have to know; rank 0 makes the memory for it."""
+        """The description for the others; rank 0 makes the memory for it."""
         token = secrets.randbits(62) if self.rank == 0 else 0
         namespace, able = 0, wanted and _is_possible()
         if able:

@@ -1,12 +1,12 @@
-"""The other ranks of a group that share memory on one host: whether they are still there, and waiting for what they write.
+"""The other ranks of a group that share memory on one host: whether they still exist, and waiting for their writes.
 
 Terms
     word    an int64 in shared memory that one rank writes and another waits for
     gone    a cell of every rank, in which it says that it has left the group, or that it failed
 
-A rank that waits looks at the word, first at once, then each time after the other processes have had their turn, then, when that has
-taken some milliseconds, after sleeps. Then it also looks whether the rank that it waits for has said that it is gone, whether that
-process still exists, and at the clock. What a rank wrote before it went counts: who is gone is asked before the word is read once more.
+A waiting rank polls the word: first at once, then after yielding to other processes, then, after some milliseconds, between sleeps. In
+the last phase it also checks whether the awaited rank has left, whether its process still exists, and the clock. Words written before a
+rank left count: the rank's state is read before the word is read once more.
 
 Memory is in the order of the program on x86-64 alone, where a rank that sees a word also sees what was written before it, and where what
 is read before a write of a word has been read when others see that word. `smpc.executor.host_memory.shared_memory` leaves other
@@ -27,9 +27,9 @@ from smpc.errors import TransportError
 CACHE_LINE: Final = 8  # in words
 PAGE: Final = 4096  # bytes
 
-# Looks at a word, 0.05 us each. Of two numbers, the first is for ranks with a core each, the second for more ranks than cores.
+# Polls of a word, 0.05 us each. The first number is for ranks with a core each, the second for more ranks than cores.
 _SPINS, _FEW_SPINS = 1000, 50
-# Then with sched_yield between them, for so many seconds: 0.3 us where nobody else wants the core. To be woken from a sleep takes 0.1 ms.
+# Then with sched_yield between them, for so many seconds: 0.3 us if no other process needs the core. Waking from a sleep takes 0.1 ms.
 _YIELDING, _SHORT_YIELDING = 10e-3, 1e-3
 _SHORTEST_SLEEP, _LONGEST_SLEEP, _SLEEP_PART = 50e-6, 2e-3, 0.02  # then sleeps: a fiftieth of the time waited so far
 

@@ -5,7 +5,7 @@ Terms
               for those of odd number
     cell      an int64 in a cache line of its own. Every rank has three, which it alone writes: one for each slot, and one that says
               that it is gone
-    word      what stands in a slot's cell: the number of the collective whose tensor lies in the slot, and what kind of tensor it is
+    word      the content of a slot's cell: the number of the collective whose tensor is in the slot, and the kind of tensor
 
     memory    | cells of rank 0, 1, .. | slot 0 of rank 0 | slot 1 of rank 0 | slot 0 of rank 1 | ..
 
@@ -16,10 +16,10 @@ In its collective number k every rank
     3  waits until the slot k mod 2 of every other rank has the same word in its cell
     4  computes its result from all ranks' slots k mod 2, in the order of the ranks: sums are bitwise the same on all of them
 
-Why nobody reads a half-written tensor: step 2 comes after step 1, step 4 after step 3. Why nobody overwrites what another still reads: a
-rank writes into slot k mod 2 again in collective k + 2. By then it has seen, in step 3 of k + 1, that every rank has begun k + 1, and so
-has done step 4 of k. A rank is therefore never more than one collective ahead, and a cell holds the word of k or the one of k - 2 while
-somebody waits for k: any other word means that ranks do not call the same collectives.
+Why no rank reads a half-written tensor: step 2 comes after step 1, step 4 after step 3. Why no rank overwrites a tensor that another
+still reads: a rank writes into slot k mod 2 again in collective k + 2. By then it has seen, in step 3 of k + 1, that every rank has
+begun k + 1, and so has done step 4 of k. A rank is therefore never more than one collective ahead, and a cell holds the word of k or of
+k - 2 while a rank waits for k: any other word means that ranks do not call the same collectives.
 
 `smpc.executor.host_memory.shared_peers` says how a rank waits, and which processors this is for. A cell is written in one instruction. A
 rank is gone when its group has been destroyed, or one of its collectives did not come to its end.
@@ -54,7 +54,7 @@ SUMMED: Final = (
 )  # what gloo sums, but for booleans
 _ROUNDED: Final = (torch.bfloat16, torch.float16)  # added up in fp32
 
-_CELLS: Final = 3 * CACHE_LINE  # of a rank: those of its slots, and the one that says that it is gone
+_CELLS: Final = 3 * CACHE_LINE  # of a rank: its slots' cells, and the one that says that it has left
 _GONE: Final = 2 * CACHE_LINE
 _ALL_SLOTS: Final = 1 << 22  # bytes
 _SIZE_BITS: Final = 21  # of a word, from the lowest: bytes of the tensor, kind, number
@@ -62,14 +62,14 @@ _KIND_BITS: Final = 8
 _NUMBER_SHIFT: Final = _SIZE_BITS + _KIND_BITS
 _NUMBER_MASK: Final = (
     1 << (63 - _NUMBER_SHIFT)
-) - 1  # numbers may start again from 0, as a cell holds that of k or of k - 2
+) - 1  # numbers may start again from 0, as a cell holds the number of k or of k - 2
 
 _MAX_LAYOUTS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the tensors of one kind of collective lie. By slot: this rank's, as it is written, and all ranks', as this one reads them."""
+    """Where the tensors of one kind of collective are. By slot: this rank's, as it is written, and all ranks', as this one reads them."""
 
     kind: int  # the low bits of the words
     own: tuple[Tensor, Tensor]

@@ -1,1 +1,1 @@
-"""What is measured while a rank runs: spans of instructions, clocks, live bytes, messages."""
+"""Measurements while a rank runs: spans of instructions, clocks, live bytes, messages."""

@@ -20,7 +20,7 @@ _ROUNDS = 12
 def clock_offset(
     group: dist.ProcessGroup, device: torch.device, clock: Callable[[], int] = time.monotonic_ns, rounds: int = _ROUNDS
 ) -> int:
-    """Nanoseconds to add to this rank's clock. Messages lie on `device`. Collective over the group."""
+    """Nanoseconds to add to this rank's clock. Messages are on `device`. Collective over the group."""
     message = torch.zeros(1, dtype=torch.int64, device=device)
     if group.rank() == 0:
         for peer in range(1, group.size()):

@@ -1,10 +1,10 @@
-"""What a message between two ranks costs, measured: seconds for one of no size, and bytes per second.
+"""Measures messages between two ranks: seconds for an empty message, and bytes per second.
 
     wire = measure_wire(transport, rank, num_ranks)     # collective over the pipeline, between steps
 
 Messages go to and fro between neighbours, pair after pair, through the transport that the steps use; half of a round trip is one
-message. Latency is that of the smallest, bandwidth follows from the difference to the largest; both are medians, over the pairs as
-well. The result, a `Wire` of a device description, makes the predicted messages those of this machine:
+message. Latency is the smallest message's time, bandwidth follows from the difference to the largest; both are medians, also over
+the pairs. With the result, a `Wire` of a device description, message times are predicted for this machine:
 
     dataclasses.replace(find_device("cpu"), inside_host=wire)
 """

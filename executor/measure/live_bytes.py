@@ -4,9 +4,9 @@
         step()
     counter.peak
 
-A storage counts once, however many tensors see it, from the operation that makes it until nobody holds it any more. One that is
-written before anything has made it was there, such as the buckets in which DistributedDataParallel sums gradients: it counts from the
-start. FSDP fills and empties the storages of whole parameters: they count as they are.
+A storage counts once, however many tensors share it, from the operation that makes it until it is freed. A storage that is written
+before any operation made it existed already, such as the buckets in which DistributedDataParallel sums gradients: it counts from the
+start. FSDP fills and empties the storages of whole parameters: they count with their present size.
 
 Memory that operations use inside (workspaces of libraries) is not seen, and memory that torch did not allocate counts only where it is in
 `held`: what the ranks of one host share for small messages is the same few MiB for any model, and no rank's own

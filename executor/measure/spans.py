@@ -10,9 +10,9 @@ Terms
     clock   `time.monotonic_ns`, which the processes of one host share; nanoseconds
     span    an instruction with its start and end on that clock, in the order in which they ended
 
-On a CPU a span is the time of the call. On a GPU it is the time between two events on the current stream, so that of a receive has
-the stream's wait for the message; `take` waits for the device. An instruction that is bound to several handlers (REDUCE) has
-several spans. An instruction that fails has none.
+On a CPU a span is the time of the call. On a GPU it is the time between two events on the current stream, so a receive's span
+includes the stream's wait for the message; `take` waits for the device. An instruction that is bound to several handlers (REDUCE)
+has several spans. An instruction that fails has none.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Recorder:
             self._origin = event, time.monotonic_ns()
 
     def take(self) -> tuple[Span, ...]:
-        """What was noted since `begin`."""
+        """The spans since `begin`."""
         if self._origin is not None:
             origin, clock = self._origin
             torch.cuda.synchronize(self._device)

@@ -2,10 +2,10 @@
 
     F, B, W     one handler
     OFFLOAD, RELEASE, RELOAD    one handler each, see `smpc.executor.program.offload`
-    SEND, RECV, MOVE and those of gradients    one handler each, see `smpc.executor.program.bind_channels`
+    SEND, RECV, MOVE, and for gradients        one handler each, see `smpc.executor.program.bind_channels`
     REDUCE      a handler that sends to the other holders, one for each of them that waits for it, one that sums
 
-What a handler does with tensors is described in `smpc.executor.program.frame`.
+`smpc.executor.program.frame` describes what a handler does with tensors.
 
 A value that shares memory with a buffer (BatchNorm statistics, a slice of a position table) is copied when F
 has run: the buffer may be written by the next microbatch before the value has been sent, or read by the next
@@ -48,7 +48,7 @@ class Split:
         self._found: list[bool] = []
 
     def note(self, has_work: bool | None, is_last: bool) -> None:
-        """What a W found (see `Pending.run`); the last one of a step decides for the next."""
+        """The result of a W (see `Pending.run`); the last one of a step decides for the next."""
         if has_work is not None:
             self._found.append(has_work)
         if is_last and self._found:
@@ -120,7 +120,7 @@ class Binder:
         return [self._posting(i, n, handler) for i, handlers in bound for n, handler in enumerate(handlers)]
 
     def _posting(self, instruction: Instruction, number: int, handler: Handler) -> Handler:
-        """That handler of an instruction, which first posts the receives that are due."""
+        """The handler of an instruction, extended to first post the receives that are due."""
         due = [(self.inboxes[peer], count) for peer, count in self._points.get((instruction, number), ())]
         if not due:
             return handler
@@ -299,8 +299,8 @@ def _reductions(
 ) -> dict[Instruction, tuple[int, ...]]:
     """With which instructions the gradients of which stages are averaged over replicas.
 
-    Always in falling order of stages, whatever that of the program: other replicas may run another program in this step, or none. So a
-    stage whose last backward comes before that of a later stage waits for that one: `B s3 m7 ... B s4 m7` averages 4, then 3.
+    Always in falling order of stages, whatever the program's order: other replicas may run another program in this step, or none. So a
+    stage whose last backward comes before a later stage's waits for that one: `B s3 m7 ... B s4 m7` averages 4, then 3.
     """
     position = {instruction: i for i, instruction in enumerate(instructions)}
     found: dict[Instruction, tuple[int, ...]] = {}

@@ -3,8 +3,8 @@
     values       frame of the source .outputs -> checked against the plan -> frame of the destination .inputs
     gradients    frame of the destination .grads -> checked -> frame of the source .roots
 
-A RECV may wait; `Handler.inbox` says for whom. What travels, and how a peer learns which gradients there are, is described in
-`smpc.executor.program.inbox`; what is held until it has arrived, in `smpc.executor.program.send_completion`.
+A RECV may wait; `Handler.inbox` says for whom. `smpc.executor.program.inbox` describes the messages, and how a peer learns
+which gradients exist; `smpc.executor.program.send_completion` describes how long sent tensors are held.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ChannelBinder:
         self._told, self._awaited = _arrivals(program, peers, window)
 
     def inbox(self, peer: int) -> Inbox:
-        """What comes from a peer, in the order of the program."""
+        """The messages from a peer, in the order of the program."""
         if peer not in self.inboxes:
             self.inboxes[peer] = Inbox(self._transport, peer, self._window)
         return self.inboxes[peer]
@@ -265,7 +265,7 @@ class ChannelBinder:
 def _arrivals(
     program: RankProgram, peers: Sequence[RankProgram], window: int
 ) -> tuple[dict[Instruction, int], dict[Instruction, int]]:
-    """See `smpc.executor.program.send_completion`: what receives tell, and what sends wait for."""
+    """See `smpc.executor.program.send_completion`: what a receive implies, and what a send waits for."""
     if not peers:
         return {}, {}
     awaited = {} if program.has_backward else awaited_by_sends(peers, program.rank, window)

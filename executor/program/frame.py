@@ -1,4 +1,4 @@
-"""What a rank holds for one stage and one microbatch, from the first value received until the last gradient is sent.
+"""The tensors of one stage and one microbatch on a rank, from the first value received until the last gradient is sent.
 
     inputs     values in the order of StageCode.inputs; put there by RECV and MOVE, taken by F
     leaves     F leaves here those inputs that want a gradient; B reads their .grad

@@ -1,6 +1,6 @@
-"""What a program is bound to: handlers, and what the caller of a step brings to them.
+"""The bound form of a program: handlers, and the inputs that the caller of a step passes to them.
 
-A `Handler` is an instruction with its operands looked up. What differs from step to step it reads from the one `Step` of its program.
+A `Handler` is an instruction with its operands looked up. It reads everything that differs from step to step from its program's `Step`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ OnOutput = Callable[[int, tuple[Tensor, ...]], Sequence[tuple[Tensor, Tensor | N
 
 @dataclass(slots=True)
 class Step:
-    """What the caller of a step brings."""
+    """The inputs of a step."""
 
     inputs: Inputs | None = None
     on_output: OnOutput | None = None

@@ -65,7 +65,7 @@ class Presence:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What one instruction receives. `presence` is None for values; `is_first`: a mask comes before the gradients."""
+    """The messages that one instruction receives. `presence` is None for values; `is_first`: a mask comes before the gradients."""
 
     forms: tuple[WireFormat, ...]
     presence: Presence | None = None
@@ -167,7 +167,7 @@ class Inbox:
 def _unpacked(
     forms: Sequence[WireFormat | None], receipts: list[Receipt | None], *, as_planned: bool = False
 ) -> list[Tensor | None]:
-    """What arrives, one after the other: what travelled without its gaps is let go of before the next one gets its own."""
+    """Received tensors, one after the other: a tensor sent without its gaps is freed before the next one gets its gaps back."""
     tensors: list[Tensor | None] = []
     for index, form in enumerate(forms):
         receipt, receipts[index] = receipts[index], None

@@ -39,11 +39,11 @@ DEFAULT_WINDOW = 4
 class Interpreter:
     """Runs the program of one rank, step after step.
 
-    `stages` maps the rank's stage indices to their modules, `parameters` canonical names to parameters (only
-    the shared ones are looked up). Received tensors are put on `device`. `window` is how many messages of a
-    peer are received ahead. `labels`: what error messages call a value, if not by its name. `peers`: the programs of all ranks, by which
-    it knows early when what it has sent has arrived; without them it is held until the step ends. With them, making an interpreter is
-    collective over the ranks, as their connections are made.
+    `stages` maps the rank's stage indices to their modules, `parameters` canonical names to parameters (only the shared ones are looked
+    up). Received tensors are put on `device`. `window` is how many messages of a peer are received ahead. `labels`: names of values in
+    error messages, if not their own. `peers`: the programs of all ranks, from which it knows early when sent tensors have arrived;
+    without them tensors are held until the step ends. With them, construction is collective over the ranks, since their connections are
+    made.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Interpreter:
         return self._position
 
     def record(self, recorder: Recorder | None) -> None:
-        """From the next step on, tell `recorder` when each instruction runs; None: nobody."""
+        """From the next step on, report to `recorder` when each instruction runs; None: no reports."""
         handlers = self._handlers
         if recorder is None:
             self._runs = [handler.run for handler in handlers]
@@ -95,7 +95,7 @@ class Interpreter:
             self._runs = [recorder.timed(handler.instruction, handler.run) for handler in handlers]
 
     def where(self) -> str:
-        """The current instruction, for people: rank, text, position. For any thread: the step goes on meanwhile."""
+        """The current instruction, for people: rank, text, position. For any thread: the step continues meanwhile."""
         position = self._position
         if position == len(self._handlers):
             return f"pipeline rank {self.program.rank}, after the last instruction"

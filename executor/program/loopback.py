@@ -1,7 +1,7 @@
 """Runs the programs of all pipeline ranks in one process and one thread.
 
-Ranks take turns; each runs until it needs a message that has not been sent. The result is that of real
-processes, bit by bit. For tests, debugging and training on one device.
+Ranks take turns; each runs until it needs a message that has not been sent. The result equals real processes', bit by
+bit. For tests, debugging and training on one device.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from smpc.executor.program.interpreter import Interpreter
 def run_loopback(interpreters: Sequence[Interpreter], inputs: Inputs, on_output: OnOutput | None) -> None:
     """One step on all ranks; `interpreters[r]` is rank r's, over the transports of `loopback_transports`.
 
-    `inputs` go to rank 0 and `on_output` to the last stage's rank, as in `Interpreter.run`. ScheduleError if
-    no rank can go on.
+    `inputs` go to rank 0 and `on_output` to the last stage's rank, as in `Interpreter.run`. ScheduleError if no rank
+    can continue.
     """
     try:
         for rank, interpreter in enumerate(interpreters):

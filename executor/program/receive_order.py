@@ -1,8 +1,8 @@
 """When receives are posted that occupy the device until their message comes (NCCL).
 
-Such a receive is a kernel that ends when the peer sends. Whatever waits for the whole device (a kernel that is loaded when it is first
-used, memory given back to the driver, a cooperative kernel) waits for it too; and what the peer sends may depend on what this rank has
-yet to do. So a receive may be posted too early. `posting_points` says when it is not, from the programs of all ranks:
+Such a receive is a kernel that ends when the peer sends. Any operation that waits for the whole device (a kernel that is loaded when
+it is first used, memory returned to the driver, a cooperative kernel) waits for it too; and the peer's message may depend on work that
+this rank has yet to do. So a receive may be posted too early. `posting_points` says when it is not, from the programs of all ranks:
 
     step       what a handler does (`smpc.executor.program.bind`): an instruction; of a REDUCE, first the sends to all other holders, then
                each receive
@@ -11,10 +11,10 @@ yet to do. So a receive may be posted too early. `posting_points` says when it i
     points     Before a step a rank posts the receives of all messages that were sent before it in this order, in the order in which
                they were sent.
 
-So whatever a rank does, it does in this order, and a message is sent and its receive posted at the same place of it. Of all that
-has not happened, what comes first in the order can happen: ranks never wait in a circle, not even if each of their operations, a
-send or a posted receive, first waits for all that is under way on the device, or blocks the process until its peer's has come. And
-nothing is gained by posting more: by the same times, what was not posted yet is sent after the step has ended.
+So every rank acts in this order, and a message is sent and its receive posted at the same position of it. The earliest operation
+that has not happened can always happen: ranks never wait in a circle, not even if each send or posted receive first waits for
+everything in progress on the device, or blocks the process until its peer's has come. Posting more would gain nothing: by the same
+times, a message whose receive is not posted yet is sent after the step has ended.
 
 Example: rank 0 runs `F s0 m0, SEND e0 m0 r1, F s0 m1, SEND e0 m1 r1`, rank 1 `RECV e0 m0 r0, F s1 m0, RECV e0 m1 r0, F s1 m1`. Microbatch 1
 is sent at time 2, when `F s1 m0` ends, and so rank 1 posts its receive before `F s1 m0`.

@@ -4,9 +4,9 @@ Every holder sends its gradient to every other and adds up what exists in order 
 same bits. Where no holder has a gradient, there is none afterwards. A mask says whether one
 follows.
 
-Gradients accumulate over steps until the user clears them, and what a former step left is a sum already: only
-the first holder may bring it in. The others start every training step without one (`start`). Of parameters that are sharded over replicas,
-holders with the same part sum that.
+Gradients accumulate over steps until the user clears them, and gradients of a former step are already summed: only the first holder may
+contribute them. The others start every training step without gradients (`start`). If parameters are sharded over replicas, holders with
+the same part sum that part.
 
 Example: ranks 0 and 3 hold the embedding; before REDUCE 0 has g0 and 3 has g3, afterwards both have g0 + g3.
 """

@@ -1,4 +1,4 @@
-"""What a rank knows of the arrival of its messages, from the programs of all ranks: when it may let go of what it has sent.
+"""When a rank may free the tensors that it has sent: derived from the programs of all ranks.
 
 Some transports (gloo) cannot tell whether a tensor that was sent has arrived without waiting for it. The programs can:
 

@@ -30,7 +30,7 @@ class Apart:
     group: dist.ProcessGroup
 
     def inside(self, root: nn.Module) -> list[nn.Module]:
-        """Those of the modules that are in another one, in its order."""
+        """The modules that are inside another one, in its order."""
         own = {id(module) for module in self.modules}
         return [module for module in root.modules() if id(module) in own]
 

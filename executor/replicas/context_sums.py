@@ -6,7 +6,7 @@ summand (`ShardedTrace.summed`). `inner` are the hooks that average over replica
     inner averages over other ranks                 the group sums what they leave, in one call for each large gradient
     ... over ranks with the whole group among them  times the size of the group that is the sum: nothing is sent
 
-Gradients that are there when a step begins are sums already. They are divided by the size of the group, so that its end restores them.
+Gradients that exist when a step begins are sums already. They are divided by the size of the group, so that its end restores them.
 """
 
 from __future__ import annotations

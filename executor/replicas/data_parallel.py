@@ -192,7 +192,7 @@ class StageReplicas:
         used = [other for parameter, other in pairs if parameter.grad is not None]
         for parameter, other in pairs:
             other.grad = parameter.grad
-        # DDP counts what backwards reach: they add nothing to what stands there.
+        # DDP counts the parameters that backwards reach: they add nothing to existing gradients.
         with torch.enable_grad():
             reached = [other.view_as(other) for other in used]
         nothing = [torch.zeros((), dtype=other.dtype, device=other.device).expand_as(other) for other in used]
@@ -210,7 +210,7 @@ def _ignore(replica: _Replica, owned: set[int]) -> None:
 
 
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
-    """Replace tensors by those of the group's rank `source`: one broadcast for each dtype and device."""
+    """Replace tensors by the values of the group's rank `source`: one broadcast for each dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():

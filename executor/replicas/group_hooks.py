@@ -1,4 +1,4 @@
-"""What a tensor-parallel, context-parallel or expert-parallel group does with gradients, once a step, around what replicas do with them."""
+"""Reduces gradients over a tensor-, context- or expert-parallel group, once a step, around the reduction over replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replicas add to a training step: the interpreter calls these hooks, and knows nothing else of data parallelism."""
+"""Hooks of replicas in a training step: the interpreter calls them, and knows nothing else of data parallelism."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class StepHooks(Protocol):
-    """What data parallelism adds to a step; see `smpc.executor.replicas.data_parallel`."""
+    """The hooks of data parallelism in a step; see `smpc.executor.replicas.data_parallel`."""
 
     def start_of_step(self) -> None:
         """Before the first instruction of a training step."""

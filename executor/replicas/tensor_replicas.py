@@ -1,4 +1,4 @@
-"""Gradients over the ranks of a tensor-parallel group, once those of replicas are averaged.
+"""Gradients over the ranks of a tensor-parallel group, after the average over replicas.
 
     a parameter of a distributed module     acts on the samples of the whole group, and its gradient sums over them: divided by the size
                                             of the group where each rank has samples of its own, so that it averages the ranks' losses
@@ -99,6 +99,6 @@ class TensorReplicas(GroupHooks):
 def _check_dense(name: str, parameter: nn.Parameter) -> None:
     if parameter.grad is not None and parameter.grad.layout is not torch.strided:
         raise StepError(
-            f"parameter {name!r} lies on several tensor-parallel ranks, so its gradient must be dense, found {parameter.grad.layout}; "
+            f"parameter {name!r} is held by several tensor-parallel ranks, so its gradient must be dense, found {parameter.grad.layout}; "
             "use sparse=False"
         )

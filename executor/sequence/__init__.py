@@ -1,1 +1,1 @@
-"""What ranks do that each have a slice of a sequence: attention, and means over all of it."""
+"""Operations of ranks that each have a slice of a sequence: attention, and means over the whole sequence."""

@@ -1,4 +1,4 @@
-"""Ring attention: queries stay, keys and values go from rank to rank while each computes with what it has.
+"""Ring attention: queries stay, keys and values go from rank to rank while each rank computes with those that it has.
 
 `smpc.codegen.ring` has the order of the steps, `smpc.kernels.attention.blocks` a step's work. Every step posts the next exchange before
 it computes, and waits for it after: the transfer is hidden where computing takes longer. Two buffers take turns. Keys and values travel

@@ -198,8 +198,8 @@ class _Deferrable(torch.autograd.Function):
 
 
 def _look_at(values: Sequence[Any]) -> tuple[list[nn.Parameter], list[int], float]:
-    """Of the arguments of a call: the parameters to train, the places of what else wants a gradient, and about how many multiplications
-    the gradients of the parameters take; infinitely many elsewhere than on a CPU."""
+    """From a call's arguments: the trained parameters, the positions of other arguments that require a gradient, and the approximate
+    number of multiplications for the parameters' gradients (infinite except on a CPU)."""
     trained: list[nn.Parameter] = []
     places: list[int] = []
     elements, longest = 0.0, 0
@@ -234,7 +234,7 @@ def _has_trained(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _first_used(func: Callable[..., Any]) -> int | None:
-    """From which argument on a call computes with their values: not with that which it changes in place. None: it asks about them."""
+    """The first argument whose values a call uses, not counting one that it only overwrites. None: it only reads metadata."""
     name = func.__name__
     if name == "__get__":
         return 0 if func in _DIFFERENTIABLE_GETTERS else None

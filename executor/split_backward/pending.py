@@ -1,11 +1,12 @@
-"""What a split backward puts off: the calls that take parameters, as F notes them for W.
+"""The deferred part of a split backward: calls with parameters, which F records for W.
 
     Record      any call with a graph of its own: autograd's, on the parameters and detached arguments, where `grad` enters at `edge`
     Product     y = rows @ weight + bias, of F.linear and torch.addmm: no graph, but what the two gradients are computed from
     Alias       another leaf with the values of a parameter, which B gives a gradient of its own
 
-B leaves each its `grad`, if one comes. `Pending` holds those of one microbatch in the order of the calls, and accumulates the gradients of
-parameters from the last call to the first, as an unsplit backward does: by `torch.autograd.backward` on the parameters, so hooks run.
+B leaves each its `grad`, if one comes. `Pending` holds the records of one microbatch in the order of the calls, and accumulates the
+gradients of parameters from the last call to the first, as an unsplit backward does: by `torch.autograd.backward` on the parameters, so
+hooks run.
 
 A Product is what a transformer consists of, so it does in few steps what autograd does: the same two kernels on operands of the same
 layout, so the same bits.
@@ -104,7 +105,7 @@ class Alias:
 
     @property
     def grad(self) -> Tensor | None:
-        """What B has left."""
+        """The state after B."""
         return self.leaf.grad
 
     def root(self) -> Tensor:
@@ -120,9 +121,9 @@ Entry: TypeAlias = Record | Product | Alias
 
 
 class Pending:
-    """What a stage's F has put off, in the order of the calls.
+    """The deferred calls of a stage's F, in order.
 
-    `token` stands for the parameters in the stage's graph: it makes what is computed from them require a gradient.
+    `token` represents the parameters in the stage's graph: it makes values computed from them require a gradient.
     """
 
     __slots__ = ("_entries", "add", "token")
@@ -140,7 +141,7 @@ class Pending:
         self._entries.clear()
 
     def run(self) -> bool | None:
-        """Add the gradients to those of the parameters. Empty afterwards.
+        """Add the gradients to the parameters'. Empty afterwards.
 
         Whether work was left, and not just gradients; None if there was nothing.
         """
@@ -159,7 +160,7 @@ class Pending:
 
 
 def _next_group(entries: list[Entry]) -> list[Entry]:
-    """The next entries, taken from the end: those of little work together, as a call of autograd takes longer than a small product."""
+    """The next entries, taken from the end: small ones together, since a call of autograd takes longer than a small product."""
     group, num_elements = [entries.pop()], 0
     while entries:
         num_elements += _num_elements(group[-1])
@@ -181,7 +182,7 @@ def _accumulate(group: Sequence[Entry]) -> None:
 
 
 def _accumulate_sums(entries: list[Entry]) -> None:
-    """Of parameters with several uses: all are summed first, and the sum is accumulated once."""
+    """For parameters with several uses: all gradients are summed first, and the sum is accumulated once."""
     sums: dict[nn.Parameter, Tensor] = {}
     while entries:
         entry = entries.pop()
@@ -210,9 +211,10 @@ class _Products(torch.autograd.Function):
 def as_product(
     func: Callable[..., Any], values: Sequence[Any], trained: Sequence[nn.Parameter], places: Sequence[int]
 ) -> Product | None:
-    """A call with positional arguments `values` as a Product, if it is one. `places`: of what wants a gradient and is no parameter.
+    """A call with positional arguments `values` as a Product, if it is one. `places`: of arguments that require a gradient and are not
+    parameters.
 
-    What else these functions take (vectors, complex numbers, autocasts, rows with gaps) is left to records.
+    Other arguments (vectors, complex numbers, autocasts, rows with gaps) are left to records.
     """
     is_linear = func is F.linear
     if is_linear:

@@ -1,4 +1,4 @@
-"""What the interpreter asks of a transport.
+"""The interface of transports for the interpreter.
 
 Tensors that one rank sends to another arrive in the order sent: first in, first out, one tensor a message.
 Both ends know each message's format. A tensor handed to `send` must not be written afterwards; the transport

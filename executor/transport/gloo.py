@@ -96,7 +96,7 @@ class GlooReceipt:
         return self._work is None
 
     def wait(self) -> Tensor:
-        """Block until the tensor is there."""
+        """Block until the tensor has arrived."""
         work, self._work = self._work, None
         if work is not None:
             try:
@@ -123,7 +123,7 @@ class RingReceipt:
         return self._post.is_done and self._post.mailed is None
 
     def wait(self) -> Tensor:
-        """Block until the tensor is there."""
+        """Block until the tensor has arrived."""
         post = self._post
         try:
             self._rings.inbound[self._peer].complete(post)
@@ -148,8 +148,8 @@ class GlooTransport:
         self._group: dist.ProcessGroup | None = group
         self._timeout = timeout
         self._pool = BufferPool()
-        # What keeps a tensor: gloo's Work, or the tensor itself if it went through memory. The latter could go at once; it stays as long as
-        # the former so that a rank needs what is predicted of it, on one host or on several.
+        # Keeps sent tensors alive: gloo's Work, or the tensor itself if it went through shared memory. The latter could be freed at once;
+        # it is held as long as the former, so that a rank needs the predicted memory on one host and on several.
         self._sent: list[deque[dist.Work | Tensor]] = [deque() for _ in range(group.size())]
         self._released = [0] * group.size()
         self._mailed: list[tuple[dist.Work, int]] = []

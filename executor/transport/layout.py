@@ -5,10 +5,10 @@ Terms
     wire view   the same memory seen as a contiguous tensor: what a transport reads and writes
     gaps        the strides on arrival of a tensor that is not dense, such as a slice: see `smpc.tracer.layouts`
 
-A dense tensor keeps its strides: its dimensions, sorted by falling stride, are a contiguous tensor. A tensor with gaps travels without
-them, and whoever takes it out of its inbox gives it gaps again. What is expanded or overlaps travels contiguous, and so it arrives. Both
-ends know the format from the plan, so nothing but the elements is sent, and a tensor without elements is not sent at all. Only
-gradients may come in another layout than planned: see `smpc.executor.program.inbox`.
+A dense tensor keeps its strides: its dimensions, sorted by falling stride, are a contiguous tensor. A tensor with gaps is sent without
+them, and gets them back when it is taken out of the inbox. An expanded or overlapping tensor is sent, and arrives, contiguous. Both ends
+know the format from the plan, so nothing but the elements is sent, and a tensor without elements is not sent at all. Only gradients may
+come in another layout than planned: see `smpc.executor.program.inbox`.
 
 Example: float32[2,3] with strides (1, 2) is dense; its wire view is `tensor.permute(1, 0)`, contiguous [3,
 2].
@@ -73,7 +73,7 @@ class WireFormat:
         return self.gaps or self.stride
 
     def unpack(self, tensor: Tensor) -> Tensor:
-        """What has travelled in this format, as it arrives: with gaps, if it has any."""
+        """A tensor received in this format, with its gaps restored."""
         if not self.gaps:
             return tensor
         return torch.empty_strided(self.shape, self.gaps, dtype=self.dtype, device=tensor.device).copy_(tensor)

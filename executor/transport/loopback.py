@@ -30,7 +30,7 @@ class LoopbackReceipt:
         self._device = device
 
     def ready(self) -> bool:
-        """Whether the message is there. Receipts of one queue are waited for in order, so the head is this one's."""
+        """Whether the message has arrived. Receipts of one queue are waited for in order, so the head is this one's."""
         return bool(self._queue)
 
     def wait(self) -> Tensor:

@@ -5,13 +5,12 @@ never waits behind a receive from it. Groups have two members and are made by th
 bytes, as NCCL does not know all dtypes.
 
 A group's communicator is made by its first operation, which blocks the process until the peer's. Two ranks that send to each other first
-would wait for ever; so `connect` makes those of a program, on all ranks in one order, before it runs.
+would wait for ever; so `connect` makes a program's communicators, on all ranks in one order, before it runs.
 
-Sends and receives go on in the background, and waiting for one makes the current CUDA stream wait, not the process, which runs ahead of
-the device. On the device each is a kernel that ends when the peer's has come. Whatever waits for the whole device (loading a kernel that is
-used for the first time, giving memory back to the driver) waits for these too; `smpc.executor.program.receive_order` says when a receive
-may be posted without a danger of ranks that wait in a circle. (CUDA's guide, "Lazy Loading", and NCCL's, "Concurrency between NCCL and
-CUDA calls".)
+Sends and receives run in the background, and waiting for one makes the current CUDA stream wait, not the process, which runs ahead of the
+device. On the device each is a kernel that ends when the peer's has come. An operation that waits for the whole device (loading a kernel at
+its first use, returning memory to the driver) waits for these too; `smpc.executor.program.receive_order` says when a receive may be posted
+without a danger of ranks that wait in a circle. (CUDA's guide, "Lazy Loading", and NCCL's, "Concurrency between NCCL and CUDA calls".)
 
 This file has run over stand-ins of the groups alone: it needs two GPUs. See docs/design/gpu_checklist.md.
 """

@@ -2,7 +2,7 @@
 
 Terms
     ring       room for the elements of messages from one rank to another, used again when they have been taken
-    word       what stands for a message: its number among those from that rank to the other, where it lies and how many bytes it has,
+    word       the record of a message: its number among messages from that rank to the other, its position and its size in bytes,
                and whether it comes by mail
     mail       another way, for messages for which the ring had no room: a sender does not wait for the receiver (but once there are _WORDS
                messages that have not been taken)
@@ -11,11 +11,11 @@ Terms
     memory     | gone: a cell of every rank | of every pair: | taken | words | ring | ..
 
 The sender copies the elements into the ring and then writes the word, at number mod _WORDS; the receiver waits for the word with the next
-number, copies the elements into the buffer that was posted first, and then writes `taken`. So nobody reads what is half written, and the
-sender uses the places again of what has been taken (`smpc.executor.host_memory.shared_peers` says on which processors that follows).
+number, copies the elements into the buffer that was posted first, and then writes `taken`. So no rank reads a half-written message, and
+the sender reuses the space of messages that were taken (`smpc.executor.host_memory.shared_peers` says on which processors that follows).
 
-A message is where it lies before `send` returns, and it stays there when the sender ends. Copying keeps the sender from computing, for
-about 0.1 ms a MiB: larger messages than LIMIT are for transports that send in the background.
+A message is in the ring before `send` returns, and stays there when the sender ends. Copying costs the sender about 0.1 ms a MiB:
+larger messages than LIMIT are for transports that send in the background.
 
 Example, of ranks 0 and 1: `outbound.send(tensor)` on 0, `inbound.post(buffer, ..)` and `inbound.complete(post)` on 1.
 """
@@ -41,7 +41,7 @@ _WORDS: Final = 1 << 14
 _UNIT: Final = 64  # bytes: where messages begin
 _PAIR: Final = PAGE + 8 * _WORDS + _RING
 
-# Of a word, from the lowest bit: whether by mail, bytes, place in units, number.
+# The fields of a word, from the lowest bit: whether sent over gloo, bytes, position in units, number.
 _SIZE_SHIFT: Final = 1
 _PLACE_SHIFT: Final = _SIZE_SHIFT + 23
 _NUMBER_SHIFT: Final = _PLACE_SHIFT + 18
@@ -51,10 +51,10 @@ _NUMBER_MASK: Final = (1 << (63 - _NUMBER_SHIFT)) - 1
 
 
 class Mailed(Protocol):
-    """What is on its way by mail."""
+    """Messages being sent over gloo."""
 
     def wait(self) -> Tensor:
-        """Block until it is there."""
+        """Block until it has arrived."""
 
 
 Mail = Callable[[Tensor], Mailed]  # posts a receive into a tensor
@@ -95,7 +95,7 @@ class Outbound:
         self._ring = memory.data_ptr() + place + PAGE + 8 * _WORDS
         self._peers, self._rank = peers, rank
         self._number = 0  # of the last message
-        self._lying: deque[tuple[int, int]] = deque()  # number and place of what has not been taken
+        self._lying: deque[tuple[int, int]] = deque()  # number and position of messages that were not taken
         self._head = 0  # where free room begins
 
     def send(self, tensor: Tensor) -> bool:
@@ -137,7 +137,7 @@ class Outbound:
 
 @dataclass(slots=True)
 class Post:
-    """A buffer for a message, and what became of it."""
+    """A buffer for a message, and its state."""
 
     buffer: Tensor
     value: str
@@ -173,7 +173,7 @@ class Inbound:
             self._words[self._taken] = number
 
     def _word(self, number: int) -> int:
-        """Of the message with that number, once it has been sent."""
+        """The word of the message with that number, once it has been sent."""
         expected, index = number & _NUMBER_MASK, self._first + number % _WORDS
         word = self._words[index]
         if word >> _NUMBER_SHIFT == expected:

@@ -6,7 +6,7 @@
                                  shares it, so that grouped queries need neither copies of keys nor atomic additions
 
 Weights are computed again from lse: p = exp2(scale * q k + bias - lse), everything in powers of two. As in the forward
-kernel, only tiles on the edge of what is visible pay for a mask:
+kernel, only tiles on the edge of the visible area apply a mask:
 
     queries ->  0           first           full                     the end
     keys        |  none sees |  some see     |  every query sees all keys
@@ -284,7 +284,7 @@ def attend_backward_key_value(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Adds the queries from `start` to `stop` of one head to dk and dv of one tile of keys; scores lie keys by queries."""
+    """Adds the queries from `start` to `stop` of one head to dk and dv of one tile of keys; scores are laid out keys by queries."""
     within = tl.arange(0, BLOCK_M)
     query_pointers += start.to(tl.int64) * q_row
     grad_pointers += start.to(tl.int64) * grad_row

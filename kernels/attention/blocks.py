@@ -6,15 +6,15 @@
     backward     dq, dk, dv of the block               from o, lse over all keys: p_ij = exp(s_ij - lse_i), so blocks are independent
 
 A block is a call of the kernels where they run; on a CPU of torch's own kernel, without a bias; otherwise of the formula. Shapes and
-letters are those of `smpc.kernels.attention.op`; k and v may have fewer heads. lse is fp32 (fp64 for fp64).
+letters are as in `smpc.kernels.attention.op`; k and v may have fewer heads. lse is fp32 (fp64 for fp64).
 
-torch's CPU kernel takes keys by 512, masked or not: of a causal block of 1,024 it computes three quarters. So backward cuts such a block
-into rectangles without a mask and small triangles, where the length can be halved; equal ones are one call. (Forward would have to merge
-these, which takes what it saves.) Of eight runs of queries (rows) and of keys (columns):
+torch's CPU kernel takes keys in runs of 512, masked or not: it computes three quarters of a causal block of 1,024. So backward cuts such a
+block into rectangles without a mask and small triangles, if the length can be halved. Equal parts are one call. (Forward would have to
+merge the results, which takes as long as it saves.) For eight runs of queries (rows) and keys (columns):
 
     t              t    triangles, eight in one call
     a t            a    the later run of each pair by the earlier: four in one call
-    b b t          b    ... of each pair of pairs: two in one call
+    b b t          b    the same for each pair of pairs: two in one call
     b b a t        c    one
     c c c c t
     c c c c a t

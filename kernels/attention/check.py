@@ -1,4 +1,4 @@
-"""What attention takes; everything that is wrong with a call is reported in one ValueError."""
+"""Checks the arguments of attention; all violations of a call are reported in one ValueError."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def flash_attention(
     causal: bool = False,
     causal_offset: int = 0,
 ) -> Tensor:
-    """Attention's result, `[batch, heads, queries, head size]`; see the module for what may be given."""
+    """Attention's result, `[batch, heads, queries, head size]`; see the module docstring for the arguments."""
     out, _ = flash_attention_with_lse(q, k, v, bias, scale=scale, causal=causal, causal_offset=causal_offset)
     return out
 

@@ -1,4 +1,4 @@
-"""What the attention kernels share: tile loads, and the choice of block sizes.
+"""Common functions of the attention kernels: tile loads, and the choice of block sizes.
 
 A tile is `[rows, head size]`. Head sizes are padded to a power of two, 32 at least.
 
@@ -61,7 +61,7 @@ def load_tile(pointers, rows, num_rows, columns, HEAD: tl.constexpr, BLOCK_D: tl
 
 @triton.jit
 def store_tile(pointers, tile, rows, num_rows, columns, HEAD: tl.constexpr):
-    """Writes the part of a tile that lies in the tensor."""
+    """Writes the part of a tile that is inside the tensor."""
     inside = (rows[:, None] < num_rows) & (columns[None, :] < HEAD)
     tl.store(pointers, tile.to(pointers.dtype.element_ty), mask=inside)
 
@@ -84,7 +84,7 @@ def choose(table: Table, x: torch.Tensor) -> Blocks:
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """`x` with a last dimension that lies together in memory, as the kernels read it."""
+    """`x` with a contiguous last dimension, as the kernels need it."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

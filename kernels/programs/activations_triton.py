@@ -130,7 +130,7 @@ def swiglu_backward_kernel(
 
 
 def launch_bias_gelu(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
-    """gelu(x + bias) of a matrix whose columns lie side by side."""
+    """gelu(x + bias) of a matrix with contiguous rows."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         with launching_on(x.device):
@@ -174,7 +174,7 @@ def launch_bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None, tanh
 
 
 def launch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up of matrices whose columns lie side by side."""
+    """silu(gate) * up of matrices with contiguous rows."""
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if gate.numel():
         with launching_on(gate.device):

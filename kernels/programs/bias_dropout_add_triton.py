@@ -122,7 +122,7 @@ def bias_dropout_add_backward_kernel(
 def launch_forward(
     x: Tensor, bias: Tensor | None, residual: Tensor, threshold: int, scale: float, seed: Tensor
 ) -> Tensor:
-    """residual + dropout(x + bias) of matrices whose columns lie side by side."""
+    """residual + dropout(x + bias) of matrices with contiguous rows."""
     rows, columns = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
@@ -149,7 +149,7 @@ def launch_forward(
 
 
 def launch_backward(grad: Tensor, threshold: int, scale: float, seed: Tensor, of_bias: bool) -> tuple[Tensor, Tensor]:
-    """mask * grad * scale of a matrix whose columns lie side by side, and its sum over rows in fp32 (empty unless wanted)."""
+    """mask * grad * scale of a matrix with contiguous rows, and its sum over rows in fp32 (empty unless wanted)."""
     rows, columns = grad.shape
     grad_x = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
     tile = _tile(columns)

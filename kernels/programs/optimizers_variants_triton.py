@@ -1,6 +1,6 @@
 """How the kernels of the optimizers are launched, for the compile gate: every kernel by dtypes, with and without its options.
 
-The types of a launch are those of `smpc.kernels.programs.optimizers_triton`: addresses in int64 tables, scalars in fp32.
+The types of a launch are as in `smpc.kernels.programs.optimizers_triton`: addresses in int64 tables, scalars in fp32.
 """
 
 from __future__ import annotations

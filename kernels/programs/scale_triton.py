@@ -1,4 +1,4 @@
-"""The kernel that multiplies a tensor by a number that lies on the device, in fp32."""
+"""The kernel that multiplies a tensor by a number on the device, in fp32."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 

@@ -146,7 +146,7 @@ def launch_statistics(logits: Tensor, target: Tensor, rule: LossRule) -> RowStat
 
 
 def launch_gradient(grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, rule: LossRule, out: Tensor) -> None:
-    """`smpc.kernels.shared.token_loss.gradient` by kernel; the columns of `logits` and `out` lie side by side."""
+    """`smpc.kernels.shared.token_loss.gradient` by kernel; `logits` and `out` have contiguous rows."""
     rows, columns = logits.shape
     if rows == 0:
         return

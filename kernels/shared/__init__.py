@@ -1,1 +1,1 @@
-"""What several ops share: element-wise mathematics, norms, losses by token, tables of tensors."""
+"""Common parts of several ops: element-wise mathematics, norms, losses by token, tables of tensors."""

@@ -1,4 +1,4 @@
-"""What every op of this package asks of its tensors: dtype, device and shape, with errors that say what was found.
+"""Checks of the tensors of every op in this package: dtype, device and shape, with errors that say what was found.
 
 require_floating("rms_norm", x=x, weight=None)     None is an argument left out
 require_like("rms_norm", "x", x, residual=r)       same shape, dtype and device
@@ -20,7 +20,7 @@ FLOATING_DTYPES = (*KERNEL_DTYPES, torch.float64)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a formula is computed in: fp64 for fp64, fp32 for everything else."""
+    """The dtype in which a formula is computed: fp64 for fp64, fp32 for everything else."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -50,7 +50,7 @@ def require_same_device(op: str, **tensors: Tensor | None) -> None:
 
 
 def require_like(op: str, base: str, like: Tensor, **tensors: Tensor | None) -> None:
-    """Refuses tensors whose shape, dtype or device is not that of `like`, which the message calls `base`."""
+    """Refuses tensors whose shape, dtype or device differs from `like`'s, which the message calls `base`."""
     require_same_device(op, **{base: like}, **tensors)
     faults = [
         f"expected {name} like {base}, {tuple(like.shape)} {like.dtype}, found {tuple(tensor.shape)} {tensor.dtype}"
@@ -62,7 +62,7 @@ def require_like(op: str, base: str, like: Tensor, **tensors: Tensor | None) -> 
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """`x` as a matrix of its last dimension whose columns lie side by side; a copy only where no view will do."""
+    """`x` as a matrix of its last dimension with contiguous rows; a copy only if no view is possible."""
     columns = x.shape[-1]
     matrix = x.reshape(math.prod(x.shape[:-1]), columns)
     return matrix if matrix.stride(-1) == 1 or columns == 1 else matrix.contiguous()

@@ -15,7 +15,7 @@ from smpc.kernels.shared.token_loss import LossRule, gradient
 def logits_gradient(
     grad: Tensor, logits: Tensor, target: Tensor, lse: Tensor, rule: LossRule, *, inplace: bool
 ) -> Tensor:
-    """The gradient of `logits` [..., columns], given that of their losses, `grad`; in the logits' own storage if `inplace`."""
+    """The gradient of `logits` [..., columns], given their losses' gradient `grad`; in the logits' own storage if `inplace`."""
     numbers = (rule.first, rule.classes, rule.ignore_index, rule.label_smoothing, rule.z_loss)
     if not inplace:
         out: Tensor = _logits_gradient(grad, logits, target, lse, *numbers)

@@ -1,4 +1,4 @@
-"""What LayerNorm and RMSNorm share: one formula with two switches, in torch, and the choice between it and the kernels.
+"""The common part of LayerNorm and RMSNorm: one formula with two switches, in torch, and the choice between it and the kernels.
 
     s = x + r                                  r: residual, optional; s is rounded to x's dtype, since it is handed out
     m = mean(s)        (LayerNorm; RMSNorm: 0)
@@ -43,7 +43,7 @@ class NormRule:
 
 
 class Normed(NamedTuple):
-    """What a forward pass yields; `summed` and `mean` are None where the norm has none. `mean`, `rstd`: one per row."""
+    """The results of a forward pass; `summed` and `mean` are None where the norm has none. `mean`, `rstd`: one per row."""
 
     out: Tensor
     summed: Tensor | None
@@ -52,7 +52,7 @@ class Normed(NamedTuple):
 
 
 class NormSaved(NamedTuple):
-    """What the backward pass needs; `source` is the normalized input, or the output if `from_output`."""
+    """The inputs of the backward pass; `source` is the normalized input, or the output if `from_output`."""
 
     source: Tensor
     from_output: bool
@@ -63,7 +63,7 @@ class NormSaved(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """Gradients; those of absent weights are empty."""
+    """Gradients; empty for absent weights."""
 
     x: Tensor
     weight: Tensor

@@ -1,4 +1,4 @@
-"""Tables by which one launch works on many tensors: where each lies, and which part of which tensor a program takes.
+"""Tables by which one launch works on many tensors: the address of each, and which part of which tensor a program takes.
 
 Terms
     row      one entry of the lists: a parameter, its gradient, its moments; one address a column, 0 where there is none, and the size
@@ -7,9 +7,9 @@ Terms
 
     sizes 40000, 0, 100         chunks (row, number)   (0, 0) (0, 1) (0, 2) (2, 0)         starts   0 3 3 4
 
-Kernels walk over the addresses, so the tensors of a row must lie alike in memory, without gaps (`same_layout`), and stay alive
-during the launch. `TableCache` keeps tables while the addresses stay the same, which they do from step to step where
-gradients are zeroed, and mostly do where torch's allocator gives freed gradients' memory out again.
+Kernels walk over the addresses, so the tensors of a row must have the same memory layout, without gaps (`same_layout`), and
+stay alive during the launch. `TableCache` keeps tables while the addresses stay the same, which they do from step to step
+where gradients are zeroed, and mostly do where torch's allocator gives freed gradients' memory out again.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TableCache:
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether the elements of two tensors of one shape lie in the same order; one of the two has no gaps."""
+    """Whether the elements of two tensors of one shape are in the same order in memory; one of the two has no gaps."""
     return a.stride() == b.stride() or (a.is_contiguous() and b.is_contiguous())
 
 
@@ -86,5 +86,5 @@ def _build(device: torch.device, sizes: tuple[int, ...], addresses: tuple[tuple[
 
 
 def _upload(tensor: Tensor, device: torch.device) -> Tensor:
-    # From pinned memory, so that the host does not wait for what the device still has to do.
+    # From pinned memory, so that the host does not wait for the device.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -5,7 +5,7 @@
     loss   (1 - a) (lse - x_t) + a (lse - mean(x)) + z lse^2           a: label_smoothing, z: z_loss
     dx     p (1 + 2 z lse) - a / V - (1 - a) [i = t],  times the loss's gradient;     p = exp(x - lse)
 
-Computed in fp32 (fp64 for fp64 logits). What torch leaves open, or answers with NaN, is settled:
+Computed in fp32 (fp64 for fp64 logits). Cases that torch leaves open, or answers with NaN, are defined:
 - a row whose label is `ignore_index` has loss 0 and gradient 0, whatever its logits;
 - a label whose logit is -inf has loss inf, also if the whole row is -inf; gradients stay finite (p = 0);
 - a label that is no class raises on CPU; on CUDA, where looking would stop the device, its loss is inf.
@@ -178,7 +178,7 @@ def check_loss(op: str, logits: Tensor, target: Tensor, rule: LossRule, reductio
 
 
 def check_rule(target: Tensor, rule: LossRule, reduction: str, allowed: tuple[str, ...] = REDUCTIONS) -> list[str]:
-    """What is wrong with everything but the shapes."""
+    """The violations of everything but the shapes."""
     faults = []
     if target.dtype not in (torch.int64, torch.int32):
         faults.append(f"expected target of dtype torch.int64 or torch.int32 (class labels), found {target.dtype}")

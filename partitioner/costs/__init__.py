@@ -1,1 +1,1 @@
-"""What a node costs on a device: times, bytes of state, and both measured."""
+"""The cost of a node on a device: times and bytes of state, predicted or measured."""

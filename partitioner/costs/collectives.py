@@ -2,7 +2,7 @@
 
     collective_time(Kind.ALL_REDUCE, 100e6, Group(64, per_host=8), device)
 
-`num_bytes` are those of the whole tensor, the one that a group of d ranks has between them or that each ends up with:
+`num_bytes`: of the whole tensor, which the d ranks of a group hold together or which each of them ends up with:
 
     kind              num_bytes                                    a rank sends
     all-reduce        what every rank has                          2 n (d - 1) / d
@@ -20,8 +20,8 @@ wires of all of the group's devices there, so it is as fast as the slower of a d
     time      = latency + sent / bandwidth + steps * hop
 
 Steps of a ring: d - 1, twice that for an all-reduce. An all-reduce may take a tree instead: 2 n / bandwidth, and per_host - 1 hops inside
-and log2(hosts) between, up and down; the faster of both counts, as libraries choose by size. An all-to-all sends to every rank what is
-for it, over the wire that leads there. Latency is that of a message: it has what both ends do about it.
+and log2(hosts) between, up and down; the faster of both counts, as libraries choose by size. An all-to-all sends every rank its part,
+over the wire to that rank. Latency is a message's, including the work of both ends.
 
 Where a device's collectives were measured (`Device.collectives`: by kind, bytes/s by the bytes that a rank sends), that counts for ranks
 of one host; `IN_OPERATIONS` are those between operations, of tensor-parallel ranks and others, which need not take the same way.
@@ -38,7 +38,7 @@ from smpc.partitioner.costs.description import Device, Group, at
 
 
 class Kind(StrEnum):
-    """What ranks do together: see the module docstring."""
+    """The kinds of collectives: see the module docstring."""
 
     ALL_REDUCE = "all-reduce"
     ALL_GATHER = "all-gather"
@@ -72,7 +72,7 @@ def collective_time(kind: Kind, num_bytes: float, group: Group, device: Device) 
 
 
 def sent_time(num_bytes: float, group: Group, device: Device) -> float:
-    """Seconds of a collective on a ring, by what every rank sends for it, in one go."""
+    """Seconds of a collective on a ring, by the bytes that every rank sends for it, in one go."""
     if group.size == 1 or num_bytes <= 0:
         return 0.0
     if group.hosts == 1 and IN_OPERATIONS in device.collectives:
@@ -81,7 +81,7 @@ def sent_time(num_bytes: float, group: Group, device: Device) -> float:
 
 
 def _sent(kind: Kind, num_bytes: float, size: int) -> float:
-    """What a rank sends, by the table above."""
+    """The bytes that a rank sends, by the table above."""
     if kind in (Kind.BROADCAST, Kind.SEND):
         return num_bytes
     return num_bytes * (size - 1) / size * (2 if kind is Kind.ALL_REDUCE else 1)

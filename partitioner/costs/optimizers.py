@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """What an optimizer keeps: see the module docstring."""
+    """An optimizer's state: see the module docstring."""
 
     name: str
     own: int = 0
@@ -69,11 +69,11 @@ class Optimizer:
         return -(-spec.shape[0] // self.shards) * (spec.num_bytes // spec.shape[0])
 
     def gathered_bytes(self, spec: TensorSpec) -> int:
-        """Bytes of the parts of all ranks together, if a parameter lies in parts."""
+        """Bytes of the parts of all ranks together, if a parameter is sharded."""
         return self.shards * self.part_bytes(spec) if self.in_parts else 0
 
     def apart_bytes(self, spec: TensorSpec) -> int:
-        """Bytes of gradients that wait for the end of their backward pass, where the sum of them lies elsewhere, in float32."""
+        """Bytes of gradients that wait for the end of their backward pass, if their sum is a separate float32 tensor."""
         return spec.num_bytes if self.in_parts and self.wide_grad and _is_narrow(spec) else 0
 
     def state_bytes(self, spec: TensorSpec) -> int:
@@ -92,7 +92,7 @@ class Optimizer:
     def fully_sharded(self, num_replicas: int) -> Optimizer:
         """The same on a rank that is one of several replicas, which split parameters and gradients as well.
 
-        What the step makes and drops is less than the whole parameters that are gone by then.
+        Temporaries of the step take less than the whole parameters, which are freed by then.
         """
         return self if num_replicas == 1 else self.in_parts_on(num_replicas)
 

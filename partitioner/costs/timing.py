@@ -18,9 +18,9 @@ Example: `measure_times(record(model, (x,)), model, (x,), {}).forward` has the s
 
 `measure_workspace` measures what the nodes make and drop while they work: memory that shapes alone do not tell.
 
-A recorded trace knows every tensor that outlives the call that made it. What a call needs in between is the library's own affair: the
-columns into which a convolution unfolds its input, the parts of an operation that is made of several. It runs the trace
-once on real tensors, under the profiler, which sees every block that the allocator gives out:
+A recorded trace knows every tensor that outlives the call that made it. Its workspace is the library's own: the columns into which a
+convolution unfolds its input, the parts of a composed operation. It runs the trace once on real tensors, under the profiler, which
+sees every block that the allocator gives out:
 
     workspace    of a node, forward or backward: the most bytes at once of blocks that were taken and given back during its call or, in
                  the backward, during the consecutive operations that its call put into autograd's graph
@@ -61,7 +61,7 @@ def measure_times(
     runs: int = _RUNS,
     device: torch.device | None = None,
 ) -> NodeTimes:
-    """Seconds of every node, on `device`, by default that of the model's parameters; another one must hold a copy of the model.
+    """Seconds of every node, on `device`, by default the model's; another one must hold a copy of the model.
 
     Raises ConfigError for a model or inputs without memory (meta tensors).
     """
@@ -100,7 +100,7 @@ def _device_of(
 
 
 def parameter_times(trace: Trace) -> NodeTimes:
-    """Seconds that stand for bytes of parameters: a femtosecond each, at the node that uses them first."""
+    """Seconds that represent bytes of parameters: a femtosecond each, at the node that uses them first."""
     forward, backward = np.zeros((2, len(trace.nodes)))
     names = {name: i for i, state in enumerate(trace.state) if state.is_parameter for name in state.names}
     reads = {
@@ -119,7 +119,7 @@ def parameter_times(trace: Trace) -> NodeTimes:
 
 
 class Stopwatch:
-    """Passes of one trace over a copy of the model; the first is slower than the others. The arguments are those of `measure_times`.
+    """Passes of one trace over a copy of the model; the first is slower than the others. For the arguments see `measure_times`.
 
     `values` are the results so far in a pass that are still needed, `owner` the node of each autograd operation.
     """
@@ -177,7 +177,7 @@ class Stopwatch:
         return NodeTimes(forward, backward)
 
     def node(self, i: int, node: Node) -> float:
-        """Seconds of the node's forward; notes its value and what autograd has to do for it."""
+        """Seconds of the node's forward; notes its value and its part of the autograd graph."""
         seconds = self.call(i, node)
         made = [self.values[name] for name in (node.name, *node.mutates)]
         self.watch(i, [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)])
@@ -234,7 +234,7 @@ class Stopwatch:
         return self.clock() - start
 
     def clock(self) -> float:
-        """The time, once the device has done what it was given."""
+        """The time, once the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
@@ -246,7 +246,7 @@ _MARK = "smpc workspace"
 def measure_workspace(
     trace: Trace, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device | None = None
 ) -> Workspace:
-    """Bytes of every node, on `device`; arguments and errors are those of `measure_times`."""
+    """Bytes of every node, on `device`; for arguments and errors see `measure_times`."""
     stopwatch = _Marked(trace, model, args, kwargs, device)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         stopwatch.run()
@@ -285,7 +285,7 @@ def _flat(events: Sequence[Any]) -> Iterator[Any]:
 
 
 def _spans(events: Sequence[Any], device: str) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """(mark, blocks taken and given back as (address, bytes)) of each stretch of work of one node."""
+    """(mark, blocks allocated and freed as (address, bytes)) for each period of work of one node."""
     mark, blocks = _MARK, list[tuple[int, int]]()
     for event in events:
         if event.tag == _EventType.Allocation:
@@ -299,7 +299,7 @@ def _spans(events: Sequence[Any], device: str) -> Iterator[tuple[str, list[tuple
 
 
 def _most(blocks: Sequence[tuple[int, int]]) -> int:
-    """The most bytes at once of the blocks that are given back."""
+    """The most bytes at once of the blocks that are freed again."""
     taken: dict[int, int] = {}  # address -> index of where it was taken
     passing: list[tuple[int, int]] = []  # (index, bytes)
     for index, (address, num_bytes) in enumerate(blocks):

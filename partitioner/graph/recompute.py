@@ -1,4 +1,4 @@
-"""What is computed again: regions for the backward pass, and values that a stage would otherwise receive.
+"""Recomputation: regions for the backward pass, and values that a stage would otherwise receive.
 
 Which regions of a trace are computed again for the backward pass, and by which stage (see `smpc.tracer.regions`).
 
@@ -40,7 +40,7 @@ from smpc.tracer.regions import group_size, matching_regions
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """Regions to compute again, outer ones first, and what to say about those that cannot be."""
+    """Regions to compute again, outer ones first, and warnings about those that cannot be."""
 
     regions: tuple[Region, ...] = ()
     notes: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Active:
 
 
 def requested_regions(trace: Trace, patterns: Sequence[str] = ()) -> Requested:
-    """What the model and the patterns ask for. ConfigError for a pattern that matches nothing."""
+    """The regions that the model and the patterns ask for. ConfigError for a pattern that matches nothing."""
     wanted = tuple(patterns)
     return trace.remembered((requested_regions, wanted), lambda: _requested(trace, wanted))
 
@@ -159,7 +159,7 @@ def _owners(graph: Graph, region: Region, stage_of: IntArray) -> dict[int, froze
 
 
 def _grouped(regions: Sequence[Region]) -> tuple[Region, ...]:
-    """The regions of a stage, those of a sequence's consecutive layers merged as its strategy says."""
+    """The regions of a stage, with a sequence's consecutive layers merged by its strategy."""
     found: list[Region] = []
     open_groups: dict[int, tuple[int, int]] = {}  # sequence -> (index into found, layers in that group)
     for region in regions:
@@ -191,7 +191,7 @@ def changing_buffers(trace: Trace, region: Region) -> tuple[str, ...]:
 
 
 def _changed(trace: Trace, positions: range) -> tuple[set[int], set[str], tuple[str, ...]]:
-    """What these nodes may change: storages, names of buffers, prefixes of the names of buffers."""
+    """The state that these nodes may change: storages, names of buffers, prefixes of the names of buffers."""
     nodes = [trace.nodes[position] for position in positions]
     storages = {trace.node(name).storage for node in nodes for name in node.mutates} - {-1}
     names = {node.target for node in nodes if node.kind is NodeKind.SET_ATTR}
@@ -213,7 +213,7 @@ def find_recomputable(graph: Graph, clusters: Clusters, cost_model: CostModel) -
     for position in graph.compute.tolist():
         spec = graph.trace.nodes[position].spec
         if clusters.input_only[position] and (spec is not None or position in graph.outputs):
-            # What has no shape cannot be sent.
+            # A value without a shape cannot be sent.
             budget = cost_model.transfer_time(spec.num_bytes) if spec is not None else math.inf
             cone = _cheap_cone(graph, clusters, cost_model, position, budget)
             if cone is not None:

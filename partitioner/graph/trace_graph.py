@@ -1,4 +1,4 @@
-"""A trace in index form, what of it may not be separated, and what crosses between stages.
+"""A trace in index form, the nodes that may not be separated, and the values that cross between stages.
 
 Terms
     position    index into Trace.nodes
@@ -31,7 +31,7 @@ What crosses, given the stage of every node:
   - Recomputable values (see `smpc.partitioner.graph.recompute`) are computed again by each other stage that needs them;
     what such a cone reads is inputs and buffers only, so it adds no edge between stages.
   - Parameters and buffers never cross: each stage reads its own replica.
-  - A stage that runs a whole module call also gets those of its arguments that are model inputs or recomputable, though
+  - A stage that runs a whole module call also gets its arguments that are model inputs or recomputable, though
     no node may read them: with all its arguments at hand, the module can be called as it is.
 
 Edges are ordered by destination, then source; their values by execution order.
@@ -63,13 +63,13 @@ class Graph:
     """Index form of `trace`; tuples are by position unless said otherwise."""
 
     trace: Trace
-    inputs: tuple[tuple[int, ...], ...]  # positions of what a node reads
+    inputs: tuple[tuple[int, ...], ...]  # positions of a node's inputs
     consumers: tuple[tuple[int, ...], ...]  # positions of the live nodes that read it, in order
     compute: IntArray  # positions of the compute nodes
     rank: IntArray  # by position: index into `compute`, or -1
     state_of: tuple[int, ...]  # state that a get_attr or set_attr node names; -1: none (a constant tensor)
     state_users: tuple[tuple[int, ...], ...]  # by state: positions of the compute nodes that use it, in order
-    outputs: tuple[int, ...]  # positions of what the model returns
+    outputs: tuple[int, ...]  # positions of the model's outputs
     call_spans: IntArray  # by call: first and last + 1 rank of its compute nodes, shape [calls, 2]
     saved: tuple[
         tuple[int, ...], ...
@@ -95,8 +95,8 @@ class Graph:
     def gradient_order(self) -> Iterator[tuple[int, int]]:
         """(u, w) pairs of consumers of one value, in order of execution, whose gradients eager sums w first.
 
-        A pipeline sums those of later stages first, so a placement with stage(u) <= stage(w) gives the same bits. For two
-        summands the order makes no difference; the loss counts as one if the model returns the value.
+        A pipeline sums gradients of later stages first, so a placement with stage(u) <= stage(w) gives the same bits. For
+        two summands the order makes no difference; the loss counts as one if the model returns the value.
         """
         nodes, returned = self.trace.nodes, set(self.outputs)
         for position, readers in enumerate(self.consumers):
@@ -184,7 +184,7 @@ def _state_users(
         if last > first:
             first_of.setdefault(call.fqn, int(compute[first]))
     returned = {state_of[trace.position(name)] for name in trace.output_names}
-    for position in reversed(compute.tolist()):  # so that of dead nodes the first stays
+    for position in reversed(compute.tolist()):  # so the first of dead nodes stays
         for name in trace.nodes[position].inputs if trace.nodes[position].name not in trace.live else ():
             dead_users[state_of[trace.position(name)]] = position
     for i, state in enumerate(trace.state):
@@ -379,7 +379,7 @@ _SHOWN = 5  # violations listed in one message
 
 @dataclass(frozen=True)
 class Crossing:
-    """What goes between stages and what each stage runs again. Positions, by stage, are in execution order."""
+    """The values sent between stages, and the nodes that each stage recomputes. Positions, by stage, are in execution order."""
 
     edges: tuple[Edge, ...]
     recomputed: tuple[tuple[int, ...], ...]
@@ -427,7 +427,7 @@ def check_assignment(trace: Trace, assignment: Mapping[str, int], num_stages: in
 
 
 def stages_by_rank(graph: Graph, assignment: Mapping[str, int]) -> IntArray:
-    """The stage of each compute node. PartitionError if the names are not exactly those of the compute nodes."""
+    """The stage of each compute node. PartitionError if the names are not exactly the compute nodes' names."""
     names = [graph.trace.nodes[i].name for i in graph.compute.tolist()]
     missing = [name for name in names if name not in assignment]
     known = set(names)

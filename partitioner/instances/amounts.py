@@ -1,4 +1,4 @@
-"""What a placement costs, by the definition, in fractions: what is said of it is exact, whatever the solvers round."""
+"""The cost of a placement by definition, in fractions: reported numbers are exact, whatever the solvers round."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from smpc.partitioner.instances.instance import Instance
 
 
 def times(instance: Instance, device_of: Mapping[str, int]) -> list[Fraction]:
-    """What each device takes for its nodes and its transfers. Every node is where it can run."""
+    """The time of each device for its nodes and its transfers. Every node is where it can run."""
     found = [Fraction(0)] * len(instance.devices)
     for node in instance.nodes:
         device = instance.devices[device_of[node.name]]
@@ -21,7 +21,7 @@ def times(instance: Instance, device_of: Mapping[str, int]) -> list[Fraction]:
 
 
 def memory(instance: Instance, device_of: Mapping[str, int]) -> list[Fraction]:
-    """What each device holds."""
+    """The memory of each device."""
     found = [Fraction(0)] * len(instance.devices)
     for node in instance.nodes:
         device = instance.devices[device_of[node.name]]
@@ -41,7 +41,7 @@ def totals(instance: Instance) -> tuple[Fraction, Fraction]:
 
 
 def largest_load(instance: Instance, times: Sequence[Fraction], memory: Sequence[Fraction]) -> float:
-    """Of devices that take and hold so much."""
+    """The loads of devices with these times and memory."""
     weight = Fraction(instance.memory_weight)
     total_time, total = totals(instance)
     loads = zip(times, memory, strict=True)
@@ -63,7 +63,7 @@ def received_bytes(instance: Instance, device_of: Mapping[str, int]) -> float:
 
 
 def _sent(instance: Instance, device_of: Mapping[str, int]) -> dict[tuple[str, int], Fraction]:
-    """What moves of each source, by the device that sends or receives it: of several edges the largest."""
+    """The transfers of each source, by the device that sends or receives them: the largest of several edges."""
     sent: dict[tuple[str, int], Fraction] = {}
     for edge in instance.edges:
         home, target = device_of[edge.source], device_of[edge.target]

@@ -1,4 +1,4 @@
-"""What is to be placed, as numbers: a graph of nodes, the devices, and what counts.
+"""A placement problem in numbers: a graph of nodes, the devices, and the objective.
 
 Terms
     node        something that runs on one device: its time on a device of speed 1, memory that its device holds for it, and
@@ -86,7 +86,7 @@ class Processor:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A graph, the devices, and what counts; `together` lists nodes that must share a device."""
+    """A graph, the devices, and the objective; `together` lists nodes that must share a device."""
 
     nodes: tuple[Node, ...]
     edges: tuple[Link, ...]
@@ -133,7 +133,7 @@ class Instance:
 
     @classmethod
     def from_object(cls, data: Any) -> Instance:
-        """The same of what such JSON says. PartitionError for anything else."""
+        """The same from such JSON. PartitionError for anything else."""
         known = {field.name for field in fields(cls)}
         if not isinstance(data, dict) or not {"nodes", "edges", "devices"} <= data.keys() <= known:
             found = sorted(data) if isinstance(data, dict) else type(data).__name__
@@ -225,7 +225,7 @@ def _bad_numbers(instance: Instance) -> Iterator[str]:
 
 
 def _bad_types(instance: Any) -> Iterator[str]:
-    """What is no name and no table, as files may have it."""
+    """A value that is neither a name nor a table, as files may have it."""
     for i, node in enumerate(instance.nodes):
         if not isinstance(node.name, str):
             yield f"the name {_shown(node.name)} of node {i}, which must be a text"

@@ -116,7 +116,7 @@ def load_problem(instance: Instance) -> LoadProblem:
 
 
 def _weights(instance: Instance) -> tuple[Fraction, Fraction]:
-    """What a unit of time and a byte count in a load."""
+    """The weights of a unit of time and of a byte in a load."""
     time, held = totals(instance)
     weight = Fraction(instance.memory_weight)
     return (1 - weight) / time, weight / held
@@ -140,7 +140,7 @@ def _costs(instance: Instance, kinds: list[Processor], unit_of: list[int], size:
 def _memory(
     instance: Instance, kinds: list[Processor], unit_of: list[int], size: tuple[int, int]
 ) -> tuple[IntArray, tuple[int, ...]]:
-    """What units hold, rounded up, and the limits, rounded down, by kind."""
+    """The memory of units, rounded up, and the limits, rounded down, by kind."""
     amounts = [
         value for node in instance.nodes for kind in kinds for value in (node.memory_at(kind), node.activation_memory)
     ]

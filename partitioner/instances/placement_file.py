@@ -1,4 +1,4 @@
-"""Instances from files: this package's JSON, and that of the published device-placement problems.
+"""Instances from files: this package's JSON, and the JSON of the published device-placement problems.
 
 The latter are the workloads of Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020: layer
 and operator graphs for inference and training, on accelerators (there: FPGAs) with memory of their own, and CPUs.
@@ -9,7 +9,7 @@ and operator graphs for inference and training, on accelerators (there: FPGAs) w
 
     node        takes `fpgaLatency` on an accelerator, where it must be supported, and `cpuLatency` on a CPU; it holds `size`
     edge        moving what the source makes takes an accelerator `cost`, once to send it and once to receive it; CPUs take no time for it
-    colorClass  nodes of the same one share a device; a backward node has that of its forward node. May be left out, or null
+    colorClass  nodes of the same one share a device; a backward node has its forward node's. May be left out, or null
     maxSize...  what an accelerator may hold; CPUs hold any amount
 
 Other keys are left alone. Devices may stay empty. The published load of a placement is the largest of `InstanceSolution.times`.
@@ -36,7 +36,7 @@ Row = Mapping[str, Any]
 def read_instance(path: str | Path, split: str | None = None) -> Instance:
     """The instance of a file in either format; `split` wins over the file's, which for published problems is "contiguous".
 
-    Raises ConfigError for what is no such file, PartitionError for what is no such instance; each is one line with the name of the file.
+    Raises ConfigError for another kind of file, PartitionError for another kind of instance; each is one line with the name of the file.
     """
     name = shown(str(path))
     text = read_text(path, name, most=MAX_PLAN_BYTES)
@@ -85,7 +85,7 @@ def _node(row: Row) -> Node:
 
 
 def _wrong(data: Row) -> Iterator[str]:
-    """What is no field of a problem; amounts are checked by `Instance`."""
+    """Rejects anything that is not a field of a problem; `Instance` checks amounts."""
     for name in ("maxFPGAs", "maxCPUs"):
         count = data.get(name, 0)
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= _MOST_DEVICES:

@@ -55,7 +55,7 @@ class _Numbers:
     in_flight: tuple[int, ...]
     values: tuple[Value, ...]
     unit_of: tuple[int, ...]  # by node
-    strict_limits: tuple[int, ...]  # rounded down; those of `scale` allow for all that rounding adds
+    strict_limits: tuple[int, ...]  # rounded down; the limits of `scale` allow for rounding
 
     @classmethod
     def of(cls, instance: Instance) -> _Numbers:

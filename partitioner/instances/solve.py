@@ -1,8 +1,8 @@
 """The numeric planner: a graph of costs and devices in, a placement with a proven bound out. No model is needed.
 
-The load of a device is (1 - w) * its time / total time + w * its memory / total memory, with w the memory weight; its time is the
-sum of its nodes' divided by its speed, and that of its transfers (see `smpc.partitioner.instances.instance`). `solve_instance` makes the
-largest load small: by `row` where neither transfers nor kinds of devices count, else by `loaded`.
+The load of a device is (1 - w) * its time / total time + w * its memory / total memory, with w the memory weight; its time is the sum of
+its nodes' times divided by its speed, plus the time of its transfers (see `smpc.partitioner.instances.instance`). `solve_instance`
+minimises the largest load: with `row` if neither transfers nor kinds of devices count, else with `loaded`.
 
 Numbers may be fractions. They are exact where 61 bits hold them all; where they differ too much in size for that, they are rounded
 to one part in 2^60 of the total: a placement that is found is within the limits all the same, but one that just fits may be missed.
@@ -97,7 +97,7 @@ def _is_plain(instance: Instance) -> bool:
 
 
 def _infeasible(instance: Instance, unit_of: Sequence[int]) -> PartitionError:
-    """What to say when nothing fits."""
+    """The error when nothing fits."""
     devices = tuple(replace(device, memory_limit=None, bandwidth=None) for device in instance.devices)
     edges = tuple(Link(edge.source, edge.target) for edge in instance.edges)
     found = _find(replace(instance, edges=edges, devices=devices, memory_weight=1.0), 1e-3, TIME_LIMIT)

@@ -1,4 +1,4 @@
-"""Nodes that share a device as one unit, the order that a split keeps, and what units send each other."""
+"""Nodes that share a device as one unit, the order that a split keeps, and transfers between units."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smpc.partitioner.solvers.ilp import Value
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The device of each unit, a bound that holds for all placements, the solver, and what limits were hit."""
+    """The device of each unit, a bound that holds for all placements, the solver, and the limits that were hit."""
 
     device_of: tuple[int, ...]
     lower_bound: float
@@ -28,10 +28,10 @@ class Found:
 
 
 def joined(instance: Instance) -> tuple[list[int], nx.DiGraph[int]]:
-    """Unit of each node, and the order of units: an edge leads from what runs on no later stage.
+    """The unit of each node, and the order of units: an edge goes from a unit that runs on the same or an earlier stage.
 
-    What lies between two nodes of a group joins it. Backward nodes run in the order of their forward nodes turned round; splits that are
-    free have no order.
+    A node between two nodes of a group joins the group. Backward nodes run in the order of their forward nodes turned round; splits that
+    are free have no order.
     """
     graph, nodes = instance.graph(), instance.nodes
     ordered: nx.DiGraph[int] = nx.DiGraph()
@@ -51,13 +51,13 @@ def joined(instance: Instance) -> tuple[list[int], nx.DiGraph[int]]:
 
 
 def values(instance: Instance, unit_of: Sequence[int]) -> tuple[tuple[Value, ...], Fraction]:
-    """What each source sends to other units, in whole numbers in proportion to the bytes of the edges, and the proportion."""
+    """The transfers of each source to other units, in integers proportional to the bytes of the edges, and the factor."""
     sent, factor = in_proportion([edge.num_bytes for edge in instance.edges])
     return tuple(_values(instance, sent, unit_of)), factor
 
 
 def _values(instance: Instance, sent: Sequence[int], unit_of: Sequence[int]) -> Iterator[Value]:
-    """What each source sends to other units: once to each device, so targets of different size count as nested parts."""
+    """The transfers of each source to other units: once to each device, so targets of different size count as nested parts."""
     number = instance.number_of
     sizes: dict[int, dict[int, int]] = {}
     for edge, size in zip(instance.edges, sent, strict=True):

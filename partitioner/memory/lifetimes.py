@@ -1,4 +1,4 @@
-"""Which memory lives when, in a stage: what is held from its forward to its backward, and what beyond that while it runs.
+"""Which memory lives when, in a stage: memory held from its forward to its backward, and further memory while it runs.
 
 When memory lives while a stage runs one microbatch: the bytes beyond what is held from forward to backward.
 
@@ -11,17 +11,16 @@ Terms
     parameters  by node: bytes of gradients of parameters that its backward makes
     before      by node: bytes of gradients of activations when its backward starts
 
-The backward pass visits the nodes in reverse. A node reads the gradient of its result, makes those of its inputs, and
-then lets go of the first. Like autograd, it makes none where it can hand its own on: sums, views of the same size and
-parts of a concatenation. A second contribution is added to the first in place if nothing else shares that block, else
-both make a third: so it is where the first arrived from another stage, since the message holds it as well. What a fused
-operation saves for itself (the probabilities of a cross entropy) it needs once more as scratch, as the gradient of that inner
-value.
+The backward pass visits the nodes in reverse. A node reads the gradient of its result, makes the gradients of its inputs, and
+then frees the first. Like autograd, it makes none if it can pass its own on: sums, views of the same size and parts of a
+concatenation. A second contribution is added to the first in place if nothing else shares that block, else both make a third:
+so it is where the first arrived from another stage, since the message holds it as well. What a fused operation saves for
+itself (the probabilities of a cross entropy) it needs once more as scratch, as the gradient of that inner value.
 
 Example: loss = mse(relu(linear(x)), y), every value 4 bytes: backward of mse holds 4 (its result), of relu 8 (the
 gradient read and the one made), of linear 4 (x needs none).
 
-What is held from a stage's forward to its backward, node by node, where some of it is computed again.
+The memory held from a stage's forward to its backward, node by node, with recomputation.
 
 Terms
     kept        storages that wait for the backward: what autograd saves in nodes outside of checkpointed regions, and what each region
@@ -52,7 +51,7 @@ class SavedActivations:
     """Bytes by index into the positions that were asked for."""
 
     forward: IntArray  # when the node's forward has run
-    backward: IntArray  # when its backward starts, with what was computed again
+    backward: IntArray  # when its backward starts, including recomputed values
     rerun: IntArray  # the most during the re-runs of the regions that end with the node; 0 elsewhere
     kept: frozenset[int]  # storages; with those that were there before
     offloadable: frozenset[int]  # storages of activations that outer regions read
@@ -66,9 +65,9 @@ def saved_activations(
     before: frozenset[int] = frozenset(),
     before_bytes: int = 0,
 ) -> SavedActivations:
-    """What a stage holds that runs the nodes at `positions`, in order, with these regions, outer ones first.
+    """The memory of a stage that runs the nodes at `positions`, in order, with these regions, outer ones first.
 
-    `size` gives the bytes of a storage. Those in `before` are there from the start, and take `before_bytes` together.
+    `size` gives the bytes of a storage. Storages in `before` exist from the start, and take `before_bytes` together.
     """
     walk = _Walk(graph, positions, size)
     spans = [(*walk.span(region), region) for region in regions]
@@ -128,7 +127,7 @@ class _Walk:
         return level, seen
 
     def run_again(self, first: int, last: int, inner: Sequence[_Span], seen: set[int], base: int) -> None:
-        """Notes what is held in the backward of a region, and what its re-run takes."""
+        """Notes the memory held in the backward of a region, and the memory of its re-run."""
         level, kept = self.scope(first, last, inner, set(seen), base)
         live = live_forward(self.graph, self.positions[first:last], kept)
         savers = [i for i in range(first, last) if self.graph.trace.nodes[self.positions[i]].saved]
@@ -145,7 +144,7 @@ class _Walk:
 def live_forward(graph: Graph, positions: Sequence[int], kept: set[int] | frozenset[int]) -> IntArray:
     """By index: bytes of results that a later node of `positions` still reads, and the node's workspace.
 
-    Those of `kept` count until the node that saves them, from which on they are held.
+    Storages of `kept` count until the node that saves them; from then on they are held.
     """
     nodes = graph.trace.nodes
     index = {position: i for i, position in enumerate(positions)}
@@ -255,7 +254,7 @@ class _Backward:
         return activations, parameters, before
 
     def visit(self, position: int, own: list[list[int]], seen: set[int]) -> tuple[int, int]:
-        """Makes the gradients of a node's inputs; the bytes at work meanwhile, and those of parameters."""
+        """Makes the gradients of a node's inputs. Returns the bytes at work meanwhile, and the bytes of parameters' gradients."""
         node = self.nodes[position]
         made = self._module_parameters(node, position, seen)
         largest = self.live
@@ -271,7 +270,7 @@ class _Backward:
         return at_work, made
 
     def contribute(self, position: int, source: int, own: list[list[int]]) -> int:
-        """Adds a gradient to that of `source`; the bytes while it does."""
+        """Adds a gradient to `source`'s. Returns the bytes at work meanwhile."""
         handed = self.hands_on(position, source)
         block = own[0] if handed else self.new(source)
         if handed:
@@ -314,7 +313,7 @@ class _Backward:
         return self.nodes[position].grad_enabled and any(self.needs(i) for i in self.graph.inputs[position])
 
     def hands_on(self, position: int, source: int) -> bool:
-        """Whether the gradient of the result serves as that of the input."""
+        """Whether the gradient of the result is also used as the input's."""
         node, origin = self.nodes[position], self.nodes[source]
         if node.spec is None:
             return False

@@ -7,17 +7,17 @@ least the minimum of that sum over everything that might be a plan:
 
 A placement must keep the order that every plan keeps. A waist is a node that all core nodes before it reach and that
 reaches all core nodes after it (the residual additions of a transformer); the core are the nodes between the first
-costly node and the last. Waists cut the core into segments, and each segment runs on the stages between those of its
-two waists. Inside a segment the bound may place time, static bytes and activations as it likes; so may it with nodes
-outside the core. A shared item counts once, in the segment of its first user. All of this only lowers the bound, so
-it holds for every plan. The minimum is a dynamic program over (segment, stage); v is improved by multiplicative
-weights, starting where moving an average unit to the next stage changes nothing.
+costly node and the last. Waists cut the core into segments, and each segment runs on the stages between its two waists'
+stages. Inside a segment the bound may place time, static bytes and activations as it likes; so may it with nodes
+outside the core. A shared item counts once, in the segment of its first user. All of this only lowers the bound, so it
+holds for every plan. The minimum is a dynamic program over (segment, stage); v is improved by multiplicative weights,
+starting where moving an average unit to the next stage changes nothing.
 
-Three more bounds are taken into account. The units on one path of the graph keep their order in every plan, so the
-exact optimum of the chain of the heaviest path alone, empty stages allowed, is a bound; where all costly units lie on
-one path it is the optimum itself. A cluster costs something on whatever stage it runs. And where these stay more than
-`_CLOSE` below a known plan, all placements of the graph are searched (`smpc.partitioner.solvers.lattice`), which sees that units
-are not divisible; it needs a bottleneck to start from.
+Three more bounds are taken into account. The units on one path of the graph keep their order in every plan, so the exact optimum
+of the chain of the heaviest path alone, empty stages allowed, is a bound; if all costly units are on one path it is the optimum
+itself. A cluster costs something on whatever stage it runs. And where these stay more than `_CLOSE` below a known plan, all
+placements of the graph are searched (`smpc.partitioner.solvers.lattice`), which sees that units are not divisible; it needs a
+bottleneck to start from.
 
 Devices: of different speeds, the simple bounds take the fastest for all; limits count in the heaviest path and the search.
 """
@@ -70,7 +70,7 @@ def lower_bound(
 
 
 def _exponential(exponents: FloatArray) -> FloatArray:
-    """About e to the power of each, with the same bits on every processor: those of numpy's own depend on its vector instructions."""
+    """About e to the power of each, with the same bits on every processor: numpy's own bits depend on its vector instructions."""
     powers = 1.0 + exponents / 1024.0
     for _ in range(10):  # 1024 is 2 to the power of 10
         powers = powers * powers

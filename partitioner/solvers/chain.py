@@ -1,15 +1,15 @@
 """The exact partition of a chain of units into contiguous stages.
 
-Input: `ChainProblem`, numbers only. Output: `ChainSolution`: the cut positions (cut p lies between units p - 1 and
-p), the bottleneck of that partition, and `optimum`, the smallest bottleneck of any contiguous partition without empty
+Input: `ChainProblem`, numbers only. Output: `ChainSolution`: the cut positions (cut p is between units p - 1 and p),
+the bottleneck of that partition, and `optimum`, the smallest bottleneck of any contiguous partition without empty
 stages.
 
 Phase 1 finds the optimum. A longer interval never costs less, so whether every stage can stay within a bound B is
-decided by letting each stage reach as far as it can (n log n for a bound, and B moves by bisection between values
-that stages really take). Phase 2 looks at the partitions whose bottleneck is at most optimum * (1 + tolerance) and
-takes the one with the smallest sum of cut depths, then of cut bytes, then the earliest cuts. Each cut lies between
-the earliest and the latest position that bound allows; the dynamic program runs over those windows only, so tens of
-thousands of units are no problem.
+decided by letting each stage reach as far as it can (n log n for a bound, and B moves by bisection between values that
+stages really have). Phase 2 looks at the partitions whose bottleneck is at most optimum * (1 + tolerance) and takes the
+one with the smallest sum of cut depths, then of cut bytes, then the earliest cuts. Each cut is between the earliest and
+the latest position that this bound allows; the dynamic program runs over those windows only, so tens of thousands of
+units are no problem.
 
     units   3 1 1 1 3     two stages, costs are times:   3 1 | 1 1 3 -> 5   and   3 1 1 | 1 3 -> 5   are both optimal;
     depth    0 2 1 0      the second cut is less deep, so the answer is cuts=(3,)
@@ -33,7 +33,7 @@ _NO_BYTES = np.zeros(1, dtype=np.int64)  # of all intervals, where memory change
 
 @dataclass(frozen=True, slots=True)
 class ChainProblem:
-    """Units in order, and what a cut before unit p costs: `cut_depth[p]`, `cut_bytes[p]` (entry 0 is not used)."""
+    """Units in order, and the cost of a cut before unit p: `cut_depth[p]`, `cut_bytes[p]` (entry 0 is not used)."""
 
     units: Units
     scale: Scale
@@ -292,8 +292,8 @@ def _cheapest_starts(
 ) -> dict[int, int]:
     """For each end that a stage can have, the start with the least cost, of equal ones the first.
 
-    A later start reaches at least as far, so those that an end can have lie side by side. Of these only the ones wait that nothing after
-    them is cheaper than: costs rise from the first to the last.
+    A later start reaches at least as far, so the possible starts of an end are consecutive. Only starts that are cheaper than all later
+    ones are kept in the queue: costs rise from the first to the last.
     """
     found: dict[int, int] = {}
     waiting: deque[int] = deque()  # by index

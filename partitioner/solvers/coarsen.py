@@ -1,16 +1,16 @@
-"""From a trace to the solvers' numbers: units, what they share, and what a cut costs.
+"""From a trace to the solvers' numbers: units, their shared items, and the cost of cuts.
 
 For the chain solver every compute node is a unit and cuts inside a cluster's range are forbidden, so its optimum is
-exact at the finest granularity there is. What a cut before node p costs:
+exact at the finest granularity there is. The cost of a cut before node p:
 
     depth   module calls that the cut breaks: those with compute nodes on both sides. Cuts between whole modules win
     bytes   values made before p and used at or after it (the model's outputs are used at the end), recomputable ones
             left out
 
-For the integer program the module tree gives coarse units: starting from the model itself, the costliest call is
-opened (into the calls inside it and the runs of nodes between them) until none costs more than a small part of a
-stage, or there are `max_units`. Units that a cluster joins, or that depend on each other in a circle, become one. Those that
-read the same differentiable value keep their order, so that gradients are summed as in one process, bit for bit.
+For the integer program the module tree gives coarse units: starting from the model itself, the costliest call is opened
+(into the calls inside it and the runs of nodes between them) until none costs more than a small part of a stage, or there
+are `max_units`. Units that a cluster joins, or that depend on each other in a circle, become one. Units that read the same
+differentiable value keep their order, so that gradients are summed as in one process, bit for bit.
 
 Shared items: a parameter or buffer (with gradient and optimizer state) is held once by each stage that uses it, an
 activation storage once by each stage whose nodes save it.
@@ -255,7 +255,7 @@ def analyse(
 
 
 def _index(trace: Trace, recompute: tuple[str, ...]) -> tuple[Requested, Graph, Clusters]:
-    """What depends on no cost."""
+    """The part that depends on no cost."""
     _check_bytes(trace)
     requested = requested_regions(trace, recompute)
     graph = with_regions(build_graph(trace), requested.regions)

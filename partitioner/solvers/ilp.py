@@ -12,10 +12,10 @@ Variables, for unit u, stage s, shared item k and value v:
     w[s]         bytes at work, with a limit    w[s] >= bytes of u x[u,s];  memory of s + w[s] <= limit
                  limits of devices              memory of s <= limit of its device
 
-A dependency u -> w means stage(u) <= stage(w): for each s, sum of x[u,t] over t <= s is at least that of x[w,t].
-First B is minimised, then the bytes received at that B. The search is limited by nodes, which is deterministic, and
-by seconds as a last resort. Only this file and `load_program` import pulp, when they need it: it
-brings HiGHS, and most plans do without.
+A dependency u -> w means stage(u) <= stage(w): for each s, sum of x[u,t] over t <= s is at least the sum of x[w,t].
+First B is minimised, then the bytes received at that B. The search is limited by nodes, which is deterministic, and by
+seconds as a last resort. Only this file and `load_program` import pulp, when they need it: it brings HiGHS, and most
+plans do without.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class PlacementProblem:
-    """Units, who must not run before whom, and what they hand to each other."""
+    """Units, their dependencies, and the values that they pass to each other."""
 
     units: Units
     scale: Scale
@@ -72,7 +72,7 @@ class PlacementProblem:
 
 @dataclass(frozen=True, slots=True)
 class PlacementSolution:
-    """A placement and what is proven about it."""
+    """A placement and its proven bound."""
 
     assignment: tuple[int, ...]
     bottleneck: float

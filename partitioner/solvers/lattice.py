@@ -91,7 +91,7 @@ class Lattice:
         return scale.cost_on(stage, self.time[rows] - self.time[start], static + in_flight * activation)
 
     def containing(self, start: int, targets: IntArray) -> IntArray:
-        """Those of the prefixes that contain `start`."""
+        """The prefixes that contain `start`."""
         lacking = np.flatnonzero(self.words[start])  # words that have members
         lacks = (self.words[start, lacking] & ~self.words[targets[:, None], lacking]) != 0
         found: IntArray = targets[~lacks.any(axis=1)]
@@ -265,7 +265,7 @@ def _fluid(
     added: list[tuple[int, int]],
     num_kept: int,
 ) -> tuple[IntArray, IntArray]:
-    """What is released and what is due at each prefix; `fluid`: last before, first after, all before, all after, unit."""
+    """The units released and due at each prefix; `fluid`: last before, first after, all before, all after, unit."""
     released, due = np.zeros((2, len(masks), 3), dtype=np.int64)
     opens: list[list[tuple[int, int]]] = [[] for _ in range(num_kept)]
     closes: list[list[tuple[int, int]]] = [[] for _ in range(num_kept)]
@@ -418,7 +418,7 @@ def _least_cost(amounts: IntArray, scale: Scale, in_flight: Sequence[int]) -> Fl
 
 
 def _rate(lattice: Lattice, scale: Scale, in_flight: Sequence[int], stage: int) -> float:
-    """What fluid costs at least on this stage, in terms of its least cost."""
+    """The least cost of fluid on this stage, relative to its overall least cost."""
     time, static, held = lattice.fluid
     least = _least_cost(lattice.fluid, scale, in_flight)
     here = scale.cost(time, static + in_flight[stage] * held, scale.speed(stage))
@@ -504,7 +504,7 @@ def place(
 
 
 class _Load:
-    """What a stage holds so far."""
+    """The content of a stage so far."""
 
     def __init__(self, units: Units, using: Sequence[Sequence[int]], scale: Scale, stage: int, in_flight: int) -> None:
         self.units, self.using, self.scale, self.stage, self.in_flight = units, using, scale, stage, in_flight
@@ -540,7 +540,7 @@ def _complete(
     in_flight: Sequence[int],
     bound: float,
 ) -> tuple[int, ...]:
-    """Stages of all units, those of the lattice given."""
+    """Stages of all units, given the stages of the lattice's units."""
     using = units.items_of()
     loads = [_Load(units, using, scale, stage, held) for stage, held in enumerate(in_flight)]
     placed = dict(zip(lattice.kept, stages, strict=True))

@@ -6,8 +6,8 @@ Variables, for unit u, device d and value v of producer p:
     m[v,d] = 1   d sends or receives v       m[v,d] >= x[w,d] - x[p,d] and m[v,d] >= x[p,d] - x[w,d] for each consumer w
     B            largest load                B >= cost of d, for each d
 
-In a row, u before w means that sum of x[u,t] over t <= d is at least that of x[w,t]. Else devices of one kind could change places: the
-i-th heaviest unit is kept from all but the first i of a kind. Costs are in terms of a known largest load.
+In a row, u before w means that sum of x[u,t] over t <= d is at least the sum of x[w,t]. Otherwise devices of one kind could change
+places: the i-th heaviest unit is kept from all but the first i of a kind. Costs are in terms of a known largest load.
 """
 
 from __future__ import annotations

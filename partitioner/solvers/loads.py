@@ -1,9 +1,9 @@
-"""What devices take whose transfers count: the one definition that `staged`, `moves` and `load_program` share.
+"""Loads of devices with transfers: the one definition that `staged`, `moves` and `load_program` share.
 
     load of a device = its units' costs on it + rate * (bytes that it sends + bytes that it receives)
 
-What a unit makes is sent once, if somebody elsewhere uses it, and received once by each other device that uses it. Devices of one kind
-are alike: a unit costs the same on each of them, and so does a byte.
+A unit's output is sent once, if another device uses it, and received once by each other device that uses it. Devices of one kind are
+alike: a unit costs the same on each of them, and so does a byte.
 
 Example: units 0 -> 1 -> 2 with costs of 2, each of which sends one byte at a rate of 1. On two devices {0} {1 2} has the loads 2 + 1 and
 1 + 4; {0 1} {2} has 4 + 1 and 1 + 2.
@@ -30,7 +30,7 @@ _ROUNDS, _STEPS = (
 
 @dataclass(frozen=True)
 class LoadProblem:
-    """Units, devices by kind, and what counts. Costs are in any one unit; `kind_of` has the kind of each device, in their row."""
+    """Units, devices by kind, and the objective. Costs are in any one unit; `kind_of` has the kind of each device, in their row."""
 
     costs: FloatArray  # [kinds, units]; infinite: a unit cannot run there
     memory: IntArray  # [kinds, units]

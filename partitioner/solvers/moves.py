@@ -1,8 +1,8 @@
 """Better placements by moving one unit at a time: simulated annealing, the same for the same problem.
 
-What it makes small is the sum of (load / best known load)^8 over the devices, which the largest load rules, and beside it what devices
-hold beyond their limits. Half of the moves take a unit from the most loaded device, and half go where a neighbour is, so that transfers
-end. With a row of devices, no unit moves past what it comes after or before.
+It minimises the sum of (load / best known load)^8 over the devices, which the largest load dominates, plus memory beyond the devices'
+limits. Half of the moves take a unit from the most loaded device, and half go where a neighbour is, so that transfers end. With a row
+of devices, no unit moves past what it comes after or before.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def improve(problem: LoadProblem, start: Sequence[int], row: Sequence[int] | Non
 
 
 class _State:
-    """A placement, the loads of its devices, and what changes with a move."""
+    """A placement, the loads of its devices, and updates for a move."""
 
     def __init__(self, problem: LoadProblem, start: Sequence[int], row: Sequence[int] | None) -> None:
         self.problem, self.device_of = problem, list(start)
@@ -136,7 +136,7 @@ class _State:
         self.device_of[unit], self.loads, self.held = target, loads, held
 
     def energy(self, loads: list[float], held: list[int]) -> float:
-        """What is made small."""
+        """The minimised value."""
         total = sum((load / self.reference) ** _POWER for load in loads)
         for amount, limit in zip(held, self.limits, strict=True):
             if amount > limit:

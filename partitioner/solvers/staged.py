@@ -59,7 +59,7 @@ _MAX_PAIRS = 8_000_000_000  # of prefixes that are looked at for one problem
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The device of each unit, its largest load, and what no placement in stages is below; `note`: a limit that was hit."""
+    """The device of each unit, its largest load, and a lower bound for placements in stages; `note`: a limit that was hit."""
 
     device_of: tuple[int, ...] | None
     bottleneck: float
@@ -103,7 +103,7 @@ def solve_stages(problem: LoadProblem, gap: float) -> Staged:
 
 
 def _limits(bound: float, known: float) -> list[float]:
-    """Loads to search below, the largest last: that of a known placement, or any."""
+    """Loads to search below, the largest last: a known placement's, or infinity."""
     if math.isinf(known):
         return [*(bound * factor for factor in _FACTORS if bound > 0), known]
     return [bound + share * (known - bound) for share in _SHARES]
@@ -140,7 +140,7 @@ def _widest(problem: LoadProblem, order: Sequence[int], most: int) -> tuple[_Pre
 
 @dataclass
 class _Prefixes:
-    """The prefixes of a problem, smaller ones first, with what stages between them cost."""
+    """The prefixes of a problem, smaller ones first, with the cost of stages between them."""
 
     problem: LoadProblem
     masks: list[int]
@@ -251,7 +251,7 @@ def _sums(columns: NDArray[T], added: Sequence[tuple[int, int]]) -> NDArray[T]:
 
 
 def _uses(problem: LoadProblem, added: Sequence[tuple[int, int]]) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
-    """Of each value and prefix: how many of its consumers are in it, and whether its producer is."""
+    """For each value and prefix: how many of the value's consumers are in the prefix, and whether its producer is."""
     columns = np.zeros((2, len(problem.values), problem.num_units), dtype=np.int16)
     for v, value in enumerate(problem.values):
         columns[0, v, list(value.consumers)] = 1

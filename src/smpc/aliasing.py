@@ -5,15 +5,15 @@
     SMPC_ALIAS=1 torchrun --nproc-per-node 2 train.py      the script as it is, under any launcher
 
 Terms
-    alias    a module of one of the names below. It has no code: each attribute is looked up in its target when it is asked for, so that
+    alias    a module of one of the names below. It has no code: each attribute is looked up in its target when it is read, so that
              importing an alias imports neither torch nor smpc's own modules, and starts nothing
-    target   the module of smpc that has what the alias stands for
+    target   the module of smpc that the alias redirects to
 
-The finder here looks for a package that is really installed first. If there is one, it is imported, a warning says so, and no alias is
-made below it.
+The finder first looks for an installed package of that name. If there is one, it is imported, a warning says so, and no alias is made
+below it.
 
-SMPC_ALIAS is looked at when Python starts, by the line in `smpc_alias.pth` beside the installed package; so it holds for the processes that
-a script starts, too. `smpc run` installs the finder itself.
+When Python starts, the line in `smpc_alias.pth` beside the installed package reads SMPC_ALIAS; so it also applies to processes that a
+script starts. `smpc run` installs the finder itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PACKAGES = {
     _PACKAGE: "import smpc.v1 as smp",
     _SAGEMAKER: "import smpc.v2 as tsm",
     _COMPOSER: "from smpc.composer import Trainer",
-}  # what may be installed, what to write instead
+}  # the package that may be installed, and what to write instead
 _FAMILIES = ("bert", "gpt2", "gptj", "gptneo", "gptneox", "roberta", "t5", "vit")
 _V2 = (
     "checkpoint",
@@ -112,8 +112,8 @@ TARGETS: MappingProxyType[str, str | None] = MappingProxyType(
 def alias() -> None:
     """Make `import smdistributed.modelparallel.torch` import `smpc.v1`, `torch.sagemaker` `smpc.v2`, `composer` `smpc.composer`.
 
-    It holds in this process and in those that it starts. Where a package is really installed, it stays what scripts import, and a warning
-    says so. Calling it again does nothing. torch itself is not imported.
+    It applies to this process and to its child processes. If such a package is installed, scripts still import that package, and a
+    warning says so. Calling `alias` again does nothing. It does not import torch.
     """
     install()
     os.environ[VARIABLE] = "1"
@@ -127,7 +127,7 @@ def alias() -> None:
 
 
 def _import(name: str) -> None:
-    """Import an alias, unless it lies in a package that is really installed."""
+    """Import an alias, unless it belongs to an installed package."""
     parent = name.rpartition(".")[0]
     if parent in ("", "torch", _TOP) or _is_alias(parent):
         importlib.import_module(name)
@@ -140,12 +140,12 @@ def install() -> None:
 
 
 def is_wanted(environ: Mapping[str, str]) -> bool:
-    """Whether the environment asks for aliases."""
+    """Whether the environment switches aliases on."""
     return environ.get(VARIABLE, "").strip() not in ("", "0")
 
 
 class _Alias(ModuleType):
-    """A module that has what its target has."""
+    """A module with the attributes of its target."""
 
     def __getattr__(self, name: str) -> Any:
         own, target = self.__name__, TARGETS[self.__name__]
@@ -180,19 +180,19 @@ class _Loader(Loader):
         return _Alias(spec.name, f"See `{TARGETS[spec.name] or _SMP}`.")
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is run; it gets its version."""
+        """Runs nothing; sets the version."""
         releases = {_SAGEMAKER: RELEASE_V2, _COMPOSER: RELEASE_COMPOSER}
         found = (release for name, release in releases.items() if module.__name__.startswith(name))
         vars(module)["__version__"] = next(found, RELEASE)
 
 
 class _Finder(MetaPathFinder):
-    """Finds the package that is really installed, if there is one, and aliases otherwise."""
+    """Finds the installed package, if there is one, and an alias otherwise."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """What a module is loaded from; None for what is no alias's name, which other finders look for."""
+        """The spec of a module; None for a name that is not an alias, which other finders look for."""
         if fullname not in TARGETS:
             return None
         if fullname == _TOP or fullname in _PACKAGES:
@@ -201,7 +201,7 @@ class _Finder(MetaPathFinder):
                     _tell(fullname, real)
                 return real
         elif not _is_alias(fullname.rpartition(".")[0]):
-            return None  # of the package that is really installed
+            return None  # of the installed package
         is_package = any(name.startswith(f"{fullname}.") for name in TARGETS)
         return ModuleSpec(fullname, _Loader(), origin=f"smpc alias of {TARGETS[fullname]}", is_package=is_package)
 
@@ -224,7 +224,7 @@ def _is_alias(name: str) -> bool:
 def _tell(package: str, real: ModuleSpec | None) -> None:
     where = "" if real is None else real.origin or ", ".join(real.submodule_search_locations or ())
     warnings.warn(
-        f"{package} is really installed ({where}): it is imported, and smpc stands in for nothing; uninstall it to run this script on "
+        f"{package} is installed ({where}): it is imported in place of smpc; uninstall it to run this script on "
         f"smpc, or write {_PACKAGES[package]}",
         stacklevel=3,
     )

@@ -3,7 +3,7 @@
     plan = smpc.partition(model, sample_inputs, pipeline_parallel_degree=4, microbatches=8)
     print(plan.to_json())
 
-needs no process group and allocates nothing: a model on the meta device will do.
+needs no process group and allocates nothing: a model on the meta device works too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from smpc.tracer import mark_leaf, register_shape_rule
 
 @takes_options
 def partition(model: nn.Module, sample_inputs: Any, **options: Any) -> ShownPlan:
-    """The plan for a model: stages, what crosses between them, predicted memory and time; a notebook shows it as the report.
+    """The plan for a model: stages, messages between them, predicted memory and time. A notebook shows it as the report.
 
     `sample_inputs` are one whole batch: a tensor, a tuple of arguments, a dict of keyword arguments, or a (tuple, dict) pair of both;
     `microbatches` must divide its size along axis 0. Raises TypeError for an unknown option, ConfigError, TraceError or PartitionError;

@@ -1,10 +1,11 @@
-"""Ready-made callbacks for `register_step_callback`: a line of progress, TensorBoard, and Weights & Biases.
+"""Ready-made callbacks for `register_step_callback`: a progress line, TensorBoard, and Weights & Biases.
 
     model.register_step_callback(smpc.ProgressLine(num_steps=1000))
     model.register_step_callback(smpc.TensorBoard("runs/first"))
     model.register_step_callback(smpc.WandB(project="first", peak_flops=989e12))
 
-A callback is any function of a `smpc.StepInfo`. They may be registered on every rank: each shows what it says it shows, once.
+A callback is any function of a `smpc.StepInfo`. They may be registered on every rank: each decides on which ranks it shows or
+writes.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from smpc.report.format import format_bytes, format_number, format_time
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-_PLAIN_SECONDS = 10.0  # between two lines where the output is no terminal
+_PLAIN_SECONDS = 10.0  # between two lines, if the output is not a terminal
 
 
 class ProgressLine:
-    """On rank 0, a line on stderr about the last step: on a terminal always the same one, elsewhere a new one now and then.
+    """A line on rank 0's stderr about the last step: overwritten on a terminal, elsewhere printed anew at intervals.
 
-    `num_steps` is how many steps there will be, if that is known. Steps that only evaluate are not shown.
+    `num_steps` is the number of steps, if it is known. Evaluation steps are not shown.
     """
 
     def __init__(
@@ -82,9 +83,9 @@ class ProgressLine:
 class TensorBoard:
     """Scalars of every step for TensorBoard, in a folder for each rank: `FOLDER/rank0` and so on.
 
-    Of a training step: smpc/step_seconds, smpc/samples_per_second, smpc/tokens_per_second, smpc/flops_per_second, smpc/bubble, smpc/loss,
-    smpc/peak_bytes, as far as the rank knows them, and with `peak_flops`, the FLOP/s of a device, smpc/mfu; of others the same under
-    smpc/evaluation. Raises ConfigError where tensorboard is not installed.
+    A training step writes smpc/step_seconds, smpc/samples_per_second, smpc/tokens_per_second, smpc/flops_per_second, smpc/bubble,
+    smpc/loss, smpc/peak_bytes, as far as the rank knows them, and smpc/mfu with `peak_flops`, the FLOP/s of a device. Evaluation steps
+    write the same under smpc/evaluation. Raises ConfigError if tensorboard is not installed.
     """
 
     def __init__(self, folder: str | Path, *, peak_flops: float | None = None) -> None:
@@ -107,17 +108,17 @@ class TensorBoard:
             self._writer.add_scalar(name, value, info.step)
 
     def close(self) -> None:
-        """Write what is left; a script that ends does so too."""
+        """Write buffered values. This also happens when the script ends."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
 
 class WandB:
-    """Scalars of every step for Weights & Biases, from rank 0: one run, which begins with the first step.
+    """Scalars of every step for Weights & Biases, from rank 0: one run, which starts at the first step.
 
-    `options` are those of `wandb.init`, such as project="gpt" or mode="offline"; names and `peak_flops` are as for `TensorBoard`. Raises
-    ConfigError where wandb is not installed.
+    `options` go to `wandb.init`, such as project="gpt" or mode="offline"; names and `peak_flops` are as for `TensorBoard`. Raises
+    ConfigError if wandb is not installed.
     """
 
     def __init__(self, *, peak_flops: float | None = None, **options: Any) -> None:
@@ -139,14 +140,14 @@ class WandB:
         self._run.log(_scalars(info, self._peak_flops), step=info.step)
 
     def close(self) -> None:
-        """End the run; a script that ends does so too."""
+        """End the run. This also happens when the script ends."""
         run, self._run = self._run, None
         if run is not None:
             run.finish()
 
 
 def _scalars(info: StepInfo, peak_flops: float | None) -> dict[str, float]:
-    """What is known of a step, by the names that it is written under."""
+    """The known values of a step, by the names under which they are written."""
     group = "smpc" if info.training else "smpc/evaluation"
     speed = info.flops_per_second
     found = {

@@ -7,8 +7,9 @@
     print(module.source)                             # the program: collectives are calls on plain tensors
     print(describe(module))                          # layouts, collectives and bytes, and what is computed whole
 
-Every rank of the group has the whole model, runs the same inputs and gets the same outputs; of everything in between that has the sequence
-as a dimension, it computes and keeps its slice. What no rule can share is computed whole on every rank, right and named by `describe`.
+Every rank of the group has the whole model, runs the same inputs and gets the same outputs. It computes and keeps only its slice of every
+intermediate value that has the sequence as a dimension. An operation that no rule can split is computed whole on every rank; it is
+correct, and `describe` names it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = ["ContextModule", "describe", "place", "shard"]
 
 
 class ContextModule(RecordedModule):
-    """One rank's view of a model whose sequences several ranks share: parameters are the model's, calls are those of the model."""
+    """One rank's view of a model whose sequences several ranks share. It has the model's parameters, and is called like the model."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class ContextModule(RecordedModule):
 
     @property
     def rewritten(self) -> ContextTrace:
-        """Layout, collectives, and what is computed whole, in the present mode."""
+        """Layout, collectives, and operations computed whole, in the present mode."""
         found = self._program.traced.context
         assert found is not None, "it was rewritten for the ranks of a group"
         return found
@@ -78,13 +79,12 @@ def shard(
 
     `sample_inputs`: one batch, in the forms of `smpc.sample_inputs`. `layout`: "contiguous", "zigzag" (equal work in causal attention;
     lengths must be divisible by twice the number of ranks) or "auto". `attention`: "p2p" (a ring), "all_gather" (of keys and values),
-    "a2a" (slices of heads for slices of the sequence) or "auto", the cheapest; what a way cannot do, all_gather does. `sequence_dims`: by
-    input, such as {"input_ids": 1}, the dimensions that are the sequence's; by default all but the first. `outputs` are the only tensors
-    that calls return, such as ("loss",), so that logits need not be gathered; by default all are returned. `draw_as_one_process`: dropout
-    drops the elements that it drops without the group, for memory and time (docs/tensor_parallel_compiler.md). Gradients are those of one
-    process with the whole batch, on every rank.
-    Raises ConfigError for a layout, an input or an output that is wrong, and for lengths that the ranks do not divide; TraceError for a
-    model that cannot be recorded.
+    "a2a" (slices of heads for slices of the sequence) or "auto", the cheapest; where a way does not apply, all_gather is used.
+    `sequence_dims`: the sequence dimension of each input, such as {"input_ids": 1}; by default all dimensions but the first. `outputs`
+    are the only tensors that calls return, such as ("loss",), so that logits need not be gathered; by default all are returned.
+    `draw_as_one_process`: dropout drops the same elements as without the group, at a cost in memory and time
+    (docs/tensor_parallel_compiler.md). On every rank, gradients equal those of one process with the whole batch. Raises ConfigError for a
+    wrong layout, input or output, and for lengths that the ranks do not divide; TraceError for a model that cannot be recorded.
     """
     check_not_shared(model, CONTEXT)
     dims = {name: (own,) if isinstance(own, int) else tuple(own) for name, own in (sequence_dims or {}).items()}
@@ -95,7 +95,7 @@ def shard(
 
 
 def place(model: nn.Module, context: ContextTrace, group: dist.ProcessGroup | TensorGroup) -> None:
-    """Tells a model the ranks that it shares sequences with, for programs made by `compile_model(..., context_parallel_degree=2)`.
+    """Gives a model the group that shares its sequences, for programs made by `compile_model(..., context_parallel_degree=2)`.
 
     A `smpc.Runtime` over the model then runs the compilation, with pipeline parallelism, too; every pipeline rank has its own group. With
     tensor parallelism `smpc.tensor_parallel.place` is called as well. ConfigError for a group of another size.
@@ -110,5 +110,5 @@ def place(model: nn.Module, context: ContextTrace, group: dist.ProcessGroup | Te
 
 
 def describe(module: ContextModule) -> str:
-    """For people: the slices, the collectives of every block with the bytes that a rank sends, and what every rank computes whole."""
+    """A text for people: slices, the collectives of every block with the bytes that a rank sends, and operations computed whole."""
     return describe_context(module.rewritten)

@@ -5,8 +5,8 @@
     |   |-- ConfigTypeError (TypeError)     ... because it has the wrong type
     |   `-- ConfigUnsupportedError (NotImplementedError)    ... because this version cannot do it yet
     |-- UsageError (ValueError)             a function is called too early or with wrong arguments
-    |   |-- NonFiniteNormError (RuntimeError)    ... or gradients to clip are not finite, and it was asked to say so
-    |   `-- GroupError (RuntimeError)       ... or process groups are missing, or not those of the launcher
+    |   |-- NonFiniteNormError (RuntimeError)    ... or gradients to clip are not finite, and `error_if_nonfinite` is set
+    |   `-- GroupError (RuntimeError)       ... or process groups are missing, or they differ from the launcher's ranks
     |       `-- MissingEnvironmentError     ... because a variable of the launcher is missing
     |-- StepError (ValueError)              the arguments or the body of a step function are wrong
     |   `-- NonFiniteLossError              ... or its loss is NaN or infinite
@@ -15,12 +15,12 @@
     |   `-- MemoryLimitError                ... because every plan that was found exceeds the memory limit
     |-- CodegenError                        a plan cannot be turned into programs
     |   `-- ScheduleError                   a schedule deadlocks, or reads a value before it exists
-    |-- VerificationError                   compiled programs do not do what the model does
+    |-- VerificationError                   compiled programs and the model give different results
     |-- TransportError                      a message between ranks is missing, late or not as planned
     |   `-- PeerError                       another rank failed first; carries that rank's traceback
-    |       `-- PeerMemoryError             ... because its memory was not enough; all ranks may go on with less
+    |       `-- PeerMemoryError             ... because it ran out of memory; all ranks may go on with less
     `-- CheckpointError                     a checkpoint is missing, damaged or does not fit the model
-        `-- MissingKeyError (KeyError)      ... because it lacks what is to be loaded
+        `-- MissingKeyError (KeyError)      ... because it lacks a value that is to be loaded
 
 A message says what was expected, what was found, where (module, rank, microbatch) and what to do.
 All violations of one input are reported together, one line each.
@@ -51,7 +51,7 @@ class ConfigUnsupportedError(ConfigError, NotImplementedError):
 
 
 class UsageError(SmpcError, ValueError):
-    """A function of the programming interface is called too early, or with arguments that cannot be."""
+    """A function of the programming interface is called too early, or with wrong arguments."""
 
 
 class NonFiniteNormError(UsageError, RuntimeError):
@@ -59,7 +59,7 @@ class NonFiniteNormError(UsageError, RuntimeError):
 
 
 class GroupError(UsageError, RuntimeError):
-    """A function of `smpc.dist` needs process groups that are not there, or that do not agree with the launcher."""
+    """A function of `smpc.dist` needs process groups that do not exist, or that contradict the launcher."""
 
 
 class MissingEnvironmentError(GroupError):
@@ -79,11 +79,11 @@ class TraceError(SmpcError):
 
 
 class PartitionError(SmpcError, ValueError):
-    """No plan satisfies what was asked."""
+    """No plan satisfies the request."""
 
 
 class MemoryLimitError(PartitionError):
-    """No plan within the memory limit. `least_bytes` is the smallest limit that would do."""
+    """No plan within the memory limit. `least_bytes` is the smallest sufficient limit."""
 
     def __init__(self, text: str, least_bytes: int = 0) -> None:
         super().__init__(text)
@@ -99,7 +99,7 @@ class ScheduleError(CodegenError):
 
 
 class VerificationError(SmpcError):
-    """Compiled programs give or leave something else than the model itself; names the first module that differs."""
+    """Compiled programs return or leave other values than the model itself; names the first module that differs."""
 
 
 class TransportError(SmpcError):
@@ -107,11 +107,11 @@ class TransportError(SmpcError):
 
 
 class PeerError(TransportError):
-    """Another rank failed first, and the text carries its traceback; or it ended before the others met."""
+    """Another rank failed first, and the text carries its traceback; or it ended before it met the others."""
 
 
 class PeerMemoryError(PeerError):
-    """Another rank has run out of memory, and told so before this one began what that one would never join."""
+    """Another rank has run out of memory, and reported it before this rank began a collective that it would never join."""
 
 
 class CheckpointError(SmpcError):
@@ -122,6 +122,6 @@ class CheckpointError(SmpcError):
 
 
 class MissingKeyError(CheckpointError, KeyError):
-    """A checkpoint has no value of a name that is to be loaded."""
+    """A checkpoint lacks a value that is to be loaded."""
 
     __str__ = Exception.__str__  # KeyError shows its text in quotes

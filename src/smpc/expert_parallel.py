@@ -1,4 +1,5 @@
-"""Expert parallelism for any model, found by the compiler: find its experts, keep this rank's, and send tokens to those of the others.
+"""Expert parallelism for any model, found by the compiler: find its experts, keep this rank's share, and send tokens to the experts of
+other ranks.
 
     group = TensorGroup.of(process_group)
     module = shard(model, group)                     # finds experts by structure; the model's own router stays
@@ -7,14 +8,14 @@
     module.average_gradients()                       # or DistributedDataParallel or fully_shard, for what is not an expert
     print(module)                                    # which experts were found, and what was left whole
 
-Every rank passes its own inputs, as in data parallelism; ranks may also pass the same ones. All must call the model as often as the
-others, and run backward as often.
+Every rank passes its own inputs, as in data parallelism; ranks may also pass the same ones. All ranks must call the model, and run
+backward, the same number of times.
 
-The scale of gradients. The loss of the group is the mean of the ranks' losses. What is not an expert gets, on each rank, the gradient of
-that rank's loss: to be averaged over the group. An expert gets the sum of the gradients of all ranks' losses, as it serves the tokens of
-all of them. With `gradients="mean"` it is divided by the size of the group in the backward pass itself: then it is right as it is, and
-must not be averaged over this group again, but over further groups that hold the same experts. With "sum" it is left: for what divides by
-the number of all ranks later, as FSDP's `set_gradient_divide_factor` does.
+The scale of gradients. The loss of the group is the mean of the ranks' losses. On each rank, a parameter outside the experts gets the
+gradient of that rank's loss, which is to be averaged over the group. An expert gets the sum of the gradients of all ranks' losses, since
+it serves the tokens of all. With `gradients="mean"` the backward pass divides it by the size of the group. It is then final: it must not
+be averaged over this group again, only over other groups that hold the same experts. With "sum" it is not divided: for wrappers that
+later divide by the number of all ranks, as FSDP's `set_gradient_divide_factor` does.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ __all__ = ["ExpertParallelModule", "register_experts", "shard"]
 
 
 class ExpertParallelModule(nn.Module):
-    """One rank's part of a model: some of its experts, and all of the rest. Calls are those of the model.
+    """One rank's part of a model: some of its experts, and everything else. It is called like the model.
 
     `experts`: by the name of a module or container of experts, how many there are in all. `left_whole`: by name, why experts were not cut.
     """
@@ -67,17 +68,17 @@ class ExpertParallelModule(nn.Module):
         return self.model(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        """The experts, and what was left whole."""
+        """The experts that are divided, and the modules that were left whole."""
         found = [f"{name}: {count} experts on {self.group.size} ranks" for name, count in self.experts.items()]
         return "\n".join(found + [f"{name}: whole, {reason}" for name, reason in self.left_whole.items()])
 
     def expert_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names in the model, and the parameters, of this rank's experts: those that other ranks have other values of."""
+        """This rank's expert parameters, by their names in the model. Other ranks have other values under these names."""
         own = self._holdings.own()
         return ((name, parameter) for name, parameter in self.model.named_parameters() if name in own)
 
     def apart(self, mesh: DeviceMesh, group: dist.ProcessGroup) -> Apart:
-        """This rank's experts as `StageShards(stages, replicas, ..., apart=...)` takes them: in parts on the ranks that hold the same ones.
+        """This rank's experts for `StageShards(stages, replicas, ..., apart=...)`: sharded over the ranks that hold the same experts.
 
         `mesh` has these ranks, as (shard) or (replica, shard), and `group` all of them. ConfigUnsupportedError for experts that are modules
         of their own.
@@ -94,7 +95,7 @@ class ExpertParallelModule(nn.Module):
         return Apart(modules, own, mesh, group)
 
     def average_gradients(self) -> None:
-        """Averages the gradients of what is not an expert over the group, in place. All ranks must call it, after backward.
+        """Averages the gradients outside the experts over the group, in place. All ranks must call it, after backward.
 
         A parameter that has a gradient on some rank gets one on all; one that has none anywhere keeps none.
         """
@@ -137,7 +138,7 @@ def shard(
 ) -> ExpertParallelModule:
     """This rank's part of `model`, which it takes over: experts are cut in place.
 
-    experts          patterns of the names of modules or containers of experts (`"*.mlp.experts"`), where the search finds others too, or
+    experts          patterns of the names of modules or containers of experts (`"*.mlp.experts"`), if the search also finds others, or
                      not all; None: all that it finds
     dispatch         how tokens travel: "all_to_all", or "all_gather" for small groups
     capacity_factor  how many even shares of a rank's tokens an expert takes; the rest is dropped. None: all tokens are served
@@ -145,7 +146,7 @@ def shard(
     gradients        "mean" or "sum": see above
 
     A model on the meta device stays there: move it with `to_empty` and fill it with `load_whole_state_dict`. Raises ConfigError for
-    settings that are wrong, for a model without experts, and for patterns of which one matches no experts.
+    settings that are wrong, for a model without experts, and for a pattern that matches no experts.
     """
     group = group if isinstance(group, TensorGroup) else TensorGroup.of(group)
     options = _options(group, dispatch, capacity_factor, router, gradients)
@@ -200,7 +201,7 @@ def _confirmed(
 
 
 def _unsuited(found: Found, group: TensorGroup, router: str) -> str | None:
-    """Why experts cannot be cut, whatever they compute."""
+    """Why experts cannot be cut, independent of what they compute."""
     if found.num_experts < group.size:
         return f"{found.num_experts} experts are fewer than {group.size} ranks"
     if isinstance(found, Stacked) and (reason := shared_and_trained(found)) is not None:

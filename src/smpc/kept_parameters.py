@@ -1,4 +1,5 @@
-"""Parameters stay what they were when a model was put on its ranks: stages and optimizers have these very ones.
+"""Checks that a model still has the parameters that it had when it was placed on its ranks: stages and optimizers hold
+these objects.
 
 kept = KeptParameters(model)
 model.layer.weight = nn.Parameter(...)
@@ -16,7 +17,7 @@ from smpc.errors import StepError
 
 
 class KeptParameters:
-    """The parameters of a model, by module. A module that comes later is a change that the environment tells."""
+    """The parameters of a model, by module. The environment's guards notice modules that are added later."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -24,7 +25,7 @@ class KeptParameters:
         self._tables = [(module._parameters, dict(module._parameters)) for module in model.modules()]
 
     def check(self, *, thoroughly: bool = False) -> None:
-        """StepError if one was added, removed or replaced; `thoroughly`: in new modules, too."""
+        """StepError if one was added, removed or replaced; `thoroughly`: also in new modules."""
         if not thoroughly and all(_is_same(table, before) for table, before in self._tables if before or table):
             return
         now = dict(self._model.named_parameters())
@@ -34,7 +35,7 @@ class KeptParameters:
 
 
 def changed_parameter(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> StepError:
-    """What to say of a parameter that is another one now."""
+    """The text of the error for a parameter that was replaced."""
     what = "was added" if name not in before else "was removed" if name not in now else "was replaced by another one"
     return StepError(
         f"parameter {name!r} {what} after the first program was installed, whose stages have the parameters of then; make a new runtime "

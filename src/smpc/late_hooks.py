@@ -1,9 +1,9 @@
-"""Hooks that a script registers after its model was compiled, where a program would pass them by.
+"""Hooks that a script registers after its model was compiled, where a program would not run them.
 
     on a module that is cut          it is computed node by node, and never called; or in one of its calls, and called in another
     on a parameter of several ranks  each rank would see its own part of the gradient
 
-Torch numbers all hooks of a process, so that a step which comes after no new ones looks at nothing.
+Torch numbers all hooks of a process, so a step after which no hook was added checks nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LateHooks:
         self._cut = [(fqn, model.get_submodule(fqn)) for fqn in calls if not _is_inside(fqn, whole)]
         self._model = model
         self._shared = tuple(shared)
-        self.seen = -1  # the number of the next hook, when all were looked at
+        self.seen = -1  # the number of the next hook at the last check
 
     def check(self) -> None:
         """StepError for a hook that would not run, PartitionError for one that would see part of a gradient."""
@@ -51,7 +51,7 @@ class LateHooks:
 
 
 def _num_calls(path: str, codes: Iterable[StageCode]) -> int:
-    """How often the stages call a module as it is."""
+    """How often the stages call a module whole."""
     forms = {f"{attribute_source(path, by_name=by_name)}(" for by_name in (False, True)}
     return sum(code.source.count(form) for code in codes for form in forms)
 

@@ -1,17 +1,17 @@
-"""The model as each rank of one process holds it: every rank has memory of its own, as if it were a process of its own.
+"""The model of each rank when all ranks share one process: every rank has memory of its own, as if it were a process.
 
 Terms
-    home        of a parameter or buffer: the first rank that holds it. It works on the user's very tensor there, so gradients, hooks and
+    home        of a parameter or buffer: the first rank that holds it. It uses the user's own tensor there, so gradients, hooks and
                 the optimizer need no copies
-    holder      another rank that holds it: it has a tensor of its own, brought up to date before every step
+    holder      another rank that holds it, in a tensor of its own, which is updated before every step
     foreign     a parameter that a rank does not hold. It is empty there, as after `smpc.v1.layout.placement`, so a program that reads it
                 fails here, too. What no stage uses every rank keeps, and so all buffers; only holders' are brought up to date
 
-Each rank has a copy of the modules, and of what their attributes hold that leads to tensors or modules; the rest is the same for all
-(`smpc.rank_values`). The user's very modules are on the one rank that calls them whole, where they lead to no tensors of other ranks, and
-so is a tensor in an attribute that one rank alone uses. What the user changes between steps (modes, attributes and what they hold, hooks,
-modules, buffers) changes for all ranks, as a script does that every process runs. What a rank's modules set during a step shows on the
-user's modules afterwards, but on no other rank.
+Each rank has a copy of the modules, and of attribute values that reference tensors or modules; other values are shared
+(`smpc.rank_values`). If one rank alone calls a module whole, and the module references no tensors of other ranks, that rank uses the
+user's own module. The same holds for a tensor in an attribute that one rank alone uses. The user's changes between steps (modes,
+attributes and their contents, hooks, modules, buffers) apply to all ranks, as in a script that every process runs. Attributes that a
+rank's modules set during a step appear on the user's modules afterwards, but on no other rank.
 
     models = RankModels(model, plan, programs)
     models.begin_step()
@@ -39,11 +39,11 @@ from smpc.tracer.paths import split_item
 from smpc.tracer.state.state_use import StateUse, moved_buffer
 
 _OWN_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-_Seen = tuple[int, int]  # which tensor, and how often it had been written into
+_Seen = tuple[int, int]  # the tensor, and its version
 
 
 class RankModels:
-    """`of_rank[r]` is rank r's model; of a single rank it is the user's."""
+    """`of_rank[r]` is rank r's model. With a single rank it is the user's."""
 
     def __init__(self, model: nn.Module, plan: Plan, programs: Sequence[RankProgram]) -> None:
         self._model = model
@@ -59,15 +59,18 @@ class RankModels:
         names = {id(buffer): name for name, buffer in model.named_buffers()}
         every = model.named_buffers(remove_duplicate=False)
         self._canonical = {name: names[id(buffer)] for name, buffer in every}  # of buffers
-        self._memos: list[dict[int, Any]] = []  # by rank: id of what the user's modules hold -> the rank's
+        self._memos: list[dict[int, Any]] = []  # by rank: id of a value of the user's modules -> the rank's copy
         self._shared: dict[int, Any] = {}  # values of all ranks, by id
-        self._kept: list[Any] = [*model.modules(), *model.buffers()]  # what else the memos have the ids of
+        self._kept: list[Any] = [
+            *model.modules(),
+            *model.buffers(),
+        ]  # keeps alive other objects whose ids are in the memos
         self._is_alone = num_ranks == 1
         if not self._is_alone:
             self._share(value for module in model.modules() for value in _held(module))
         self.add(plan)
         self.of_rank = [model] if self._is_alone else [self._copy(rank) for rank in range(num_ranks)]
-        self._attributes: dict[int, dict[str, Any]] = {}  # the user's modules', by id, as last seen
+        self._attributes: dict[int, dict[str, Any]] = {}  # of the user's modules, by id, as last seen
         self._prints: dict[tuple[int, str], Print] = {}  # of those attributes that ranks have copies of
         self._hooks: dict[int, dict[str, tuple[int, ...]]] = {}
         self._buffers: dict[int, dict[str, _Seen]] = {}
@@ -87,7 +90,7 @@ class RankModels:
         ]
 
     def follow(self) -> None:
-        """Brings every rank up to date with what the user has changed. StepError for parameters that came or went."""
+        """Applies the user's changes to every rank. StepError for parameters that were added or removed."""
         self._check_parameters()
         if self._is_alone:
             return
@@ -103,7 +106,7 @@ class RankModels:
         self._look()
 
     def end_step(self) -> None:
-        """Shows on the user's modules what the step has set on a rank's."""
+        """Copies attributes that the step has set on a rank's modules to the user's modules."""
         if self._is_alone:
             return
         for own, before in zip(self.of_rank, self._before, strict=True):
@@ -122,9 +125,9 @@ class RankModels:
     # -- who holds what ------------------------------------------------------------------------------------------------
 
     def add(self, plan: Plan, use: StateUse | None = None) -> None:
-        """Take over what a program's plan says. Raises PartitionError if a parameter would have to move, or a buffer that is written.
+        """Apply a program's plan. Raises PartitionError if a parameter, or a buffer that is written, would have to move.
 
-        `use`: what the program uses; None of the first one.
+        `use`: the state that the program uses; None for the first program.
         """
         found: dict[str, list[int]] = {}
         for stage in plan.stages:
@@ -151,7 +154,8 @@ class RankModels:
     # -- copies --------------------------------------------------------------------------------------------------------
 
     def _copy(self, rank: int) -> nn.Module:
-        # All that draws from one generator runs on one rank: it is the user's very one, in modules called whole and around them.
+        # All code that draws from one generator runs on one rank. It uses the user's own generator, in modules called whole and
+        # around them.
         memo: dict[int, Any] = {id(generator): generator for generator in generators_of(self._model)} | self._shared
         at_home: dict[int, None] = {}  # storages
         for name, parameter in self._model.named_parameters():
@@ -167,7 +171,7 @@ class RankModels:
                 at_home[buffer.untyped_storage()._cdata] = None
         for value in _attribute_tensors(self._model):
             if value.untyped_storage()._cdata in at_home:
-                memo.setdefault(id(value), value)  # a view of what this rank works on
+                memo.setdefault(id(value), value)  # a view of this rank's tensor
         elsewhere = frozenset(path for other, paths in enumerate(self._called) if other != rank for path in paths)
         for path in sorted(self._called[rank] - elsewhere):
             module = self._model.get_submodule(path)
@@ -179,14 +183,14 @@ class RankModels:
         return copied
 
     def _used_alone(self, rank: int) -> Iterator[Tensor]:
-        """Tensors in attributes that this rank's program uses and no other's."""
+        """Tensors in attributes that only this rank's program uses."""
         of_all = [{id(value) for value in self._used(other)} for other in range(len(self._called))]
         others = set[int]().union(*(ids for other, ids in enumerate(of_all) if other != rank))
         state = {id(value) for value in (*self._model.parameters(), *self._model.buffers())}
         return (value for value in self._used(rank) if id(value) not in others | state)
 
     def _used(self, rank: int) -> Iterator[Tensor]:
-        """Tensors in attributes that a rank's program reads, or that modules have which it calls whole."""
+        """Tensors in attributes that a rank's program reads, or that belong to modules which it calls whole."""
         for path in self._read[rank]:
             owner, _, name = path.rpartition(".")
             value = vars(self._model.get_submodule(owner)).get(name)
@@ -195,7 +199,7 @@ class RankModels:
             yield from _attribute_tensors(self._model.get_submodule(path))
 
     def _stands_alone(self, module: nn.Module, at_home: Mapping[int, Any]) -> bool:
-        """Whether a module and all that it holds lead only to modules inside it, and to tensors of these storages."""
+        """Whether a module and its values reference only modules inside it, and tensors of these storages."""
         inside = {id(inner) for inner in module.modules()}
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         tensors = (*module.parameters(), *module.buffers(), *_attribute_tensors(module))
@@ -207,7 +211,7 @@ class RankModels:
     # -- keeping up ----------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Takes down the state of the user's modules."""
+        """Records the state of the user's modules."""
         modules = list(self._model.modules())
         self._attributes = {id(module): plain_attributes(module) for module in modules}
         self._prints = {
@@ -220,7 +224,7 @@ class RankModels:
         self._buffers = {
             id(module): {k: _seen(v) for k, v in module._buffers.items() if v is not None} for module in modules
         }
-        self._seen_modules = modules  # as long as they are there, nothing else has their ids
+        self._seen_modules = modules  # while they live, no other object has their ids
 
     def _check_parameters(self) -> None:
         now = dict(self._model.named_parameters())
@@ -229,7 +233,7 @@ class RankModels:
                 raise changed_parameter(name, self._parameters, now)
 
     def _changed_attributes(self) -> dict[int, list[str]]:
-        """By module, the attributes that are others now, or lead to something else."""
+        """By module, the attributes that were replaced, or that reference something else now."""
         found: dict[int, list[str]] = {}
         for module in self._model.modules():
             before = self._attributes.get(id(module), {})
@@ -241,14 +245,14 @@ class RankModels:
         return found
 
     def _share(self, values: Iterable[Any]) -> None:
-        """From now on these values, where they lead to no tensor and no module, are those of all ranks."""
+        """From now on all ranks share these values, if they reference no tensor and no module."""
         for value in shareable(values):
             self._shared[id(value)] = value
             for memo in self._memos:
                 memo[id(value)] = value
 
     def _let_go(self) -> None:
-        """Forgets shared values that the model leads to no more, where weak references may tell whether somebody holds one."""
+        """Drops shared values that the model no longer references, if weak references could reveal that they are kept alive."""
         if not any(map(weakref.getweakrefcount, self._shared.values())):
             return
         held = {id(value) for value in shareable(value for module in self._model.modules() for value in _held(module))}
@@ -278,7 +282,7 @@ class RankModels:
             queue += ((memo[id(child)], child) for child in theirs._modules.values() if child is not None)
 
     def _follow_attributes(self, own: nn.Module, changed: dict[int, list[str]], copies: dict[int, Any]) -> None:
-        if changed:  # values that are set under another name, too, are one here as well
+        if changed:  # a value set under two names is one object here as well
             for value, copied in self._unchanged(own, changed):
                 copies.setdefault(id(value), copied)
         for ours, theirs in zip(own.modules(), self._model.modules(), strict=True):
@@ -290,7 +294,7 @@ class RankModels:
                 vars(ours).pop(key, None)
 
     def _unchanged(self, own: nn.Module, changed: dict[int, list[str]]) -> Iterator[tuple[Any, Any]]:
-        """What attributes lead to that are as they were, with this rank's copies."""
+        """The objects that unchanged attributes reference, with this rank's copies."""
         for ours, theirs in zip(own.modules(), self._model.modules(), strict=True):
             for key, value in () if ours is theirs else plain_attributes(theirs).items():
                 if key not in changed.get(id(theirs), ()) and key in vars(ours):
@@ -303,11 +307,11 @@ class RankModels:
             known = self._hooks.get(id(theirs), {})
             for key, ids in _hooks(theirs).items():
                 if ids != known.get(key):
-                    vars(ours)[key].clear()  # the dict itself is that of the copy already
+                    vars(ours)[key].clear()  # the dict itself is the copy's already
                     vars(ours)[key].update({i: _deepcopy(hook, copies) for i, hook in vars(theirs)[key].items()})
 
     def _follow_buffers(self, rank: int, own: nn.Module) -> None:
-        """Buffers that are one tensor are one here, too, also after the script has replaced some."""
+        """Buffers that are one tensor stay one tensor here, also after the script has replaced some."""
         places = list(self._buffer_places(rank, own))
         copies = {
             id(value): ours[key] for ours, key, value, seen in places if seen is not None and seen[0] == id(value)
@@ -319,7 +323,7 @@ class RankModels:
                 ours[key] = copies[id(value)] = _updated(copies[id(value)], value)
 
     def _buffer_places(self, rank: int, own: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor, _Seen | None]]:
-        """This rank's tables, the names in them, the user's tensors and what these were: where the rank works on a copy."""
+        """For tensors that the rank has a copy of: this rank's tables, the names in them, the user's tensors and their earlier values."""
         prefixes = (prefix for prefix, _ in self._model.named_modules())
         for prefix, ours, theirs in zip(prefixes, own.modules(), self._model.modules(), strict=True):
             seen = self._buffers.get(id(theirs), {})
@@ -346,7 +350,7 @@ _MISSING = object()
 
 
 def own_parameter(parameter: nn.Parameter, value: Tensor | None = None) -> nn.Parameter:
-    """A parameter like another one, with memory of its own."""
+    """A copy of a parameter, with memory of its own."""
     data = parameter.detach().clone() if value is None else value.to(parameter.dtype)
     own = nn.Parameter(data, parameter.requires_grad)
     vars(own).update(vars(parameter))
@@ -354,7 +358,7 @@ def own_parameter(parameter: nn.Parameter, value: Tensor | None = None) -> nn.Pa
 
 
 def _updated(own: Tensor | None, value: Tensor) -> Tensor:
-    """The rank's tensor with that value; another one where it does not fit."""
+    """The rank's tensor, filled with that value; a new tensor if shape or dtype differ."""
     if own is None or (own.shape, own.dtype, own.device) != (value.shape, value.dtype, value.device):
         return value.detach().clone()
     with torch.no_grad():
@@ -366,7 +370,7 @@ def _seen(tensor: Tensor) -> _Seen:
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module holds beside parameters, buffers, modules and hooks."""
+    """A module's attributes other than parameters, buffers, modules and hooks."""
     return {k: v for k, v in vars(module).items() if k not in _OWN_TABLES and not _is_hooks(k)}
 
 
@@ -380,13 +384,13 @@ def _hooks(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _held(module: nn.Module) -> Iterator[Any]:
-    """What a module's plain attributes and hooks lead to."""
+    """The objects that a module's plain attributes and hooks reference."""
     hooks = (hook for key in _hooks(module) for hook in vars(module)[key].values())
     return reached((*plain_attributes(module).values(), *hooks))
 
 
 def _pairs(theirs: nn.Module, ours: nn.Module) -> dict[int, Any]:
-    """By id, which module has become which."""
+    """By id, the copy of each module."""
     return {id(a): b for a, b in zip(theirs.modules(), ours.modules(), strict=True)}
 
 
@@ -403,9 +407,9 @@ def _attribute_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def copied_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy; what an attribute holds and cannot be copied (a lock, a process group) is shared, and joins the memo.
+    """A copy. A value that cannot be copied (a lock, a process group) is shared, and joins the memo.
 
-    Buffers that hang on the graph of an earlier call are copied without it.
+    Buffers that belong to the autograd graph of an earlier call are copied without it.
     """
     hanging = {
         id(buffer): buffer for buffer in model.buffers() if buffer.grad_fn is not None and id(buffer) not in memo
@@ -413,7 +417,7 @@ def copied_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     memo.update({key: buffer.detach().clone() for key, buffer in hanging.items()})
     try:
         return copy.deepcopy(model, dict(memo))
-    except Exception:  # whatever a class's own __deepcopy__ raises
+    except Exception:  # a class's own __deepcopy__ may raise anything
         for module in model.modules():
             for value in (*plain_attributes(module).values(), *(vars(module)[key] for key in _hooks(module))):
                 if _deepcopy(value, dict(memo)) is value:

@@ -1,7 +1,8 @@
-"""What the attributes of modules lead to: which of it ranks in one process may share, and whether a script has changed the rest.
+"""The objects that module attributes reference: which of them ranks in one process may share, and whether a script has changed
+the others.
 
-A value that leads to no tensor and no module is the same on all ranks: they share it, as a script does to it what it does on every process.
-One that leads to some is a copy on each rank; `Print` tells when it has to be copied anew.
+A value that references no tensor and no module is shared by all ranks, since a script changes it in the same way in every process. Other
+values are copied for each rank; `Print` says when one has to be copied again.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _MAX_VALUES = 10_000  # of one attribute
 
 
 def is_atom(value: Any) -> bool:
-    """Whether a value holds nothing that could change."""
+    """Whether a value is immutable, contents included."""
     return isinstance(value, _ATOMS)
 
 
 def parts(value: Any) -> list[Any]:
-    """What a value holds, one step further; of tensors only what a script has set on them, nothing of modules."""
+    """The objects that a value references directly. For tensors only attributes set by a script; for modules none."""
     if isinstance(value, (*_ATOMS, nn.Module)):
         return []
     if isinstance(value, Tensor):
@@ -58,7 +59,7 @@ def _attributes(value: Any) -> list[Any]:
 
 
 def reached(values: Iterable[Any]) -> Iterator[Any]:
-    """The values and all that they lead to, each once, up to a bound."""
+    """The values and everything that they reference, each once, up to a bound."""
     seen: dict[int, Any] = {}
     queue = deque(values)
     while queue and len(seen) < _MAX_VALUES:
@@ -70,7 +71,7 @@ def reached(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def paired(value: Any, copied: Any) -> Iterator[tuple[Any, Any]]:
-    """All that a value leads to, with what a copy of it has in its place, up to a bound; what sets hold is left out."""
+    """Everything that a value references, paired with the counterparts in a copy of it, up to a bound. Members of sets are left out."""
     seen: dict[int, Any] = {}
     queue = deque([(value, copied)])
     while queue and len(seen) < _MAX_VALUES:
@@ -85,7 +86,7 @@ def paired(value: Any, copied: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def shareable(values: Iterable[Any]) -> Iterator[Any]:
-    """Of all that the values lead to, what itself leads to no tensor and no module."""
+    """The objects reachable from the values that themselves reference no tensor and no module."""
     everything = list(reached(values))
     inside = {id(value): [id(part) for part in parts(value)] for value in everything}
     around: dict[int, list[int]] = {}
@@ -103,13 +104,13 @@ def shareable(values: Iterable[Any]) -> Iterator[Any]:
 
 
 class Print:
-    """What a value led to: the very objects, and how often each tensor had been written into."""
+    """The objects that a value referenced, and the version of each tensor."""
 
     def __init__(self, value: Any) -> None:
         self._content = [(item, _writes(item)) for item in reached((value,))]
 
     def is_of(self, value: Any) -> bool:
-        """Whether the value leads to the same now."""
+        """Whether the value references the same objects and versions now."""
         now = [(item, _writes(item)) for item in reached((value,))]
         return len(now) == len(self._content) and all(
             a is b and before == after for (a, before), (b, after) in zip(now, self._content, strict=True)

@@ -1,6 +1,7 @@
-"""A model that runs as it was recorded and rewritten, in one process: what modules of tensor- and context-parallel ranks have in common.
+"""A model that runs its recorded and rewritten trace, in one process: the base of the modules of tensor- and context-parallel ranks.
 
-A recording belongs to one signature of the inputs, and to what the model's Python has read; it is made in training and in evaluation mode.
+A recording belongs to one signature of the inputs and to the values that the model's Python has read. It is made in training and in
+evaluation mode.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ OPTIONS = PipelineOptions(kernels="off")
 
 @dataclass(frozen=True)
 class Program:
-    """What runs in one mode."""
+    """The program of one mode."""
 
     trace: Trace  # of the whole model
     traced: Traced
@@ -48,7 +49,7 @@ class Program:
 
 
 class RecordedModule(nn.Module, ABC):
-    """Calls are those of the model, run by a program of each mode. `recordings`: of the whole model, by `training`."""
+    """It is called like the model, and runs a program for each mode. `recordings`: of the whole model, by `training`."""
 
     def __init__(self, recordings: Mapping[bool, Recording], draw_as_one_process: bool = False) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class RecordedModule(nn.Module, ABC):
     model: nn.Module
 
     def _begin(self, model: nn.Module) -> None:
-        """The model has this rank's parameters now, and what recordings rest on is watched."""
+        """Called when the model has this rank's parameters: starts the guards of the recordings."""
         self.model, self._environments = model, dict[bool, Environment]()
         for training, each in self._recordings.items():
             with _in_mode(model, training):
@@ -67,7 +68,7 @@ class RecordedModule(nn.Module, ABC):
 
     @abstractmethod
     def _rewritten(self, trace: Trace) -> Traced:
-        """What this rank runs of a trace."""
+        """This rank's part of a trace."""
 
     @property
     def source(self) -> str:
@@ -75,9 +76,9 @@ class RecordedModule(nn.Module, ABC):
         return self._program.source
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the whole model returns, on every rank.
+        """The whole model's result, on every rank.
 
-        Raises TraceError for inputs of another signature than the sample's, StepError for a model that is another one than when it was
+        Raises TraceError for inputs of another signature than the sample's, StepError for a model that has changed since it was
         sharded.
         """
         program = self._program
@@ -98,7 +99,7 @@ class RecordedModule(nn.Module, ABC):
         return outputs_of(trace, by_name, device)
 
     def _check_model(self, program: Program) -> None:
-        """StepError if the program is no longer the model's; else leaves in the model what a run of its own leaves there."""
+        """StepError if the program no longer matches the model; else sets the state that a run of the model itself would leave."""
         difference = self._environments[self.training].difference()
         if difference is not None:
             raise StepError(f"{difference} when the model was sharded; shard another copy of it, or put it back")
@@ -120,7 +121,7 @@ def record_modes(model: nn.Module, sample_inputs: Any) -> dict[bool, Recording]:
 
 
 def build_program(model: nn.Module, trace: Trace, traced: Traced) -> Program:
-    """What runs a rewritten trace over the model's parameters."""
+    """A function that runs a rewritten trace over the model's parameters."""
     (program,) = write_programs(plan_trace(traced, OPTIONS, prove=False)).programs
     (code,) = program.stages
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -158,7 +159,7 @@ def outputs_of(
     device: torch.device,
     finish: Callable[[int, Any], Any] = lambda position, value: value,
 ) -> Any:
-    """What the model returns, of the values by name. `finish` is called with each leaf and its position."""
+    """The model's result, built from the values by name. `finish` is called with each leaf and its position."""
     leaves = (map_references(leaf, lambda name: values[name]) for leaf in trace.output_leaves)
     found = (device if isinstance(leaf, TraceDevice) else leaf for leaf in leaves)
     return trace.output.unflatten(finish(position, leaf) for position, leaf in enumerate(found))

@@ -86,7 +86,7 @@ class RankPrograms:
             )
         if compilation.divided is not None:
             raise UsageError(
-                "expected a compilation whose experts are those of the model at hand, found one that divides them: it is a plan; to run "
+                "expected a compilation with the model's own experts, found one that divides them: it is a plan; to run "
                 "one, call smpc.expert_parallel.shard(model, group), and compile the result without expert_parallel_degree"
             )
         if compilation.context is not None and group_attribute(CONTEXT) not in vars(model):
@@ -111,7 +111,7 @@ class RankPrograms:
         self._refreshed = [stage for stage in self.stages.values() if stage.holds_tensors]
         _compile(self.stages, program, model)
         labels = _labels(compilation.trace)
-        made = hooks(self.stages)  # may put other parameters in the places of the model's
+        made = hooks(self.stages)  # may replace the model's parameters
         trains = _summing(made, self.stages, compilation, model)
         parameters = shared_parameters(model, program)
         shards = _shards_of(made)
@@ -139,10 +139,11 @@ class RankPrograms:
         return self._interpreters[training]
 
     def placeholders(self, microbatches: Sequence[Inputs]) -> list[dict[str, Tensor]]:
-        """The model's input tensors of every microbatch, by placeholder name, on the device; copies of those that the model writes into.
+        """The model's input tensors of every microbatch, by placeholder name, on the device; copies of tensors that the model writes
+        into.
 
         Raises StepError for another number of microbatches than planned, a tensor whose gradient would leave the pipeline, or inputs whose
-        values the trace does not hold for.
+        values violate the trace's guards.
         """
         if len(microbatches) != self._num_microbatches:
             raise StepError(f"the program runs {self._num_microbatches} microbatches, found {len(microbatches)}")
@@ -181,9 +182,9 @@ class RankPrograms:
 class Runtime:
     """One pipeline rank's programs over a transport.
 
-    `hooks(stages)` gives the data-parallel hooks (`smpc.executor.StageReplicas`) for the stage modules of the first compilation;
-    later compilations have other modules over the same parameters, and keep the hooks. `observer` watches the steps; by default one
-    of the runtime's own.
+    `model`: the whole module, the same on all ranks; `device`: where this rank computes. `hooks(stages)` gives the data-parallel hooks
+    (`smpc.executor.StageReplicas`) for the stage modules of the first compilation; later compilations have other modules over the same
+    parameters, and keep the hooks. `observer` watches the steps; by default the runtime makes one.
     """
 
     def __init__(
@@ -200,13 +201,13 @@ class Runtime:
         self.device = torch.device(device)
         self._observer = observer or Observer(self.device, rank, pipeline_rank=rank)
         self._observer.holders.append(self._held)
-        self._optimizer: torch.optim.Optimizer | None = None  # what `observe` was given
+        self._optimizer: torch.optim.Optimizer | None = None  # given to `observe`
         self._make_hooks = hooks
         self._hooks: StepHooks | None = None
-        self._shards: StageShards | None = None  # among the hooks
+        self._shards: StageShards | None = None  # one of the hooks
         self._programs: list[RankPrograms] = []
         self._running: Interpreter | None = None
-        self._kept: KeptParameters | None = None  # unless its environment is looked after elsewhere
+        self._kept: KeptParameters | None = None  # unless its environment is checked elsewhere
 
     @property
     def stages(self) -> Mapping[int, StageModule]:
@@ -216,13 +217,14 @@ class Runtime:
     def install(self, compilation: Compilation, program: int | None = None) -> int:
         """Builds the stages of a compilation over the model's own parameters; returns the index to run it by.
 
-        `program`: that index, either the next one or that of a program that this one replaces; the first one cannot be replaced.
+        `program`: the index to use, either the next one or the index of a program that this one replaces. The first one cannot
+        be replaced.
         """
         if self._kept is not None:
             self._kept.check(thoroughly=True)
         new = RankPrograms(self._model, compilation, self._rank, self._transport, self.device, self._hooks_for)
         if self._kept is None and compilation.environment is not None:
-            self._kept = KeptParameters(self._model)  # the hooks may have put others there
+            self._kept = KeptParameters(self._model)  # the hooks may have replaced them
         if program is None or program == len(self._programs):
             self._programs.append(new)
             return len(self._programs) - 1
@@ -261,20 +263,21 @@ class Runtime:
     def observe(self, num_steps: int = 20, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Measure memory in the next step, and times in the `num_steps` after it, for `report`. Every rank calls it, between steps.
 
-        What the optimizer holds counts as memory; on a CPU it is known only if it is given, after a step of its own.
+        Optimizer state counts as memory; on a CPU it is known only if the optimizer is given, after its first step.
         """
         self._optimizer = optimizer
         self._observer.observe(num_steps)
 
     @property
     def record(self) -> RankRecord:
-        """What has been measured on this rank since `observe`."""
+        """This rank's measurements since `observe`."""
         return self._observer.record
 
     def report(self, group: dist.ProcessGroup | None = None) -> Comparison:
-        """Predicted against measured memory and time of the first program, of this rank; `print` it.
+        """Predicted against measured memory and time of the first program, on this rank; `print` it.
 
-        With a process group of the pipeline's ranks, of all of them: every rank calls it. Raises UsageError without `observe`.
+        With a process group of the pipeline's ranks, the report covers all of them: every rank calls it. Raises UsageError
+        without `observe`.
         """
         from smpc.report.measured import compare
 
@@ -292,7 +295,7 @@ class Runtime:
             yield from (value for value in own.values() if isinstance(value, Tensor))
 
     def did_not_train(self) -> None:
-        """The training step that has just ended did no backward, as is known now."""
+        """Notes that the last training step did no backward."""
         if self._hooks is not None:
             self._hooks.did_not_train()
 
@@ -302,7 +305,7 @@ class Runtime:
         return "" if running is None else running.where()
 
     def position(self) -> int:
-        """How many instructions of the running step are behind it; 0 between steps. For any thread."""
+        """The number of finished instructions of the running step; 0 between steps. For any thread."""
         running = self._running
         return 0 if running is None else running.position
 
@@ -318,15 +321,15 @@ class Runtime:
 class LoopbackRuntime:
     """All pipeline ranks in one process, over the parameters of one model.
 
-    Every rank has memory of its own, as `smpc.rank_models` says: what works here works on ranks that are processes. Gradients, buffers
-    and attributes come back to the model.
+    Every rank has memory of its own on `device`, as `smpc.rank_models` says: a model that works here works on separate processes.
+    Gradients, buffers and attributes are copied back to the model.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | str = "cpu") -> None:
         self._model, self._device = model, torch.device(device)
         self._programs: list[tuple[RankPrograms, ...]] = []
         self._models: RankModels | None = None
-        self._observers: list[Observer] = []  # by rank, once someone observes
+        self._observers: list[Observer] = []  # by rank, after `observe`
 
     def install(self, compilation: Compilation) -> int:
         """Builds every rank's stages; returns the index to run the compilation by."""
@@ -375,8 +378,8 @@ class LoopbackRuntime:
     def report(self) -> Comparison:
         """Predicted against measured times of the stages of the first program; `print` it.
 
-        Ranks that share a process take turns, so there is no step time and no peak of one rank to compare.
-        Raises UsageError without `observe`.
+        Ranks that share a process take turns, so the report compares neither step times nor peaks of ranks. Raises
+        UsageError without `observe`.
         """
         from smpc.report.measured import compare
 
@@ -392,7 +395,7 @@ class LoopbackRuntime:
 
 @contextlib.contextmanager
 def _watching(interpreter: Interpreter, watch: Watch, programs: RankPrograms, training: bool) -> Iterator[None]:
-    """Notes the spans of one step, and what kind of step it is."""
+    """Records the spans of one step, and its kind."""
     watch.training = training
     watch.samples, watch.tokens = programs.batch
     watch.flops = programs.flops[training]
@@ -411,7 +414,7 @@ def _watching(interpreter: Interpreter, watch: Watch, programs: RankPrograms, tr
 def _noting_loss(
     on_output: Callable[[int, tuple[Tensor, ...]], Roots | None] | None, watch: Watch
 ) -> Callable[[int, tuple[Tensor, ...]], Roots | None] | None:
-    """`on_output`, adding up the roots that backward starts from by themselves, as losses do."""
+    """`on_output`, which also notes the losses: roots that are given without a gradient."""
     if on_output is None:
         return None
 
@@ -426,7 +429,7 @@ def _noting_loss(
 
 
 def _compile(stages: Mapping[int, StageModule], program: RankProgram, model: nn.Module) -> None:
-    """Honours torch.compile; warns of what is compiled in vain."""
+    """Applies torch.compile; warns of compiled modules that run uncompiled."""
     splits = bool(split_backwards(program.instructions))
     found = [compile_stage(stages[code.index], code, model, splits=splits) for code in program.stages]
     for text in dict.fromkeys(filter(None, found)):
@@ -439,7 +442,7 @@ def _tensors(inputs: Sequence[Mapping[str, Tensor]] | None) -> Iterator[Tensor]:
 
 
 def _check_environment(environment: Environment) -> None:
-    """Raise StepError if the model's Python would read something else than when it was recorded; else leave what it leaves behind."""
+    """Raise StepError if the model's Python would read other values than when it was recorded; otherwise set the state that it leaves."""
     difference = environment.difference()
     if difference is not None:
         raise StepError(f"{difference} when the model was compiled; compile it again, or put it back")
@@ -454,7 +457,7 @@ def _batch(trace: Trace, plan: Plan) -> tuple[int | None, int | None]:
 
 
 def _flops(trace: Trace, plan: Plan) -> tuple[float, float]:
-    """FLOPs of a step on the average of the pipeline's ranks: of its forwards, and of forwards and backwards."""
+    """FLOPs of a step, averaged over the pipeline's ranks: of its forwards, and of forwards and backwards."""
     forward, both = useful_flops(trace)
     share = plan.schedule.num_microbatches / plan.pipeline_parallel_degree
     return forward * share, both * share
@@ -475,7 +478,7 @@ def shared_parameters(model: nn.Module, program: RankProgram) -> dict[str, nn.Pa
 
 
 def _input_reader(trace: Trace) -> Callable[[Sequence[Any], Mapping[str, Any]], dict[str, Tensor]]:
-    """`input_values` of this trace, of which everything is looked up now: a step asks for every microbatch."""
+    """`input_values` of this trace, with all lookups done in advance: a step calls it for every microbatch."""
     expected: list[tuple[str, tuple[int, ...], torch.dtype | None, Any]] = []  # no dtype: a constant
     for traced in trace.input_leaves:
         spec = trace.node(traced.name).spec if isinstance(traced, Ref) else None
@@ -487,7 +490,7 @@ def _input_reader(trace: Trace) -> Callable[[Sequence[Any], Mapping[str, Any]], 
     def read(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         leaves, structure = flatten((tuple(args), dict(kwargs)))
         if structure != trace.inputs:
-            return input_values(trace, args, kwargs)  # which says what is wrong
+            return input_values(trace, args, kwargs)  # raises the error
         values = {}
         for leaf, (name, shape, dtype, traced) in zip(leaves, expected, strict=True):
             if dtype is None:
@@ -503,7 +506,7 @@ def _input_reader(trace: Trace) -> Callable[[Sequence[Any], Mapping[str, Any]], 
 
 
 def _labels(trace: Trace) -> dict[str, str]:
-    """What error messages call a value: its name, and the innermost module that makes it."""
+    """A value's name in error messages: its own name, and the innermost module that makes it."""
     makers = {trace.nodes[i].name: call.fqn for call in trace.calls for i in range(call.first, call.last)}
     return {name: f"{name} of module {fqn}" for name, fqn in makers.items() if fqn}
 
@@ -537,7 +540,7 @@ def restored(
 def _summing(
     hooks: StepHooks | None, stages: Mapping[int, StageModule], compilation: Compilation, model: nn.Module
 ) -> StepHooks | None:
-    """The hooks, with sums over the ranks that share sequences of what is a summand on each."""
+    """The hooks, with gradients that are summands on the ranks of a sequence summed over these ranks."""
     if compilation.context is None or not compilation.context.sharded.summed:
         return hooks
     names = frozenset(compilation.context.sharded.summed)
@@ -546,6 +549,6 @@ def _summing(
 
 
 def _shards_of(hooks: StepHooks | None) -> StageShards | None:
-    """What divides the stages' parameters over replicas, around which there may be hooks for a tensor-parallel group."""
+    """The hooks that shard the stages' parameters over replicas, possibly inside hooks for a tensor-parallel group."""
     inner = innermost(hooks)
     return inner if isinstance(inner, StageShards) else None

@@ -36,9 +36,9 @@ __all__ = ["ShardedModule", "describe", "place", "shard"]
 
 
 class ShardedModule(RecordedModule):
-    """One rank's part of a model: parameters are slices under their old names, calls are those of the model.
+    """One rank's part of a model: parameters are slices under their old names, and it is called like the model.
 
-    `recordings`: of the whole model in training and in evaluation mode. The layouts that `plan` gives the first of them are those of both.
+    `recordings`: of the whole model in training and in evaluation mode. Both use the layouts that `plan` gives the first of them.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ShardedModule(RecordedModule):
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
-        """How the parameters that this rank holds slices of are sliced, by every name that they have."""
+        """How this rank's sliced parameters are sliced, by every name that they have."""
         sliced = dict(self.rewritten.layouts)
         return {
             name: sliced[state.name]
@@ -110,10 +110,10 @@ def shard(
     """This rank's part of `model`, which it takes over: parameters are replaced by slices in place.
 
     `sample_inputs`: one batch, in the forms of `smpc.sample_inputs`. `outputs` are the only tensors that calls return, such as ("loss",),
-    so that logits need not be gathered; in place of others there is None. By default all are returned. `draw_as_one_process`: dropout
-    drops the elements that it drops without the group, for memory and time (docs/tensor_parallel_compiler.md). A model on the meta
-    device stays there, as slices: move it with `to_empty` and fill it with `load_whole_state_dict`. Raises ConfigError for a plan or an
-    output that is wrong, TraceError for a model that cannot be recorded.
+    so that logits need not be gathered; the others are None. By default all are returned. `draw_as_one_process`: dropout drops the same
+    elements as without the group, at a cost in memory and time (docs/tensor_parallel_compiler.md). A model on the meta device stays
+    there, as slices: move it with `to_empty` and fill it with `load_whole_state_dict`. Raises ConfigError for a wrong plan or output,
+    TraceError for a model that cannot be recorded.
     """
     check_not_shared(model, TENSOR)
     styles = find_plan(model, plan)

@@ -23,7 +23,7 @@ def check(world, folder, cases):
 
 
 def degrees_of(world, name):
-    """Experts over replicas, without a pipeline, are those of scripts for `smpc.v1` (test_v1_experts.py)."""
+    """Experts over replicas, without a pipeline, are tested in scripts for `smpc.v1` (test_v1_experts.py)."""
     fitting = [found for found in tuples(world, has_experts=name == "mixture") if not refusal(found)]
     return [found for found in fitting if found.pipeline > 1 or found.shard * found.context % found.expert == 0]
 

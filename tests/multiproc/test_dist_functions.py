@@ -65,7 +65,7 @@ def functions(rank, folder, port):
 
 
 def _in_memory_of_any_kind(rank):
-    """Of a tensor that has gaps on some ranks, and none on others, or lies in another order."""
+    """A tensor that has gaps on some ranks and none on others, or another order of dimensions."""
     rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     kinds = (
         rows.clone(),
@@ -283,7 +283,7 @@ def test_nobody_leaves_while_another_connects(module, tmp_path):
 
 
 def test_the_samples_of_a_session(tmp_path):
-    """Ranks that must be given the same batch read the same samples: those of a pipeline, of a sequence, of slices of one model."""
+    """Ranks that need the same batch read the same samples: ranks of a pipeline, of a sequence, of slices of one model."""
     found = run_workers(sampled, 4, tmp_path)
     by_rank = [[0, 4], [1, 5], [2, 6], [3, 7]]
     pairs = [[0, 2, 4, 6], [0, 2, 4, 6], [1, 3, 5, 7], [1, 3, 5, 7]]

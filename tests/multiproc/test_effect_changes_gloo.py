@@ -1,4 +1,4 @@
-"""What scripts change between steps, on ranks that are processes: all make the same change, and a step equals that of one process."""
+"""What scripts change between steps, on ranks that are processes: all make the same change, and a step equals one process's."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""Cross-entropy of a vocabulary cut over real ranks equals that of the whole vocabulary."""
+"""Cross-entropy of a vocabulary cut over real ranks equals the whole vocabulary's."""
 
 import pytest
 import torch

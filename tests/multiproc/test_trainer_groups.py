@@ -49,7 +49,7 @@ def _sliced(batch_size, model, fsdp, **options):
 
 
 def _apart(world, batch_size, groups, chosen):
-    """One process for each of the groups: all with the mean of the gradients of all, but `chosen` that of its group's ranks."""
+    """One process for each of the groups: all with the mean of all gradients, except `chosen` with the mean over its group's ranks."""
     models = [classifier() for _ in groups]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
     data = dataset()

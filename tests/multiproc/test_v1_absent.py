@@ -84,7 +84,7 @@ def scripts_lines(rank, folder):
 
 
 def test_lines_that_use_parameters_of_other_ranks(tmp_path):
-    """They counted as zero: a weight penalty, a norm, an average of weights was that of one stage, and nothing was said."""
+    """They counted as zero: a weight penalty, a norm, an average of weights silently covered one stage only."""
     first, second = run_workers(scripts_lines, 2, tmp_path)
     model, _, kwargs = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

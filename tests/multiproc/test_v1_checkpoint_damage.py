@@ -207,7 +207,7 @@ def renamed(rank, folder, path):
     found += [resumed(path, tag="s1")[0], resumed(path, tag="s1", load_optimizer=False)[0], resumed(path)[0]]
     exchange("user_content_s1", "user_content_s2")  # all of both: still not what the names say
     found += [resumed(path, tag="s1")[0]]
-    exchange("s1", "s2")  # the models are right again, what lies beside them is not
+    exchange("s1", "s2")  # the models are right again, their content is not
     found += [resumed(path, tag="s1")[0]]
     assert digest(job.model, job.optimizer) == before
     exchange("user_content_s1", "user_content_s2")

@@ -21,7 +21,7 @@ PP2 = (2, 1, 1)
 
 
 def die_while_saving(rank, folder, path, victim, there, call):
-    """The first save stands if there is one; the second never ends: the victim is killed at a call."""
+    """The first save, if there is one, is complete; the second never ends: the victim is killed at a call."""
     job = Job(PP2, checkpoint_timeout=3.0)
     job.steps(0)
     if there:

@@ -166,7 +166,7 @@ def save_whole(rank, folder, path):
     assert smp.load(str(path / "newest_full"), partial=False) == "other"
     job.save(path, "part", user_content=[3])
     wrong += load_parts(path, job.state())
-    if rank == 0:  # what lies beside the model is damaged: the model is not touched either
+    if rank == 0:  # the content beside the model is damaged: the model does not change either
         damage(next(path.glob("user_content_other/*/optimizer_00000.safetensors")))
     smp.barrier()
     job.step(1)

@@ -1,4 +1,4 @@
-"""`torch.nn.utils.clip_grad_norm_(model.parameters(), c)` in a script is that of one process, on every rank.
+"""`torch.nn.utils.clip_grad_norm_(model.parameters(), c)` in a script equals one process's, on every rank.
 
 Every rank clipped by the norm of what it holds: in two stages of GPT-2 by 2.1 and 1.7 in place of 2.7.
 """

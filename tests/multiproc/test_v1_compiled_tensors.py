@@ -43,7 +43,7 @@ def init(tp, pp, **config):
 
 
 def make(seed=1):
-    """Every rank's own weights: those of the first one of a group count."""
+    """Every rank's own weights: the first rank's of a group count."""
     torch.manual_seed(seed + 10 * smp.tp_rank())
     model = smp.DistributedModel(gpt2())
     return model, smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))

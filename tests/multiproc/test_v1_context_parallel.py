@@ -205,7 +205,7 @@ def test_other_arrangements(tmp_path, name, pp, cp, replicas, config):
 
 @pytest.mark.slow
 def test_beside_tensor_parallel_ranks(tmp_path):
-    """Gradients are slices there; losses, and parameters after several updates, are those of one process."""
+    """Gradients are slices there; losses, and parameters after several updates, equal one process's."""
     config = {"tensor_parallel_degree": 2, "tensor_parallel_plan": "auto", "prescaled_batch": True}
     folder = tmp_path / "saved"
     folder.mkdir()

@@ -180,7 +180,7 @@ def save_both(job, path):
 
 
 def goes_on(job, after, shards):
-    """The steps that follow are those of the job that saved; the norms of whole gradients are summed in another order."""
+    """The steps that follow equal the saving job's; the norms of whole gradients are summed in another order."""
     seen = train(job, [4, 5])
     for (*found, norm), (*wanted, other) in zip(seen, after[0], strict=True):
         assert found[:2] == wanted[:2]

@@ -1,4 +1,4 @@
-"""`smp.optimizers` in training scripts: with slices and stages, norms and updates are those of one process."""
+"""`smp.optimizers` in training scripts: with slices and stages, norms and updates equal one process's."""
 
 import pytest
 import torch

@@ -93,7 +93,7 @@ def replicas_without_pipeline(rank, folder):
         options = dict(options)
         hook = options.pop("hook", False)
         smp.init({"pipeline_parallel_degree": 1, "microbatches": 2, "ddp": True})
-        model = smp.DistributedModel(Small(rank), **options)  # other weights: those of replica 0 count
+        model = smp.DistributedModel(Small(rank), **options)  # other weights: replica 0's count
         calls = []
         if hook:
             model.register_comm_hook(calls, halve)

@@ -1,4 +1,4 @@
-"""State of a model that lies on two processes: saved, loaded, gathered."""
+"""State of a model on two processes: saved, loaded, gathered."""
 
 import pytest
 import torch

@@ -130,7 +130,7 @@ def test_results_are_the_same_bits_and_state_is_shared_out(tmp_path, topology, k
 
 
 def alone(rank, folder):
-    """Only replica 0 asks for what lies on all ranks: an error, and no hang."""
+    """Only replica 0 asks for state of all ranks: an error, and no hang."""
     job = Job((1, 1, 3), {"shard_optimizer_state": True, "checkpoint_timeout": 2.0})
     job.step(0)
     if smp.rdp_rank() == 0:

@@ -33,7 +33,7 @@ def build(name):
 
 
 def losses_alone(name):
-    """In plain PyTorch. Padding is not counted, so the mean of the microbatches' losses is not that of the batch."""
+    """In plain PyTorch. Padding is not counted, so the mean of the microbatches' losses is not the batch's."""
     model = build(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []

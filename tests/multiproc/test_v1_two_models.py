@@ -79,7 +79,7 @@ def check_refusals(teacher, student, ids, folder):
     with pytest.raises(StepError, match="there are 2 models, so expected one of them among its arguments, found 2"):
         compare(student, teacher, ids)
     with pytest.raises(
-        UsageError, match="clip_grad_norm_: expected parameters of one DistributedModel, found those of 2"
+        UsageError, match="clip_grad_norm_: expected parameters of one DistributedModel, found parameters of 2"
     ):
         nn.utils.clip_grad_norm_([*teacher.parameters(), *student.parameters()], 1.0)
     with pytest.raises(UsageError, match="DistributedOptimizer: expected parameters of one"):

@@ -19,7 +19,7 @@ HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A job, and what of its first gradients may differ from those by hand; None: nothing, nor of the parameters and masters."""
+    """A job, and which of its first gradients may differ from gradients by hand; None: none, and no parameters or masters."""
 
     topology: tuple[int, int, int]
     config: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -70,7 +70,7 @@ class Mine(nn.Module):
 
         @staticmethod
         def names(state):
-            """Its weights by the names of the layer that stands in for it."""
+            """Its weights by the names of the layer that replaces it."""
             own = {
                 "norm_in": "attention.pre_layernorm",
                 "query": "attention.query",

@@ -1,4 +1,4 @@
-"""What trainer.py trains, in plain PyTorch: the losses of its steps, then that of its evaluation, one a line.
+"""The training of trainer.py in plain PyTorch: the losses of its steps, then of its evaluation, one a line.
 
 The only argument: on how many shards of the data.
 """

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer of transformers 4.30.2, the real package, on two real ranks: its losses are those of plain PyTorch."""
+"""Hugging Face's Trainer of transformers 4.30.2, the real package, on two real ranks: its losses equal plain PyTorch's."""
 
 import json
 import subprocess

@@ -52,7 +52,7 @@ def batch(step):
 
 
 class Job:
-    """One rank of a job, after smp.init. `seed` is that of the weights; `half`: in fp16, with optimizer state shared out to replicas."""
+    """One rank of a job, after smp.init. `seed`: of the weights; `half`: in fp16, with optimizer state sharded over replicas."""
 
     def __init__(self, topology, dropout=0.0, seed=1, half=False, **config):
         pp, tp, rdp = topology

@@ -563,9 +563,9 @@ class ClassAttribute(Family):
         if how == 0:
             Family.FACTOR = value
         elif how == 1:
-            ClassAttribute.FACTOR = value  # before that of the base
+            ClassAttribute.FACTOR = value  # before the base's
         elif how == 2:
-            self.FACTOR = value  # before that of the class
+            self.FACTOR = value  # before the class's
         elif how == 3:
             Family.OPTIONS["shift"] = value
         else:

@@ -51,7 +51,7 @@ def wide(tensors):
 
 
 def compare(function, expected, tensors, dtype, grads=None, factor=1.0):
-    """Values and gradients of `function(*tensors)` against those of `expected` in fp64; returns the outputs."""
+    """Values and gradients of `function(*tensors)` against `expected`'s in fp64; returns the outputs."""
     exact = wide(tensors)
     outputs, exacts = function(*tensors), expected(*exact)
     outputs, exacts = [(o,) if isinstance(o, torch.Tensor) else tuple(o) for o in (outputs, exacts)]
@@ -89,7 +89,7 @@ def check_norms(shape, dtype, device="cpu", layout="contiguous", memory_efficien
     # Away from zero: computing h from y divides by the weight.
     weight = leaf((torch.rand(columns, device=device) + 0.5).to(dtype))
     bias = leaf(made((columns,), dtype, device))
-    factor = 8.0 if memory_efficient else 2.0  # y, rounded, stands for x
+    factor = 8.0 if memory_efficient else 2.0  # y, rounded, in place of x
     eps = 1e-3 if columns == 1 else 1e-5
     efficient = {"memory_efficient": memory_efficient}
     for affine in ((weight, bias), (weight, None), (None, None)):

@@ -113,7 +113,7 @@ def arranged(values, form):
 
 
 def check_norms(dtype, device="cpu"):
-    """Norms and clipping by kernel are those of torch."""
+    """Norms and clipping by kernel equal torch's."""
     for order in (2.0, math.inf):
         ours, theirs = (leaves(SHAPES, dtype, device) for _ in range(2))
         exact = torch.linalg.vector_norm(torch.cat([p.grad.double().flatten() for p in ours]), order)
@@ -137,7 +137,7 @@ def check_norms(dtype, device="cpu"):
 
 
 def check_rate(device="cpu"):
-    """A rate that lies on the device is read there, and a changed one is used."""
+    """A rate on the device is read there, and a changed one is used."""
     for kind in (FusedAdamW, FusedLamb, FusedNovoGrad):
         first, second = (leaves(((7,), (9,)), torch.float32, device) for _ in range(2))
         rate = torch.tensor(0.1, device=device)

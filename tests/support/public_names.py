@@ -228,7 +228,7 @@ def _command_line() -> Iterator[str]:
 
 
 def _command(path: str, command: Any) -> Iterator[str]:
-    """A command, its arguments and options in their order, and those of its subcommands."""
+    """A command with its arguments and options in their order, and its subcommands."""
     yield f"\n$ {path}"
     yield from (f"    | {line}".rstrip() for line in inspect.cleandoc(command.help or "").splitlines())
     for parameter in command.params:

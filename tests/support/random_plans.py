@@ -14,7 +14,7 @@ from smpc.tracer import Trace
 
 
 def scattered(trace: Trace, num_stages: int, seed: int, disorder: float) -> dict[str, int]:
-    """Random stages, never before those of a node's inputs, nodes that belong together on one; none empty.
+    """Random stages, never before the stages of a node's inputs, nodes that belong together on one; none empty.
 
     `disorder` 0 follows the order of execution where dependencies allow, 1 places at random.
     """

@@ -1,1 +1,1 @@
-"""What forward does besides computing, and which of it a trace can hold."""
+"""Side effects of forward, and which of them a trace can hold."""

@@ -1,4 +1,4 @@
-"""What the model's Python does to autograd itself, while it runs: what a trace can hold of it, and what it cannot.
+"""Autograd calls of the model's own Python while it runs: which of them a trace can hold, and which it cannot.
 
 A trace holds operations on values. It does not hold a graph that somebody walks, differentiates or hangs hooks on by other means.
 
@@ -64,7 +64,7 @@ FORBIDDEN = {  # marks that no parameter or buffer may get in forward, wherever:
 
 
 def mark_of(func: Callable[..., Any]) -> str:
-    """What a torch call does to its first argument beside computing: "detach_", "requires_grad =", "grad_fn", ...; "" for others."""
+    """The side effect of a torch call on its first argument: "detach_", "requires_grad =", "grad_fn", ...; "" for others."""
     name = getattr(func, "__name__", "")
     if name in _MARKS:
         return name
@@ -108,9 +108,9 @@ def watching_backward(differentiates: Callable[[Sequence[Any], Sequence[Any], bo
 
 
 def joined(fake: Tensor, sources: Iterable[Tensor]) -> Tensor:
-    """The tensor, with a history that leads to those of the sources that require grad, as if it were computed from them.
+    """The tensor, with a history that leads to the sources that require grad, as if it were computed from them.
 
-    It stands for one that was computed where nothing was recorded. Without such sources it is the result of a clone, and no leaf either.
+    It replaces a tensor that was computed where nothing was recorded. Without such sources it is the result of a clone, and no leaf either.
     """
     with torch.enable_grad():
         history = [tensor for tensor in sources if tensor.requires_grad and tensor.layout is torch.strided]

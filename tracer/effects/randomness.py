@@ -9,8 +9,8 @@ The module that does so is called whole. One that leaves torch's generator, or t
 is refused: what other ranks draw later depends on it.
 
 Functions are watched by name (`watching`), which gives the line; and the states themselves (`UsableGenerators`), as generators have
-methods, and functions other names. Fakes draw nothing: so a recorded draw moves torch's generator by itself, and whoever puts it back
-is noticed.
+methods, and functions other names. Fakes draw nothing: so a recorded draw advances torch's generator by itself, and code that resets
+it is noticed.
 
 While a model is recorded nothing of this reaches the user's generators: `kept` puts them back.
 
@@ -18,7 +18,8 @@ While a model is recorded nothing of this reaches the user's generators: `kept` 
 
 A generator is state that every draw changes, so a node that draws from one writes it, as others write buffers: all that draw from one
 generator run on one stage, in eager's order. Python that seeds a generator, or reads its state, is no torch call; a fake run draws
-nothing. So generators have another state while a model is recorded, and whoever changes that is refused, or called whole.
+nothing. So generators have another state while a model is recorded, and code that changes it is refused, or its module is called
+whole.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class UsableGenerators:
         return tuple(comparable_state(generator) for generator in self._held.values())
 
     def used(self, before: tuple[Any, ...]) -> tuple[str, ...]:
-        """What the generators are called that have other states now."""
+        """The names of the generators whose states have changed."""
         return tuple(name for name, old, new in zip(self._held, before, self.states(), strict=True) if old != new)
 
     def is_torch_moved(self) -> bool:
@@ -126,7 +127,7 @@ def _cuda_generators() -> tuple[torch.Generator, ...]:
 
 
 def _held(model: nn.Module) -> dict[str, Any]:
-    """Generators by what people call them."""
+    """Generators by their common names."""
     found: dict[str, Any] = dict(zip(EVERYONES, (random._inst, _NUMPY), strict=True))
     files = {type(module).__module__: None for module in model.modules()}
     homes = [(f"module {name!r}", module) for name, module in model.named_modules()]
@@ -206,7 +207,7 @@ _ELSEWHERE = 0x5EED  # no seed that a model would set while it is recorded
 
 
 class ModuleGenerators:
-    """Those that the modules of a model hold, by their paths. In use from its making to `restore`."""
+    """The generators that the modules of a model hold, by their paths. In use from construction to `restore`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._paths: dict[int, str] = {}
@@ -250,7 +251,7 @@ class ModuleGenerators:
 
 
 def generators_of(module: nn.Module) -> list[torch.Generator]:
-    """Those that a module and its submodules hold."""
+    """The generators that a module and its submodules hold."""
     return [generator for _, generator in _in_modules(module)]
 
 
@@ -263,7 +264,7 @@ def _in_modules(model: nn.Module) -> Iterator[tuple[str, torch.Generator]]:
 
 
 def _items(path: str, value: Any) -> Iterator[tuple[str | None, Any]]:
-    """A value, and what a list or a dict has, with their paths."""
+    """A value, and the members of a list or a dict, with their paths."""
     yield path, value
     if isinstance(value, (list, tuple)):
         yield from ((item_path(path, index), item) for index, item in enumerate(value))

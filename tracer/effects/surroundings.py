@@ -63,7 +63,7 @@ def settings() -> Settings:
 
 
 def changed(before: Settings, now: Settings) -> str:
-    """What is another setting now; "" if none is. In transforms such as `torch.vmap`, saved-tensor hooks are off."""
+    """The setting that has changed; "" if none has. In transforms such as `torch.vmap`, saved-tensor hooks are off."""
     in_transform = torch._C._are_functorch_transforms_active()
     for (name, _, _), old, new in zip(_READERS, before, now, strict=True):
         if old != new and not (in_transform and name == "saved_tensors_hooks"):

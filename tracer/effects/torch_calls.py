@@ -1,8 +1,8 @@
-"""What a torch call is, what it does to its arguments, and what surrounds it.
+"""Torch calls: their kind, their effects on arguments, and their surroundings.
 
 Torch calls that the model's Python does not simply make itself, told apart before anything is recorded.
 
-    inside a kernel      C++ code calls kernels by itself (TorchScript, say). What they call lies below autograd: a record of it
+    inside a kernel      C++ code calls kernels by itself (TorchScript, say). Their calls are below autograd: a record of it
                          would compute the same values and have no backward. It is not recorded.
     data from elsewhere  a real tensor that no recorded call made: from a numpy array, from a global. A small one becomes a constant, the
                          node `torch.tensor([...], dtype=...)`; a large one belongs in a buffer.
@@ -14,15 +14,15 @@ Example: `torch.from_numpy(np.arange(3.0))` reaches the recorder as the kernel `
 
     torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64, device=self._device)
 
-What a call writes shows in autograd's version counters; batch normalisation, which updates its running statistics without telling
-autograd, has to be known by name.
+autograd's version counters show what a call writes; batch normalisation, which updates its running statistics without autograd's
+knowledge, is known by name.
 
 `CallModes` is what surrounds a call and no argument shows: whether gradients are recorded, and autocast.
 
-`watching_others`: torch calls on the recording's tensors in threads that forward hands work to. What watches torch calls belongs to one
-thread: others run past the recorder. Fakes themselves are the same in all threads, and so is the class that runs operations on them. A
-module whose code hands work over is called whole (`smpc.tracer.environment.outside_reads`); here is noticed what its threads use, write
-and draw, as a stage finds no other tensors than its arguments and its own.
+`watching_others`: torch calls on the recording's tensors in threads that forward hands work to. A mode that watches torch calls belongs
+to one thread: other threads bypass the recorder. Fakes themselves are the same in all threads, and so is the class that runs operations
+on them. A module whose code hands work over is called whole (`smpc.tracer.environment.outside_reads`); this notices what its threads
+use, write and draw, since a stage only has its arguments and its own tensors.
 
 Autograd's engine has threads of its own, which run no code of the model.
 """
@@ -113,7 +113,7 @@ def is_of_real(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
 def values_of_real(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], note: Callable[[torch.Tensor], None]
 ) -> Any:
-    """These values, which are part of the trace from now on: `note` is told."""
+    """These values, which are part of the trace from now on: calls `note`."""
     note(args[0])
     with torch._C.DisableTorchFunction(), unset_fake_temporarily():
         return func(*args, **kwargs)
@@ -130,7 +130,7 @@ def constant(tensor: torch.Tensor) -> tuple[tuple[Any, ...], tuple[tuple[str, An
 
 
 def why_unknown(tensor: torch.Tensor) -> str:
-    """What is wrong with a tensor that a trace can neither name nor hold."""
+    """The error for a tensor that a trace can neither name nor hold."""
     if isinstance(tensor, FakeTensor):
         return "no recorded call returned and no module holds (from TorchScript, or other C++ code?)"
     return "comes from outside the model and is too large for a trace, or requires grad: register it as a buffer"

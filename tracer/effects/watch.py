@@ -1,4 +1,4 @@
-"""What forward does beside torch calls, noticed while it is recorded: see the modules that this one brings together.
+"""Side effects of forward beside torch calls, noticed while it is recorded; this module combines the others here.
 
     smpc.tracer.effects.differentiation     autograd's graph, hooks, gradients
     smpc.tracer.effects.randomness          generators
@@ -6,8 +6,8 @@
     smpc.tracer.effects.torch_calls         what threads do that forward hands work to
     smpc.tracer.operations.opaque           modules that are called whole
 
-What a trace cannot hold is an error of the module whose code does it (`Recorder.error`): it is called whole, where that is right, and the
-recording refused where it is not. An error that the model's own code catches is raised again when its module ends.
+An effect that a trace cannot hold is an error of the module whose code has it (`Recorder.error`): the module is called whole if that is
+right, otherwise the recording is refused. An error that the model's own code catches is raised again when its module ends.
 
 `Ownership`: whose tensors a module reads while it runs, its own, under their own names, or others'. Calling a module again gives what it
 gave only if it reads then what it has read while it was recorded. These are told by identity:
@@ -66,7 +66,7 @@ class Ownership:
         return found
 
     def swapped(self, module: nn.Module) -> str:
-        """The first parameter or buffer in a module in whose place another tensor stands now; "" if there is none."""
+        """The first parameter or buffer in a module that was replaced by another tensor; "" if there is none."""
         return next(filter(None, map(self._swapped, module.modules())), "")
 
     def _swapped(self, module: nn.Module) -> str:
@@ -83,7 +83,7 @@ class Ownership:
         return ""
 
     def rebound(self, opened: OpenCall) -> Iterator[tuple[str, Tensor]]:
-        """Buffers that a call which ends has rebound, by name: its module's own or, when the model's ends, those that are left.
+        """Buffers that an ending call has rebound, by name: its module's own or, when the model's call ends, the remaining ones.
 
         Where other tensors stand in their places for the time of the call, whoever has put them there takes them away.
         """
@@ -167,7 +167,7 @@ class Watch:
 
     @property
     def must_look_closely(self) -> bool:
-        """Whether a generator beside torch's has been used, by nobody knows whom."""
+        """Whether a generator beside torch's has been used, by unknown code."""
         return not self._closely and (self._has_used_others or bool(self._generators.used(self._states)))
 
     def refuse(self, what: str, way_out: str) -> NoReturn:
@@ -191,7 +191,7 @@ class Watch:
         return False
 
     def check_state(self, mark: str, fqn: str) -> None:
-        """Raises TraceError for what must not be done to a parameter or buffer, even by a module that is called whole."""
+        """Raises TraceError for operations on a parameter or buffer that even a module called whole must not do."""
         found = differentiation.FORBIDDEN.get(mark)
         if found is not None:
             why, way_out = found
@@ -362,7 +362,7 @@ class Watch:
     def _check_swapped(self, call: WholeCall, module: nn.Module) -> None:
         swapped = self.ownership.swapped(module)
         if swapped:
-            call.refuse(f"another tensor stands in the place of {swapped}", _REGISTER)
+            call.refuse(f"another tensor replaces {swapped}", _REGISTER)
 
     def _check_generators_after(self, call: WholeCall, states: tuple[Any, ...], of_torch: bytes) -> None:
         used = self._generators.used(states)

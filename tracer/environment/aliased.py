@@ -4,7 +4,7 @@
     self.original = self.frequencies                # the trace reads "frequencies" for both
 
 After `self.original = other` it would go on reading the first. So which of these are the same is guarded. Two that become the same are
-told as well: a write into one of them would be seen in the other. Parameters are looked after elsewhere.
+detected as well: a write into one of them would be seen in the other. Parameters are looked after elsewhere.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class _Place:
-    """A key of a module's dict, or an item of a container that is there. `path`: as traces name it; `owner`: id of the module's dict."""
+    """A key of a module's dict, or an item of an existing container. `path`: as traces name it; `owner`: id of the module's dict."""
 
     def __init__(self, module: nn.Module, table: dict[str, Any], name: str, item: Any, fqn: str, path: str) -> None:
         self.table, self.name, self.item, self.fqn, self.path = table, name, item, fqn, path
         self.owner = id(vars(module))
 
     def read(self) -> Any:
-        """What is there now."""
+        """The present value."""
         value = self.table.get(self.name, MISSING)
         if self.item is MISSING:
             return value
@@ -44,7 +44,7 @@ class _Place:
 class Aliases:
     """Which buffers and tensor attributes of a model are the same tensor, of those that a recording has read.
 
-    `modules`: those of the model, by name. `paths`: what its trace reads; `guards`: of what its Python has read.
+    `modules`: the model's, by name. `paths`: tensors that its trace reads; `guards`: on values that its Python has read.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Aliases:
         return None
 
     def _content(self) -> list[int]:
-        """Of every place the first that holds the same."""
+        """For every place, the first place that holds the same tensor."""
         firsts: dict[int, int] = {}
         values = [place.read() for place in self._places]
         return [

@@ -1,16 +1,16 @@
-"""What the process answers when the model's code asks Python, numpy or torch about it: each answer is guarded.
+"""Questions of the model's code to Python, numpy or torch about the process: each answer is guarded.
 
     torch.get_default_dtype(), os.getcwd()                    a setting
     os.environ["SCALE"]                                       an environment variable
     isinstance(layer, Sparse), with an ABC                    `Sparse.register` may say otherwise later
     Base.__subclasses__()                                     another class may be derived
-    logger.isEnabledFor(DEBUG)                                the logger's level, or that of one above it
+    logger.isEnabledFor(DEBUG)                                the logger's level, or a parent's
     Decimal(1) / 3                                            the precision of decimal's context
     lock.acquire(blocking=False)                              whether the lock is free
     a function under functools.lru_cache                      what its cache has kept: whoever calls it finds that, and no code runs
     warnings.warn("slow path")                                an error, if a filter says so
 
-Such calls are seen by a profile function. What torch, a logger or an import asks for itself is left out.
+Such calls are seen by a profile function. Questions by torch itself, by a logger or by an import are left out.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def is_question(function: Any) -> bool:
 
 
 def question_of(function: Any, frame: FrameType) -> GuardSource | None:
-    """What a C function is about to be asked; None if the model's code is not the one that asks."""
+    """The question in a coming call of a C function; None if the model's code does not ask it."""
     if function in _OF_TORCH:
         name = _OF_TORCH[function].removeprefix("_get_").removeprefix("get_")
         return setting(f"torch's setting {name}", function) if _asks_torch(frame) else None
@@ -214,7 +214,7 @@ def _of_process(_: FrameType) -> GuardSource | None:
 
 
 def _of_function(frame: FrameType) -> GuardSource | None:
-    """What inspect or typing tells of a function."""
+    """The answer of inspect or typing about a function."""
     function: Any = frame.f_locals.get("obj")
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
@@ -256,7 +256,7 @@ def is_asked(code: CodeType) -> bool:
 
 
 def asked(frame: FrameType) -> GuardSource | None:
-    """What a call of such a function is asked; None if the model's code is not the one that asks."""
+    """The question in a call of such a function; None if the model's code does not ask it."""
     return None if model_frame(frame.f_back) is None else _QUESTIONS[frame.f_code](frame)
 
 
@@ -264,7 +264,7 @@ CACHE: Any = type(functools.lru_cache(lambda: None))
 
 
 def kept_by_cache(function: Callable[..., Any]) -> dict[Any, Any]:
-    """What the cache of a function has kept, by the key that it has made of the arguments.
+    """The cached result of a function, by the key that it has made of the arguments.
 
     Python tells by its garbage collector alone: a cache without a bound is a dict, one with a bound a list of keys and results, and a dict.
     """
@@ -283,7 +283,7 @@ def kept_by_cache(function: Callable[..., Any]) -> dict[Any, Any]:
 
 
 def question_of_cache(function: Callable[..., Any], keys: Sequence[Any]) -> GuardSource:
-    """The guarded place of what it has kept for these keys."""
+    """The guarded place of the cached results for these keys."""
     asked = Question(
         ("cache", id(function), tuple(map(id, keys))), partial(_kept_for_keys, function, keys), about=function
     )

@@ -1,6 +1,6 @@
-"""What the model's code can tell of a fake: which object it is, and of which class. Both are those of the tensor that it stands for.
+"""Makes fakes look like the tensors that they stand for: the same object identity, and the same class, for the model's code.
 
-`Identity`: which object a tensor is. A fake is another one than the parameter or buffer that it stands for.
+`Identity`: which object a tensor is. A fake is another object than the parameter or buffer that it stands for.
 
     seen = {model.head.weight: 2}       held outside of modules, where no fake takes its place
     seen.get(self.weight, 1)            finds nothing while the model is recorded
@@ -39,7 +39,7 @@ _CONSTANTS = ("LOAD_CONST", "LOAD_GLOBAL")  # `is None`, `is missing`
 
 
 class Run(Protocol):
-    """What Reads asks of a recording."""
+    """The recording's interface for Reads."""
 
     @property
     def is_unseen(self) -> bool:
@@ -56,11 +56,11 @@ class Run(Protocol):
 
 
 class Identity:
-    """Of the parameters and buffers of one recording. `lacks` is told of those that are asked for an attribute which they have not."""
+    """The identities of one recording's parameters and buffers. `lacks` is called when one lacks an attribute that is read."""
 
     def __init__(self, state: FakeState, run: Run, lacks: Callable[[torch.Tensor], None]) -> None:
         self._state, self._run, self._lacks = state, run, lacks
-        self._raw = ""  # one that is within reach of the code, beside the fake that stands for it
+        self._raw = ""  # an original that the code can reach, beside its fake
 
     def reached(self, tensor: torch.Tensor) -> None:
         """Code can get hold of a parameter or buffer, or of its fake, otherwise than through its module."""
@@ -92,7 +92,7 @@ class Identity:
             del FakeTensor.__hash__, FakeTensor.__getattr__  # type: ignore[attr-defined]
 
     def check(self, codes: Mapping[CodeType, Called]) -> None:
-        """After the run. Raises the error of the module whose code tells a fake from what it stands for, or writes on it."""
+        """After the run. Raises the error of the module whose code tells a fake from its original, or writes on it."""
         for fake in self._state.fakes:
             attributes, of_original = vars(fake), vars(self._state.originals[id(fake)])
             for name in (name for name in attributes if attributes[name] is not of_original.get(name)):
@@ -128,7 +128,7 @@ _NAME, _CLASS = "type", "__class__"
 
 
 class _SeenAsType(type):
-    """Calls, `isinstance` and `issubclass` are those of `type`, but for the class of a fake."""
+    """Calls, `isinstance` and `issubclass` as in `type`, but right for the class of a fake."""
 
     originals: ClassVar[Mapping[int, torch.Tensor]] = {}
 
@@ -145,7 +145,7 @@ class _SeenAsType(type):
 
 
 def class_seen(value: Any, originals: Mapping[int, torch.Tensor]) -> type:
-    """The class of a value; of a fake, that of what it stands for. `originals`: by the id of their fake."""
+    """The class of a value; for a fake, the class of its original. `originals`: by the id of their fake."""
     if type(value) is not FakeTensor:
         return type(value)
     original = originals.get(id(value))
@@ -155,7 +155,7 @@ def class_seen(value: Any, originals: Mapping[int, torch.Tensor]) -> type:
 
 
 class TensorClasses:
-    """For one recording. `originals`: parameters and buffers by the id of the fake that stands for each."""
+    """For one recording. `originals`: parameters and buffers by the id of their fakes."""
 
     def __init__(self, originals: Mapping[int, torch.Tensor]) -> None:
         self._originals = originals
@@ -163,7 +163,7 @@ class TensorClasses:
         self._namespaces: list[dict[str, Any]] = []
 
     def is_shown(self, value: Any) -> bool:
-        """Whether a value is what stands for Python's `type`."""
+        """Whether a value is the stand-in for Python's `type`."""
         return value is self._type
 
     def show_in(self, namespace: dict[str, Any]) -> None:

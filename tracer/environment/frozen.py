@@ -9,7 +9,7 @@ shape, dtype and layout (their values are read when a program runs), and everyth
 (a list or dict with attributes) is compared by identity and by what it holds. Iterators, which change when they are
 read, never hold.
 
-While a model is recorded, fake tensors stand for parameters and buffers. A fake that stands for nothing was made by the recorded run;
+While a model is recorded, fake tensors stand for parameters and buffers. A fake without an original was made by the recorded run;
 `DerivedError` says so.
 """
 
@@ -49,7 +49,7 @@ _MAX_DEPTH = 20
 
 
 class Missing:
-    """Stands for the value of a place where nothing is."""
+    """The value of an empty place."""
 
     def __repr__(self) -> str:
         return "missing"
@@ -142,7 +142,7 @@ class Spec(Frozen):
 
     @property
     def deep(self) -> bool:
-        """Its attributes may change, or those of one that comes in its place."""
+        """Its attributes, or its replacement's, may change."""
         return self.attributes is not None and self.attributes.deep
 
     def __str__(self) -> str:
@@ -209,7 +209,7 @@ class Fading(Never):
 
 @dataclass(slots=True)
 class Content(Frozen):
-    """What `read(value)` gives, compared by ==: of arrays and random generators."""
+    """The result of `read(value)`, compared by ==: for arrays and random generators."""
 
     kind: type
     content: Any
@@ -368,7 +368,7 @@ class Seen(Frozen):
 
 @dataclass(slots=True)
 class Contents:
-    """What was found while values were frozen: `objects` with attributes of their own, and copies of mutable `containers`."""
+    """The findings while values were frozen: `objects` with attributes of their own, and copies of mutable `containers`."""
 
     objects: dict[int, Any] = field(default_factory=dict)
     containers: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # id -> (container, shallow copy)
@@ -386,7 +386,7 @@ class Contents:
             plain = _plain(container)
             if len(plain) == len(copied) and all(map(is_, _flat(plain), _flat(copied))):
                 continue
-            kind: Any = _base(container)  # its methods, not those of a class derived from it
+            kind: Any = _base(container)  # its methods, not a derived class's
             kind.clear(container)
             if issubclass(kind, (list, deque)):
                 kind.extend(container, copied)
@@ -507,7 +507,7 @@ class Bound(Frozen):
 
     @property
     def deep(self) -> bool:
-        """What it belongs to may change."""
+        """The object that it belongs to may change."""
         return self.owner.deep
 
     def __str__(self) -> str:
@@ -526,7 +526,7 @@ class Reference(Frozen):
 
     @property
     def deep(self) -> bool:
-        """What it refers to may go."""
+        """The object that it refers to may be freed."""
         return True
 
     def __str__(self) -> str:
@@ -590,7 +590,7 @@ def _class_path(value: Any) -> tuple[str, str]:
 
 
 def _seen(value: Any) -> Any:
-    """What an object of these classes gives to those who ask."""
+    """The values that an object of these classes shows."""
     if isinstance(value, ContextVar):
         try:
             return value.get()  # its default, too

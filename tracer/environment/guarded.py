@@ -1,4 +1,4 @@
-"""What a recording's Python read besides its inputs: attributes, globals, closures, and what these hold.
+"""The guards of a recording: values that its Python read besides its inputs, such as attributes, globals, closures, and their contents.
 
 A trace belongs to the values that were read. `Environment` remembers them; `difference` says which of them is another one now:
 
@@ -49,7 +49,7 @@ _OF_CLASSES = frozenset(
 
 @dataclass(frozen=True)
 class Question:
-    """What `ask()` says now. `key` tells questions apart.
+    """The present answer of `ask()`. `key` distinguishes questions.
 
     put_back    has it say what it said before, where that can be done
     about       the object that is asked, where the answer is its state
@@ -62,7 +62,7 @@ class Question:
 
     @property
     def answer(self) -> Any:
-        """What it says now."""
+        """The present answer."""
         return self.ask()
 
     def place(self, text: str) -> GuardSource:
@@ -158,11 +158,11 @@ class Guard:
 
     @property
     def is_of_dict(self) -> bool:
-        """Whether its values are dicts of what cannot change by itself."""
+        """Whether its values are dicts of immutable values."""
         return all(isinstance(frozen, Entries) and frozen.is_shallow for frozen in self.expected)
 
     def difference(self) -> Difference | None:
-        """What the place has in place of its values; None if it has one of them."""
+        """The unexpected value of a place; None if it has one of its recorded values."""
         if self.holds():
             return None
         found = self.place.read()
@@ -197,7 +197,7 @@ class TableLike(Protocol):
         """Whether nothing has changed."""
 
     def difference(self) -> Difference | None:
-        """What has changed."""
+        """The change, as text."""
 
 
 class _OfOneDict(ABC):
@@ -217,7 +217,7 @@ class _OfOneDict(ABC):
 
     @abstractmethod
     def difference(self) -> Difference | None:
-        """What has changed."""
+        """The change, as text."""
 
 
 class Table(_OfOneDict):
@@ -232,7 +232,7 @@ class Table(_OfOneDict):
 
     @property
     def holders(self) -> Sequence[dict[str, Any]]:
-        """The dict, and those of the attributes of the buffers in it."""
+        """The dict, and the dicts of the attributes of the buffers in it."""
         if self.what != "buffer":
             return (self.holder,)
         return (self.holder, *(vars(buffer) for buffer in self.holder.values() if buffer is not None))
@@ -292,7 +292,7 @@ class Table(_OfOneDict):
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What a trace rests on of a buffer, whose values it reads in every step. `frozen`: its attributes as they were."""
+    """The properties of a buffer that a trace relies on; its values are read in every step. `frozen`: its recorded attributes."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -360,7 +360,7 @@ class Names(_OfOneDict):
 
 
 class Environment:
-    """The guards of one recording. What was found to hold is looked at again only where dicts have been written to.
+    """The guards of one recording. A guard that held is checked again only if its dicts have been written to.
 
     `versions`: shared by those who poll it themselves; by default one of its own. `leave`: leaves in the model what a run of it leaves
     there.
@@ -432,7 +432,7 @@ class Environment:
                 checks.append(guard)
 
     def _watch_table(self, table: TableLike) -> None:
-        """What it has now: another buffer may have come, with attributes of its own."""
+        """Its present attributes: the buffer may have been replaced by another."""
         for holder in table.holders:
             checks = self._checks.setdefault(self._versions.watch(holder), [])
             checks += [] if table in checks else [table]

@@ -21,8 +21,8 @@ gives it for a list. It is a byte in the autograd metadata of the C++ tensor tha
     Parameter (PyObject) --word--> TensorImpl --word, 0 if there is none--> AutogradMeta: a byte, 0 or 1
 
 The three offsets are found by experiment, once in a process: the byte, and no other, has to follow `requires_grad` of a tensor made for
-that. Where an experiment comes out otherwise, the attribute is read. The byte is that of a leaf: a parameter that was frozen and then
-written with a value that requires grad is no leaf any more, and its attribute would say True.
+that. If an experiment fails, the attribute is read. The byte is valid for a leaf: a parameter that was frozen and then written with a
+value that requires grad is no leaf any more, and its attribute would say True.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Words = npt.NDArray[np.uint64]
 
 
 def reader(objects: Sequence[Any], offset: int) -> Callable[[], Words]:
-    """What reads the words `offset` bytes behind the addresses of objects, which must stay alive.
+    """A function that reads the words `offset` bytes behind the addresses of objects, which must stay alive.
 
     The array that it gives is written again by the next call.
     """
@@ -66,7 +66,7 @@ def reader(objects: Sequence[Any], offset: int) -> Callable[[], Words]:
 
 
 def type_reader(objects: Sequence[Any]) -> Callable[[], Words]:
-    """What reads the ids of the objects' types; the objects must stay alive."""
+    """A function that reads the ids of the objects' types; the objects must stay alive."""
     if _has_type():
         return reader(objects, _TYPE)
     kept = list(objects)
@@ -158,7 +158,7 @@ class DictVersions:
 
 
 def _reader(dicts: Sequence[dict[Any, Any]]) -> Callable[[], Words]:
-    """What gives the counts of these dicts, which must stay alive; the array that it gives is written again by the next call."""
+    """A function that returns the counts of these dicts, which must stay alive; its next call overwrites the returned array."""
     if _has_word():
         return reader(dicts, _OFFSET)
     watched = list(dicts)
@@ -189,7 +189,7 @@ _NOTHING = np.zeros(_METADATA // BYTES, np.uint64)  # in place of metadata that 
 
 
 def trained_reader(parameters: Sequence[nn.Parameter]) -> Callable[[], bytes]:
-    """What reads `requires_grad` of all these, a byte for each; they must stay alive."""
+    """A function that reads `requires_grad` of all these, a byte for each; they must stay alive."""
     kept, offsets = list(parameters), _offsets()
     if offsets is None or not kept:
         return lambda: _attributes(kept)
@@ -224,7 +224,7 @@ def _memory() -> Words:
 
 @dataclass(frozen=True, slots=True)
 class _Offsets:
-    """Of the TensorImpl's address in the Python object, of the metadata's in the TensorImpl, and of the flag in the metadata; bytes."""
+    """Offsets in bytes: the TensorImpl's address in the Python object, the metadata's in the TensorImpl, the flag in the metadata."""
 
     implementation: int
     metadata: int

@@ -4,8 +4,8 @@
     trace, environment = ...
     environment = moved(environment, trace, modules, original)   # what is looked at from now on is the model
 
-Everything is as it was when it was recorded: a value that a guard does not hold for stands there in place of the one that was read, such
-as a module in place of its copy.
+Everything is as it was when it was recorded: but a value that violates a guard is in place of the one that was read, such as a module in
+place of its copy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def moved(
 ) -> Environment:
     """Looks at `original(holder)` wherever the environment looks at a holder: a dict, an object, a class or a cell; None: nowhere.
 
-    `modules`: those of the model, by name. `versions`: see `Environment`.
+    `modules`: the model's, by name. `versions`: see `Environment`.
     """
     guards = list(_guards(environment.guards, original))
     tables: list[TableLike] = list(_tables(environment.tables, original))

@@ -1,19 +1,20 @@
-"""What forward reads from outside the process: the clock, entropy, files. What it hands to other threads, whose code nobody sees.
+"""Reads of forward from outside the process (the clock, entropy, files), and work that it gives to other threads, whose code is not
+recorded.
 
     the clock, entropy      a number that is another one in every run. Often only measured and logged: so the model is recorded once more,
                             under a clock that is years ahead, and where both traces are the same, it does not matter
     the date                as `datetime` tells it, which nobody can move: as with files
     files                   may hold something else in the next step
-    memory (`id`)           a fake is another object than the tensor that it stands for
+    memory (`id`)           a fake is another object than its original tensor
     text of a tensor        its values are not known: as with the clock
     threads, processes      compute what is not recorded
 
-A module whose trace depends on one of them is called whole, and so is one that hands work to others.
-Reads are seen as calls of C functions by code of the model, directly or through Python's standard library. What torch reads for itself,
-what loggers put in front of a line and what an import does is left out.
+A module whose trace depends on one of them is called whole, and so is one that hands work to others. Reads are seen as calls of C
+functions by code of the model, directly or through Python's standard library. Reads by torch itself, by loggers' prefixes and by
+imports are left out.
 
-`ahead`: Python's clocks, years ahead for the code of a model. What it does then, it will do some time. After a deadline, or at another time
-of the day, the second trace is another one; where the model only measures how long something takes, it is the same.
+`ahead`: Python's clocks, years ahead for the code of a model. What the code does then, it will do at some time. If it depends on a deadline
+or the time of day, the second trace differs; if the model only measures durations, it is the same.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def is_outside(function: Any) -> bool:
 
 
 def read_of(function: Any, frame: FrameType, fqn: str) -> OutsideRead | None:
-    """What a C function that is about to be called reads from outside for the model's code; None if nothing."""
+    """The outside read of a coming call of a C function by the model's code; None if there is none."""
     what = _FUNCTIONS.get(function)
     if what == _MEMORY and is_trusted(str(frame.f_globals.get("__name__", ""))):
         return None  # Python's own code asks for more than it tells
@@ -159,7 +160,7 @@ _AHEAD_NS = 315_360_001_370_000_007  # ten years, and no multiple of what a mode
 
 @contextmanager
 def ahead(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Moves the clocks in module `time` and in these namespaces, for what this thread's code reads, Python's and torch's aside."""
+    """Moves the clocks in module `time` and in these namespaces, for this thread's code, except Python's and torch's."""
     thread = threading.get_ident()
     moved = {clock: partial(_count, clock, thread) for clock in _CLOCKS}
     moved |= {date: partial(_date, date, thread) for date in _DATES}

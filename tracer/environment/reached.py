@@ -1,7 +1,7 @@
 """The closures, defaults, class attributes and modules of Python behind values that a recording's code has read.
 
 A function that ran depends on the variables of its closure, on its defaults and on its code. A class or a module of Python counts by the
-names in it that the code uses; a module of the standard library, of numpy or torch by those of numbers and strings.
+names in it that the code uses; a module of the standard library, of numpy or torch only by names of numbers and strings.
 
 `guards_of_torch`: the functions, methods and classes of torch that the code names. A script may put others in their places
 (`F.relu = F.gelu`). The recorder itself replaces some of them while it runs. So they are read when it has ended, and they are guarded by
@@ -76,7 +76,7 @@ class Reached:
         self.of_torch: list[ModuleType] = []
 
     def guards(self, names: set[str] | None, values: list[Any]) -> Iterator[Guard]:
-        """Guards of what is behind `values`; `names` are those that the code uses, None if it may use any."""
+        """Guards of everything behind `values`; `names` are those that the code uses, None if it may use any."""
         used = names if names is not None else {name for code in self._codes for name in code.co_names}
         seen: dict[int, Any] = {}
         queue = self._queue = [*values]
@@ -187,7 +187,7 @@ def _is_method(value: Any) -> bool:
 
 
 def _parts(value: Any) -> list[Any]:
-    """What a value is made of."""
+    """The parts of a value."""
     if isinstance(value, MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, (staticmethod, classmethod)):
@@ -243,7 +243,7 @@ def places_in(value: Any) -> Iterator[GuardSource]:
 
 
 def _bases(cls: type) -> list[type]:
-    """The classes that give a class its attributes, those of its metaclass among them, without trusted ones."""
+    """The classes that give a class its attributes, its metaclass's included, without trusted ones."""
     metaclass: type = type(cls)
     return [base for base in (*cls.__mro__, *metaclass.__mro__) if not is_trusted_class(base)]
 
@@ -330,7 +330,7 @@ def is_trusted(module_name: str) -> bool:
 
 
 def is_trusted_class(cls: type) -> bool:
-    """Whether a class belongs to such a module. Those that `types.new_class` makes for others (`make_dataclass`) only say so."""
+    """Whether a class belongs to such a module. Classes that `types.new_class` makes for others (`make_dataclass`) only claim to."""
     is_made = cls.__module__ == "types" and vars(types).get(cls.__name__) is not cls
     return is_trusted(str(cls.__module__)) and not is_made
 

@@ -323,7 +323,7 @@ class Reads:
                 self._object_of[id(guard)] = id(place.holder.about)
 
     def text(self, frame: FrameType, tensor: str) -> str:
-        """What stands for a recorded tensor in text that the code of that frame makes: in a second recording, all that numbers can have."""
+        """The text of a recorded tensor for the code of that frame: in a second recording, a text with every form that numbers have."""
         self.outside += filter(None, (text_of(frame, self._run.context()),))
         known = f"{tensor}, whose values are not known while the model is recorded"
         return f"tensor(-nan, -inf, 1.234567890e+06, {known}, True, False)" if self.is_again else f"<tensor {known}>"
@@ -368,7 +368,7 @@ class Reads:
         shadow.used = (shadow.used or set()).union(names)
 
     def _behind_caches(self) -> None:
-        """Notes the globals of what functools' caches have answered for: an attempt before this one, or somebody else, has called it."""
+        """Notes the globals of functions whose functools caches have answered: an earlier attempt, or other code, has called them."""
         queue = [guard.value for guard in self._guards.values() if isinstance(guard.value, CACHE)]
         while queue:
             function = queue.pop()
@@ -387,7 +387,7 @@ class Reads:
             queue += (function.__globals__[name] for name in code.co_names if name in function.__globals__)
 
     def _contents(self) -> Contents:
-        """Of values that are to be frozen; the model holds its modules, parameters and buffers as long as it is there."""
+        """The values to keep alive until they are frozen; the model itself holds its modules, parameters and buffers."""
         return Contents(outlives=lambda value: id(value) in self._names or id(value) in self._state)
 
     def _freeze(self, value: Any, contents: Contents, is_attribute: bool) -> Frozen | None:
@@ -460,7 +460,7 @@ class Reads:
                 self._of_caches.setdefault(id(function), []).append(guard)
 
     def _taken(self, value: Any) -> Frozen | None:
-        """A variable's value as it is before a function runs, with what it holds; None if the run has made it.
+        """A variable's value before a function runs, with its contents; None if the run has made it.
 
         Whether the variable is one of the model's, or of a function that the run makes, is known in the end.
         """
@@ -533,7 +533,7 @@ class Reads:
         return list(guards.values())
 
     def _kept(self, names: set[str] | None) -> list[Guard]:
-        """The guards of what the code names, or might use without naming it."""
+        """The guards of values that the code names, or might use without naming them."""
         return [
             guard
             for guard in self._guards.values()
@@ -625,7 +625,7 @@ def _strings(constants: tuple[Any, ...]) -> Iterator[str]:
 
 @contextmanager
 def noting_reads(reads: Reads, model: nn.Module) -> Iterator[None]:
-    """For the time of a recording: reads of the modules' attributes are noted, and what the run changes is put back in the end."""
+    """For the time of a recording: reads of the modules' attributes are noted, and the run's changes are undone at the end."""
     plain = nn.Module.__getattribute__
 
     def reading(module: nn.Module, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a recording changes or leaves behind, so that the next call of the model would find it.
+"""Changes of a recording that the next call of the model would find.
 
 State that a recording's Python reads and then changes: a counter, a cache, a recurrent state.
 
@@ -63,11 +63,11 @@ _HOLD = "what to do: hold the object itself, or read the reference in a submodul
 
 
 class UnsettledError(Exception):
-    """What the run has left depends on more than sizes."""
+    """The state that the run has left depends on more than sizes."""
 
 
 class Leftovers:
-    """What a run has left in the places that it changed. `cached`: the nodes whose tensors are among it."""
+    """The values that a run has left in the places that it changed. `cached`: the nodes whose tensors are among them."""
 
     def __init__(self, changed: Sequence[Guard], nodes: Sequence[Node], node_of: Callable[[torch.Tensor], str]) -> None:
         self._nodes, self._node_of = nodes, node_of
@@ -126,7 +126,7 @@ class Leftovers:
 
 
 def _fill(content: Iterable[tuple[Guard, Any]]) -> list[tuple[Any, Any]]:
-    """Puts values into places: into the container that is there, if it is of that type. Those containers, with what they held."""
+    """Puts values into places: into the existing container, if it has that type. Returns these containers with their former contents."""
     before = []
     for guard, value in content:
         current = guard.place.read()
@@ -220,7 +220,7 @@ class _Numbers:
         self._used: dict[str, int] = {}
 
     def of(self, name: str) -> tuple[str, int]:
-        """What stands for a node."""
+        """The stand-in for a node."""
         if name in self.special:
             return "cached", self._used.setdefault(name, len(self._used))
         return "node", self.ordinary[name]
@@ -260,7 +260,7 @@ class Survivors:
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if self._disables:
             gc.enable()
-        # Who debugs an error of another kind looks at the variables of the model's code.
+        # Keeps the variables of the model's code in a traceback for debugging errors of other kinds.
         if isinstance(error, (TraceError, SizeAskedError)):
             _forget_variables(error)
         if self._alive():
@@ -311,7 +311,7 @@ def _forget_variables(error: BaseException) -> None:
 
 @contextmanager
 def _unfrozen() -> Iterator[None]:
-    """What is frozen is not searched."""
+    """Frozen objects are not searched."""
     is_frozen = gc.get_freeze_count() > 0
     if is_frozen:
         gc.unfreeze()
@@ -323,7 +323,7 @@ def _unfrozen() -> Iterator[None]:
 
 
 def _holders(held: list[Any]) -> list[Any]:
-    """What objects are reachable from, through a few containers, but for caches of functions and what holds them."""
+    """The holders of objects, through a few containers, except caches of functions and their holders."""
     found: list[Any] = []
     level = held
     seen = {id(held), id(found), *map(id, held)}

@@ -1,4 +1,4 @@
-"""What weak references refer to: it goes when nobody holds it any more."""
+"""Referents of weak references: they are freed when nobody holds them any more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from smpc.errors import TraceError
 
 
 def weakly_held(value: Any) -> Iterable[Any]:
-    """What a weak reference or a container of such refers to now, classes and Python's modules aside; nothing for other values."""
+    """The present referents of a weak reference or a container of such, without classes and Python modules; empty for other values."""
     found: Iterable[Any] = ()
     if type(value) in weakref.ProxyTypes:  # first: a proxy says that it is what it refers to, and a dead one raises
         with suppress(ReferenceError):
@@ -31,7 +31,7 @@ def weakly_held(value: Any) -> Iterable[Any]:
 
 
 def check_proxies(model: nn.Module) -> None:
-    """TraceError for an attribute that is a proxy of what is gone: whoever looks at it, even for its class, gets a ReferenceError."""
+    """TraceError for an attribute that is a proxy of a freed object: reading it, even its class, raises ReferenceError."""
     for fqn, module in model.named_modules():
         for name, value in vars(module).items():
             if type(value) in weakref.ProxyTypes and not _is_alive(value):

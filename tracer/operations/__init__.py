@@ -1,1 +1,1 @@
-"""Operations that a fake run alone does not record right: values, sizes from data, missing kernels; and what a call costs."""
+"""Operations that a fake run alone does not record right: values, sizes from data, missing kernels; and the cost of a call."""

@@ -1,4 +1,4 @@
-"""What a fake run shows of a call: what it costs, in FLOPs, bytes and random draws, and whether its dtypes have a kernel.
+"""Facts about a call from a fake run: its cost in FLOPs, bytes and random draws, and whether its dtypes have a kernel.
 
 `Meter` is a TorchDispatchMode that sees the aten operations under a recorded torch function.
 
@@ -188,7 +188,7 @@ def _for_real(func: OpOverload) -> Iterator[None]:
 def _failure(
     func: OpOverload, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], size: int, dtypes: Dtypes
 ) -> Exception | None:
-    """What a run on tensors of these dtypes raises; None if it passes, with integers that are all 1, or all 0."""
+    """The error of a run on tensors of these dtypes; None if it passes, with integers that are all 1, or all 0."""
     failed: Exception | None = None
     for integer in (1, 0):
         left = iter(dtypes)
@@ -239,7 +239,7 @@ def _explained(
     dtypes: Dtypes,
     error: Exception,
 ) -> str:
-    """The dtypes that pass, those that were found, and what the kernel says."""
+    """The dtypes that pass, the dtypes found, and the kernel's error."""
     found = [tensor[0] for tensor in _tensors((args, kwargs))]
     names = [name for argument, value in _named(func, args, kwargs) for name in _parts(argument, value)]
     narrow = dict(zip(wide, found, strict=True))

@@ -1,4 +1,4 @@
-"""Modules that are called whole: what they return and what they cost, when their forward cannot be recorded.
+"""Modules that are called whole because their forward cannot be recorded: their outputs and costs.
 
 A module whose Python depends on the values of tensors (expert routing), that has no shape rule for a fake run, or that calls a custom
 autograd function which cannot stand alone becomes an opaque leaf: one node, nothing recorded inside. The shapes of its outputs come
@@ -72,7 +72,7 @@ _LARGE = 1 << 20  # elements of all inputs together above which a real run is ma
 
 
 def register_shape_rule(module_class: M, rule: Callable[..., Any]) -> M:
-    """Registers how to get the outputs of a module class from its inputs, without running its forward; returns the class.
+    """Registers how to get the outputs of `module_class` from its inputs, without running its forward; returns the class.
 
     `rule(module, *args, **kwargs)` gets fake tensors and returns what forward would return, made by ordinary torch functions:
     `register_shape_rule(Experts, lambda module, tokens, index: torch.empty_like(tokens))`. Modules of the class (and of subclasses) are
@@ -92,7 +92,7 @@ def shape_rule(module: nn.Module) -> Callable[..., Any] | None:
 
 @dataclass(slots=True)
 class Probe:
-    """What a real run told: the output, with a TensorSpec or `Same` in place of each tensor, and costs."""
+    """The results of a real run: the output, with a TensorSpec or `Same` in place of each tensor, and costs."""
 
     leaves: list[Any]
     structure: Structure
@@ -133,7 +133,7 @@ def _agreed(
     meter: Meter,
     first_sizes: dict[int, int],
 ) -> Probe:
-    """What two runs on different values agree on."""
+    """The common results of two runs on different values."""
     try:
         first = _run(module, args, kwargs, state, meter, first_sizes, _Values(0, 1))
     except (IndexError, RuntimeError, ValueError):  # 1 is a mask's usual value, but not everyone's valid index
@@ -285,7 +285,7 @@ def _line(values: list[int], size: int, class_name: str) -> int:
 
 
 def fake_of(described: Any, inputs: Sequence[Any], used: Sequence[Tensor], device: torch.device) -> Any:
-    """A fake tensor for what a real run returned, computed from what it `used`; what is no tensor, as it is."""
+    """A fake tensor for a real run's output, computed from the tensors it `used`; other values unchanged."""
     if isinstance(described, Same):
         return inputs[described.position]
     if not isinstance(described, TensorSpec):
@@ -393,7 +393,7 @@ class WholeCall:
             self.seeds = name
 
     def finish(self) -> None:
-        """Raises for what its threads have done, and for what the module has not left as it was."""
+        """Raises for effects of its threads, and for state that the module has not restored."""
         if self.failure is not None:
             raise self.failure
         changed = [tensor for tensor, flag in self._flags if tensor.requires_grad != flag]
@@ -444,7 +444,7 @@ class Probes:
     def of(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: FakeState, meter: Meter
     ) -> Probe:
-        """What a real run of the module told, or of one that is alike. Raises whatever the module raises."""
+        """The results of a real run of the module, or of an equal one. Raises the module's own error."""
         form = _form(module, args, kwargs)
         found = None if form is None else self._known.get(form)
         if found is None:
@@ -455,7 +455,7 @@ class Probes:
 
 
 def _form(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """All that real runs depend on; None: it is not known."""
+    """Everything that real runs depend on; None: unknown."""
     if next(module.buffers(), None) is not None:
         return None
     leaves, structure = flatten((args, kwargs))
@@ -479,7 +479,7 @@ def _numbers(module: nn.Module) -> Iterator[int]:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
-    """What a module has beside its parts; None in place of the value if it has hooks."""
+    """A module's attributes other than its parts; None in place of the value if it has hooks."""
     for name, value in vars(module).items():
         is_hooks = "_hooks" in name
         if name not in _PARTS and (not is_hooks or value):

@@ -1,6 +1,6 @@
 """Calls that need the values of tensors, which a fake run does not have.
 
-What such a call gives is, in this order,
+The result of such a call is, in this order,
 
     1. where only the size of the result depends on values, a tensor of an invented size (`DataSized`);
     2. an answer from the sample inputs, or from an earlier trace, with a guard (see `smpc.tracer.guards`);
@@ -20,21 +20,21 @@ data, not what shapes it returns: data [sum of lengths, directions * hidden], an
 
 `DataSized`: tensors whose sizes depend on values, such as `losses[mask]`, `labels.masked_select(mask)` and `mask.nonzero()`.
 
-A recording has no values, so it invents a size: the largest one, as if all of the mask were true. Whatever is called with such a tensor
-runs at two sizes. What comes out alike at both does not depend on the size (a mean, a loss), and has a spec like all others. What does
-not is data-sized in turn: its node has no spec, so it stays on the stage that makes it, and microbatches may differ in it.
+A recording has no values, so it invents a size: the largest one, as if all of the mask were true. A call with such a tensor runs at two
+sizes. A result that is equal at both does not depend on the size (a mean, a loss), and has a spec like all others. Other results are
+data-sized in turn: their node has no spec, so it stays on the stage that makes it, and microbatches may differ in it.
 
 Python that asks for such a size (`chosen.shape[0]`, `for row in chosen`) needs the true one. The recording then starts again, and the call
 that made the tensor is a question about values (see `smpc.tracer.guards`), known by its key.
 
-What depends on parameters is rather left to a module that is called whole (see `smpc.tracer.operations.opaque`), whose costs are
-measured: of each expert of a mixture the largest size is all tokens. Only the model's own forward has such sizes, and modules that cannot
-be called whole.
+Sizes that depend on parameters are left to a module that is called whole (see `smpc.tracer.operations.opaque`), whose costs are measured:
+the largest size for each expert of a mixture would be all tokens. Only the model's own forward has such sizes, and modules that cannot be
+called whole.
 
     key     where the size was made: the module's name, and how many the module had made before in this run; "encoder.layers.0#1"
 
-Example: in `(prediction - target)[mask].pow(2).mean()` of shapes [4, 3], the values of the index and of `pow` are data-sized, that
-of `mean` is a scalar.
+Example: in `(prediction - target)[mask].pow(2).mean()` of shapes [4, 3], the values of the index and of `pow` are data-sized, the
+value of `mean` is a scalar.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Values:
         self._askers: list[tuple[nn.Module | None, str]] = []  # of each guard, the module that asked, and where
 
     def call(self, func: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception) -> Any:
-        """What the call gives that has failed over fakes. Raises UntraceableError."""
+        """The result of a call that has failed over fakes. Raises UntraceableError."""
         recorder = self._recorder
         sizes = recorder.sizes
         key = sizes.next_key(recorder.place) if isinstance(error, DynamicOutputShapeException) else ""
@@ -101,7 +101,7 @@ class Values:
             return found
 
     def ask(self, func: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], size: str = "") -> Any:
-        """What a call gives, known from the sample inputs or from earlier answers; a guard says on what it rests."""
+        """The result of a call, known from the sample inputs or from earlier answers; a guard records the assumption."""
         recorder = self._recorder
         used = (
             [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad] if torch.is_grad_enabled() else []
@@ -142,7 +142,7 @@ class Values:
         return found is not None and all(name in recorder.state.real_buffers for name in found)
 
     def _with_numbers(self, func: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What a call gives with numbers in place of tensors of one element, such as sizes, if these are known; else None."""
+        """The result of a call with numbers in place of tensors of one element, such as sizes, if these are known; else None."""
 
         def number(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
@@ -158,7 +158,7 @@ class Values:
 
 
 def is_ctc(func: Callable[..., Any]) -> bool:
-    """Whether the call is that of `torch.ctc_loss`, or of the function around it."""
+    """Whether the call is of `torch.ctc_loss`, or of the function around it."""
     return getattr(func, "__name__", "") == "ctc_loss"
 
 
@@ -171,7 +171,7 @@ def run_ctc(
     reduction: int | str = "mean",
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """What the call returns over fakes; autograd saves what it saves for real, or a little more."""
+    """The call's result over fakes; autograd saves the same as for real, or a little more."""
     longest = targets.shape[-1] if isinstance(target_lengths, torch.Tensor) else max(target_lengths, default=0)
     losses: torch.Tensor = _Loss.apply(log_probs, targets, longest)  # type: ignore[no-untyped-call]
     return losses if reduction in (0, "none") else losses.sum()
@@ -204,7 +204,7 @@ def is_packed(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
 
 
 def run_packed(args: tuple[Any, ...]) -> tuple[tuple[torch.Tensor, ...], int]:
-    """What the call returns over fakes, and its FLOPs: two for each weight and row of data, as good as exact."""
+    """The call's result over fakes, and its FLOPs: two for each weight and row of data, as good as exact."""
     data, _, states, weights, *_, bidirectional = args
     states = tuple(tensors_in(states))
     width = states[0].shape[-1] * (2 if bidirectional else 1)
@@ -265,7 +265,7 @@ class DataSized:
     def run(
         self, keys: frozenset[str], meter: Meter, func: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """What a call with arguments of these keys returns. Raises SizeAskedError if it needs their sizes."""
+        """The result of a call with arguments of these keys. Raises SizeAskedError if it needs their sizes."""
         out = func(*args, **kwargs)
         cost = meter.flops, meter.random
         try:
@@ -283,7 +283,7 @@ class DataSized:
         return f"{place}#{self._made[place] - 1}"
 
     def make(self, key: str, func: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What a call returns whose result's size depends on values, at an invented size; None if that has to be asked for."""
+        """The result, at an invented size, of a call whose size depends on values; None if the real size has to be asked for."""
         rule = _RULES.get(getattr(func, "__name__", ""))
         if rule is None or key in self.asked:
             return None
@@ -308,7 +308,7 @@ class DataSized:
         return tree
 
     def _compare(self, out: Any, other: Any, keys: frozenset[str]) -> None:
-        """Takes note of what has come out at two sizes."""
+        """Notes results at two sizes."""
         (leaves, structure), (others, its_structure) = flatten(out), flatten(other)
         if structure != its_structure:
             raise SizeAskedError(keys)

@@ -1,9 +1,9 @@
-"""What the recorder keeps of tensors, nodes and open calls: which node a tensor comes from, and what the node is called.
+"""The recorder's tables of tensors, nodes and open calls: which node a tensor comes from, and the node's name.
 
 `NodeNames`: names after what nodes call, unique, and good as Python variables.
 
-`Identities`: which node's value a tensor is, and which storage of the trace it lies in. Tensors and storages are known by identity. They
-are kept alive until the recording ends, for identities are unique only among living objects.
+`Identities`: which node's value a tensor is, and its storage in the trace. Tensors and storages are identified by id. They are kept
+alive until the recording ends, since ids are unique only among living objects.
 
 `OpenCall` is a module call that has not returned yet, as the recorder keeps it.
 
@@ -68,7 +68,7 @@ def short_name(target: str, args: tuple[Any, ...]) -> str:
 
 
 def parts_of(out: Any) -> Iterable[tuple[Any, Any]]:
-    """The items of what a call returned, by position or key; none if it is no tuple, list or dict."""
+    """The items of a call's result, by position or key; none if it is not a tuple, list or dict."""
     if isinstance(out, (tuple, list)):
         return enumerate(out)
     return out.items() if isinstance(out, dict) else ()
@@ -124,7 +124,7 @@ class Identities:
 
 
 class OpenCall:
-    """What is known of the call so far; `index` is that of the `ModuleCall` it becomes, `first` its first node."""
+    """An open call; `index` is the index of its `ModuleCall`, `first` its first node."""
 
     __slots__ = (
         "arguments",
@@ -172,7 +172,7 @@ class AttributeWrites:
             self._found[owner, writer] = None
 
     def marked(self, calls: tuple[ModuleCall, ...]) -> tuple[ModuleCall, ...]:
-        """The calls, those that depend on such a write marked as not to be made again."""
+        """The calls; those that depend on such a write are marked as not repeatable."""
         if not self._found:
             return calls
         return tuple(dataclasses.replace(call, whole=False) if self._needs_writer(call.fqn) else call for call in calls)

@@ -1,7 +1,7 @@
 """The recorder's notebook: every torch call and module call of one run over fake tensors becomes a node or a span.
 
-`Recorder` is a TorchFunctionMode; `smpc.tracer.record` sets the stage for it. Tensors are known by identity
-(`smpc.tracer.recording.nodes`). What a call writes in place is found by comparing tensors' version counters around it.
+`Recorder` is a TorchFunctionMode; `smpc.tracer.record` sets the stage for it. Tensors are identified by id
+(`smpc.tracer.recording.nodes`). In-place writes of a call are found by comparing tensors' version counters around it.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class Recorder(TorchFunctionMode):
             return self._values.call(func, args, kwargs, error)
 
     def arguments(self, target: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NodeArguments:
-        """What a node that calls `target` has as arguments."""
+        """The arguments of a node that calls `target`."""
         where = f"an argument of {target}"
         node_args = tuple(self._tree(arg, where) for arg in args)
         return node_args, tuple((key, self._tree(value, where)) for key, value in kwargs.items())
@@ -281,7 +281,7 @@ class Recorder(TorchFunctionMode):
         self._add_measured(node, out)
 
     def _add_measured(self, node: Node, out: Any) -> None:
-        """Adds the node of a call that has just returned `out`, with what the meter and autograd's hooks say of it."""
+        """Adds the node of a call that has just returned `out`, with the measurements of the meter and of autograd's hooks."""
         spec, storage = self._described(out)
         grad_enabled, autocast = self._modes.now()
         self.nodes.append(
@@ -302,13 +302,13 @@ class Recorder(TorchFunctionMode):
         self.watch.node_added(node.name, self.meter.random)
 
     def begin_call(self) -> None:
-        """What is measured from now on is that of the call that `add_call` adds."""
+        """Measurements from now on belong to the call that `add_call` adds."""
         self.meter.reset()
         self._saved = []
 
     @contextmanager
     def inside_call(self, run: TorchCall | None = None) -> Iterator[None]:
-        """What happens in this context is part of one call, and not recorded; torch calls in it go through `run`."""
+        """Operations in this context are part of one call, and not recorded; torch calls in it go through `run`."""
         self.muted += 1
         self._inside, around = run, self._inside
         try:
@@ -340,7 +340,7 @@ class Recorder(TorchFunctionMode):
         return tensor
 
     def amend_saved(self, position: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Adds to what autograd saves for the node at that position."""
+        """Adds to the tensors that autograd saves for the node at that position."""
         node, self._saved = self.nodes[position], []
         for tensor in tensors:
             self.note_saved(tensor)
@@ -444,7 +444,7 @@ class Recorder(TorchFunctionMode):
     def region(
         self, preserve_rng_state: bool = True, sequence: int = -1, strategy: str = "", *, own: bool = False
     ) -> Iterator[None]:
-        """What is recorded in this context is to be computed again for the backward pass, if there is one."""
+        """Operations recorded in this context are to be computed again for the backward pass, if there is one."""
         if self.muted or not torch.is_grad_enabled():
             yield
             return
@@ -486,7 +486,7 @@ class Recorder(TorchFunctionMode):
     def _run_whole(
         self, whole: WholeCall, module: nn.Module, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, list[torch.Tensor]]:
-        """What a leaf returns, as fakes, and what it writes that version counters do not show."""
+        """A leaf's outputs, as fakes, and its writes that version counters do not show."""
         rule = shape_rule(module)
         if rule is not None:
             return rule(module, *args, **kwargs), []
@@ -540,7 +540,7 @@ class Recorder(TorchFunctionMode):
         return self._argument(value, where)
 
     def _argument(self, leaf: Any, where: str | None) -> Any:
-        """A Ref or a constant. What is neither is an error, or `Opaque` when there is no `where` to blame."""
+        """A Ref or a constant. Any other value is an error, or `Opaque` without a `where` to blame."""
         if isinstance(leaf, torch.Tensor):
             if where is None and not self.known(leaf):
                 return Opaque("tensor")
@@ -592,7 +592,7 @@ class Recorder(TorchFunctionMode):
         return self.error(f"{where} is a tensor {tuple(tensor.shape)} that {torch_calls.why_unknown(tensor)}")
 
     def _described(self, value: Any) -> tuple[TensorSpec | None, int]:
-        """The spec and the storage of what a node returns; None and -1 if that is no tensor."""
+        """The spec and the storage of a node's result; None and -1 if it is not a tensor."""
         tensor = dense(value)
         if tensor is None:
             return None, -1
@@ -626,7 +626,7 @@ class Recorder(TorchFunctionMode):
 
     @property
     def _call_index(self) -> int:
-        """Of the innermost module call that is open."""
+        """The name of the innermost open module call."""
         return self.open[-1].index if self.open else 0
 
     def error_in(self, fqn: str, what: str) -> UntraceableError:

@@ -1,4 +1,4 @@
-"""What a recording cannot hold: where it happened, what it is, and the way out.
+"""Operations that a recording cannot hold: where they happened, what they are, and the way out.
 
 `current_line` and `innermost_line`: which line of the model's code something happened on, as file.py:line without folders.
 """
@@ -59,7 +59,7 @@ def innermost_line(error: BaseException) -> str:
 
 
 def call_model(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call that is recorded. Who asked for it is no code of the model's, so it is in no trace: see `current_line`."""
+    """The call that is recorded. The recording's caller is not code of the model, so its line is in no trace: see `current_line`."""
     return model(*args, **kwargs)
 
 

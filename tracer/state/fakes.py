@@ -2,8 +2,8 @@
 
 Tied parameters (one tensor under several names) share one fake, so the trace sees that they are tied. Lists of parameters that a
 module keeps beside its own (`nn.LSTM._flat_weights`) are replaced too. Tensors that modules hold as plain attributes stay as they
-are; their paths are indexed so that the trace can name them. What the run itself writes into modules (a table of cosines kept for
-the next call, a counter, a rebound buffer) is undone with the rest: no fake is left behind.
+are; their paths are indexed so that the trace can name them. Values that the run itself writes into modules (a table of cosines
+kept for the next call, a counter, a rebound buffer) are removed with the rest: no fake is left behind.
 
 `overlaps`, `alike`: parameters, buffers and tensor attributes of a model that share memory.
 
@@ -103,7 +103,7 @@ def _check_trained(
     overlapping: list[list[torch.Tensor]],
     groups: Mapping[int, tuple[torch.Tensor, list[str], bool]],
 ) -> None:
-    """Raises TraceError for what is trained and does not belong to one rank alone."""
+    """Raises TraceError for a trained tensor that does not belong to one rank alone."""
     if not (is_parameter and tensor.is_leaf):
         raise untrained(name)
     alike = (group for group in overlapping if any(other is tensor for other in group))
@@ -119,7 +119,7 @@ def _check_trained(
 
 
 def untrained(name: str) -> TraceError:
-    """What to say of a tensor that requires grad, is used, and is no parameter that an optimizer trains."""
+    """The error for a used tensor that requires grad but is not a parameter that an optimizer trains."""
     return TraceError(
         f"expected parameters that are leaves of autograd, and buffers that require no grad, found {name!r}, which requires grad and is "
         "neither: its gradient would stay on the rank that uses it; register an nn.Parameter, and compute in forward what is computed from "
@@ -158,7 +158,7 @@ def installed(model: nn.Module, state: FakeState) -> Iterator[None]:
 
 
 class _Snapshot:
-    """A module's attributes, and what its lists, dicts and sets hold."""
+    """A module's attributes, and the contents of its lists, dicts and sets."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -257,7 +257,7 @@ def overlaps(model: nn.Module) -> list[list[Tensor]]:
 
 
 def alike(group: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
-    """Tensors that overlap as those of the group do, without their values; they require no grad."""
+    """Tensors that overlap like the group's, without their values; they require no grad."""
     with torch.no_grad():
         size = max(_interval(tensor)[1] for tensor in group)
         memory = torch.empty(-(-size // _ALIGNMENT) * _ALIGNMENT, dtype=torch.uint8, device=device)

@@ -68,7 +68,7 @@ class PythonState:
         vars(self).clear()
 
     def _attributes(self, attributes: dict[str, Any]) -> None:
-        """Those of a module; they themselves are put back with the module, and may be iterators."""
+        """A module's objects; the references are restored with the module, and may be iterators."""
         for name, value in attributes.items():
             copied = _copied(value) if name not in _OF_MODULES else value
             if copied is not value:
@@ -140,7 +140,7 @@ def _seek(file: io.IOBase, position: int) -> None:
 
 
 def _write_dict(kind: Any, value: Any, before: dict[Any, Any]) -> None:
-    """By the methods of `kind`: those of a class derived from it are the script's, and dict's own lose the order of an OrderedDict."""
+    """By the methods of `kind`: a derived class's methods are the script's, and dict's own lose the order of an OrderedDict."""
     now = dict(kind.items(value))
     if len(now) == len(before) and all(map(is_, now, before)) and all(map(is_, now.values(), before.values())):
         return
@@ -172,7 +172,7 @@ _ASKING = ("acquire", "locked", "_is_owned", "_is_mine", "_is_zero", "_get_value
 
 
 def is_lock(value: Any) -> bool:
-    """Whether it is a lock of C, as those of `threading` and `multiprocessing` are within."""
+    """Whether it is a C lock, as used inside `threading` and `multiprocessing`."""
     return type(value) in (_LOCK, _RLOCK, SemLock)
 
 

@@ -13,7 +13,7 @@ from smpc.tracer.ir import NodeKind, Trace
 class StateUse:
     """Names of the parameters and buffers that a trace uses, and of the buffers that it writes into or rebinds.
 
-    Of modules called whole, that is all that they have. A plan gives a stage to every parameter and buffer, used or not.
+    For modules called whole, this is all their state. A plan gives a stage to every parameter and buffer, used or not.
     """
 
     used: frozenset[str]
@@ -21,7 +21,7 @@ class StateUse:
 
     @classmethod
     def of(cls, trace: Trace) -> Self:
-        """What the trace's nodes do."""
+        """The state use of the trace's nodes."""
         storages = {trace.node(name).storage for node in trace.nodes for name in node.mutates}
         targets, changed, modules = set[str](), set[str](), list[str]()
         for node in trace.nodes:
@@ -43,14 +43,14 @@ class StateUse:
     def counting(
         self, known: Mapping[str, tuple[int, ...]], now: Mapping[str, tuple[int, ...]]
     ) -> dict[str, tuple[int, ...]]:
-        """Of what a plan says, `now`, what counts beside what was `known` before: unused state stays where it is."""
+        """The state use of a plan, `now`, merged with the `known` one: unused state stays where it is."""
         return {name: ranks for name, ranks in now.items() if name in self.used or name not in known}
 
 
 def moved_buffer(
     written: frozenset[str], before: Mapping[str, tuple[int, ...]], now: Mapping[str, tuple[int, ...]]
 ) -> str:
-    """What to say of a buffer whose present values other ranks have; "" if there is none."""
+    """The error for a buffer whose present values are on other ranks; "" if there is none."""
     for name in sorted(written):
         if name in before and name in now and before[name] != now[name]:
             return (

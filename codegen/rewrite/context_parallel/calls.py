@@ -52,7 +52,7 @@ def _attention(facts: Facts, node: Node) -> Iterator[Strategy]:
 
 
 def _exchanged(facts: Facts, node: Node) -> Iterator[Strategy]:
-    """Of the heads only samples: how many each group has is not said by the call."""
+    """Only samples of the heads: the call does not say how many heads each group has."""
     yield from (found for found in _attention(facts, node) if found.output.dim == 0)
 
 

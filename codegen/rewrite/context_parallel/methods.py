@@ -6,8 +6,9 @@
     a2a          slices of the sequence for slices of the heads     any mask; heads and key heads that the ranks divide
     auto         the cheapest of these
 
-p2p overlaps: a step's transfer costs what it takes longer than the step's work. What a way cannot do, all_gather does. For p2p attention
-becomes `flash_attention` first (`smpc.codegen.rewrite.kernels`): key heads unrepeated, masks read as a triangle and hidden keys.
+p2p overlaps: a step's transfer costs only the time by which it exceeds the step's work. Where a way does not apply, all_gather is used.
+For p2p attention becomes `flash_attention` first (`smpc.codegen.rewrite.kernels`): key heads unrepeated, masks read as a triangle and
+hidden keys.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rewrites a trace for one rank of a context-parallel group: parameters whole, the sequence cut.
 
-It is the search of `smpc.codegen.rewrite.tensor_parallel` with other limits: parameters lie whole, and only dimensions that come from the
-sequence are sliced (`smpc.codegen.rewrite.context_parallel.sequence`). What it costs is what a rank does and keeps beyond its share.
+It uses the search of `smpc.codegen.rewrite.tensor_parallel` with other limits: parameters are whole, and only dimensions that come from
+the sequence are sliced (`smpc.codegen.rewrite.context_parallel.sequence`). The cost is the work and memory of a rank beyond its share.
 Inputs are whole on every rank, so labels, positions and masks are computed whole, and cut where slices meet them.
 
     layout        slices
@@ -43,8 +43,8 @@ WEIGHTS = Weights(state=0.0, vector_state=0.0, latency_bytes=2.0**14, activation
 class ContextPlan:
     """How ranks share the sequence. `dims`: by input, dimensions that are the sequence's; inputs left out: all but the first.
 
-    `attention`: a way of `smpc.codegen.rewrite.context_parallel.methods`. `output_dim`: outputs whose slices lie along it stay slices.
-    `sums_later`: what runs the trace sums gradients of parameters once a step (`ShardedTrace.summed`), not each backward.
+    `attention`: a way of `smpc.codegen.rewrite.context_parallel.methods`. `output_dim`: outputs that are sliced along it stay slices.
+    `sums_later`: the runtime sums gradients of parameters once a step (`ShardedTrace.summed`), not in each backward.
     """
 
     layout: str = AUTO
@@ -74,7 +74,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class ContextTrace:
-    """The trace of one rank, the same for all; its layout; and what is not shared.
+    """The trace of one rank, the same for all; its layout; and the operations that are not split.
 
     `slices`: with an `output_dim`, the leaves of the output that are slices along it, by position, and those that every rank has whole
     though it is the sequence's.
@@ -141,7 +141,7 @@ def collectives_of(context: ContextTrace, trace: Trace) -> tuple[Collective, ...
 
 
 def describe_context(found: ContextTrace) -> str:
-    """For people: the layout, the collectives of every block, and what every rank computes whole."""
+    """A text for people: the layout, the collectives of every block, and operations that every rank computes whole."""
     lines = [f"sequence slices: {found.layout}", describe(found.sharded)]
     if found.whole:
         lines += ["", "computed whole on every rank, as no rule shares it"]
@@ -155,7 +155,7 @@ def describe_context(found: ContextTrace) -> str:
 def _with_slices(
     sharded: ShardedTrace, sequence: SequenceDims, trace: Trace, dim: int, layout: str, whole: tuple[Whole, ...]
 ) -> tuple[ShardedTrace, str, tuple[Whole, ...], tuple[tuple[int, ...], tuple[int, ...]]]:
-    """What makes a `ContextTrace` whose outputs are not gathered along `dim`."""
+    """A function that makes a `ContextTrace` whose outputs are not gathered along `dim`."""
     rewritten = sharded.trace
     leaves, cut, left = list(rewritten.output_leaves), [], []
     for position, (leaf, before) in enumerate(zip(leaves, trace.output_leaves, strict=True)):

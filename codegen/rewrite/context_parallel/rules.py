@@ -1,4 +1,4 @@
-"""Sharding rules for slices of a sequence, beside those of `smpc.codegen.rewrite.tensor_parallel.rules`.
+"""Sharding rules for slices of a sequence, beside the rules of `smpc.codegen.rewrite.tensor_parallel.rules`.
 
     operation                        slices                  result     way
     scaled_dot_product_attention     q Z(2)  k B     v B     Z(2)       causal_rows: own queries, with the keys up to each
@@ -30,7 +30,7 @@ EXCHANGE_WAY = "exchanged_attention"
 
 
 def heads(node: Node) -> tuple[str, str, str] | None:
-    """The query, key and value of an attention; None if one of them is no tensor of the trace, or is there twice."""
+    """The query, key and value of an attention; None if one of them is not a tensor of the trace, or occurs twice."""
     found = [argument(node, i, name) for i, name in enumerate(("query", "key", "value"))]
     names = tuple(value.name for value in found if isinstance(value, Ref))
     return (names[0], names[1], names[2]) if len(dict.fromkeys(names)) == 3 else None
@@ -128,7 +128,7 @@ def _mean(facts: Facts, node: Node) -> Iterator[Strategy]:
 
 
 def of_tokens(facts: Facts, node: Node) -> Iterator[Strategy]:
-    """Experts that ranks divide among them serve each token by itself, whoever sends it."""
+    """Expert-parallel experts serve each token independently of its rank."""
     if facts.is_tuple(node.name) or not all(facts.spec(name) is not None for name in node.inputs):
         return
     shape = facts.shape(node.name)

@@ -1,9 +1,9 @@
 """Where the sequence is: the dimensions of every value that come from it.
 
-The inputs say where it begins: by default every dimension but the first, which is the batch's. From there it is followed through the
-operations by the sharding rules: if an operation can be shared by slices of an input along the sequence, what it gives is sliced along
-the sequence. Where no rule knows an operation, the same dimensions of its result are taken for it. Of what depends on no parameter
-(positions, masks), dimensions of the same size count, too.
+It starts at the inputs: by default at every dimension but the first, which is the batch's. From there the sharding rules follow it
+through the operations: if an operation can be split by slices of an input along the sequence, its result is sliced along the sequence.
+For an operation without a rule, the same dimensions of its result are assumed. In values that depend on no parameter (positions,
+masks), dimensions of the same size also count.
 
 These dimensions are those which may be sliced, so one too many can make a plan slower, never wrong.
 """

@@ -1,4 +1,4 @@
-"""Runs what is to be replaced and what replaces it, on random numbers, forward and backward: the proof of a replacement.
+"""Proves a replacement: runs the replaced nodes and the replacement on random numbers, forward and backward.
 
     1. in fp64, with every cast made one to fp64: both compute the same formula, to 8 digits. Rows have sizes from 0.01 to 10,
        so that an eps in another place or a missing offset shows
@@ -49,7 +49,7 @@ class Checker:
         self._known: dict[str, str] = graph.trace.remembered(Checker, dict)
 
     def objection(self, replacement: Replacement) -> str:
-        """Why the replacement is no equal of what it replaces; "" if it is."""
+        """Why the replacement is not equal to the replaced nodes; "" if it is."""
         nodes = [self._graph.node(name) for name in (*replacement.given, *replacement.replaced)]
         inputs = _inputs(nodes)
         key = _pattern(self._graph, replacement, nodes, inputs)
@@ -67,7 +67,7 @@ class Checker:
 
 
 def _inputs(nodes: Sequence[Node]) -> tuple[str, ...]:
-    """What the nodes read and do not compute, in order of reading."""
+    """The inputs of the nodes, in order of reading."""
     made = {node.name for node in nodes}
     return tuple(dict.fromkeys(name for node in nodes for name in node.inputs if name not in made))
 
@@ -105,7 +105,7 @@ class _Sides:
 
     @property
     def tolerance(self) -> float:
-        """Largest error: that of the coarsest type on the way."""
+        """The largest error: the error of the coarsest dtype on the way."""
         if self.wide:
             return _TOLERANCES[torch.float64]
         specs = [self.graph.node(name).spec for name in (*self.inputs, *(node.name for node in self.nodes))]
@@ -125,14 +125,14 @@ class _Sides:
         return found
 
     def original(self, values: Values, size: Callable[[int], int]) -> list[torch.Tensor]:
-        """What is to be replaced: every result that is read on."""
+        """The replaced part: every result that other nodes read."""
         values = dict(values)
         for node in self.nodes:
             values[node.name] = evaluate(self._adapted(node, size), values, _CPU)
         return [_tensor(values[name]) for name, _ in self.replacement.results]
 
     def new(self, values: Values, size: Callable[[int], int]) -> list[torch.Tensor]:
-        """What replaces it."""
+        """The replacement."""
         values = dict(values)
         for node in self.nodes[: len(self.replacement.given)]:
             values[node.name] = evaluate(self._adapted(node, size), values, _CPU)

@@ -1,4 +1,4 @@
-"""A trace as patterns read it: operations by what they do, operands in order, users, casts looked through.
+"""A trace as patterns read it: operations by kind, operands in order, users, with casts skipped.
 
 Many spellings are one operation: `x * y`, `torch.mul(x, y)` and `y.__rmul__(x)` are "mul". Names follow torch: add, sub, mul, div,
 neg, pow, mean, rsqrt, sqrt, tanh, silu, gelu, sigmoid, cat, getitem, linear, ... ; "cast" changes the floating point type alone
@@ -26,8 +26,8 @@ _SAME = {
     "__pow__": "pow", "concat": "cat", "concatenate": "cat", "__and__": "and", "bitwise_and": "and", "logical_and": "and",
 }  # fmt: skip
 _CASTS = ("to", "type", "type_as", "float", "double", "half", "bfloat16")
-OUTPUT = "<output>"  # a user of what the model returns
-GUARD = "<guard>"  # a user of what its Python asks the value of
+OUTPUT = "<output>"  # a user of the model's outputs
+GUARD = "<guard>"  # a user of tensors whose value its Python reads
 
 
 class Graph:
@@ -58,16 +58,16 @@ class Graph:
         return spec
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a node; () for what is no single tensor."""
+        """The shape of a node; () for anything but a single tensor."""
         spec = self.trace.node(name).spec
         return () if spec is None else spec.shape
 
     def op(self, name: str) -> str:
-        """What a node does: see the module docstring; "" for OUTPUT and GUARD."""
+        """The kind of a node: see the module docstring; "" for OUTPUT and GUARD."""
         return self._ops.get(name, "")
 
     def users(self, name: str) -> tuple[str, ...]:
-        """Who reads a node: names of nodes, OUTPUT, GUARD."""
+        """The readers of a node: names of nodes, OUTPUT, GUARD."""
         return self._users.get(name, ())
 
     def sole_user(self, name: str) -> str | None:
@@ -130,7 +130,7 @@ class Graph:
         return self.op(name) == "cast"
 
     def uncast(self, name: str) -> str:
-        """What a chain of casts starts from."""
+        """The start of a chain of casts."""
         while self.is_cast(name):
             name = self.trace.node(name).inputs[0]
         return name

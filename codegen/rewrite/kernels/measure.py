@@ -1,8 +1,8 @@
 """The nodes of a replacement, with everything that a recorded node has: spec, storages, FLOPs, bytes, what autograd saves.
 
-The calls run on fake tensors under the tracer's own meter, so the planner's numbers for them mean what they mean for recorded
-ones. The last node takes the name and the storage of the result that it replaces, and must lie in memory as that did,
-since views of it follow: `.contiguous()` is called where that makes it so. Other nodes that are read on are replaced alike.
+The calls run on fake tensors under the tracer's own meter, so the planner's numbers for them are comparable with recorded
+ones. The last node takes the name and the storage of the replaced result, and must have its memory layout, since views of it
+follow: `.contiguous()` is called if that gives the layout. Other nodes that are read later are replaced in the same way.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Measurer:
         if found is None or _kind(found) != _kind(expected):
             return f"the op gives {_described(found)}, expected {_described(expected)}"
         if not _lies_like(found, expected):
-            return f"the op's result lies otherwise in memory: strides {found.stride}, expected {expected.stride}"
+            return f"the op's result has another memory layout: strides {found.stride}, expected {expected.stride}"
         return ""
 
     def _run(self, calls: tuple[Call, ...], old: Node) -> list[Node]:

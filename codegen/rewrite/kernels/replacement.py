@@ -1,12 +1,12 @@
-"""What a rewrite finds: nodes that an op of `smpc.kernels` computes as well, or why it does not.
+"""The findings of a rewrite: nodes that an op of `smpc.kernels` can replace, or why it cannot.
 
     Replacement    `replaced`, of which the last is the result, are to become `calls`
     Refusal        a place that looks like the op, and what about it the op cannot do
 
 Nothing is replaced because a rewrite says so: `smpc.codegen.rewrite.kernels.check` runs both sides first.
 
-A call's arguments are those of a node: trees with `Ref`s, of nodes, or of an earlier call of the replacement by the names
-"#0", "#1", ... The value of the last call takes the place of the result. Calls that give several values are followed by
+A call's arguments have the form of a node's: trees with `Ref`s to nodes, or to earlier calls of the replacement by the names
+"#0", "#1", ... The value of the last call replaces the result. Calls that give several values are followed by
 `_operator.getitem` of each that is needed; `also` says which other replaced nodes are read on, and the calls that give them.
 """
 

@@ -60,7 +60,7 @@ assert tuple(rewrite.op for rewrite in REWRITES) == OPERATIONS, "smpc.kernels.se
 
 
 def select_rewrites(kernels: str | Sequence[str], *, on_gpu: bool) -> tuple[Rewrite, ...]:
-    """The rewrites that a setting asks for, for targets that are GPUs or not. ConfigError for what is no setting."""
+    """The rewrites that a setting asks for, for targets that are GPUs or not. ConfigError for anything but a setting."""
     faults = faults_of(kernels)
     if faults:
         raise ConfigError("\n".join(faults))
@@ -76,14 +76,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A trace, and what became of it."""
+    """A rewritten trace, and the outcome for each op."""
 
     trace: Trace
     uses: tuple[KernelUse, ...]
 
 
 def rewrite_kernels(trace: Trace, rewrites: Sequence[Rewrite]) -> Rewritten:
-    """The trace with what the rewrites find replaced."""
+    """The trace with the rewrites' matches replaced."""
     if not rewrites:
         return Rewritten(trace, ())
     graph = Graph(trace)
@@ -132,7 +132,7 @@ def _objection(graph: Graph, proposal: Replacement | Refusal, checker: Checker) 
 
 
 def _shared(graph: Graph, proposal: Replacement) -> str:
-    """Who else reads, or writes, what is to be replaced."""
+    """Other readers and writers of the nodes to be replaced."""
     inside, results = dict.fromkeys(proposal.replaced), dict(proposal.results)
     end = graph.trace.position(proposal.result)
     for name in proposal.replaced[:-1]:
@@ -156,7 +156,7 @@ def _shared(graph: Graph, proposal: Replacement) -> str:
 
 
 def _context(graph: Graph, proposal: Replacement) -> str:
-    """What about the surroundings of the nodes rules the op out."""
+    """The reason in the surroundings of the nodes why the op cannot be used."""
     trace = graph.trace
     nodes = [graph.node(name) for name in proposal.replaced]
     if any(node.kind is NodeKind.CALL_MODULE for node in nodes):
@@ -183,7 +183,7 @@ _REWRITTEN = Opaque("rewritten")
 def splice(
     trace: Trace, replacements: Sequence[tuple[Replacement, tuple[Node, ...]]], storages: Sequence[int]
 ) -> Trace:
-    """The trace with every replacement made; `storages` is its list of storages, with those of the new nodes."""
+    """The trace with every replacement made; `storages` is its list of storages, with the new nodes' added."""
     new = {replacement.result: nodes for replacement, nodes in replacements}
     gone = {name: None for replacement, _ in replacements for name in replacement.replaced if name not in new}
     moved = {name: None for replacement, _ in replacements for name, _ in replacement.also}

@@ -39,7 +39,7 @@ Factor = tuple[tuple[int, ...], Table]  # parts, ascending, and the costs over t
 def eliminate(problem: LayoutProblem, *, drop_dead_ends: bool = False) -> dict[int, int] | None:
     """The index of each part's option; empty if nothing fits together, None if a table would be too large.
 
-    drop_dead_ends: leave options out on the way. What is found costs the same; of several best choices it may be another.
+    drop_dead_ends: drop options on the way. The cost of the result is the same; if there are several best choices, it may be another one.
     """
     tables = _Tables.of(problem)
     if tables is None:
@@ -59,7 +59,7 @@ def eliminate(problem: LayoutProblem, *, drop_dead_ends: bool = False) -> dict[i
 
 @dataclass(frozen=True, slots=True)
 class _Tables:
-    """What is left to choose."""
+    """The remaining choices."""
 
     kept: dict[int, IntArray]  # by part: the indices of the options that are left
     by_part: dict[int, list[Factor]]  # by part that is left: the tables that depend on it
@@ -194,7 +194,7 @@ def _of_choices(factor: Factor, sizes: dict[int, int]) -> Factor:
 
 
 def _value_factor(problem: LayoutProblem, producer: int, users: list[tuple[int, int]]) -> Factor:
-    """What the conversions of one value cost: each layout that is needed once."""
+    """The cost of the conversions of one value: each needed layout counts once."""
     parts = tuple(sorted({producer, *(user for user, _ in users)}))
     shape = tuple(len(problem.options[part]) for part in parts)
     needs: dict[Layout, npt.NDArray[np.bool_]] = {}

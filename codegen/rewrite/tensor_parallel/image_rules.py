@@ -8,7 +8,7 @@ For conv2d(x[N, C, H, W], w[O, C / g, h, w], b[O]) in g groups:
     S(1)   S(1)   P      P         g = 1: ... some of the channels that they look at
     S(1)   S(0)   S(0)   S(1)      the ranks divide g: each rank some of the groups
 
-Filters of transposed convolutions lie the other way round: [C, O / g, h, w].
+Filters of transposed convolutions have the other order: [C, O / g, h, w].
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _convolution(facts: Facts, node: Node) -> Iterator[Strategy]:
 
 
 def _batch_norm(facts: Facts, node: Node) -> Iterator[Strategy]:
-    """Of torch.nn.functional: what is not `training` has its statistics from elsewhere."""
+    """Functions of torch.nn.functional: without `training` their statistics come from buffers."""
     (x, *rest), shape = node.inputs, facts.shape(node.name)
     if not node.target.startswith("torch.nn.functional.") or len(shape) < 2 or argument(node, 0, "input") != Ref(x):
         return

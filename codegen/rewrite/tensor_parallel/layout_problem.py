@@ -1,4 +1,4 @@
-"""The choice of strategies as a problem of numbers: what each operation may do, who uses what, and what that costs.
+"""The choice of strategies as a numeric problem: strategies of each operation, users of each value, and costs.
 
 Terms
     part      a node with all that play its part in equal blocks, by the position of the first: they get the same strategy
@@ -6,16 +6,16 @@ Terms
 
 Costs are in bytes sent by a rank, summed over a trace: the bytes of the conversions, `latency_bytes` for each collective, the work that
 ranks repeat (as the bytes that could be sent meanwhile), and `state` for each byte of weights, gradients and optimizer state that a rank
-holds beyond its share. The last comes first by far: tensor parallelism is asked for to split weights. Conversions are paid once
-for each value and layout, whatever the number of users. A sharded parameter is used as it lies, never gathered: that would be another
-kind of parallelism, which fully sharded data parallelism does better.
+holds beyond its share. The last has by far the largest weight: the purpose of tensor parallelism is to split weights. Conversions are
+paid once for each value and layout, whatever the number of users. A sharded parameter is used in its layout, never gathered: gathering
+is a job for fully sharded data parallelism, which does it better.
 
 Equal blocks of a trace: what is decided for one layer holds for all like it.
 
 Two module calls are equal if their nodes agree one by one: same operations, constants and specs, the same values inside, values from
 outside in the same order and with the same specs, parameters of the same names below the module. They count as equal blocks if their
 names differ in numbers alone (`h.0` and `h.1`, not `q` and `k`) and they call modules themselves: the layers of one feed-forward network
-are to differ even where they are equal. Of nested calls the outermost count.
+must be able to differ even if they are equal. The outermost of nested calls count.
 
     >>> representatives(trace)            # doctest: +SKIP
     (0, 1, 2, 3, 2, 3, 2, 3, 8)           # nodes 2 and 3 are a block; it comes again at 4 and at 6
@@ -46,7 +46,7 @@ from smpc.tracer.constants import map_references
 from smpc.tracer.ir import ModuleCall, Node, NodeKind, TensorSpec, Trace
 
 _COMPUTES = (NodeKind.CALL_FUNCTION, NodeKind.CALL_MODULE, NodeKind.SET_ATTR)
-_FREE = 1e-3  # of a collective's latency: a step that sends nothing, so that of equal plans the shorter wins
+_FREE = 1e-3  # of a collective's latency: a step that sends nothing, so the shorter of equal plans wins
 
 Restriction = Callable[
     [Node, Strategy], bool
@@ -55,7 +55,7 @@ Restriction = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What things cost, in bytes sent by a rank; by default those of one host of H100s."""
+    """Costs, in bytes sent by a rank; the defaults are for one host of H100s."""
 
     state: float = 1000.0  # for a byte of a weight of two or more dimensions
     vector_state: float = 1.0  # for a byte of one of fewer
@@ -68,7 +68,7 @@ class Weights:
 
 @dataclass(slots=True)
 class LayoutProblem:
-    """The nodes that stand for all, what each may do, and who uses what."""
+    """The representative nodes, the strategies of each, and the users of each value."""
 
     trace: Trace
     facts: Facts
@@ -91,11 +91,11 @@ class LayoutProblem:
         return found | {part: [] for part in self.returned if part not in found}
 
     def option_cost(self, part: int, option: Strategy) -> float:
-        """What a part's strategy costs by itself."""
+        """The cost of a part's strategy alone."""
         return _cost(self, part, option, self.weights)
 
     def conversion_cost(self, part: int, source: Layout, target: Layout) -> float | None:
-        """What it costs to have a part's value in another layout than it is made in; None: it cannot be had."""
+        """The cost of converting a part's value to another layout; None: impossible."""
         spec = self.spec(part)
         if source == target:
             return 0.0
@@ -146,7 +146,7 @@ def collect(
 
 
 def _parts(trace: Trace, facts: Facts) -> tuple[int, ...]:
-    """By position, what stands for a node: in the first of equal blocks, the second of equal iterations."""
+    """By position, the representative of a node: in the first of equal blocks, the second of equal iterations."""
     blocks = representatives(trace)
     first = [p for p, node in enumerate(trace.nodes) if blocks[p] == p and node.name not in facts.constants]
     loops = iterations(trace, facts, first)
@@ -158,7 +158,7 @@ def _reads(trace: Trace) -> frozenset[str]:
 
 
 def _add_parameters(problem: LayoutProblem, allowed: Restriction) -> None:
-    """A parameter lies whole, or sharded as one of its users wants it; whole if a module that is called whole reads it, too."""
+    """A parameter is whole, or sharded as one of its users needs it; it is whole if a module that is called whole also reads it."""
     for position, node in enumerate(problem.trace.nodes):
         if node.kind is not NodeKind.GET_ATTR or position not in problem.count:
             continue
@@ -195,7 +195,7 @@ def _steps_cost(steps: Sequence[Step], spec: TensorSpec, degree: int, weights: W
 
 
 def _cost(problem: LayoutProblem, part: int, option: Strategy, weights: Weights) -> float:
-    """What a node's strategy costs by itself: repeated work, what it sends inside, and state beyond the rank's share."""
+    """The cost of a node's strategy alone: repeated work, bytes sent inside, and state beyond the rank's share."""
     node, excess = problem.trace.nodes[part], 1.0 - 1.0 / problem.facts.degree
     if node.kind is NodeKind.GET_ATTR:
         return (

@@ -1,4 +1,4 @@
-"""Layouts: how a value lies on the ranks of a tensor-parallel group, and what it takes to change that.
+"""Layouts: how a value is distributed over the ranks of a tensor-parallel group, and the conversions between layouts.
 
     layout       value on a rank                      gradient on a rank
     R            whole                                whole
@@ -44,7 +44,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One layout. `dim` is that of S, counted from the front; `blocks` are the sizes of the blocks along it, if there are several.
+    """One layout. `dim`: of S, counted from the front; `blocks` are the sizes of the blocks along it, if there are several.
 
     `mirrored`: it is Z.
     """
@@ -93,7 +93,7 @@ PARTIAL = Layout(Kind.PARTIAL)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A call of `smpc.executor.tensor_ops`, with what it sends: see the module docstring."""
+    """A call of `smpc.executor.tensor_ops`, with the bytes it sends: see the module docstring."""
 
     function: str
     forward: float = 0.0

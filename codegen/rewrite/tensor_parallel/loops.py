@@ -3,9 +3,9 @@
 The scan of a state-space model is one such loop: `state = decay[:, :, i] * state + update[:, :, i]`, for every position i of the sequence.
 
 Nodes first, first + 1, ... are an iteration of `length` nodes if the next `length` nodes are the same again: same operations on values of
-the same specs, the same constants but for numbers that index, and the same values, counted from the start of the iteration if they lie in
-this one or the one before, by name otherwise. Strategies must be the same, too. The iteration that begins the loop takes its state from
-elsewhere, so the second is what stands for the others; what reads parameters is in no loop.
+the same specs, the same constants but for numbers that index, and the same values, counted from the start of the iteration if they are in
+this one or the one before, by name otherwise. Strategies must be the same, too. The first iteration takes its state from elsewhere, so
+the second one represents the others; nodes that read parameters are in no loop.
 
     >>> iterations(trace, facts, range(40))            # doctest: +SKIP
     {12: 6, 13: 7, 14: 8, 18: 6, ...}                  # nodes 12 to 17 and 18 to 23 are what nodes 6 to 11 are
@@ -30,7 +30,7 @@ _TRIES = 16  # lengths that are tried for an iteration from one node on
 
 
 def iterations(trace: Trace, facts: Facts, positions: Sequence[int]) -> dict[int, int]:
-    """For the positions of the nodes of a loop's third and later iterations, those of the second; among `positions`, which ascend."""
+    """Maps the positions of nodes of a loop's third and later iterations to those of the second; among `positions`, which ascend."""
     nodes = [trace.nodes[position] for position in positions]
     kinds = [_kind(facts, node) for node in nodes]
     index = {node.name: i for i, node in enumerate(nodes)}
@@ -50,7 +50,7 @@ def iterations(trace: Trace, facts: Facts, positions: Sequence[int]) -> dict[int
 
 
 def _kind(facts: Facts, node: Node) -> Hashable:
-    """What a node does, whatever it does it to: equal for nodes that may be the same one in two iterations."""
+    """A node's operation without its operands: equal for nodes that may correspond in two iterations."""
     spec = None if node.spec is None else (node.spec.shape, node.spec.dtype, node.spec.requires_grad)
     arguments = map_references((node.args, dict(node.kwargs)), lambda name: _spec(facts, name))
     return repr(
@@ -98,7 +98,7 @@ def _count(
 
 
 def _references(facts: Facts, node: Node, index: dict[str, int], begin: int, length: int) -> tuple[Any, ...]:
-    """What a node of the iteration that begins there takes."""
+    """The operands of a node of the iteration that begins there."""
 
     def form(name: str) -> Any:
         if name in facts.constants:

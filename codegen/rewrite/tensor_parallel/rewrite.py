@@ -7,9 +7,9 @@
               y = F.linear(h, self.down.weight)                                  [2, 8, 32], a summand
               y_sum = tensor_ops.all_reduce(y, self.tensor_group)
 
-The program is the same for all ranks of the group: what differs is in `self.tensor_group`, an attribute of the model. A collective stands
-right before the first operation that needs it. Module calls in which something changed are marked to be written node by node.
-The shapes of the new nodes are checked: each is run on fake tensors of its inputs' local shapes.
+The program is the same for all ranks of the group; `self.tensor_group`, an attribute of the model, has everything that differs. A
+collective comes right before the first operation that needs it. Module calls in which something changed are marked to be written node by
+node. The shapes of the new nodes are checked: each is run on fake tensors of its inputs' local shapes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ GROUP = group_attribute(TENSOR)
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One call that the rewrite put in, with what a rank sends for it, forward and backward."""
+    """One call that the rewrite inserted, with the bytes that a rank sends for it, forward and backward."""
 
     node: str
     function: str
@@ -73,7 +73,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class ShardedTrace:
-    """The trace of one rank, the same for all; how the parameters are sliced; and what was put in."""
+    """The trace of one rank, the same for all; how the parameters are sliced; and the inserted calls."""
 
     trace: Trace
     degree: int
@@ -144,7 +144,7 @@ def _by_block(rewritten: ShardedTrace) -> dict[str, list[str]]:
 
 
 def _block(module: str) -> str:
-    """The outermost member of a list of modules that a module lies in: `h.3` of `h.3.mlp.up`."""
+    """The outermost member of a list of modules that contains a module: `h.3` for `h.3.mlp.up`."""
     parts = module.split(".")
     return next((".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdigit()), "")
 
@@ -281,7 +281,7 @@ class _Writer:
         return written
 
     def _saved(self, node: Node, names: Mapping[str, str], strategy: Strategy) -> tuple[int, ...]:
-        """What autograd keeps: converted inputs in place of the values they were made from, and less of what only this node makes."""
+        """The tensors that autograd keeps: converted inputs in place of the original values, and smaller results of this node."""
         moved = {
             self.trace.node(name).storage: self.storage_of[new] for name, new in names.items() if new in self.storage_of
         }
@@ -449,7 +449,7 @@ class _Writer:
 
 
 def _pieces(source: Layout, target: Layout, step: Step) -> Iterator[tuple[str, Any]]:
-    """Of which pieces slices are: arguments of the step."""
+    """The pieces of slices, as arguments of the step."""
     if step.function == "all_to_all":
         if not (source.is_plain and target.is_plain):
             yield "split_pieces", (target.blocks, target.mirrored)
@@ -463,7 +463,7 @@ def _pieces(source: Layout, target: Layout, step: Step) -> Iterator[tuple[str, A
 
 
 def _form(value: Any) -> Any:
-    """What the result of a call on fakes depends on."""
+    """The key of a call on fakes: everything that its result depends on."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.storage_offset()
     return tuple(_form(item) for item in value) if isinstance(value, (tuple, list)) else value

@@ -15,7 +15,7 @@ first alone, as their backward need not be linear: it may clip what it gets. So 
 no cast to a shorter one takes summands: sums are rounded, as in one process. In-place operations, and whatever reads
 a tensor before it is written for the last time, take and give whole values.
 
-`MOVING_RULES`: those of operations that only move elements: views, transpositions, slices, splits and joins.
+`MOVING_RULES`: rules of operations that only move elements: views, transpositions, slices, splits and joins.
 
 All of them keep sums: on summands (P) they give summands.
 """
@@ -119,7 +119,7 @@ def _reshape(facts: Facts, node: Node) -> Iterator[Strategy]:
 
 
 def _as_other(rule: Rule) -> Rule:
-    """Of view_as and the like: the second operand, of which only the shape counts, lies as the output does."""
+    """For view_as and the like: the second operand, of which only the shape counts, has the output's layout."""
 
     def strategies_of(facts: Facts, node: Node) -> Iterator[Strategy]:
         names = operands(*node.args[:2]) if len(node.args) == 2 else None
@@ -378,7 +378,7 @@ def _has_unknown_shape(facts: Facts, name: str) -> bool:
 
 
 def _rounds_gradients(facts: Facts, node: Node) -> bool:
-    """Whether gradients become those of a shorter type: summands of them would be rounded each by itself."""
+    """Whether gradients are cast to a shorter type: their summands would be rounded separately."""
     return any(facts.requires_grad(name) and facts.is_shorter(name, node.name) for name in node.inputs)
 
 

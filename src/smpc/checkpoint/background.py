@@ -9,9 +9,9 @@
     training  |--save: agree, copy--|------ steps ------|--save: waits for the first, agree, copy--|---- ...
     thread                          |-- write, agree, publish, agree --|                           |-- ...
 
-A second save waits until the first has ended, and raises if it failed. A failure that nobody has seen makes the process end with
-status 1 and a line on stderr. A process that ends waits for its saves, which end in the channel's timeout at the latest.
-The copies are kept for the next save, pinned if the tensors are on a GPU: memory of one share of the checkpoint.
+A second save waits until the first has ended, and raises if it failed. If nobody has seen a failure, the process exits with
+status 1 and a line on stderr. A process waits for its saves before it exits; they end within the channel's timeout. The copies
+are kept for the next save, pinned if the tensors are on a GPU: memory of one share of the checkpoint.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class BackgroundSaver:
 
     @property
     def channel(self) -> Channel:
-        """What its ranks talk over."""
+        """The channel of its ranks."""
         return self._channel
 
     @property

@@ -36,7 +36,7 @@ class Channel(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """The rank of this process."""
 
     @property
     def size(self) -> int:
@@ -52,7 +52,7 @@ class Alone:
     rank, size = 0, 1
 
     def exchange(self, message: str) -> list[str]:
-        """What was given."""
+        """The received value."""
         return [message]
 
 
@@ -70,7 +70,7 @@ class GroupChannel:
     def exchange(self, message: str) -> list[str]:
         """See Channel."""
         try:
-            # Alone among the collectives it says who is missing; what follows meets nobody's delay.
+            # Only this collective names missing ranks; later ones then do not wait for a late rank.
             dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
             data = message.encode()
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -182,7 +182,9 @@ def together(channel: Channel, work: Callable[[], Any]) -> list[Any]:
         failures = [f"{rank}{failure}" for rank, failure in said if failure]
         values = [answer["value"] for answer in decoded]
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"rank {channel.rank}: another rank sent what is no message of a checkpoint") from error
+        raise CheckpointError(
+            f"rank {channel.rank}: another rank sent something that is not a message of a checkpoint"
+        ) from error
     if failures:
         raise CheckpointError("\n".join(failures)) from cause
     return values

@@ -1,4 +1,4 @@
-"""From any source to any form; see docs/checkpoints.md for what each keeps.
+"""From any source to any form; docs/checkpoints.md says what each keeps.
 
 with open_source(path) as source:
     write_checkpoint(source, "run/step_100")    a checkpoint of this library ("partial")
@@ -30,7 +30,7 @@ from smpc.errors import CheckpointError
 
 
 def open_source(path: str | os.PathLike[str], *, any_name: bool = False) -> Source:
-    """Whatever lies there, to be read tensor by tensor. Raises CheckpointError if it is missing or nothing that can be read.
+    """The source at a path, to be read tensor by tensor. Raises CheckpointError if it is missing or cannot be read.
 
     `any_name`: of a checkpoint, see `Checkpoint.open`.
     """
@@ -63,7 +63,7 @@ def write_checkpoint(
     dtype: torch.dtype | None = None,
     advance: Advance | None = None,
 ) -> str:
-    """Write a checkpoint of this library: its folder's name is the tag. Of another checkpoint all is kept but pickled content."""
+    """Write a checkpoint of this library: its folder's name is the tag. From another checkpoint everything but pickled content is kept."""
     parent, tag = os.path.split(os.path.abspath(os.fspath(path)))
     if not os.path.isdir(parent):
         raise CheckpointError(f"cannot write {os.path.join(parent, tag)}: there is no folder {parent}")

@@ -3,8 +3,8 @@
     DistributedSource(folder)                 a Source; `open_source` finds it by its .metadata
     write_distributed(source, folder)         {"model": {name: tensor}, "optimizer": {...}}, one tensor in memory at a time
 
-Keys are those of the nested dict that was saved: the first level is the kind, the rest, joined by dots, the name. What lies on the first
-level itself has the kind "model". An optimizer's state is written as torch's `get_optimizer_state_dict` has it, and read so:
+Keys are the paths of the saved nested dict: the first level is the kind, the rest, joined by dots, the name. Values on the first level
+have the kind "model". An optimizer's state is written and read in the form of torch's `get_optimizer_state_dict`:
 
     {"optimizer": {"state": {parameter: {key: tensor}}, "param_groups": [...]}}     kind "optimizer", name "parameter::key";
                                                                                    metadata["optimizer"]["param_groups"]
@@ -16,7 +16,7 @@ Extra state of modules comes as `metadata["extra_state"]`, other values that are
 
 `.metadata` is a pickle, and torch unpickles it as such, with whatever it calls; `smpc.checkpoint.sources.distributed_metadata` calls
 nothing. Tensors and other values are read with weights_only=True; a value that needs more is refused. torch keeps no checksums of its
-own, but those of the archives that torch.save writes: damage to the bytes of a tensor is found by them when it is read
+own, but torch.save's archives have some: they detect damage to the bytes of a tensor when it is read
 (`smpc.checkpoint.folder.files`).
 """
 
@@ -50,7 +50,7 @@ METADATA = ".metadata"
 OTHERS = "torch.distributed.checkpoint"  # key in metadata of the values that are no tensors
 _OWN = "smpc_metadata"  # key of our metadata in a folder that we write
 _STATE, _GROUPS = (OPTIMIZER, "state"), (OPTIMIZER, "param_groups")
-_TRAINED = "state.plain"  # key of what a Trainer's folder has as JSON
+_TRAINED = "state.plain"  # key of a Trainer folder's JSON
 _EXTRA = "_extra_state"  # what keys of torch's extra state end in
 
 
@@ -132,7 +132,7 @@ class DistributedSource:
         try:
             return rebuild(json.loads(own), lambda name: self.read(items[name]))
         except CheckpointError as error:
-            raise CheckpointError(f"{self._folder}: the metadata that lie there are damaged: {error}") from error
+            raise CheckpointError(f"{self._folder}: its metadata is damaged: {error}") from error
 
     def _load(self, key: str, offsets: tuple[int, ...]) -> Any:
         """A chunk or another value, as torch.save wrote it into one of the files."""
@@ -226,7 +226,7 @@ def write_distributed(source: Source, path: str | os.PathLike[str], *, advance: 
 
 
 def _described(source: Source, advance: Advance | None) -> tuple[dict[str, Any], dict[str, Callable[[], Tensor]]]:
-    """The nested dict to save, with meta tensors, as torch plans with shapes alone; and what brings each when it is written, by key."""
+    """The nested dict to save, with meta tensors, since torch plans with shapes alone; and by key a function that reads each."""
     values, tensors = flatten(source.metadata, "metadata")
     state: dict[str, Any] = {_OWN: json.dumps(values)}
     if tensors:

@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor: all of it, or, of a DTensor (FSDP2, torch's tensor parallelism), its local part at its place.
+"""A rank's part of a tensor: all of it, or for a DTensor (FSDP2, torch's tensor parallelism) its local part with its offsets.
 
     shard_of("model", "head.weight", dtensor)     the Shard of this rank, a view; perhaps an empty one
 

@@ -35,7 +35,7 @@ _NOTHING = "nothing was loaded; take another checkpoint by its tag, or bring an 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What `strict=False` let pass: tensors wanted and not there, and there and not wanted by any rank; (kind, name) in order."""
+    """The keys that `strict=False` ignored: missing tensors, and tensors that no rank wants; (kind, name) in order."""
 
     missing: tuple[Key, ...]
     unexpected: tuple[Key, ...]
@@ -77,7 +77,7 @@ def load(
 
 
 def verify_source(source: Source | Checkpoint, channel: Channel, kinds: Collection[str] | None = None) -> None:
-    """Check every byte that has a checksum, of a checkpoint those of some kinds of tensors, each rank its part. Collective.
+    """Check every byte that has a checksum (in a checkpoint, of some kinds of tensors), each rank its part. Collective.
 
     Raises CheckpointError on every rank, listing what is damaged. Nothing has been loaded then.
     """

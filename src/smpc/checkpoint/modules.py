@@ -3,9 +3,9 @@
     save(root, "step_100", module_content(model, optimizer, metadata={"step": 100}), channel)
     load_modules(root.find("step_100"), model, optimizer, channel)
 
-Every rank brings and takes its part of each DTensor: nothing is gathered, and another mesh, or none, loads what one has saved. Names are
-those of the module without what wrappers add to them; a tied parameter is there once. Such checkpoints and those of `smp.save_checkpoint`
-are the same: each reads the other's.
+Every rank saves and loads its part of each DTensor: nothing is gathered, and a checkpoint loads on another mesh, or without one. Names
+are the module's, without prefixes of wrappers; a tied parameter is saved once. `smp.save_checkpoint` writes the same kind of checkpoint:
+each reads the other's.
 
 An optimizer may update fp32 masters in the places of half-precision parameters. `masters` then has the master of each such parameter:
 
@@ -56,7 +56,7 @@ def module_content(
     metadata: Mapping[str, Any] | None = None,
     user: Any = None,
 ) -> Content:
-    """What this rank brings to save a model and its optimizer; views, not copies. The random state of this rank is with it."""
+    """This rank's content for saving a model and its optimizer; views, not copies. It includes this rank's random state."""
     named, own_masters = _named(model), _named_masters(model, masters)
     found = [shard_of(MODEL, name, tensor) for name, tensor in named.items()]
     found += [shard_of(OPTIMIZER, _master_key(name), master) for name, master in own_masters.items()]
@@ -100,7 +100,7 @@ def load_modules(
     unsaved: dict[str, Tensor] = {}  # masters that are to be made of the parameters
 
     def prepare() -> None:
-        """What may fail on one rank alone."""
+        """The work that may fail on one rank alone."""
         opened.append(Checkpoint.open(folder))
         own_masters = _named_masters(model, masters)
         if optimizer is not None:
@@ -135,7 +135,7 @@ def load_modules(
 
 
 class _OptimizerState:
-    """The state that a checkpoint has for an optimizer, in new tensors that lie as its parameters do."""
+    """The state that a checkpoint has for an optimizer, in new tensors, sharded like its parameters."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, checkpoint: Checkpoint, masters: Mapping[str, Tensor]
@@ -191,7 +191,7 @@ class _OptimizerState:
 
 
 def _room(name: str, entry: Entry, parameter: Tensor, known: object) -> Tensor:
-    """A tensor for a saved one: as the optimizer has it already, or as the parameter lies."""
+    """A tensor for a saved one: the optimizer's own, or a new one sharded like the parameter."""
     if isinstance(known, Tensor) and tuple(known.shape) == entry.shape:
         return empty_like(known, entry.dtype)
     if tuple(parameter.shape) == entry.shape:
@@ -232,7 +232,7 @@ def _extra_keys(model: nn.Module) -> list[str]:
 
 
 def _named_masters(model: nn.Module, masters: Mapping[Tensor, Tensor] | None) -> dict[str, Tensor]:
-    """Masters by the names of their parameters. Raises CheckpointError for those of others than the model's, or of another shape."""
+    """Masters by the names of their parameters. Raises CheckpointError for masters of unknown parameters, or of another shape."""
     names = {id(parameter): _plain_name(model, name) for name, parameter in model.named_parameters()}
     found, wrong = {}, []
     for parameter, master in (masters or {}).items():
@@ -276,7 +276,7 @@ def _master_key(name: str) -> str:
 
 @torch.no_grad()
 def _copy_local(target: Tensor, source: Tensor) -> None:
-    """Copy this rank's part of one tensor into that of another, which lies alike."""
+    """Copy this rank's part of one tensor into another that is sharded alike."""
     own, given = shard_of(OPTIMIZER, _MASTER, target), shard_of(MODEL, _MASTER, source)
     if own is not None and given is not None:
         own.tensor.copy_(given.tensor)

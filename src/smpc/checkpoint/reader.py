@@ -41,7 +41,7 @@ class Checkpoint:
 
     @staticmethod
     def open(folder: str | os.PathLike[str], *, any_name: bool = False) -> Checkpoint:
-        """Read the manifest, and look that the files are there. Raises CheckpointError, naming what is wrong.
+        """Read the manifest, and check that the files exist. Raises CheckpointError, naming the errors.
 
         `any_name`: to look at it only; otherwise the folder must have the name of the checkpoint in it (`folders.same_name`).
         """
@@ -69,7 +69,7 @@ class Checkpoint:
 
     @property
     def metadata(self) -> Any:
-        """What was saved as metadata."""
+        """The saved metadata."""
         return self._tree(self.manifest.metadata, "metadata")
 
     @property
@@ -267,7 +267,7 @@ def verify(
     rank: int = 0,
     size: int = 1,
 ) -> list[str]:
-    """Check every byte, or those of some kinds of tensors, or of several ranks' this one's part.
+    """Check every byte, or only some kinds of tensors, or only this rank's part of them.
 
     Returns what is damaged, one line each: all of it, not the first alone.
     """

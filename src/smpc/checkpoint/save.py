@@ -9,8 +9,8 @@
     publish  manifest, rename, marker, prune
     agree    --------------------------------- done, or the error ------------------------------
 
-Of a shard that several ranks hold one writes: the largest first, each to the holder with the fewest bytes so far. All ranks compute that
-from the same survey, and check in passing that the shards tile their tensors.
+If several ranks hold a shard, one of them writes it: shards are assigned from the largest on, each to the holder with the fewest bytes
+so far. All ranks compute that from the same survey, and check in passing that the shards tile their tensors.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def save(
 ) -> str:
     """Save a checkpoint and return its folder. Every rank of the channel calls this with the same tag, `force` and `keep`.
 
-    force: replace a checkpoint of that tag; the old one stays until the new one stands. keep: afterwards remove all but so many of the
+    force: replace a checkpoint of that tag; the old one stays until the new one is complete. keep: afterwards remove all but so many of the
     newest checkpoints; what cannot be removed is a warning. advance: told the bytes that this rank has written.
 
     Raises CheckpointError on every rank, naming the rank and the path, if it fails on one; nothing is published then. A rank that does not
@@ -206,7 +206,7 @@ class Saving:
 
 
 def choose_writers(held: Sequence[Sequence[Described]]) -> list[list[Described]]:
-    """What each rank writes, of what each holds: every shard once, balanced by bytes. The same on every rank.
+    """The shards that each rank writes, from the shards that each holds: every shard once, balanced by bytes. The same on every rank.
 
     Shards with one holder have no choice; the others follow, the largest first, each to the holder with the fewest bytes.
     """

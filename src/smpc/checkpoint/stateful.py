@@ -1,12 +1,12 @@
-"""State dicts of what a rank holds, for torch.distributed.checkpoint: nothing is gathered to save or load them.
+"""State dicts of a rank's own part, for torch.distributed.checkpoint: nothing is gathered to save or load them.
 
     Held({"head.weight": held(shards), "step": 3})      what `dcp.save` writes and `dcp.load` fills: views of this rank's tensors
     held(shards)                                        the shards of one name as a tensor of the global shape; None if there are none
     asked_by_torch()                                    whether, and for what, `dcp.save` or `dcp.load` themselves call `state_dict()`
 
-A tensor of which a rank has boxes only is a `HeldTensor`: it has the global shape and dtype, but no values but those of the boxes, and
-the methods by which torch's planners ask for them. Nothing can be computed with it. Its chunks lie in the folder as those of DTensors
-do, and anybody loads them: plain PyTorch in one process, FSDP2, another topology.
+A tensor of which a rank has only some boxes is a `HeldTensor`: it has the global shape and dtype, the values of the boxes, and the
+methods that torch's planners call. Nothing can be computed with it. Its chunks are stored like DTensors', and load anywhere: in plain
+PyTorch in one process, FSDP2, another topology.
 
     rank 0   HeldTensor (50257, 768), rows 0 to 25128          rank 1   HeldTensor (50257, 768), rows 25129 to 50256
 
@@ -36,14 +36,14 @@ _SAVER, _LOADER = _PACKAGE + "state_dict_saver", _PACKAGE + "state_dict_loader"
 
 
 class Purpose(StrEnum):
-    """What torch wants a state dict for."""
+    """The purpose for which torch reads a state dict."""
 
     SAVE = "save"
     LOAD = "load"  # to fill the tensors in it
 
 
 class Held(dict[str, Any]):
-    """A state dict of views of what this rank holds; `load_state_dict` finishes what torch has filled."""
+    """A state dict of views of this rank's part; `load_state_dict` completes a load after torch has filled the views."""
 
 
 class HeldTensor(Tensor):
@@ -88,7 +88,7 @@ class HeldTensor(Tensor):
         return WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """torch's name for: where the boxes lie."""
+        """torch's name for the offsets of the boxes."""
         return [
             ChunkStorageMetadata(offsets=torch.Size(shard.offsets), sizes=torch.Size(shard.shape))
             for shard in self.shards
@@ -110,7 +110,7 @@ def held(shards: Sequence[Shard]) -> Tensor | None:
 
 
 def asked_by_torch() -> Purpose | None:
-    """What for torch.distributed.checkpoint calls the caller, if it does: to save and wait for it, or to load."""
+    """Why torch.distributed.checkpoint calls the caller, if it does: for a blocking save, or for a load."""
     frame: FrameType | None = sys._getframe(2)
     purpose = {_SAVER: Purpose.SAVE, _LOADER: Purpose.LOAD}.get(_module(frame))
     while frame is not None and _module(frame).startswith(_PACKAGE):

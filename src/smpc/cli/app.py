@@ -56,7 +56,7 @@ def _options(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status. `arguments` are those of the process if None, and it then ends here."""
+    """Run the command line; returns the exit status. `arguments`: None for the process's own, which then ends here."""
     status = _status(arguments)
     if arguments is None:
         _end(status)
@@ -133,7 +133,7 @@ def _rare_collections() -> Iterator[None]:
 
 
 def _open_closed_streams() -> None:
-    """Where the caller has closed stdout or stderr (a daemon, `>&-`), Python has None for them: what goes there is dropped."""
+    """If the caller has closed stdout or stderr (a daemon, `>&-`), Python has None for them; their output is dropped."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, until the process ends
     if sys.stderr is None:
@@ -141,7 +141,7 @@ def _open_closed_streams() -> None:
 
 
 def _drop_output() -> None:
-    """What is still to be written to stdout goes nowhere: Python would complain of it once more when it ends."""
+    """Redirects buffered output of stdout to nowhere: Python would otherwise report the error once more at its end."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

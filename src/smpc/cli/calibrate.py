@@ -51,7 +51,7 @@ def calibrate_command(
 
 
 def _check(out: str, ranks: int | None, seconds: float) -> None:
-    """Raise ConfigError for what is wrong, before anything is measured."""
+    """Raise ConfigError for wrong arguments, before anything is measured."""
     wrong = []
     if not out.lower().endswith(".toml"):
         wrong.append(f"--out {shown(out)}: expected a file name that ends in .toml, which is how --device knows it")

@@ -355,7 +355,7 @@ def _show_source(path: str, source: Source, tensors: bool) -> None:
 
 
 def _notes(source: Source) -> list[str]:
-    """What there is beside tensors."""
+    """The contents beside tensors."""
     from smpc.checkpoint.folder.folders import same_name
     from smpc.checkpoint.format.plain_json import rebuild
     from smpc.report.format import printable
@@ -376,7 +376,7 @@ def _notes(source: Source) -> list[str]:
 
 
 class _Described:
-    """What stands for a tensor of a tree, which is not read only to be shown."""
+    """The placeholder for a tensor of a tree, which is not read only to be shown."""
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
         from smpc.checkpoint.format.content import VALUES
@@ -442,7 +442,7 @@ def _print(path: str, table: TextTable) -> None:
 
 
 def _as_hugging_face(source: Source, model_type: str) -> Source:
-    """The tensors of distributed layers as those of Hugging Face's. Raises ConfigError for a type that is not known."""
+    """The tensors of distributed layers under Hugging Face's names. Raises ConfigError for a type that is not known."""
     from smpc.nn.huggingface.families import FAMILIES
     from smpc.v1.saving.hugging_face import Theirs
 

@@ -115,7 +115,7 @@ def _print(compilation: Compilation, found: Search | None, outlook: Outlook | No
 
 
 def _outlook(compilation: Compilation, options: PipelineOptions | None) -> Outlook | None:
-    """Where the time of a step goes, and what other settings would gain; None for what a search has found."""
+    """How the time of a step is spent, and what other settings would gain; None for the result of a search."""
     from smpc.report.advice import outlook
 
     planned = compilation.planned
@@ -259,7 +259,7 @@ def _for_search(
 
 
 def _options(settings: Config, given: dict[str, Any], *, is_script: bool) -> PipelineOptions:
-    """As the settings say, but for what is given; planned for the optimizer that a script with these settings has.
+    """The settings, overridden by the given options; planned for the optimizer that a script with these settings has.
 
     `is_script`: they are a script's, whose weight of memory is the configuration's, also by default.
     """

@@ -1,4 +1,4 @@
-"""The options of `smpc compile`: those of the planner, as `CompilationKeys` declares them, and the command's own, one name each."""
+"""The options of `smpc compile`: the planner's, as `CompilationKeys` declares them, and the command's own, one name each."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def is_setting(name: str) -> bool:
 
 
 def _option(name: str) -> Any:
-    """What typer shows and parses."""
+    """The type that typer shows and parses."""
     _, flag = FLAGS[name]
     kind: Any = next((kind for kind in (bool, int, float) if _TYPES[name].startswith(kind.__name__)), str)
     long = f"--{name.replace('_', '-')}"
@@ -52,7 +52,7 @@ def _option(name: str) -> Any:
 
 
 def _unset(name: str) -> Any:
-    """What typer gives where the user does not: the default if that is shown."""
+    """The value for an option that the user does not give: the default if the help shows it."""
     return _DEFAULTS[name] if FLAGS[name][1].shows_default or _TYPES[name] == "bool" else None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-# What follows the script of `run` belongs to it, also `--help`.
+# Arguments after the script of `run` belong to the script, also `--help`.
 COMMANDS: Mapping[str, tuple[str, str, str, Mapping[str, Any]]] = {
     "compile": ("compile", "compile_command", "Split a model into pipeline stages and report what each will cost.", {}),
     "simulate": (
@@ -58,7 +58,7 @@ class LazyGroup(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """What a list of commands shows."""
+        """The text of a command in the list of commands."""
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name][2]) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

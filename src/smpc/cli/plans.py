@@ -66,7 +66,7 @@ def _check_types(name: str, data: dict[str, Any]) -> None:
 
 
 def _problems(plan: Plan) -> Iterator[str]:
-    """What is wrong with a plan whose fields have their types."""
+    """The errors of a plan whose fields have the right types."""
     from smpc.partitioner.graph.plan import INPUTS
 
     num_stages, num_ranks, schedule = len(plan.stages), plan.pipeline_parallel_degree, plan.schedule

@@ -4,9 +4,9 @@ Its options have one name each: what typer shows and parses.
 
 `observed` is `--report` and `--trace`: asks the ranks for their records, and turns those into a report and a trace when they have ended.
 
-Every rank writes what it has measured to a folder (`smpc.v1.session.launcher_watch`): the one of `--trace`, or a temporary one. Launchers
-of several nodes write to the same folder if it is on a shared disk, and the last one to end makes the trace of all ranks; otherwise each
-makes that of its own. Files of an earlier job in the folder are removed first, by the launcher of node 0.
+Every rank writes its measurements to a folder (`smpc.v1.session.launcher_watch`): the one of `--trace`, or a temporary one. Launchers of
+several nodes write to the same folder if it is on a shared disk, and the last one to end makes the trace of all ranks; otherwise each
+makes the trace of its own ranks. Files of an earlier job in the folder are removed first, by the launcher of node 0.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ Console = Annotated[
     typer.Option(
         metavar="WHICH",
         rich_help_panel=_LOGS,
-        help="Whose output is shown here: that of all ranks, of this node's first one, or of none. A failed rank's is shown at the end.",
+        help="Whose output is shown here: all ranks', this node's first rank's, or none. A failed rank's is shown at the end.",
     ),
 ]
 Prefix = Annotated[
@@ -278,7 +278,7 @@ _PLAN = "plan.json"
 
 @dataclass(frozen=True, slots=True)
 class ObserveOptions:
-    """What the user asks for. `report_to` is a file, JSON if it is named so; `steps` is FIRST:LAST."""
+    """The user's request. `report_to` is a file, JSON if it is named so; `steps` is FIRST:LAST."""
 
     report: bool = False
     report_to: str | None = None
@@ -312,7 +312,7 @@ class ObserveOptions:
 
 @contextmanager
 def observed(options: ObserveOptions, *, is_first_node: bool) -> Iterator[dict[str, str]]:
-    """What to put into the environment of the ranks; afterwards, writes and prints what was asked for. Raises ConfigError before."""
+    """The variables for the environment of the ranks; afterwards, writes and prints the requested reports. Raises ConfigError before."""
     window = options.check()
     if not options.is_wanted:
         yield {}

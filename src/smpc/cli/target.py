@@ -17,9 +17,9 @@ where the model's own Python looks at them.
 `load_config_model`: models from a Hugging Face `config.json`, built on the meta device, so that no weights are allocated, unless somebody
 is to run them.
 
-Nothing is fetched and no code from the file runs: the class is that of transformers for `architectures[0]`, or, if
-the file names none that transformers has, the one that fits `model_type` (see `_TASKS`). `use_cache` is switched off:
-a training step keeps no cache.
+Nothing is fetched and no code from the file runs: the class is transformers' for `architectures[0]`, or, if the file
+names none that transformers has, the one that fits `model_type` (see `_TASKS`). `use_cache` is switched off: a training
+step keeps no cache.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ FORMS = "module:factory, file.py:factory, or the path of a Hugging Face config.j
 
 
 def load_target(target: str, inputs: Sequence[InputSpec], *, real: bool = False) -> tuple[nn.Module, Any]:
-    """The model and its sample inputs; `inputs`, if any, replace those of the factory. `real`: a configuration's model has values, too."""
+    """The model and its sample inputs; `inputs`, if any, replace the factory's. `real`: a configuration's model has values, too."""
     path = check_target(target)
     if path is not None:
         model, sample_inputs = load_config_model(path, real=real), None
@@ -71,7 +71,7 @@ def load_target(target: str, inputs: Sequence[InputSpec], *, real: bool = False)
 
 
 def check_target(target: str) -> Path | None:
-    """The configuration that is meant; None for a factory. ConfigError for what is no target, and for files that are not there."""
+    """The configuration that is meant; None for a factory. ConfigError for anything but a target, and for missing files."""
     inside = os.path.join(target, "config.json")
     path = Path(inside if os.path.isfile(inside) else target)
     if path.suffix == ".json":
@@ -230,7 +230,7 @@ class InputSpec:
 
     @property
     def num_bytes(self) -> int:
-        """What the tensor takes."""
+        """The tensor's bytes."""
         import torch
 
         dtype: torch.dtype = getattr(torch, self.dtype)
@@ -388,7 +388,7 @@ def load_config_model(path: Path, *, real: bool = False) -> nn.Module:
 def _import_models() -> None:
     """Import the package of transformers' models without another look through its 3,000 files, of 0.3 s.
 
-    What `import transformers` found in them is remembered, by the folder; the package asks by its file.
+    The class index that `import transformers` builds from them is cached by folder; the package looks it up by its file.
     """
     from transformers.utils import import_utils
 
@@ -441,7 +441,7 @@ def _check_sizes(path: str, fields: dict[str, Any]) -> None:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What nested lists hold; the value itself if it is none."""
+    """The leaves of nested lists; the value itself if it is not a list."""
     if isinstance(value, list):
         for item in value:
             yield from _leaves(item)

@@ -1,4 +1,4 @@
-"""What the commands show on a terminal: messages, and how far a long one is.
+"""Output of the commands on a terminal: messages, and the progress of long ones.
 
 `clear_lines` makes messages: whatever names and values they quote, they are lines of bounded length that steer nothing.
 
@@ -9,8 +9,8 @@
         ...
         show("Solving")
 
-A line with a spinner, the phase and its time so far; it is gone at the end. Whatever is printed meanwhile stands above it. A phase
-of which is known how much there is to do, `show("Planning", 3, 40)`, has a bar.
+A line with a spinner, the phase and its time so far, which disappears at the end. Other output appears above it. A phase of known
+length, `show("Planning", 3, 40)`, has a bar.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`smpc compile --verify`: the compiled programs beside the model itself, in one process, on one microbatch.
 
-Inputs are those of the factory; those that `--input` gives by shape are drawn: floats at random, tokens of Hugging Face's models from their
-vocabulary, where the program is for any such values. All else is as `--input` has it.
+Inputs come from the factory. Inputs that `--input` gives by shape are drawn if the program is valid for any values: floats at random,
+tokens of Hugging Face's models from their vocabulary. Other inputs are taken from `--input`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MEMORY = "/proc/meminfo"
 
 
 def check_fits(model: nn.Module, what: str) -> None:
-    """Raise ConfigError if this machine has no memory to run a model, whose parameters may lie on the meta device, both ways."""
+    """Raise ConfigError if this machine lacks the memory to run a model (perhaps on the meta device) both ways."""
     needed = _COPIES * sum(p.numel() * p.element_size() for p in model.parameters())
     free = _available()
     if free is not None and needed > free:
@@ -46,7 +46,7 @@ def _available() -> int | None:
 def verify_programs(
     model: nn.Module, sample_inputs: Any, compilation: Compilation, num_microbatches: int, *, is_drawn: bool
 ) -> Verified:
-    """Compare them. `is_drawn`: whether the inputs' values are nobody's choice. Raises VerificationError, ConfigError without values."""
+    """Compare them. `is_drawn`: whether the inputs' values were drawn at random. Raises VerificationError, ConfigError without values."""
     import torch
 
     from smpc.sample_inputs import as_inputs, first_microbatch

@@ -53,7 +53,7 @@ def simulate_command(
     """Predict step time, bubble and memory of a plan under another schedule.
 
     The cut stays as it is, and so does the size of a microbatch: twice the microbatches are twice the batch. The model
-    is not needed. What is not given stays as in the plan.
+    is not needed. Other settings stay as in the plan.
     """
     from smpc.cli.plans import load_plan
 

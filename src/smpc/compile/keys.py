@@ -51,8 +51,8 @@ class CompilationKeys(PlannerKeys):
     )
     trace_memory_usage: bool = key(
         False,
-        "What operations take and give back while they work, which is otherwise left out, is measured on the device that the model is on",
-        flag=Flag("Measure on this machine what operations take while they work."),
+        "Measure the workspace of operations, which is otherwise left out, on the device of the model",
+        flag=Flag("Measure the workspace of operations on this machine."),
     )
     memory_limit: str | int | None = key(
         None,

@@ -169,7 +169,7 @@ class PipelineOptions(CompilationKeys):
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """That of each pipeline rank."""
+        """The device of each pipeline rank."""
         return find_devices(self.device, self.pipeline_parallel_degree)
 
     @property

@@ -1,4 +1,4 @@
-"""The Trainer's arguments: what they mean, what cannot be, and where else to go for what it does not do."""
+"""The Trainer's arguments: their meaning, invalid combinations, and alternatives to unsupported ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Together:
         self._errors: list[ConfigError] = []
 
     def __call__(self, check: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
-        """What the check returns; None if it found something."""
+        """The check's result; None if it found an error."""
         try:
             return check(*args, **kwargs)
         except ConfigError as error:
@@ -106,7 +106,7 @@ class Training:
 
     @property
     def save_planner(self) -> SavePlanner | None:
-        """What plans them, if the script has a planner of its own."""
+        """The planner of checkpoints, if the script has its own."""
         return None if self.config is None else self.config.save_planner
 
     @property
@@ -376,7 +376,7 @@ def precision_of(precision: object, device: str) -> str:
 
 
 def sgd_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """What trains without an optimizer, told."""
+    """The default optimizer, with a warning."""
     warnings.warn("optimizers: none is given; the Trainer uses SGD with a learning rate of 0.1", stacklevel=4)
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -403,11 +403,11 @@ def optimizer_of(given: object, model: torch.nn.Module) -> torch.optim.Optimizer
 def schedulers_of(
     given: object, optimizer: torch.optim.Optimizer | None, *, is_given: bool
 ) -> tuple[torch.optim.lr_scheduler.LRScheduler, ...]:
-    """The schedulers as a tuple. `optimizer`: that of the run, None if it is not known; `is_given`: whether there is one."""
+    """The schedulers as a tuple. `optimizer`: the run's, None if it is not known; `is_given`: whether there is one."""
     found = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
     for scheduler in found:
         if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-            raise ConfigTypeError(f"schedulers: expected those of torch, found {type(scheduler).__name__}")
+            raise ConfigTypeError(f"schedulers: expected torch's, found {type(scheduler).__name__}")
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise ConfigUnsupportedError("schedulers: ReduceLROnPlateau steps by a metric; step it in a callback")
         if not is_given:
@@ -471,7 +471,7 @@ def parallelism_of(
 
 
 def check_model(model: object) -> bool:
-    """True; raises ConfigTypeError for what is no ComposerModel."""
+    """True; raises ConfigTypeError for anything but a ComposerModel."""
     if not isinstance(model, ComposerModel):
         raise ConfigTypeError(f"model: expected a ComposerModel, found {type(model).__name__}")
     return True
@@ -491,8 +491,8 @@ def check_values(model: torch.nn.Module) -> None:
 def check_loaders(slices: int | None, **loaders: object) -> None:
     """Raise ConfigError where ranks of a larger world would read the same samples, or those that slice layers together others.
 
-    `slices`: how many slice layers together; None, where what says so is wrong: then samplers are not compared with their places.
-    Raises ConfigTypeError for what gives no batches.
+    `slices`: how many slice layers together; None if that setting is wrong: then samplers are not checked. Raises ConfigTypeError
+    for an object without batches.
     """
     for name, loader in loaders.items():
         if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):

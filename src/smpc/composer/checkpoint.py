@@ -5,9 +5,9 @@
     latest     {save_folder}/latest-rank0.pt              a link to the newest
     checks     {save_folder}/.smpc/{name}.json            size and crc32 of each file
 
-A checkpoint is there as a whole or not at all: it is written under a hidden name, brought to the disk, renamed, and then linked. In object
-storage, files of a sharded one have names of their own for each save, and count from when `.metadata` names them. Each rank takes its part
-of each tensor, so that any number of ranks goes on from what any other number has saved, whole or sharded.
+A checkpoint is complete or absent: it is written under a hidden name, synced to the disk, renamed, and then linked. In object storage,
+files of a sharded one have different names for each save, and count once `.metadata` names them. Each rank takes its part of each tensor,
+so a checkpoint of any number of ranks, full or sharded, resumes on any other number.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _parameter_names(state: State) -> dict[Any, str]:
 
 
 def _tree(state: State, *, weights_only: bool) -> dict[str, Any]:
-    """What is saved, in tensors as this rank has them."""
+    """The state to save, with tensors as this rank has them."""
     kind = type(state.optimizer).__name__
     names = _parameter_names(state)
     found: dict[str, Any] = {
@@ -108,7 +108,7 @@ def _stored(state: State, name: str) -> str:
 
 
 def _there(state: State, names: Iterable[str], there: Collection[str]) -> dict[str, str]:
-    """What these names of the state are called in a checkpoint that has the names `there`; those that it lacks are left out.
+    """The names in a checkpoint, which has `there`, of these names of the state; names that it lacks are left out.
 
     Raises CheckpointError for values of other groups than the state has: none is the right one.
     """
@@ -141,7 +141,7 @@ def _plain_name(stored: str) -> str:
 
 
 def _own(state: State) -> dict[str, Any]:
-    """What only this rank has: its random state, that in which it began to read the epoch, and how far its data loader is."""
+    """State of this rank only: its random state, the random state at the beginning of the epoch's data, and its data loader's position."""
     begun = {} if state.begun is None or not state.timestamp.batch_in_epoch else _tensors(state.begun)
     return {**_tensors(capture_rng()), "loader": encoded(state.loader), "begun": begun}
 
@@ -219,7 +219,7 @@ def save_sharded(
 
 
 def _save_remote(tree: dict[str, Any], path: str, *, overwrite: bool, planner: SavePlanner | None) -> str:
-    """Into object storage, where nothing can be renamed: what is there stays until the new `.metadata` is."""
+    """Into object storage, where nothing can be renamed: the old one stays until the new `.metadata` is written."""
 
     def begin() -> None:
         storage.check_free(path, overwrite=overwrite)
@@ -409,7 +409,7 @@ def _check_groups(own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any
 
 
 def _room_for(parameter: Tensor, described: Tensor) -> Tensor:
-    """Memory for what an optimizer keeps for a parameter: sharded as that is, if it has the same shape."""
+    """Memory for an optimizer's state of a parameter: sharded like it, if it has the same shape."""
     if described.shape != parameter.shape or not described.dim():
         return torch.empty_like(described, device="cpu")
     return sharded_like(parameter, torch.empty_like(local(parameter), dtype=described.dtype))

@@ -16,7 +16,7 @@ UNITS = {"ep": "epoch", "ba": "batch", "sp": "sample", "tok": "token"}
 
 @dataclass(slots=True)
 class Timestamp:
-    """What a run has trained so far, over all ranks: whole epochs, batches, samples, tokens; and batches of the present epoch."""
+    """The progress of a run, over all ranks: whole epochs, batches, samples, tokens; and `batch_in_epoch`, of the present epoch."""
 
     epoch: int = 0
     batch: int = 0
@@ -25,7 +25,7 @@ class Timestamp:
     batch_in_epoch: int = 0
 
     def fields(self) -> dict[str, int]:
-        """What names of files may contain."""
+        """The fields that file names may contain."""
         return asdict(self)
 
 
@@ -37,12 +37,12 @@ class Duration:
     unit: str
 
     def __str__(self) -> str:
-        """As it is given."""
+        """Its text, as the user gave it."""
         return f"{self.count}{self.unit}"
 
     @classmethod
     def parse(cls, value: object, name: str) -> Duration:
-        """Read an argument called `name`. Raises ConfigError, or ConfigTypeError for what is neither text nor a number."""
+        """Read an argument called `name`. Raises ConfigError, or ConfigTypeError for a value that is neither text nor a number."""
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise ConfigTypeError(f"{name}: expected text such as 4ba or 10ep, or a number of epochs, found {value!r}")
         text = f"{value}ep" if isinstance(value, int) else value.strip()
@@ -56,6 +56,6 @@ class Duration:
         return int(getattr(now, UNITS[self.unit])) >= self.count
 
     def passed(self, before: Timestamp, now: Timestamp) -> bool:
-        """Whether a multiple of this lies in what was trained between the two, the end included."""
+        """Whether a multiple of this duration is between the two times, the end included."""
         name = UNITS[self.unit]
         return int(getattr(before, name)) // self.count < int(getattr(now, name)) // self.count

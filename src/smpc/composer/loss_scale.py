@@ -46,7 +46,7 @@ class LossScale:
         is_finite = torch.tensor([1.0], device=grads[0].device if grads else "cpu")
         for grad in grads:
             grad.div_(self.factor)
-            is_finite *= grad.isfinite().all().to(is_finite.device)  # parts may lie in CPU memory, and others not
+            is_finite *= grad.isfinite().all().to(is_finite.device)  # some parts may be in CPU memory
         dist.all_reduce(is_finite, "MIN")
         self._learn(bool(is_finite.item()))
         return bool(is_finite.item())

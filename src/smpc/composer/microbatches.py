@@ -70,7 +70,7 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """The tensors of a batch, in their order, but for those of no dimension."""
+    """The tensors of a batch, in order, without tensors of no dimension."""
     if isinstance(batch, Tensor):
         return [batch] if batch.dim() else []
     values = list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()

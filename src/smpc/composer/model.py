@@ -1,4 +1,4 @@
-"""What the Trainer trains: a module that knows its forward pass, its loss and its evaluation."""
+"""The base class of models for the Trainer: a module with its forward pass, its loss and its evaluation."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class ComposerModel(nn.Module, ABC):
         """The mean loss over the microbatch's samples: a tensor, a tuple of tensors to add, or a dict with `total`."""
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
-        """The outputs for a batch of the evaluation; `outputs`, if they are there already."""
+        """The outputs for a batch of the evaluation; `outputs`, if they exist already."""
         return self(batch) if outputs is None else outputs

@@ -22,12 +22,12 @@ from smpc.errors import CheckpointError
 
 
 def encoded(value: Any) -> str:
-    """One line of JSON. Raises CheckpointError for what is of another kind."""
+    """One line of JSON. Raises CheckpointError for a value of another kind."""
     return json.dumps(_told(value, "state"))
 
 
 def encodable(value: Any) -> Any:
-    """The value without entries of dicts that are of another kind: whoever made the object has made them, and makes them again."""
+    """The value without dict entries of other kinds: the object's owner makes those again."""
     if isinstance(value, Mapping) and not isinstance(value, Counter):
         return {key: encodable(inner) for key, inner in value.items() if _is_encodable(inner)}
     if isinstance(value, list | tuple):
@@ -43,7 +43,7 @@ def _is_encodable(value: Any) -> bool:
 
 
 def decoded(text: str) -> Any:
-    """What has been encoded. Raises ValueError, TypeError or KeyError for text that is none."""
+    """The decoded value. Raises ValueError, TypeError or KeyError for other text."""
     return _back(json.loads(text))
 
 

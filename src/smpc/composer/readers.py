@@ -1,11 +1,11 @@
-"""What a checkpoint holds, whole in a file or sharded in a folder, of this Trainer or of mosaicml's; read without trusting it.
+"""Reads checkpoints, full in a file or sharded in a folder, of this Trainer or of mosaicml's, without trusting them.
 
     reader = open_checkpoint("run/latest-rank0.pt", sharded=None, alone=False)
     reader.shapes["model.head.weight"]                      names and shapes first: tensors on meta
     reader.fill({"model.head.weight": weight})              then each rank its part of each tensor
 
-Nothing is unpickled freely: `.metadata` is read by `smpc.checkpoint`, tensors and plain values with weights_only. Of another Trainer's
-values those are read that are known: how far the run has come, and the options of the optimizer's groups.
+Nothing is unpickled freely: `.metadata` is read by `smpc.checkpoint`, tensors and plain values with weights_only. From another
+Trainer's checkpoint only known values are read: the progress of the run, and the options of the optimizer's groups.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PLAIN_CLASSES: list[Any] = [  # in files of mosaicml's Trainer, beside tensors:
 
 
 class Reader(Protocol):
-    """What a checkpoint has. `shapes`: tensors on meta, as `model.<name>`, `optimizers.<Class>.state.<name>.<key>`."""
+    """The contents of a checkpoint. `shapes`: tensors on meta, as `model.<name>`, `optimizers.<Class>.state.<name>.<key>`."""
 
     shapes: Mapping[str, Tensor]
     plain: Mapping[str, Any]
@@ -185,7 +185,7 @@ def _trained(keys: Iterable[str], prefix: str) -> dict[str, str]:
 
 
 def _nested(state: Any) -> dict[tuple[Any, ...], Any]:
-    """What is known of another Trainer's file, by path, as a folder has it."""
+    """The known values of another Trainer's file, by path, in the form of a folder."""
     found: dict[tuple[Any, ...], Any] = {
         ("timestamp", "Timestamp", key): value for key, value in state["timestamp"]["Timestamp"].items()
     }
@@ -196,7 +196,7 @@ def _nested(state: Any) -> dict[tuple[Any, ...], Any]:
 
 
 def _path(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of a value that is no tensor, as a Trainer has it below `state`."""
+    """The path below `state`, in a Trainer's form, of a value that is not a tensor."""
     return ("optimizers", ANY, *path[1:]) if path[0] == "optimizer" else path[1:]
 
 
@@ -209,7 +209,7 @@ def _is_known(path: tuple[Any, ...]) -> bool:
 
 
 def _of_another(found: Mapping[tuple[Any, ...], Any], path: str) -> dict[str, Any]:
-    """What is plain in another Trainer's checkpoint, as ours has it; told."""
+    """The plain values of another Trainer's checkpoint, in our form; a warning names the rest."""
     warnings.warn(
         f"{path} is another Trainer's: its random states, schedulers, callbacks and data loaders are not taken",
         stacklevel=2,
@@ -229,7 +229,8 @@ def _groups(found: Mapping[tuple[Any, ...], Any]) -> list[dict[str, Any]]:
 
 
 def find_checkpoint(path: str, sharded: bool | None) -> tuple[str, bool]:
-    """Where a checkpoint is, behind links, and whether it is a folder; of this rank alone. Raises CheckpointError unless it is one.
+    """The path of a checkpoint, with links resolved, and whether it is a folder; on this rank only. Raises CheckpointError if there is
+    none.
 
     `{rank}` in the path is 0, as rank 0 writes what it names; files of several ranks are of an old format. `sharded`: what the
     configuration says; None: either.

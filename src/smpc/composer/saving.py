@@ -106,7 +106,7 @@ class Saving:
             )
 
     def check_first(self, state: State, interval: Duration, end: Duration, batches: int | None) -> None:
-        """Before a run trains: raise CheckpointError if nothing can be written, or, of a new one, its first checkpoint is there.
+        """Before a run trains: raise CheckpointError if nothing can be written, or if a new run's first checkpoint exists.
 
         Collective. `batches`: of an epoch; None where that is not known, and then no name is looked for.
         """
@@ -125,7 +125,7 @@ class Saving:
         storage.on_rank_0(lambda: storage.check_free(target, overwrite=False))
 
     def save(self, state: State, path: str | None) -> str:
-        """Write a checkpoint; one of the run itself (`path` None) is linked to, and what is too old is removed."""
+        """Write a checkpoint; one of the run itself (`path` None) gets the link, and old ones are removed."""
         self.check_kind(state)
         if path is None and self.folder is None:
             raise UsageError("save_checkpoint: expected a path, or save_folder in the Trainer")
@@ -134,9 +134,7 @@ class Saving:
         target = target or os.path.join(folder, self._named(self._prefix or self._filename, state))
         latest = self.latest(state) if path is None else None
         if latest is not None and os.path.normpath(latest) == os.path.normpath(target):
-            raise ConfigError(
-                f"save_latest_filename: expected another name than that of a checkpoint, found {latest!r}"
-            )
+            raise ConfigError(f"save_latest_filename: expected another name than a checkpoint's, found {latest!r}")
         is_again = path is None and self.newest_batch == state.timestamp.batch and target in self._saved
         self._write()(state, target, weights_only=self._weights_only, overwrite=self._overwrite or is_again)
         if path is None:  # one written over counts once, one that the script asks for stays

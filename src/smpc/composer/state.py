@@ -1,4 +1,4 @@
-"""What a run consists of: given to callbacks, and saved."""
+"""The state of a run: passed to callbacks, and saved."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from smpc.composer.model import ComposerModel
 
 @dataclass(slots=True)
 class State:
-    """`loss`: the mean over all samples of the last batch, on all ranks. `device_train_microbatch_size`: None, if batches are not cut.
+    """The state of a run, which callbacks get: `model`, `optimizer`, `schedulers`, `timestamp` and the following.
 
-    `best`: the least loss of an evaluation so far. `scale`: that of losses in amp_fp16. `loader`: what a data loader with a `state_dict`
-    has said of its place in this epoch, None at the end of one, and for loaders without. `begun`: the random state in which this epoch's
-    data was begun; of such a loader, that in which it read the next batch. `numbered`: see `smpc.fsdp.Prepared`.
+    `loss`: the mean over all samples of the last batch, on all ranks. `device_train_microbatch_size`: None if batches are not cut.
+    `run_name`, `eval_outputs`: as the Trainer has them. `best`: the lowest evaluation loss so far. `scale`: the loss scale in amp_fp16.
+    `loader`: the `state_dict` of a data loader within this epoch, None at the end of one, and for loaders without. `begun`: the random
+    state at the beginning of this epoch's data; for a loader with a `state_dict`, at its next batch. `numbered`: see
+    `smpc.fsdp.Prepared`.
     """
 
     model: ComposerModel

@@ -8,9 +8,9 @@ So every cut, uneven ones too, gives the gradient of the mean over samples.
     fully_shard                     in every backward                 `fsdp_config`
     by hand                         after the last backward           forced_sync, and automatic sizes: nothing waits inside a microbatch
 
-Automatic size: out of memory on any rank, in forward or backward, is told to all: after the microbatches, and by sharded models before each
-collective call, too (`smpc.sharding.agreement`). All then halve the size, drop their gradients, put random generators, buffers and units
-back, and run the batch again. What is averaged comes from the final size alone.
+Automatic size: if a rank runs out of memory in forward or backward, all ranks learn of it: after the microbatches and, in sharded models,
+before each collective call (`smpc.sharding.agreement`). All then halve the size, drop their gradients, restore random generators, buffers
+and units, and run the batch again. Only gradients of the final size are averaged.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class Stepper:
                 if not is_out_of_memory(caught):
                     raise
                 error = str(caught).splitlines()[0]
-            if error is not None:  # outside of the except block, which holds on to what the failed pass has made
+            if error is not None:  # outside the except block, which keeps tensors of the failed pass alive
                 failed = agreement.tell(True)
             if not failed:
                 return loss
@@ -246,7 +246,7 @@ def _sizes(batch: Any | None) -> tuple[int, int, int]:
 
 
 class _Exchange:
-    """What each rank says, on its way to all: a loss, samples, tokens, those that count in the loss, what must be alike. Collective."""
+    """The exchange of each rank's numbers: loss, samples, tokens, tokens that count in the loss, values that must be equal. Collective."""
 
     def __init__(self, loss: Tensor, numbers: tuple[int, ...]) -> None:
         own = torch.tensor([0.0, *numbers], dtype=torch.float64, device=loss.device)
@@ -299,7 +299,7 @@ def _shapes(batch: Any) -> str:
 
 @torch.no_grad()
 def average(model: ComposerModel) -> None:
-    """Average the gradients of replicas in one flat tensor for each dtype. What has one on some ranks alone is zero elsewhere."""
+    """Average the gradients of replicas in one flat tensor for each dtype. A gradient that some ranks lack counts as zero there."""
     size = dist.get_world_size()
     if size == 1:
         return

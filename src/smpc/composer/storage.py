@@ -44,7 +44,7 @@ def on_rank_0(work: Callable[[], None]) -> None:
 
 
 def exists(path: str) -> bool:
-    """Whether a checkpoint, or a link to one, is there."""
+    """Whether a checkpoint, or a link to one, exists."""
     if not is_url(path):
         return os.path.exists(path)
     remote = _remote(path)
@@ -57,7 +57,7 @@ def is_folder(path: str) -> bool:
 
 
 def followed(path: str) -> str:
-    """Where a link leads to; the path itself if it is none."""
+    """The target of a link; the path itself if it is not a link."""
     if not is_url(path):
         return os.path.realpath(path)
     remote, folder = _remote(path), path.rpartition("/")[0]
@@ -70,7 +70,7 @@ def followed(path: str) -> str:
 
 
 def check_free(path: str, *, overwrite: bool) -> None:
-    """Raise CheckpointError if something is there that must not be overwritten."""
+    """Raise CheckpointError if something exists that must not be overwritten."""
     is_there = exists(path) if is_url(path) else os.path.lexists(path)
     if is_there and not overwrite:
         raise CheckpointError(f"{path} is there already; give save_overwrite=True, or another save_folder or name")
@@ -90,7 +90,7 @@ def check_writable(folder: str) -> None:
 
 @contextlib.contextmanager
 def written(path: str) -> Iterator[str]:
-    """A file of this machine to write to, which then lies at the path."""
+    """A local file to write to, which is then moved to the path."""
     forget_checks(path)
     if not is_url(path):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -104,7 +104,7 @@ def written(path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def fetched(path: str) -> Iterator[str]:
-    """A file of this machine that has what lies at the path."""
+    """A local file with the contents of the path."""
     if not is_url(path):
         yield path
         return
@@ -141,7 +141,7 @@ def remove(path: str) -> None:
 
 
 def forget_checks(path: str) -> None:
-    """What is there is about to be replaced by other bytes."""
+    """Called before the contents of a path are replaced."""
     target = _checks_path(path)
     if not is_url(path):
         Path(target).unlink(missing_ok=True)
@@ -162,7 +162,7 @@ def write_checks(path: str) -> None:
 
 
 def check_files(path: str) -> None:
-    """Compare files with what was written; a warning where nothing says what that was. Raises CheckpointError."""
+    """Compare files with their recorded sizes and checksums; warns if there is no record. Raises CheckpointError."""
     target = _checks_path(path)
     try:
         text = _remote(path).cat_file(target) if is_url(path) else Path(target).read_bytes()
@@ -185,7 +185,7 @@ def _checks_path(path: str) -> str:
 
 
 def _sums(path: str) -> dict[str, list[int | None]]:
-    """Of each file of a checkpoint its size, and its crc32 where it lies on this machine."""
+    """The size of each file of a checkpoint, and its crc32 if the file is local."""
     if is_url(path):
         remote = _remote(path)
         entries = remote.ls(path, detail=True) if remote.isdir(path) else [remote.info(path)]
@@ -203,14 +203,14 @@ def _sum(path: Path) -> tuple[int, int]:
 
 
 def _remote(path: str) -> Any:
-    """fsspec's file system of a URL, which remembers nothing of what was there before."""
+    """fsspec's file system of a URL, without cached listings."""
     fs: Any = place_of(path)[0]
     fs.fs.invalidate_cache()
     return fs.fs
 
 
 def _with_folder(path: str) -> Any:
-    """The same, with a folder for what is to lie at the path, where there are folders."""
+    """The same path, after making its folder, if the storage has folders."""
     remote = _remote(path)
     remote.makedirs(os.path.dirname(path), exist_ok=True)
     return remote

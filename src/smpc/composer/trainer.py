@@ -18,8 +18,8 @@ from smpc import dist
 from smpc.checkpoint.rng import capture_rng, restore_rng
 from smpc.composer import arguments as checked
 from smpc.composer import checkpoint
-from smpc.composer.alike import check_alike, check_same_batch, share_random_state
 from smpc.composer.duration import Duration
+from smpc.composer.equal_on_ranks import check_alike, check_same_batch, share_random_state
 from smpc.composer.loss_scale import LossScale
 from smpc.composer.microbatches import moved, num_samples
 from smpc.composer.model import ComposerModel
@@ -35,10 +35,10 @@ _END = object()
 
 
 class Trainer:
-    """Trains a ComposerModel: see docs/trainer.md. Every argument is by keyword; those of other trainers are refused by name.
+    """Trains a ComposerModel: docs/trainer.md describes every argument, with units and defaults.
 
-    Raises ConfigError, ConfigTypeError or ConfigUnsupportedError for arguments that cannot be, and CheckpointError where `load_path` does
-    not fit. Collective.
+    Every argument is by keyword; unknown arguments are refused by name. Raises ConfigError, ConfigTypeError or ConfigUnsupportedError
+    for invalid arguments, and CheckpointError if `load_path` does not fit. Collective.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Trainer:
         self._load(newest or load_path, how, *options, weights_only=load_weights_only and newest is None)
 
     def _made(self, how: checked.Training, strategy: str | None, *, by_tokens: bool) -> Stepper:
-        """What runs batches: the model in parts, or replicas of it."""
+        """Runs batches: on a sharded model, or on replicas."""
         model, prepared = self.state.model, None
         if how.config is None:
             checked.check_values(model)
@@ -201,7 +201,7 @@ class Trainer:
             self.save_checkpoint()
 
     def _check_units(self, end: Duration) -> None:
-        """Of a batch without tokens: raise ConfigError, if something is to happen after so many of them."""
+        """For a batch without tokens: raise ConfigError if a duration is counted in tokens."""
         units = {"max_duration": end.unit, "save_interval": None, "eval_interval": None}
         if self._save.folder is not None:
             units["save_interval"] = self._save_interval.unit
@@ -244,8 +244,8 @@ class Trainer:
     def _begun(self) -> tuple[Iterator[Any], Any]:
         """The data of this epoch from where the run is, and its first batch.
 
-        A loader that knows its place goes on there, with the random state in which it did; others are read up to it, from the random state
-        in which the epoch began: they draw the same order again. The run goes on with the random state that it had.
+        A loader with a position resumes there, with the random state that it had. Others are read up to the position, from the random
+        state at the beginning of the epoch, so they draw the same order again. The run continues with its saved random state.
         """
         assert self._train is not None, "checked in fit"
         state, trained = self.state, self.state.timestamp.batch_in_epoch

@@ -1,12 +1,12 @@
 """The configuration: every parameter with its meaning, type, default, bounds and options.
 
 Terms
-    key      the name of a parameter, as a user writes it; a field of `Config`. Those that the planner has too are in `smpc.config.planner`
+    key      the name of a parameter, as a user writes it; a field of `Config`. Keys that the planner has too are in `smpc.config.planner`
     source   a mapping that sets keys. Later sources override earlier ones: a file or dict given by the user,
              then `overrides` (command-line options), then the JSON object in the environment variable
              SM_HP_MP_PARAMETERS
 
-What a source may look like is said in `smpc.config.sources`, the rules between keys are in `smpc.config.rules`. Booleans may be 0 and 1.
+`smpc.config.sources` describes sources, `smpc.config.rules` has the rules between keys. Booleans may be 0 and 1.
 
     >>> config = Config.parse({"partitions": 2, "microbatches": 4, "ddp": True})
     >>> config.pipeline_parallel_degree, config.active_microbatches, config.memory_weight
@@ -17,10 +17,10 @@ them, else `ConfigError`. A valid setting whose feature does not exist yet raise
 NotImplementedError); one that has no effect here, by nature, is accepted with a warning that says why.
 Nothing is read from the environment unless it is passed in.
 
-The keys, their defaults and their rules are those of the public configuration reference of SMP v1
-(smdistributed-modelparallel), but for `schedule`, `virtual_pipeline_degree`, `tensor_parallel_plan`,
-`tensor_parallel_outputs`, the timeouts, `program_cache_size`, `kernels`, `nan_policy`, `verify`, `fully_shard`,
-`context_parallel_degree` and `expert_parallel_degree`, which are additions, and `processes_per_host`, which the reference has for `mpi`.
+The keys, their defaults and their rules come from the public configuration reference of SMP v1 (smdistributed-modelparallel), but for
+`schedule`, `virtual_pipeline_degree`, `tensor_parallel_plan`, `tensor_parallel_outputs`, the timeouts, `program_cache_size`, `kernels`,
+`nan_policy`, `verify`, `fully_shard`, `context_parallel_degree` and `expert_parallel_degree`, which are additions, and
+`processes_per_host`, which the reference has for `mpi`.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def _names(text: str) -> tuple[str, ...] | None:
 class Config(PlannerKeys):
     """One checked, immutable configuration. Build it with `Config.parse` or `Config.from_file`.
 
-    The constructor takes the same keys and checks them the same way; None stands for a derived default.
-    Every field is the resolved value: `memory_weight` and `active_microbatches` are always numbers.
+    The constructor takes the same keys and checks them the same way; None means a derived default. Every field is the
+    resolved value: `memory_weight` and `active_microbatches` are always numbers.
     """
 
-    # What a script says otherwise than a call of `smpc.compile_model`.
+    # Keys whose defaults in a script differ from `smpc.compile_model`'s.
     pipeline_parallel_degree: int = restated(PlannerKeys, "pipeline_parallel_degree", 1, required=False)
     memory_weight: float = restated(
         PlannerKeys,
@@ -257,7 +257,7 @@ class Config(PlannerKeys):
     )
 
     def __post_init__(self) -> None:
-        """Check every rule, then replace None by the default that it stands for."""
+        """Check every rule, then replace None by the derived default."""
         values = {name: _SCHEMA.as_written_in_python(name, getattr(self, name)) for name in KEYS}
         given = {name: value for name, value in values.items() if value is not None}
         Report(_SCHEMA).check(given).raise_if_any()
@@ -270,7 +270,7 @@ class Config(PlannerKeys):
             "partition_file": given.get("partition_file", ""),
         }
         if isinstance(self.tensor_parallel_plan, Mapping):
-            derived["tensor_parallel_plan"] = dict(self.tensor_parallel_plan)  # not the caller's own
+            derived["tensor_parallel_plan"] = dict(self.tensor_parallel_plan)  # a copy, not the caller's own
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
@@ -286,10 +286,10 @@ class Config(PlannerKeys):
     ) -> Config:
         """Build a configuration from its sources.
 
-        `parameters`: the user's dict, flat or nested. `overrides`: keys that win over it. `environ`: an
-        environment (os.environ) whose SM_HP_MP_PARAMETERS wins over both; None reads no environment.
-        `origin`: what messages call `parameters`. `warn`: whether to warn of settings without effect here.
-        Raises ConfigError, ConfigTypeError or ConfigUnsupportedError, each listing everything that is wrong.
+        `parameters`: the user's dict, flat or nested. `overrides`: keys that win over it. `environ`: an environment
+        (os.environ) whose SM_HP_MP_PARAMETERS wins over both; None reads no environment. `origin`: what messages call
+        `parameters`. `warn`: whether to warn of settings without effect here. Raises ConfigError, ConfigTypeError or
+        ConfigUnsupportedError, each listing all violations.
         """
         report = Report(_SCHEMA)
         report.add_source(origin, parameters)
@@ -304,7 +304,7 @@ class Config(PlannerKeys):
             for name, value in report.values.items()
             if reasons[name] and value != _SCHEMA.fields[name].default
         ]
-        for name in apart:  # what scripts say of it may be anything
+        for name in apart:  # a script may set it to any value
             del report.values[name]
         report.check(report.values).raise_if_any()
         config = cls(**report.values)

@@ -1,11 +1,11 @@
-"""Files that a user names: read with bounds, whatever they turn out to be.
+"""Files that a user names: read with bounds on their size and kind.
 
     read_text("plan.json", "plan", most=MAX_PLAN_BYTES)     the text of a regular file, in UTF-8
     parse_json(text, "plan.json")                           an object; parse_toml does the same for a table
 
-A folder, a named pipe (which would be waited for), a device (which may never end), a link to itself, a file that is too large or is no
-text; JSON and TOML that are malformed, nested too deeply, or hold numbers of thousands of digits or none at all (NaN, Infinity, 1e999):
-each is a ConfigError of one line that begins with `what`.
+Each of these is a ConfigError of one line that begins with `what`: a folder, a named pipe (reading it would wait), a device (it may
+never end), a link to itself, a file that is too large or not text; JSON and TOML that are malformed, nested too deeply, or have numbers
+of thousands of digits or values that are not numbers (NaN, Infinity, 1e999).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from smpc.errors import ConfigError, ConfigTypeError, printable
 
 MAX_FILE_BYTES = 4 << 20  # of settings
 MAX_PLAN_BYTES = 16 << 20  # of a plan: one of 126 layers has less than a thirtieth
-MAX_DEPTH = 64  # of what is nested in a file
+MAX_DEPTH = 64  # nesting in a file
 MAX_BITS = 256  # of a whole number in a file
 
 
@@ -32,7 +32,7 @@ def read_text(path: str | Path, what: str, *, most: int = MAX_FILE_BYTES) -> str
     """The text of a regular file of at most `most` bytes; `what` is how messages begin."""
     what = printable(what)
     try:
-        # Not to wait for whoever writes into a named pipe.
+        # Opens without waiting for the writer of a named pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(f"{what}: cannot read it: {error.strerror}") from None
@@ -57,13 +57,13 @@ def read_text(path: str | Path, what: str, *, most: int = MAX_FILE_BYTES) -> str
 
 
 def output_violation(name: str, *, makes_folders: bool = False) -> str:
-    """Why a file of that name cannot be written, "" if it can; `makes_folders`: those above it need not exist.
+    """Why a file of that name cannot be written, "" if it can; `makes_folders`: folders above it need not exist.
 
-    A named pipe that nobody reads would be waited for.
+    Writing to a named pipe that nobody reads would wait.
     """
     try:
         mode = os.stat(name).st_mode
-    except ValueError:  # a NUL, or what no encoding of names has
+    except ValueError:  # a NUL, or a character that file names cannot encode
         return f"no file can have the name {shown(name)}"
     except (FileNotFoundError, NotADirectoryError):
         mode = 0
@@ -94,7 +94,7 @@ def _has_reader(pipe: str) -> bool:
 
 
 def parse_json(text: str, what: str, *, infinite: bool = False) -> dict[str, Any]:
-    """A JSON object, each key in it once. `infinite`: with the numbers NaN and Infinity, which are none of JSON's."""
+    """A JSON object, each key in it once. `infinite`: accepts NaN and Infinity, which are not JSON."""
     value = _parsed(what, "JSON", lambda: json.loads(text, object_pairs_hook=_unique, parse_int=_whole))
     if not isinstance(value, dict):
         raise ConfigTypeError(f"{printable(what)}: expected a JSON object, found {type(value).__name__}")
@@ -145,7 +145,7 @@ def _whole(digits: str) -> int:
 
 
 def _check(value: Any, what: str, infinite: bool) -> None:
-    """Raise ConfigError for what is nested too deeply, and for numbers that are too long or none; without recursion."""
+    """Raise ConfigError for values nested too deeply, and for numbers that are too long or not finite; without recursion."""
     what = printable(what)
     level = [value]
     for _ in range(MAX_DEPTH):

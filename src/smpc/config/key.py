@@ -1,4 +1,4 @@
-"""What is known about a parameter beside its name, type and default: a `Key` in the metadata of a dataclass's field."""
+"""The description of a parameter beside its name, type and default: a `Key` in the metadata of a dataclass's field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Flag:
     """The option of `smpc compile` that sets a parameter; its long name is the parameter's.
 
     `short`: such as -p. `shows_default`: the help says the default. `repeatable`: uses make a list. `is_searched`: --auto accepts it.
-    `is_apart`: a plan does not need what the setting of this name requires of a script, such as ddp, so those rules do not apply.
+    `is_apart`: the rules for the script's key of this name (which requires ddp, for example) do not apply to a plan.
     """
 
     help: str
@@ -31,10 +31,10 @@ class Flag:
 class Key:
     """A parameter. `meaning` is for users.
 
-    `unsupported` says what to do instead of a value other than the default; `no_effect` says why such a value
-    changes nothing. `derived` is the text of a default that is no constant of the key's type; None is then
-    accepted and means that default. `limit` is what nobody has more of (`smpc.config.limits`).
-    `required`: callers of `smpc.compile_model` must give it. `as_option` turns the value of a setting into that of the planner's option.
+    `unsupported` says what to do instead of a value other than the default; `no_effect` says why such a value changes nothing. `derived`
+    is the text of a default that is not a constant of the key's type; None is then accepted and means that default. `limit` is the
+    largest plausible value (`smpc.config.limits`). `required`: callers of `smpc.compile_model` must give it. `as_option` converts a
+    script's value into the planner's option.
     """
 
     meaning: str
@@ -50,7 +50,7 @@ class Key:
     flag: Flag | None = None
 
     def out_of_bounds(self, name: str, value: float) -> str:
-        """What is wrong with a number; "" if nothing. `limit` is not looked at."""
+        """What is wrong with a number; "" if nothing. `limit` is not checked."""
         low, high = self.minimum, self.maximum
         if (low is None or value >= low) and (high is None or value <= high):
             return ""
@@ -59,18 +59,18 @@ class Key:
 
 
 def key(default: Any, meaning: str, **rules: Any) -> Any:
-    """A field with its key; `rules` are those of `Key`."""
+    """A field with its key; `rules`: other fields of `Key`."""
     return dataclasses.field(default=default, metadata={"key": Key(meaning, **rules)})
 
 
 def restated(cls: type, name: str, default: Any = dataclasses.MISSING, **changes: Any) -> Any:
-    """A field of a base class with another default, required without one, and what else is different."""
+    """A field of a base class with another default (required if none is given) and other changes."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
     known = dataclasses.replace(fields[name].metadata["key"], **changes)
     return dataclasses.field(default=default, metadata={"key": known})
 
 
 def keys_of(cls: type) -> Iterator[tuple[dataclasses.Field[Any], Key]]:
-    """The fields of a class that are declared so."""
+    """The fields of a class that have a `Key`."""
     for field in dataclasses.fields(cls):
         yield field, cast(Key, field.metadata["key"])

@@ -1,12 +1,14 @@
-"""How large numbers may be: beyond what anybody has, below what would take for ever or all memory.
+"""How large numbers may be: larger than any real job needs, small enough to be handled in finite time and memory.
 
-Whatever is read from the command line, a file or the environment is held against these before anything is made of that size.
+Values from the command line, a file or the environment are checked against these before anything of that size is made.
 """
 
 from __future__ import annotations
 
 MAX_RANKS = 65_536  # of any degree
-MAX_PIPELINE_RANKS = 4_096  # that a model is split over; larger numbers take long to be found larger than the model's
+MAX_PIPELINE_RANKS = (
+    4_096  # that a model is split over; with more, it takes long to find that the model has fewer pieces
+)
 MAX_LOCAL_RANKS = 1_024  # processes that one launcher starts
 MAX_WORLD_SIZE = 1_048_576
 MAX_PIECES = 1_024  # of the model on one rank
@@ -34,7 +36,7 @@ def size_violation(num_stages: int, num_microbatches: int, *, searched: bool = F
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: short, whatever is given. Python refuses to print numbers of more than 4300 digits."""
+    """A value as messages show it, shortened. Python refuses to print numbers of more than 4300 digits."""
     if isinstance(value, int) and value.bit_length() > 200:
         return f"a number of about {int(value.bit_length() * 0.30103) + 1} digits"
     text = repr(value)

@@ -1,4 +1,4 @@
-"""How numbers read: in the unit in which they have one to three digits before the point.
+"""Numbers as text, in the unit in which they have one to three digits before the point.
 
 format_bytes(1536)                       "1.5 KiB"
 scaled(12_345_678, ("", "K", "M"), 1000) "12.3 M"

@@ -1,7 +1,8 @@
-"""The planner's options that are settings of a script as well: each is declared here, once.
+"""The planner's options that are also keys of a script's configuration: each is declared here, once.
 
 `smpc.config.Config` and `smpc.compile.options.PipelineOptions` inherit them, and the arguments of `smpc.compile_model` and the options of
-`smpc compile` are made from the latter. What a script cannot set is declared there. To add an option, add a field to one of the two.
+`smpc compile` are made from the latter. Options that a script cannot set are declared there. To add an option, add a field to one of the
+two.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from smpc.config.key import Flag, key
 from smpc.config.limits import MAX_COUNT, MAX_MICROBATCHES, MAX_PIECES, MAX_PIPELINE_RANKS, MAX_RANKS
 
 CONTEXT_METHODS = ("auto", "p2p", "all_gather", "a2a")  # how context-parallel ranks compute attention
-CONTEXT_LAYOUTS = ("auto", "contiguous", "zigzag")  # which slices of a sequence they have
+CONTEXT_LAYOUTS = ("auto", "contiguous", "zigzag")  # which slices of a sequence ranks have
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerKeys:
-    """How to cut and schedule a model, as far as a script says it."""
+    """How to cut and schedule a model: the options that a script can set."""
 
     pipeline_parallel_degree: int = key(
         1,
@@ -79,7 +80,7 @@ class PlannerKeys:
     )
     tensor_parallel_degree: int = key(
         1,
-        "Number of ranks that share every operation of a stage: plan and programs are those of one of them",
+        "Number of ranks that share every operation of a stage: plan and programs describe one of them",
         minimum=1,
         limit=MAX_RANKS,
         flag=Flag("Ranks that share every operation of a stage.", "-t", "T", is_apart=True),
@@ -117,12 +118,12 @@ class PlannerKeys:
         "data-parallel replicas x context_parallel_degree; a script requires ddp",
         minimum=1,
         limit=MAX_RANKS,
-        flag=Flag("Ranks, of those of -d and -c, that experts are divided over.", "-e", "E", is_apart=True),
+        flag=Flag("Ranks, among those of -d and -c, over which experts are divided.", "-e", "E", is_apart=True),
     )
     context_parallel_degree: int = key(
         1,
-        "Number of ranks that share every sequence (docs/context_parallelism.md): parameters are whole, plan and programs are those of one "
-        "of them; a script requires ddp",
+        "Number of ranks that share every sequence (docs/context_parallelism.md): parameters are whole, plan and programs describe "
+        "one of them; a script requires ddp",
         minimum=1,
         limit=MAX_RANKS,
         flag=Flag("Ranks that share every sequence.", "-c", "C", is_apart=True),

@@ -1,4 +1,4 @@
-"""Checking a configuration: sources are merged, and everything that is wrong with them is said in one error.
+"""Checks a configuration: merges its sources, and reports all violations in one error.
 
     report = Report(Schema.of(MyConfig, broken_rules))      a dataclass whose fields are made by `smpc.config.key.key`
     report.add_source("config", {"degree": 2})              later sources win
@@ -6,8 +6,8 @@
     report.check(report.values).raise_if_any()
     MyConfig(**report.values)
 
-All violations are reported together, one line each: `ConfigTypeError` if a type is among them, else `ConfigError`; if all is right but
-something is not implemented, `ConfigUnsupportedError`.
+All violations are reported together, one line each: `ConfigTypeError` if a type is among them, else `ConfigError`; if all values are
+valid but one is not implemented, `ConfigUnsupportedError`.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class Schema:
         return Schema({f.name: f for f, _ in declared}, {f.name: key for f, key in declared}, rules, aliases)
 
     def as_written_in_python(self, name: str, value: Any) -> Any:
-        """The value; a 0 or 1 for what is true or false becomes that."""
+        """The value; a 0 or 1 for a boolean key becomes a boolean."""
         is_flag = name in self.keys and str(self.fields[name].type) == "bool" and type(value) is int and value in (0, 1)
         return bool(value) if is_flag else value
 
     def closest(self, name: str) -> str:
-        """`; did you mean X?` for the known name that is most like this one, or nothing."""
+        """`; did you mean X?` with the closest known name, or nothing."""
         matches = difflib.get_close_matches(name[:100], [*self.keys, *self.aliases], n=1, cutoff=0.5)
         return f"; did you mean {matches[0]}?" if matches else ""
 
 
 class Report:
-    """Collects sources and everything that is wrong with them."""
+    """Collects sources and their violations."""
 
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
@@ -114,7 +114,7 @@ class Report:
             raise ConfigUnsupportedError("\n".join(self.unsupported))
 
     def _check_value(self, name: str, value: Any) -> bool:
-        """Whether a value has the right type and lies within its bounds and options; reports it if not."""
+        """Whether a value has the right type and is within its bounds and options; reports it if not."""
         written = str(self._schema.fields[name].type)
         if isinstance(value, Mapping) and "Mapping" in written:
             return self._check_texts(name, value)
@@ -140,7 +140,7 @@ class Report:
         return not violation
 
     def _check_texts(self, name: str, value: Mapping[Any, Any]) -> bool:
-        """Whether a mapping, of which there must be something, is one from str to str; reports it if not."""
+        """Whether a mapping is a non-empty one from str to str; reports it if not."""
         wrong = [
             f"{shown(k)}: {shown(v)}" for k, v in value.items() if not isinstance(k, str) or not isinstance(v, str)
         ]

@@ -1,7 +1,7 @@
 """The rules between the keys of a configuration: which settings require, exclude or limit each other.
 
-`broken_rules` gets the keys whose values are valid by themselves, as far as they are given, and says what is wrong with them together, a
-line each:
+`broken_rules` gets the given keys whose values are valid by themselves, and returns the violations of the rules between them, a line
+each:
 
     tensor_parallel_degree: 2 requires ddp: true, found ddp: false
 """
@@ -16,14 +16,14 @@ from smpc.kernels.setting import AUTO, faults_of
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "list")
 MODULES = "modules"
-PLANS = (MODULES, "auto", "huggingface")  # by name, what tensor-parallel ranks split
+PLANS = (MODULES, "auto", "huggingface")  # the named plans of tensor parallelism
 
 Sound = Mapping[str, Any]
 Where = Callable[[str], str]  # key -> " (the source it comes from)", or ""
 
 
 def broken_rules(sound: Sound, where: Where) -> Iterator[str]:
-    """What is wrong with the given keys together."""
+    """The violations of the rules between the given keys."""
     yield from (f"{fault}{where('kernels')}" for fault in faults_of(sound.get("kernels", AUTO)))
     schedule = sound.get("schedule", "")
     if schedule not in ("", *SCHEDULES) and not schedule.endswith(".csv"):
@@ -45,7 +45,7 @@ def broken_rules(sound: Sound, where: Where) -> Iterator[str]:
 
 
 def _plan(sound: Sound, where: Where) -> Iterator[str]:
-    """What tensor-parallel ranks split."""
+    """Rules of tensor parallelism."""
     plan = sound.get("tensor_parallel_plan", MODULES)
     if isinstance(plan, str) and plan not in PLANS and not plan.endswith(".json"):
         yield (
@@ -65,7 +65,7 @@ def _plan(sound: Sound, where: Where) -> Iterator[str]:
 
 
 def _context(sound: Sound, where: Where) -> Iterator[str]:
-    """What ranks that share sequences go with."""
+    """Rules of context parallelism."""
     degree, plan = sound.get("context_parallel_degree", 1), sound.get("tensor_parallel_plan", MODULES)
     if degree > 1 and not sound.get("ddp", False):
         yield f"context_parallel_degree: {degree} requires ddp: true, found ddp: false"
@@ -78,7 +78,7 @@ def _context(sound: Sound, where: Where) -> Iterator[str]:
 
 
 def _experts(sound: Sound) -> Iterator[str]:
-    """What experts that ranks divide among them go with."""
+    """Rules of expert parallelism."""
     degree = sound.get("expert_parallel_degree", 1)
     if degree == 1:
         return
@@ -87,7 +87,7 @@ def _experts(sound: Sound) -> Iterator[str]:
 
 
 def _sharding(sound: Sound) -> Iterator[str]:
-    """What parameters in parts go with."""
+    """Rules of sharded parameters."""
     degree = sound.get("sharded_data_parallel_degree", 1)
     asked = ["fully_shard: true"] if sound.get("fully_shard", False) else []
     for what in [*asked, *([f"sharded_data_parallel_degree: {degree}"] if degree > 1 else [])]:
@@ -98,7 +98,7 @@ def _sharding(sound: Sound) -> Iterator[str]:
 
 
 def _partition(sound: Sound) -> Iterator[str]:
-    """A partition by hand."""
+    """Rules of a manual partition."""
     by_hand = sound.get("auto_partition", True) is False
     if by_hand and "default_partition" not in sound:
         yield "auto_partition: false requires default_partition, where modules not placed by hand go"

@@ -1,4 +1,4 @@
-"""Sizes of memory as people write them.
+"""Memory sizes as people write them.
 
 parse_bytes("80GB")      80 * 10^9, the maker's gigabytes        parse_bytes("79.6GiB")    79.6 * 2^30
 parse_bytes("512 MiB")   blanks and case do not matter           parse_bytes(1 << 30)      bytes
@@ -25,7 +25,7 @@ _SIZE = re.compile(
 
 
 def parse_bytes(size: str | float, what: str) -> int:
-    """Bytes of a size; `what` names the setting in the ConfigError for anything that is no positive size."""
+    """Bytes of a size; `what` names the setting in the ConfigError for anything but a positive size."""
     given = shown(size)
     if isinstance(size, str):
         found = _SIZE.fullmatch(size)

@@ -1,11 +1,11 @@
 """Where a configuration comes from: dicts, JSON text and files.
 
-A source is the flat dict of parameters, or the nested form of a SageMaker estimator:
-`{"smdistributed": {"modelparallel": {"enabled": true, "parameters": {...}}}, "mpi": {"enabled": true, "processes_per_host": 8}}`, or with
-`torch_distributed` in place of `mpi`. Of `mpi`, `processes_per_host` becomes a parameter of that name.
+A source is the flat dict of parameters, or the nested form of a SageMaker estimator: `{"smdistributed": {"modelparallel": {"enabled":
+true, "parameters": {...}}}, "mpi": {"enabled": true, "processes_per_host": 8}}`, or with `torch_distributed` in place of `mpi`.
+`mpi.processes_per_host` becomes a parameter of that name.
 
-Names and values of parameters are not looked at here; what cannot be read raises ConfigError, what has no such form ConfigTypeError, and
-both say where.
+Names and values of parameters are not checked here. A source that cannot be read raises ConfigError, one of another form
+ConfigTypeError; both say where.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from smpc.config.files import parse_json, parse_toml, read_text
 from smpc.config.limits import shown
 from smpc.errors import ConfigError, ConfigTypeError, printable
 
-# What a nested configuration may say of the launcher, beside `enabled`.
+# The keys of the launcher's part of a nested configuration, beside `enabled`.
 _LAUNCHERS: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
     {"mpi": ("processes_per_host", "custom_mpi_options"), "torch_distributed": ()}
 )
@@ -50,7 +50,7 @@ def unwrap(source: Any, origin: str) -> dict[str, Any]:
 
 
 def _of_launcher(options: Any, launcher: str, path: str) -> dict[str, Any]:
-    """What the part about a launcher says of the job."""
+    """The job's parameters from the launcher's part."""
     path = f"{path}.{launcher}"
     if not isinstance(options, Mapping):
         raise ConfigTypeError(f"{path}: expected a mapping of options, found {type(options).__name__}")

@@ -1,4 +1,4 @@
-"""Where this process stands among the others of its job, and what ranks do together. Importable by itself.
+"""This process's rank in its job, and collectives between ranks. Can be imported by itself.
 
     from smpc import dist
 

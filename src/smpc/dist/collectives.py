@@ -1,7 +1,7 @@
 """Tensors and objects of all ranks of a group. Alone they are what one rank's would be; collective otherwise.
 
-A tensor may lie in memory as it likes, and otherwise than on other ranks: torch would take the bytes from its beginning on, and mix up
-elements of a strided one without a word.
+A tensor may have any strides, also other strides than on other ranks: torch itself would take the bytes from its beginning, and
+silently mix up elements of a strided tensor.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ def barrier(group: ProcessGroup | None = None) -> None:
 
 
 def all_reduce(tensor: Tensor, reduce_operation: str = "SUM", group: ProcessGroup | None = None) -> None:
-    """Combine a tensor of all ranks, in place: SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR or AVG, in any case. Raises ConfigError for others."""
+    """Combine a tensor of all ranks, in place; equal shapes and dtypes on all of them.
+
+    `reduce_operation`: SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR or AVG, in upper or lower case; ConfigError for others. `group`: a
+    process group, all ranks by default. Raises GroupError without initialised process groups in a larger world.
+    """
     name = reduce_operation.upper() if isinstance(reduce_operation, str) else ""
     if name not in _OPERATIONS:
         raise ConfigError(f"reduce_operation: expected one of {', '.join(_OPERATIONS)}, found {reduce_operation!r}")
@@ -66,7 +70,10 @@ def all_reduce(tensor: Tensor, reduce_operation: str = "SUM", group: ProcessGrou
 
 
 def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> None:
-    """Give every rank the tensor of global rank `src`, in place."""
+    """Give every rank the tensor of global rank `src`, in place; equal shapes and dtypes on all ranks.
+
+    `group`: a process group, all ranks by default. Raises GroupError without initialised process groups in a larger world.
+    """
     if has_others("broadcast"):
         _check_tensor("broadcast", tensor)
         with _in_order(tensor) as values:
@@ -74,7 +81,11 @@ def broadcast(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> No
 
 
 def broadcast_object_list(object_list: list[Any], src: int = 0, group: ProcessGroup | None = None) -> None:
-    """Give every rank the objects of global rank `src`, in place. They travel as pickles: ranks of one job trust each other."""
+    """Give every rank the objects of global rank `src`, in place.
+
+    `object_list`: a list of equal length on all ranks. Objects are sent as pickles: ranks of one job trust each other. `group`: a
+    process group, all ranks by default.
+    """
     if not isinstance(object_list, list):
         raise ConfigTypeError(
             f"broadcast_object_list: expected a list, which changes in place, found {type(object_list).__name__}"
@@ -84,7 +95,10 @@ def broadcast_object_list(object_list: list[Any], src: int = 0, group: ProcessGr
 
 
 def all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
-    """The tensors of all ranks, by their rank in the group. Raises UsageError on all ranks, unless all are of one shape and dtype."""
+    """The tensors of all ranks, by their rank in the group. Collective.
+
+    `group`: a process group, all ranks by default. Raises UsageError on all ranks, unless all tensors have one shape and dtype.
+    """
     if not has_others("all_gather"):
         return [tensor]
     _check_tensor("all_gather", tensor)
@@ -107,7 +121,7 @@ def all_gather_object(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
 
 @contextmanager
 def _in_order(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements in their order in memory, and what they are then back in the tensor."""
+    """The elements in memory order, and the permutation back to the tensor's order."""
     values = tensor.detach()
     if values.layout is not torch.strided or values.is_contiguous():  # of sparse ones gloo takes the parts
         yield values

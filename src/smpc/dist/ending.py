@@ -1,11 +1,11 @@
 """The end of a process that has process groups: no thread of theirs may still run when Python takes itself down.
 
-gloo runs a collective call in a thread of its own. The call is over for its caller before that thread has let go of the tensors; if it is
-the last to do so, it needs Python to free them. A process that ends in between, as a loaded machine lets it, would find Python gone,
-and abort with SIGABRT in the place of status 0. So the process waits until those threads sleep.
+gloo runs a collective call in a thread of its own. The call may return before that thread has released the tensors; if it is the last
+owner, it needs Python to free them. On a loaded machine, a process may end in between: Python is then gone, and the process aborts with
+SIGABRT instead of status 0. So the process waits until those threads sleep.
 
     sleeping    two readings of /proc say so, and that it was never awake in between. A thread that waits for Python is awake while
-                /proc is read, as reading lets go of Python's lock.
+                Reading /proc releases Python's lock.
 
 `destroy_process_group` ends the threads of groups that nothing else refers to; device meshes and sharded models keep theirs.
 """

@@ -1,4 +1,4 @@
-"""Ranks and sizes: torch.distributed's where it is initialised, the launcher's variables before, else those of a job of one process.
+"""Ranks and sizes: from torch.distributed if it is initialised, else from the launcher's variables, else for a job of one process.
 
 RANK, WORLD_SIZE                 or what mpirun or srun set (`smpc.places`)
 LOCAL_RANK, LOCAL_WORLD_SIZE     the same
@@ -21,7 +21,7 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Whether the process groups are there."""
+    """Whether the process groups exist."""
     return distributed.is_available() and distributed.is_initialized()
 
 
@@ -76,7 +76,7 @@ def _place() -> Place | None:
 
 
 def _agreed(name: str, of_group: int | None, alone: int) -> int:
-    """The number of the process group, with which the environment agrees; that of the environment, where there is no group."""
+    """The process group's number, checked against the environment; without a group, the environment's."""
     place = _place()
     of_launcher = None if place is None else (place.world_size if name == "WORLD_SIZE" else place.rank)
     if of_group is None:

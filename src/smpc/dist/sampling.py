@@ -33,10 +33,10 @@ def get_sampler(
     rank: int | None = None,
     seed: int = 0,
 ) -> DistributedSampler[int]:
-    """A DistributedSampler: of R replicas, r reads every R-th sample, from the r-th on. Alone there is one replica.
+    """A DistributedSampler: of R replicas, replica r reads every R-th sample, from the r-th on. A rank alone is one replica.
 
-    `num_replicas` and `rank`: all ranks of the world by default; after `smp.init` or `tsm.init` the parts of the data that the session needs:
-    ranks that must be given the same batches get the same samples.
+    `dataset`, `drop_last`, `shuffle`, `seed`: as for torch's DistributedSampler. `num_replicas` and `rank`: by default all ranks of the
+    world; after `smp.init` or `tsm.init` the session's parts of the data: ranks that need the same batches get the same samples.
     """
     index, count = _PLACES[-1] if _PLACES else (get_global_rank(), get_world_size())
     return DistributedSampler(

@@ -61,7 +61,7 @@ def initialize_dist(device: str | torch.device | None = None, timeout: float = 3
 
 
 def checked_seconds(timeout: float) -> float:
-    """The timeout. Raises ConfigTypeError or ConfigError for what is no time: all comparisons with NaN are false, and a wait would have no end."""
+    """The timeout. Raises ConfigTypeError or ConfigError for an invalid one: with NaN, whose comparisons are false, a wait has no end."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         raise ConfigTypeError(f"timeout: expected seconds, found {timeout!r}")
     if not 0 < timeout < 1e9:
@@ -94,7 +94,7 @@ def _check_backend(kind: str) -> None:
 
 
 def _set_variables(launch: Launch) -> None:
-    """What a launcher has not set, so that it can be read as under torchrun."""
+    """Sets variables that a launcher has not set, as torchrun would."""
     values = {
         "RANK": launch.rank,
         "WORLD_SIZE": launch.world_size,

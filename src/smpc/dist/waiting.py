@@ -4,7 +4,7 @@
     with busy_wait_for_local_rank_zero():                   all begin; the others look for a file that it writes at its end
     with local_rank_zero_download_and_wait("a.bin"):        the others begin when the file is there; needs no process groups
 
-When the body fails on local rank 0, all ranks end with an error that says so: nobody waits for what never comes.
+When the body fails on local rank 0, all ranks end with an error that says so: no rank waits for ever.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ def _check(outcomes: list[str | None]) -> None:
 
 @contextmanager
 def local_rank_zero_download_and_wait(expected_file_path: str, timeout: float | None = None) -> Iterator[None]:
-    """On local rank 0 the body runs at once; on the others when the file is there. Needs no process groups.
+    """Local rank 0 runs the body at once; the others when the file is there. Needs no process groups.
 
-    `timeout`: seconds that the others wait at most, 1800 by default. Raises TransportError then, and ConfigError for what is no time.
+    `expected_file_path`: the file that the body makes. `timeout`: seconds that the others wait at most, 1800 by default; then
+    TransportError. Raises ConfigError for a wrong timeout.
     """
     seconds = _DEFAULT_SECONDS if timeout is None else checked_seconds(timeout)
     if get_local_rank() != 0:
@@ -94,7 +95,10 @@ def get_node_signal_file_name(rng: random.Random | None = None) -> str:
 
 
 def write_signal_file(signal_file_name: str, dir_path: str | None = None) -> str:
-    """Write an empty file of that name, on local rank 0 alone; its path. `dir_path`: the working directory by default."""
+    """Write an empty file on local rank 0; returns its path, on every rank.
+
+    `signal_file_name`: its name, as from `get_node_signal_file_name`. `dir_path`: its folder, by default the working directory.
+    """
     return _write(signal_file_name, dir_path, "")
 
 
@@ -164,7 +168,7 @@ def _check_folder(path: str) -> None:
 
 
 def _exchange(outcome: str | None, path: str) -> list[str | None]:
-    """What all ranks say of their bodies; nobody needs the file any more."""
+    """The outcome of all ranks' bodies; after this nobody needs the file."""
     try:
         return all_gather_object(outcome)
     finally:

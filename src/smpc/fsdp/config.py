@@ -44,7 +44,7 @@ _INSTEAD = {"device_mesh": "give data_parallel_shard_degree and data_parallel_re
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecision:
-    """What units compute in, what gradients are averaged in, what floating-point buffers are cast to: None, if they stay as they are."""
+    """The dtypes of computing units, of averaging gradients, and of floating-point buffers; None: no cast."""
 
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
@@ -76,7 +76,7 @@ class MixedPrecision:
 
 @dataclass(frozen=True, slots=True)
 class FSDPConfig:
-    """The fields; `read` makes one out of a dictionary."""
+    """The fields of `fsdp_config`; `read` makes one from a dictionary. docs/trainer.md has the meaning of each field."""
 
     sharding_strategy: str = "FULL_SHARD"
     data_parallel_shard_degree: int = -1

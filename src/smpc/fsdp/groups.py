@@ -8,7 +8,7 @@
 
     [0, 2]                    those ranks; every rank says its own: see `joined`
 
-Where ranks slice layers together, a unit is over those of its group that have the same slice: see `among_slices`.
+If ranks slice layers together, a unit is sharded over the ranks of its group with the same slice: see `among_slices`.
 
 The same on every rank, so that all can make all groups in one order.
 """
@@ -22,7 +22,10 @@ from smpc.errors import ConfigError, ConfigTypeError
 
 
 def partition(name: object, world_size: int, local_size: int) -> tuple[tuple[int, ...], ...]:
-    """All groups of that name. Raises ConfigError for other names, and where K or the nodes do not divide the ranks evenly."""
+    """All groups of that name, over `world_size` ranks on nodes of `local_size`.
+
+    Raises ConfigError for other names, and if K or the nodes do not divide the ranks evenly.
+    """
     if not isinstance(name, str):
         raise ConfigTypeError(
             f"process_group: expected self, node, local_rank_across_nodes, setK or modK, or a list of ranks, found {name!r}"
@@ -61,7 +64,7 @@ def joined(lists: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
 
 
 def among_slices(groups: Sequence[tuple[int, ...]], slices: int) -> tuple[tuple[int, ...], ...]:
-    """Of each group the ranks that have the same slice, where `slices` ranks that follow one another slice layers together.
+    """The ranks of each group that have the same slice, if `slices` consecutive ranks slice layers together.
 
     Raises ConfigError unless all slices of a unit are over the same places: a rank and those that slice layers with it stay together.
 

@@ -61,17 +61,17 @@ class Over:
         return len(self._places(0)) * self.slices == sum(map(len, self.shards))
 
     def number(self, rank: int) -> tuple[int, int]:
-        """The number of this rank's unit among those of its name with values of their own, by their first ranks; and how many there are."""
+        """The number of this rank's unit among units of its name with different values, by their first ranks; and how many there are."""
         units = list(dict.fromkeys(map(self._places, range(sum(map(len, self.shards))))))
         return units.index(self._places(rank)), len(units)
 
     def _places(self, rank: int) -> frozenset[int]:
-        """Whose values are those of a rank, slices of it put together."""
+        """The ranks that together hold the values of a rank's unit, with its slices."""
         return frozenset(member // self.slices for row in self.grid(rank) for member in row)
 
 
 def over_all(groups: Iterable[Any], slices: int = 1) -> dict[Any, Over]:
-    """What these groups are, by `key_of`, in one order on all ranks. Collective where ranks name their own members.
+    """These groups, by `key_of`, in the same order on all ranks. Collective if ranks name their own members.
 
     `slices`: how many ranks slice layers together; of a group those are meant that have the same slice.
     """

@@ -1,4 +1,5 @@
-"""Applies a configuration to a model: meshes, units, precision, recomputation, and the optimizer that goes on with the parts. Collective.
+"""Applies a configuration to a model: meshes, units, precision, recomputation, and the optimizer, which continues with the shards.
+Collective.
 
     prepared = prepare(model, config, "fp32", optimizer)
     loss(model(batch)).backward()       gradients are averaged over the ranks that hold the parts
@@ -43,9 +44,9 @@ from smpc.sharding.tensors import as_state_of, local
 class Prepared:
     """A sharded model. `numbered`: what differs between groups, by its name in state dicts: of units of which not all ranks hold parts.
 
-    Of these it has the number of this rank's values, and how many there are; the same number on ranks that hold parts of the same values.
-    `mesh`: of all ranks, with the axis `tensor` if layers are sliced. `buffers`: those that are cast; who has filled a state dict in place,
-    and does not load it, calls `settle` of each.
+    For each of these it has the number of this rank's values, and how many there are; ranks that hold parts of the same values have the
+    same number. `mesh`: of all ranks, with the axis `tensor` if layers are sliced. `buffers`: the cast ones; after filling a state dict in
+    place without loading it, call `settle` of each.
     """
 
     model: nn.Module
@@ -98,11 +99,12 @@ def prepare(
     device_type: str = "cpu",
     tensor: TensorConfig | None = None,
 ) -> Prepared:
-    """Shard the children of a model in place, with rank 0's values.
+    """Shard the children of a model in place, with rank 0's values. Collective.
 
-    `precision`: `fp32`, `amp_fp16` or `amp_bf16`, which named mixed precisions refer to. `tensor`: the layers that are sliced before, over
-    groups of ranks; FSDP is over what these leave of the ranks. Raises ConfigError for fields that do not fit the model or the ranks,
-    before any process group is made.
+    `config`: what to shard, and how. `precision`: `fp32`, `amp_fp16` or `amp_bf16`, which named mixed precisions refer to. `optimizer`:
+    gets the sharded parameters in place of the whole ones. `device_type`: "cpu" or "cuda", where the model computes. `tensor`: the
+    layers that are sliced first, over groups of ranks; FSDP shards over the ranks with the same slices. Raises ConfigError for fields
+    that do not fit the model or the ranks, before any process group is made.
     """
     roots = _roots(model, config)
     units = {name: units_of(root) for name, root in roots.items()}
@@ -325,7 +327,7 @@ def _check_meta(model: nn.Module, config: FSDPConfig) -> bool:
 
 @torch.no_grad()
 def _sync_buffers(model: nn.Module, device_type: str) -> None:
-    """What is whole on the device, and rank 0's buffers everywhere. Collective. Parts are where they should be."""
+    """Moves whole parameters to the device, and gives all ranks rank 0's buffers. Collective. Shards are there already."""
     made: dict[Tensor, Tensor] = {}  # one buffer may have several names
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -404,7 +406,7 @@ def _prefetch(root: nn.Module, config: FSDPConfig, wrapped: Sequence[Wrapped]) -
 
 
 def hand_over(optimizer: torch.optim.Optimizer, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Have an optimizer go on with parts: groups, options and state stay."""
+    """Let an optimizer continue with the shards: groups, options and state stay."""
     state: dict[Any, dict[str, Any]] = dict(optimizer.state)
     optimizer.state.clear()
     for old, values in state.items():
@@ -415,7 +417,7 @@ def hand_over(optimizer: torch.optim.Optimizer, exchanged: Mapping[nn.Parameter,
 
 
 def _beside(parameter: nn.Parameter, value: Any) -> Any:
-    """What an optimizer keeps for a parameter, where that lies; a count of steps may lie anywhere."""
+    """An optimizer's state for a parameter, moved to its device; a count of steps may stay anywhere."""
     return value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
 
 

@@ -35,7 +35,11 @@ _TOLERANCE = 1e-3  # of norms: what other orders of summation may change, and pa
 
 @dataclass(frozen=True, slots=True)
 class TensorConfig:
-    """The fields of `parallelism_config["tp"]`; `read` makes one out of a dictionary."""
+    """The fields of `parallelism_config["tp"]`; `read` makes one from a dictionary.
+
+    `tensor_parallel_degree`: ranks in a group. `layer_plan`: by name or pattern of a module, a style of
+    torch.distributed.tensor.parallel.
+    """
 
     tensor_parallel_degree: int = 1
     layer_plan: Any = None
@@ -81,7 +85,7 @@ def data_sizes(slices: int) -> tuple[int, int]:
 
 
 def check_beside(config: FSDPConfig) -> None:
-    """Raise ConfigUnsupportedError for what cannot be beside slices."""
+    """Raise ConfigUnsupportedError for settings that do not combine with slices."""
     if not config.auto_wrap:
         raise ConfigUnsupportedError(
             "fsdp_config: auto_wrap: False is not supported beside tp; slice and shard the model in the script"

@@ -28,7 +28,7 @@ from smpc.sharding.tensors import local, own_part
 
 
 class Values:
-    """The parameters of a model as they are before it is sliced. `source`: gives rank 0's; `offload`: parts lie in CPU memory."""
+    """The parameters of a model before it is sliced. `source`: gives rank 0's; `offload`: shards are kept in CPU memory."""
 
     def __init__(self, model: nn.Module, source: Incoming, device_type: str, *, offload: bool = False) -> None:
         self._model, self._source, self._device_type = model, source, device_type
@@ -53,7 +53,7 @@ class Values:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Bring the values, where they are not there yet, and let go of whole parameters. Collective.
+        """Send values to ranks that lack them, and free whole parameters. Collective.
 
         Raises ConfigUnsupportedError where this rank's part of a parameter is not what its description says: torch has rules of its own
         for parts of slices.

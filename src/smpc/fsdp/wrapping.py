@@ -31,11 +31,11 @@ class Wrapped:
 
 
 def units_of(root: nn.Module) -> tuple[Wrapped, ...]:
-    """The units of one child of the model, inner ones first, the child itself last.
+    """The units of `root`, a child of the model: inner ones first, the child itself last.
 
-    A module that shares a parameter with what is outside of it is none: its parameters go to the unit around that has all uses of them.
-    Raises ConfigTypeError for answers that are neither bool nor dict, and ConfigError for options that are unknown, and for lists and
-    dictionaries of modules, which are never called.
+    A module that shares a parameter with a module outside it is not a unit: its parameters go to the unit around all their uses. Raises
+    ConfigTypeError for answers that are neither bool nor dict, and ConfigError for unknown options, and for lists and dictionaries of
+    modules, which are never called.
     """
     chosen: dict[str, Mapping[str, Any]] = {}
     for name, module in root.named_modules():

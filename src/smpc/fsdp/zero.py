@@ -3,8 +3,8 @@
     zero_optimization.stage    0: replicas    1, 2: SHARD_GRAD_OP    3: FULL_SHARD
     zero_hpz_partition_size    the shard degree of HYBRID_SHARD
 
-Batch sizes must agree with what the script gives; keys that tune DeepSpeed's own communication have no effect and are told once; what
-would change the training and is not supported is an error with its name.
+Batch sizes must agree with what the script gives; keys that tune DeepSpeed's own communication have no effect and get one warning;
+unsupported keys that would change the training are an error with their names.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class ZeroPlan:
 
 
 def translate(given: Mapping[str, Any], *, batch_size: int | None, world_size: int, precision: str | None) -> ZeroPlan:
-    """What a configuration means for batches of `batch_size` samples on each of `world_size` ranks.
+    """The settings from a DeepSpeed configuration, for batches of `batch_size` samples on each of `world_size` ranks.
 
-    `precision`: what the script has chosen, which the configuration must agree with; None: it has not. Raises ConfigError with a line for
-    each contradiction and each key that is not supported.
+    `given`: its dictionary. `precision`: the script's choice, which the configuration must agree with; None: there is none. Raises
+    ConfigError with a line for each contradiction and each key that is not supported.
     """
     if not isinstance(given, Mapping):
         raise ConfigTypeError(f"deepspeed_config: expected a dict, found {given!r}")

@@ -55,7 +55,7 @@ class InPlace(Installed):
         self._versions = DictVersions()  # of all that their Python has read
 
     def otherwise(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns."""
+        """The model's result."""
         program, values = self.program_of(args, kwargs)
         device = next((value.device for value in values.values()), torch.device("cpu"))
         self.begin(program.traced, device)
@@ -65,10 +65,10 @@ class InPlace(Installed):
         return outputs_of(trace, named, device, lambda position, value: self.finish(program.traced, position, value))
 
     def begin(self, traced: Traced, device: torch.device) -> None:
-        """What is done before a program runs."""
+        """Called before a program runs."""
 
     def finish(self, traced: Traced, position: int, value: Any) -> Any:
-        """What is returned for a leaf of the program's output."""
+        """The result for a leaf of the program's output."""
         return value
 
     def program_of(self, args: Any, kwargs: Mapping[str, Any]) -> tuple[_Program, dict[str, Tensor]]:
@@ -86,7 +86,7 @@ class InPlace(Installed):
         return program, input_values(program.trace, args, kwargs)
 
     def _state(self) -> Any:
-        """What programs depend on beside the inputs and the values that Python reads.
+        """The key of a program beside its inputs and the values that Python reads.
 
         The modules, which of them are in training, wrapped, or have hooks, and which parameters are trained.
         """

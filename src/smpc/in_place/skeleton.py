@@ -1,4 +1,4 @@
-"""A model to be recorded: a copy of what a model is now, without wrappers, with whole parameters on the meta device.
+"""A model to be recorded: a copy of the present model, without wrappers, with whole parameters on the meta device.
 
 Parameters may be anywhere when a recording is made: in slices, in parts of flat parameters, gathered as plain tensors. So what they are as
 a whole is noted beforehand (`whole_parameters`), and the copy has stand-ins. All else is the model's own: buffers, and the values of
@@ -22,7 +22,7 @@ from smpc.in_place.wrappers import Casts, casts_of, own_modules, unwrapped
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _OF_FSDP2 = "__composable_api"  # how what `fully_shard` keeps in a module is called
-INSTALLED = "_smpc_installed"  # on what is put in the place of a forward
+INSTALLED = "_smpc_installed"  # on the replacement of a forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Skeleton:
     originals: Mapping[int, Any]
 
     def original(self, value: Any) -> Any:
-        """What a part of the copy is a copy of; all else is what it is."""
+        """The original of a part of the copy; other objects are returned unchanged."""
         return self.originals.get(id(value), value)
 
 
@@ -154,7 +154,7 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 class _Memo(dict[int, Any]):
-    """For `copy.deepcopy`, which asks it for the copies of what a value refers to."""
+    """For `copy.deepcopy`, which asks it for copies of a value's references."""
 
     def __init__(self, modules: Mapping[int, Any]) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class _Memo(dict[int, Any]):
         self.has_modules = False
 
     def get(self, key: int, default: Any = None) -> Any:
-        """The copy of a module, or of what was copied before."""
+        """The copy of a module, or an existing copy."""
         self.has_modules = self.has_modules or key in self._modules
         return self._modules[key] if key in self._modules else super().get(key, default)
 

@@ -1,4 +1,4 @@
-"""What a program of a whole model sees as `self`: the model as it is now, by the names that it has without wrappers.
+"""The `self` of a program for a whole model: the present model, by its names without wrappers.
 
 self.layers[0].mlp.up.weight       the parameter there is at this moment: a slice that FSDP has just gathered, say
 self.layers[0](h)                  calls the module with all that is around it
@@ -44,7 +44,7 @@ class View:
 
 
 class Root(View):
-    """The model itself. `_device` stands for the device of the trace."""
+    """The model itself. `_device` replaces the device of the trace."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__(module)
@@ -74,7 +74,7 @@ def _seen(value: Any) -> Any:
 
 
 class Run:
-    """What a module is called with that is to run a function in place of its own forward."""
+    """The argument of a module call that runs a function in place of the module's forward."""
 
     __slots__ = ("function",)
 
@@ -83,7 +83,7 @@ class Run:
 
 
 class Installed:
-    """What stands in the place of a module's forward. It belongs to this module, and cannot be copied."""
+    """The replacement of a module's forward. It belongs to this module, and cannot be copied."""
 
     def __init__(self, module: nn.Module) -> None:
         self.own = module.forward
@@ -97,7 +97,7 @@ class Installed:
         return self.otherwise(*args, **kwargs)
 
     def otherwise(self, *args: Any, **kwargs: Any) -> Any:
-        """What a call does that is not to run a function."""
+        """The original call, which runs no function."""
         return self.own(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What scripts put around modules, and the modules inside.
+"""Wrappers that scripts put around modules, and the modules inside.
 
     FSDP1, checkpoint_wrapper, offload_wrapper, torch.compile      a module around the module
     FSDP2 (fully_shard)                                            a subclass, and hooks
@@ -50,7 +50,7 @@ def is_wrapped(outer: nn.Module, inner: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Casts:
-    """What mixed precision makes of a unit of FSDP: the dtype of its parameters, of its inputs and of its outputs; None: as they are."""
+    """Mixed precision of an FSDP unit: the dtype of its parameters, inputs and outputs; None: no cast."""
 
     parameters: torch.dtype | None = None
     inputs: torch.dtype | None = None

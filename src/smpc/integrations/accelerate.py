@@ -54,7 +54,7 @@ except ModuleNotFoundError as error:
     needed = f"smpc.integrations.accelerate needs {error.name}: pip install 'smpc[accelerate]'"
     raise ModuleNotFoundError(needed, name=error.name) from error
 
-_TAG = "state"  # of what save_state writes into a folder that is named
+_TAG = "state"  # of files that save_state writes into a named folder
 
 
 class PipelineAccelerator(Accelerator):  # type: ignore[misc]
@@ -79,7 +79,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
         return own
 
     def check(self) -> None:
-        """Raise an error for what this cannot do."""
+        """Raise an error for unsupported options."""
         _check_session()
         if smp.tp_size() > 1:
             raise ConfigUnsupportedError(
@@ -337,7 +337,7 @@ class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]
         self._num_steps = 1 if split_batches or not with_optimizer else smp.dp_size()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """As many steps as an update is of batches; none if gradients were not finite, so that there was no update."""
+        """Steps the scheduler once for each batch of an update; not if gradients were not finite, so that there was no update."""
         if any(each.overflow for each in self._watched):
             return
         for _ in range(self._num_steps):

@@ -49,7 +49,7 @@ def microbatches_of(batch: Any) -> list[Any]:
 def warn_of_uneven_labels(batch: Any, remedy: str) -> bool:
     """Warn, and return True, if microbatches of a batch have different numbers of labels that count.
 
-    A mean over the labels of each microbatch is then another number than the mean over those of the batch. `remedy`: what to do.
+    The mean of the microbatches' means then differs from the mean over the batch's labels. `remedy`: what to do.
     """
     microbatches = smp.state.cfg.microbatches
     for value in tree_leaves(batch):
@@ -72,7 +72,7 @@ def warn_of_uneven_labels(batch: Any, remedy: str) -> bool:
 
 
 def joined(value: Any, *, whole: bool) -> Any:
-    """Outputs of the microbatches as those of the batch, numbers in a row; `whole`: every microbatch was the batch."""
+    """Outputs of the microbatches joined to the batch's, numbers in a row; `whole`: every microbatch was the batch."""
     if isinstance(value, smp.StepOutput):
         if whole:
             return value[0]

@@ -7,9 +7,9 @@
 
     smpc run -n 2 train.py
 
-What is the Trainer's stays so: data loaders, optimizers, schedulers, accumulation, clipping, evaluation, callbacks, checkpoints. This class
-overrides public methods of it: what one batch does (`training_step`, `prediction_step`), what is saved (`save_model`), which accelerator
-there is, and which optimizer.
+The Trainer keeps control of data loaders, optimizers, schedulers, accumulation, clipping, evaluation, callbacks, checkpoints. This class
+overrides public methods for one batch (`training_step`, `prediction_step`), for saving (`save_model`), for the accelerator and for the
+optimizer.
 
 Terms
     batch           `per_device_train_batch_size` samples of one replica, cut into the microbatches of a step. One that does not divide
@@ -18,8 +18,8 @@ Terms
                     `num_items / microbatches`, and the mean over microbatches is then the loss of the batch: for a model that divides by
                     it, and for one that returns a mean
 
-Files are those of the Trainer: `model.safetensors`, and `optimizer.pt` of the whole model, so that a job on another number of ranks, or
-the Trainer itself, resumes them.
+Files are in the Trainer's format: `model.safetensors`, and `optimizer.pt` of the whole model, so that a job on another number of ranks,
+or the Trainer itself, resumes them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ except ModuleNotFoundError as error:
 
 
 class PipelineTrainer(Trainer):  # type: ignore[misc]
-    """The Trainer for a model that lies on several ranks; construct it on every rank.
+    """The Trainer for a model that is spread over several ranks; construct it on every rank.
 
     `pipeline`: the configuration of `smp.init`; None where the script has called that. The other arguments are the Trainer's.
     `self.model` is the `smp.DistributedModel`, and `self.model.get_module()` the module that was given.
@@ -82,9 +82,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         module = self.model
         self.model_wrapped = self.model = smp.DistributedModel(module)  # averages gradients of replicas in every batch
         base = getattr(module, "get_base_model", None)
-        if callable(
-            base
-        ):  # an adapter of peft hands on what it is given: the columns of a batch are those of the model in it
+        if callable(base):  # an adapter of peft passes its arguments on: the columns of a batch are the inner model's
             self.model.show_signature(base())
         self.callback_handler.model = self.model
         self._num_counted = _num_counted(module)
@@ -154,14 +152,14 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
     def _is_scaled(self, num_items: Any) -> bool:
-        """Whether the loss is that of all batches of an update already, as the Trainer has it."""
+        """Whether the loss already covers all batches of an update, as in the Trainer."""
         chosen = getattr(self, "loss_is_scaled_for_ga", None)
         if chosen is not None:
             return bool(chosen)
         return (self.model_accepts_loss_kwargs and num_items is not None) or self.compute_loss_func is not None
 
     def _cut(self, inputs: Mapping[str, Any], num_items: Any, cut: Any, whole: Any) -> tuple[Any, Tensor | None]:
-        """The step function for a batch of this size, and what one microbatch's losses are divided by."""
+        """The step function for a batch of this size, and the divisor of one microbatch's losses."""
         is_cut = divides(inputs)
         if is_cut and not self._has_warned and not self._is_scaled(num_items):
             remedy = "give forward an argument num_items_in_batch, or pass a compute_loss_func, to divide by the items of the whole batch"
@@ -220,7 +218,7 @@ class _GatheredOptimizer(smp.DistributedOptimizer):
         self._gathered = None
 
     def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:
-        """What has been gathered, or what is gathered now."""
+        """The gathered state, cached or gathered now."""
         return super().state_dict(gather_to_rank0) if self._gathered is None else self._gathered
 
 
@@ -313,7 +311,7 @@ def _check_ranks(args: TrainingArguments) -> None:
 
 
 def _check(given: Mapping[str, Any]) -> None:
-    """Raise ConfigUnsupportedError for what a pipeline cannot follow."""
+    """Raise ConfigUnsupportedError for options that a pipeline cannot support."""
     args, wrong = given.get("args"), []
     if isinstance(given.get("model"), smp.DistributedModel):
         wrong.append("model: expected the module itself; PipelineTrainer makes the DistributedModel")

@@ -8,18 +8,19 @@
 
     smpc run -n 2 train.py
 
-What is Lightning's stays so: loops, optimizers, schedulers, accumulation, clipping, evaluation, callbacks, loggers, checkpoints.
+Lightning keeps control of loops, optimizers, schedulers, accumulation, clipping, evaluation, callbacks, loggers, checkpoints.
 
 Terms
     network     the child of the LightningModule that has all of its parameters, such as `self.model`. It becomes the
                 smp.DistributedModel. `training_step` and its kin run in step functions: on the first rank up to the call of the network,
                 and for every microbatch on the last
     count       of a batch: what its losses are means over, rows, or labels that count. Microbatches weigh by it, so that their mean is
-                that of the batch; what is logged with a `batch_size` weighs by that, as it does in Lightning
+                the batch's mean; a value logged with a `batch_size` is weighted by it, as in Lightning
     logged      what `self.log` is told in such a step: the mean over microbatches, logged on every rank
 
-Files are those of Lightning: a checkpoint has the state dict of the whole module and of its optimizer, so that `load_from_checkpoint`, a
-job on another number of ranks, or Lightning in one process reads it. The random state of every rank is beside them.
+Files are in Lightning's format: a checkpoint has the state dict of the whole module and of its optimizer, so that
+`load_from_checkpoint`, a job on another number of ranks, or Lightning in one process reads it. The random state of every rank is beside
+them.
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ _RANDOM = "smpc_random_state"  # in a checkpoint: of every rank
 
 
 class PipelineStrategy(Strategy):  # type: ignore[misc]
-    """Lightning's Strategy for a module that lies on several ranks; construct it on every rank, before data loaders.
+    """Lightning's Strategy for a module that is spread over several ranks; construct it on every rank, before data loaders.
 
     `pipeline`: the configuration of `smp.init`; None where the script has called that. `network`: the name of the module's child that
     has its parameters; by default the only child that has any. `count`: a function from a batch to the number of items that its losses are
     means over, for a causal language model `lambda batch: (batch["labels"][:, 1:] != -100).sum()`; by default all microbatches have as
     many.
 
-    Raises ConfigUnsupportedError, with a line for each, for what a pipeline cannot follow: manual optimization, several optimizers,
-    precision of Lightning's (`bf16: true` in the configuration keeps fp32 masters), parameters outside of the network.
+    Raises ConfigUnsupportedError, with a line for each, for features that a pipeline cannot support: manual optimization, several
+    optimizers, precision of Lightning's (`bf16: true` in the configuration keeps fp32 masters), parameters outside of the network.
     """
 
     optimizers: Any
@@ -90,7 +91,7 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
 
     @property
     def root_device(self) -> torch.device:
-        """Where this rank computes."""
+        """This rank's device."""
         device: torch.device = smp.state.session.device
         return device
 
@@ -221,14 +222,14 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
         return None
 
     def weight(self, microbatch: Any, total: float | None) -> float:
-        """What a microbatch's means are multiplied by, so that their mean is that of the batch; `total`: the batch's count."""
+        """The factor of a microbatch's means, so that their mean is the batch's; `total`: the batch's count."""
         if total is None or self._count is None:
             return 1.0
         return float(self._count(microbatch)) / total * int(smp.state.cfg.microbatches)
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[tuple[dict[str, Tensor], dict[str, _Options]]]:
-        """What the module logs inside, by name: values and options."""
+        """The values that the module logs in this context, by name, with options."""
         module: Any = _module(self)
         values: dict[str, Tensor] = {}
         told: dict[str, _Options] = {}
@@ -315,7 +316,7 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
         return state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load it, and go on with the random states, before data loaders begin to draw."""
+        """Load it, and restore the random states, before data loaders begin to draw."""
         self.optimizers[0].load_state_dict(checkpoint["optimizer_states"][0])
         found = checkpoint.get(_RANDOM, ())
         if len(found) == smp.size():
@@ -338,7 +339,7 @@ class _Options:
 class _Optimizer(smp.DistributedOptimizer):
     """Lightning clears gradients between a forward and its backward, and a pipeline has done both by then.
 
-    `holds`: gradients are those of the batch that is being trained, and stay.
+    `holds`: gradients belong to the batch that is being trained, and stay.
     """
 
     holds = False
@@ -403,7 +404,7 @@ def _weighed(value: Any, weight: float) -> Any:
 
 
 def _mean(value: Any, *, whole: bool) -> Any:
-    """Outputs of the microbatches as those of the batch: of numbers the mean."""
+    """Outputs of the microbatches joined to the batch's; numbers are averaged."""
     if isinstance(value, smp.StepOutput) and not value[0].dim():
         return value[0] if whole else value.reduce_mean()
     if isinstance(value, Mapping):
@@ -431,7 +432,7 @@ def _replicas() -> Any:
 
 
 def _check(module: LightningModule, name: str | None, precision: Precision) -> str:
-    """The name of the network. Raises ConfigUnsupportedError for what a pipeline cannot follow."""
+    """The name of the network. Raises ConfigUnsupportedError for features that a pipeline cannot support."""
     wrong = []
     trained = [child for child, each in module.named_children() if any(True for _ in each.parameters())]
     own = [each for each, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]

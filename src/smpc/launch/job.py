@@ -9,8 +9,8 @@ LOCAL_RANK, MASTER_ADDR, ...): the same script runs under plain `torchrun`. What
       here the store takes over a socket that is already bound to 127.0.0.1, on a port that the system chose, so jobs
       do not collide. gloo and nccl are pointed to the loopback interface, unless GLOO_SOCKET_IFNAME or
       NCCL_SOCKET_IFNAME is set. A job of several hosts listens on the master's address;
-    - when a rank fails, all end, on all hosts, with the processes that they started, and the traceback shown is that of the rank
-      that failed first. Ranks that smpc watches hear of it, and say so;
+    - when a rank fails, all end, on all hosts, with the processes that they started. The traceback shown is the
+      first failed rank's. Ranks that smpc watches hear of it, and say so;
     - the status is that rank's: its own exit status, or 128 + the number of the signal that killed it. SIGTERM, SIGINT,
       SIGHUP (but under nohup) and SIGQUIT to the launcher are passed on, and the status is 128 + the signal;
     - a ConfigError that ends a rank is the user's mistake: its text, a line each, no traceback, status 2;
@@ -225,7 +225,7 @@ def _command_line(job: Job, environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _environment(num_ranks: int, place: Place) -> dict[str, str]:
-    """What the ranks inherit: this process's environment, and defaults where the user has set nothing."""
+    """The environment of the ranks: this process's, with defaults for unset variables."""
     import socket
 
     environment = dict(os.environ)
@@ -243,8 +243,8 @@ def _environment(num_ranks: int, place: Place) -> dict[str, str]:
 def default_num_ranks(environ: Mapping[str, str]) -> int:
     """How many ranks `smpc run` starts that is not told: LOCAL_WORLD_SIZE, else a rank for each GPU of this host, at least one.
 
-    A LOCAL_WORLD_SIZE beside a LOCAL_RANK is that of a job around the launcher; 0 is that of a scheduler that counts GPUs where there are
-    none. Raises ConfigError for one that is no number.
+    A LOCAL_WORLD_SIZE beside a LOCAL_RANK belongs to a job around the launcher; 0 comes from a scheduler that counts GPUs on a node
+    without any. Raises ConfigError for one that is not a number.
     """
     text = environ.get("LOCAL_WORLD_SIZE", "").strip()
     if text and not environ.get("LOCAL_RANK", "").strip():
@@ -277,7 +277,7 @@ def _script_violations(script: str, is_module: bool) -> list[str]:
 
 
 def _module_violations(name: str) -> list[str]:
-    """What is wrong with the name of a module, as far as it can be known without running the packages around it."""
+    """The error of a module's name, as far as it can be known without importing its parent packages."""
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
         return [f"-m: {shown(name)} is no name of a module"]

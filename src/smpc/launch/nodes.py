@@ -52,7 +52,7 @@ class Place:
         return self.node_rank == 0
 
     def fields(self, local_rank: int) -> dict[str, int]:
-        """What names of log files may contain."""
+        """The fields that names of log files may contain."""
         return {
             "rank": self.base_rank + local_rank,
             "local_rank": local_rank,
@@ -118,7 +118,7 @@ class NodeOptions:
         return Place(num_ranks, world_size, base_rank, node_rank, num_nodes, address, port)
 
     def _of_launcher(self, environ: Mapping[str, str]) -> NodeOptions | None:
-        """These options completed with what MPI or Slurm says of a task on every node; None where options or variables say it already."""
+        """These options completed from MPI's or Slurm's variables, with one task per node; None if options or variables say it already."""
         numbers = (self.num_nodes, self.node_rank, self.world_size, self.base_rank)
         told = any(environ.get(name, "").strip() for name in ("WORLD_SIZE", "NODE_RANK", "BASE_RANK", "LOCAL_RANK"))
         if told or any(number is not None for number in numbers):
@@ -140,7 +140,7 @@ class NodeOptions:
     def _contradictions(
         self, node_rank: int, base_rank: int, num_ranks: int, world_size: int, reader: _Reader
     ) -> list[str]:
-        """What is wrong with numbers that are all there: the first thing."""
+        """The first error of a complete set of numbers."""
         if base_rank + num_ranks > world_size:
             return [
                 f"--world-size: expected at least base rank {base_rank} + {num_ranks} ranks of this node = {base_rank + num_ranks}, "

@@ -1,10 +1,10 @@
-"""What the ranks of this host print: to files, one for every rank, and to the console, with a prefix.
+"""Output of this host's ranks: to files, one for every rank, and to the console, with a prefix.
 
 Terms
     template    a file name with the fields {rank}, {local_rank}, {world_size}, {local_world_size}, {node_rank}: `--stdout 'out/{rank}.log'`
     console     the launcher's own stdout and stderr: lines of all ranks, of the first one of this host, or none
 
-Of streams that are not shown, the last 64 KiB of each are kept: `hidden` gives those of a rank that has failed.
+The last 64 KiB of each hidden stream are kept: `hidden` returns a failed rank's.
 
 A line of the console begins with `[rank 3] `, in a colour of its rank where the console is a terminal. A single rank whose output goes to
 no file has the console to itself, without a prefix: a debugger works. Files have what the rank wrote, byte by byte, at once.
@@ -43,7 +43,7 @@ class OutputOptions:
     prefix: bool = True
 
     def violations(self, places: Sequence[Mapping[str, int]]) -> list[str]:
-        """What is wrong with them, for ranks with these values of the fields."""
+        """The error of these file names, for ranks with these values of the fields."""
         found = (
             []
             if self.console in CONSOLES
@@ -106,14 +106,14 @@ class RankOutput:
                 self._threads[-1].start()
 
     def close(self) -> None:
-        """Wait for what the ranks have written last. A process that outlived them and holds a stream is not waited for."""
+        """Wait for the ranks' last output. A process that outlived them and holds a stream is not waited for."""
         for thread in self._threads:
             thread.join(_JOIN_SECONDS)
         for file in self._files.values():
             file.close()
 
     def hidden(self, rank: int) -> str:
-        """The end of what a rank has written and nobody has been shown; "" if there is nothing. After `close`."""
+        """The end of a rank's hidden output; "" if there is none. Call it after `close`."""
         parts = []
         for name, kept in zip(("stdout", "stderr"), self._hidden.get(rank, ()), strict=False):
             if kept.strip():
@@ -158,7 +158,7 @@ class RankOutput:
             self._show([rest], prefix, console)
 
     def _write(self, file: BinaryIO, chunk: bytes) -> None:
-        """To a rank's file. A full disk does not stop the rank; it is told once."""
+        """Write to a rank's file. A full disk does not stop the rank; it is reported once."""
         try:
             while chunk:
                 chunk = chunk[file.write(chunk) :]

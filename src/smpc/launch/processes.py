@@ -225,7 +225,7 @@ class Processes:
 
 
 def _say_nothing(text: str) -> None:
-    """What a launcher without `-v` logs."""
+    """The log of a launcher without `-v`."""
 
 
 def _end(code: int) -> str:
@@ -245,7 +245,7 @@ class _Guard:
         self.descriptor = stream.fileno()
 
     def tell(self, line: object) -> None:
-        """Of a process group, or "done"."""
+        """The state of a process group, or "done"."""
         with suppress(BrokenPipeError):
             self._stream.write(f"{line}\n")
             self._stream.flush()

@@ -4,7 +4,7 @@ Terms
     node    what one launcher started; several on one host in tests. The launcher of node 0 hosts the store
     order   failures sort by it: causes before consequences, then by time. Hosts' clocks need not agree to better than a second, for
             a death that left no report comes before the reports of the ranks that noticed it
-    beat    a number that every launcher of several nodes raises all the time; one that stands still is a launcher that is gone
+    beat    a number that every launcher of several nodes raises all the time; if it stops, the launcher is gone
 
 All of it happens on a thread of its own, because importing torch takes longer than the ranks need to start, and a connection to another
 host may not come about. The keys begin with `smpc_run/`; what is read from them is parsed as text, never unpickled.
@@ -39,7 +39,7 @@ _NO_RANK_AT_FAULT = 1.0  # comes after the failures of ranks, before their conse
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What ends a job, in a line and with more text; `rank` is -1 where no rank is at fault. `status`: what all launchers exit with."""
+    """The failure that ends a job, in a line and with more text; `rank`: -1 if none is at fault; `status`: of all launchers."""
 
     rank: int
     headline: str
@@ -83,7 +83,7 @@ class Rendezvous:
 
     @property
     def remote(self) -> Failure | None:
-        """What has failed first of what the other nodes have told."""
+        """The first failure that other nodes have reported."""
         return self._remote
 
     def tell(self, failure: Failure) -> None:
@@ -100,10 +100,10 @@ class Rendezvous:
         *,
         looks_for_cause: bool = False,
     ) -> None:
-        """This node's ranks have ended. Waits, after a success, for those of the other nodes; not longer than `patience` if one has failed,
-        or something interrupts the wait, but until the other nodes' launchers can know what has failed here: a minute at most, and not
-        if a signal hastens the end. `looks_for_cause`: this node's failures are consequences of one on another node, whose launcher gets
-        the time to tell it in which it would count as gone.
+        """This node's ranks have ended. After a success it waits for the other nodes' ranks. After a failure, or if the wait is
+        interrupted, it waits at most `patience`, but until the other launchers can know this node's failure: at most a minute, and not if a
+        signal shortens the end. `looks_for_cause`: this node's failures follow from one on another node, whose launcher gets time to report
+        it before it counts as gone.
         """
         while True:
             stopped = interruption()
@@ -189,7 +189,7 @@ class Rendezvous:
             self._wake.clear()
 
     def _may_leave(self, store: Store) -> bool:
-        """Whether nobody needs this thread: who has failed waits for what the others say, the host of the store until they have left."""
+        """Whether this thread is done: a failed launcher waits for the others' reports, the store's host until they have left."""
         all_ended = store.add(f"{_PREFIX}/ended", 0) >= self._world_size
         if self._listener is not None:
             return store.add(f"{_PREFIX}/left", 0) >= self._world_size - self._num_ranks

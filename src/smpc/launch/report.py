@@ -1,4 +1,4 @@
-"""Which rank failed first, and what the user reads of it."""
+"""Which rank failed first, and the text for the user."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def describe(failures: Sequence[RankFailure], num_ranks: int, left_early: Sequence[int] = ()) -> str:
-    """What the user reads when a job failed: the first failure in full, then a line for each that followed.
+    """The text for the user when a job failed: the first failure in full, then a line for each later one.
 
     `left_early`: the ranks that have ended with status 0 by themselves. Where the others only say that a peer is gone, it was those.
     """

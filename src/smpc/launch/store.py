@@ -5,7 +5,7 @@ socket that somebody else has bound: one host's job binds 127.0.0.1, port 0 (the
 hosts' job the master's address. The launcher hosts the store, the ranks are its clients
 (TORCHELASTIC_USE_AGENT_STORE), so it outlives any rank.
 
-The socket is there before torch is imported; clients that come early wait in its queue.
+The socket exists before torch is imported; early clients wait in its queue.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def serve(listener: socket.socket, timeout: timedelta) -> TCPStore:
 def job_store(launch: Launch, timeout: timedelta) -> Store:
     """The store of this process's job: the launcher's, where it serves one; otherwise rank 0 serves it, and the others wait for it.
 
-    `timeout`: of this, and of every wait in it from now on. A process has one store for its life, which serves whatever it begins later: a
-    rank that is early would otherwise reach what rank 0 is about to close. On one host, only that host can reach it. Raises
-    RuntimeError, or one of torch's that is one, where nobody serves it in time.
+    `timeout`: of this, and of every wait in it from now on. A process has one store for its life, which serves all its later sessions: an
+    early rank would otherwise reach a store that rank 0 is about to close. On one host, only that host can reach it. Raises RuntimeError,
+    or a torch subclass of it, if the store is not served in time.
     """
     assert launch.master_port is not None, "a job of one process needs no store"
     place = (launch.master_addr, launch.master_port)
@@ -88,9 +88,9 @@ def job_store(launch: Launch, timeout: timedelta) -> Store:
 
 
 def of_call(store: Store, name: str, rank: int) -> Store:
-    """What ranks tell each other in this call of `name`, of which there may be several: ranks that call it equally often meet.
+    """The keys for one call of `name`: ranks meet in their n-th calls of it.
 
-    Each rank counts its own calls, in the store itself: a rank that comes late must not be taken for what it left there the last time.
+    Each rank counts its own calls, in the store itself: a late rank must not meet keys of an earlier call.
     """
     from torch._C._distributed_c10d import PrefixStore
 
@@ -131,7 +131,7 @@ def _await_listener(address: str, port: int, timeout: timedelta) -> timedelta:
 
 
 def of_job(store: Store) -> Store:
-    """What the ranks and the launcher tell each other in a store that torch.distributed gave.
+    """Messages between the ranks and the launcher in torch.distributed's store.
 
     Not under torch's prefix, which changes between versions, but under one for every attempt that a launcher makes.
     """

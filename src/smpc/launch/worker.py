@@ -1,4 +1,4 @@
-"""What `smpc run` starts for every rank: runs the user's script as `__main__` and reports how it failed.
+"""The process that `smpc run` starts for every rank: runs the user's script as `__main__` and reports its failure.
 
     python launch/worker.py LAUNCHER_PID SCRIPT [ARGUMENT ...]
     python launch/worker.py LAUNCHER_PID -m MODULE [ARGUMENT ...]
@@ -116,7 +116,7 @@ class _NoModule(Exception):
 
 
 def write_report(headline: str, text: str, rank: int) -> bool:
-    """Leave the report of a failure that is not an exception of this process's script, but that of global rank `rank`.
+    """Leave the report of global rank `rank`'s failure, which is not an exception of this process's script.
 
     For whoever ends the process from another thread. Returns whether there was a place for it.
     """

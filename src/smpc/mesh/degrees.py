@@ -1,4 +1,4 @@
-"""The degrees of a job, and the rules that they keep: pure arithmetic, checked before any process group is made.
+"""The degrees of a job, and the rules between them: pure arithmetic, checked before any process group is made.
 
     pipeline x replica x shard x context x tensor = number of processes        replica is what the others leave
     expert divides shard x context, or replica x context where shard is 1      expert ranks lie inside of those
@@ -42,12 +42,12 @@ class Degrees:
 
     @property
     def replica_size(self) -> int:
-        """Ranks of one replica of the model: those that hold each parameter once, or its slices, or parts."""
+        """The number of ranks that together hold one replica of the model."""
         return self.pipeline * self.tensor * self.context * self.shard
 
     @property
     def num_replicas(self) -> int:
-        """What the other degrees leave of the processes."""
+        """The number of replicas: processes divided by the other degrees."""
         return self.world_size // self.replica_size
 
 

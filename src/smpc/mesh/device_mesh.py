@@ -1,10 +1,10 @@
-"""The mesh as torch's `DeviceMesh`: given to what wants one, taken from whoever has one.
+"""Conversions between the mesh and torch's `DeviceMesh`.
 
     given    device_mesh(mesh, rank, "cpu", (Axis.REPLICA, Axis.FSDP), groups)     what this rank sees of these axes: for `fully_shard`
              all_axes(mesh)                                                        [pipeline, replica, shard, context, tensor] of ranks
     taken    mesh_of(DeviceMesh("cpu", table, mesh_dim_names=("shard", "tensor"))) the `Mesh` with the same ranks in the same places
 
-Process groups are those of `make_groups`, whatever mesh looks at them: one for each different set of ranks.
+All meshes use the process groups of `make_groups`: one for each different set of ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from smpc.errors import ConfigError
 from smpc.mesh.degrees import Degrees
 from smpc.mesh.mesh import Axis, Mesh
 
-# The dimensions of a whole mesh, the right-most fastest inside a stage, and what others call them.
+# The dimensions of a whole mesh, the right-most fastest inside a stage, and other libraries' names for them.
 DIMENSIONS = {
     "pipeline": Axis.PP,
     "replica": Axis.REPLICA,
@@ -31,7 +31,7 @@ DIMENSIONS = {
     "tensor": Axis.TP,
 }
 _OTHER_NAMES = {"pp": "pipeline", "dp_replicate": "replica", "dp_shard": "shard", "cp": "context", "tp": "tensor"}
-# Without context, expert and sharded data parallelism no groups are made for others.
+# Without context, expert and sharded data parallelism, only these axes get groups.
 _BASIC = (Axis.WORLD, Axis.PP, Axis.TP, Axis.RDP, Axis.DP, Axis.MP)
 
 
@@ -40,7 +40,8 @@ def make_groups(
 ) -> dict[Axis, dist.ProcessGroup]:
     """The process group of every axis. Axes with the same groups share them: without tensor parallelism MP is PP.
 
-    Experts have groups of their own: their tokens travel while DistributedDataParallel averages, in an order that its hooks decide.
+    Experts have groups of their own: they exchange tokens while DistributedDataParallel averages, in an order that its hooks
+    decide.
 
     Collective: every rank makes every group, in the same order, as torch.distributed demands.
     """
@@ -66,10 +67,10 @@ def device_mesh(
     groups: Mapping[Axis, dist.ProcessGroup],
     names: Sequence[str] | None = None,
 ) -> DeviceMesh:
-    """The ranks that differ from this one along `axes` alone, with a dimension for each; no process group is made.
+    """The ranks that differ from this one only along `axes`, with a dimension for each; no process group is made.
 
-    `names` of the dimensions: the axes' own by default. torch keeps layouts by meshes that are equal, even of groups that were destroyed:
-    whoever makes DTensors of a mesh that can be made again in a process gives it names of its own.
+    `names` of the dimensions: the axes' own by default. torch caches layouts by equal meshes, even if their groups were destroyed: give a
+    mesh distinct names if DTensors are made with it and an equal mesh can be made again in the process.
     """
     own = tuple(names) if names is not None else tuple(str(axis) for axis in axes)
     if len(axes) == 1:
@@ -87,13 +88,13 @@ def mesh_of(given: DeviceMesh, *, expert_parallel_degree: int = 1) -> Mesh:
     """The mesh that a DeviceMesh over all ranks describes.
 
     Its dimensions are named as in `DIMENSIONS`, or pp, dp_replicate, dp_shard, cp, tp; those that are left out have one rank. Raises
-    ConfigError for other names, and where the ranks lie as no placement has them.
+    ConfigError for other names, and for an order of ranks that no placement has.
     """
     sizes = _sizes(given)
     ranks = given.mesh.flatten().tolist()
     if sorted(ranks) != list(range(len(ranks))):
         raise ConfigError(f"device_mesh: expected all ranks from 0 to {len(ranks) - 1}, found {sorted(ranks)}")
-    known = {name: size for name, size in sizes.items() if name != "replica"}  # which is what the others leave
+    known = {name: size for name, size in sizes.items() if name != "replica"}  # the rest of the ranks
     degrees = Degrees(len(ranks), expert=expert_parallel_degree, **known)
     order = [DIMENSIONS[name] for name in sizes]
     for placement in PLACEMENT_STRATEGIES:
@@ -101,7 +102,7 @@ def mesh_of(given: DeviceMesh, *, expert_parallel_degree: int = 1) -> Mesh:
         if _table(mesh, order, range(len(ranks))).flatten().tolist() == ranks:
             return mesh
     raise ConfigError(
-        f"device_mesh: expected ranks that lie as a placement_strategy has them, such as "
+        f"device_mesh: expected ranks in the order of a placement_strategy, such as "
         f"{_table(Mesh.of(degrees), order, range(len(ranks))).tolist()} for ({', '.join(sizes)}), found {given.mesh.tolist()}"
     )
 

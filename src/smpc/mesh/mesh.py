@@ -8,7 +8,7 @@ Terms
         S, shard       which part of that copy, where parameters lie in parts (FSDP)
         C, context     which slice of the sequence; its ranks hold parts of parameters, too
     placement          a permutation of the letters D, P, T; the right-most varies fastest over global ranks.
-                       `cluster` is DPT (a replica on neighbours), `spread` is TPD (a replica far apart). D stands for RSC in this order
+                       `cluster` is DPT (a replica on neighbours), `spread` is TPD (a replica far apart). D means RSC in this order
     expert view        for experts, S x C is folded otherwise, right-most fastest; or R x S x C, where S x C has too few ranks:
         X              which part of an expert's parameters, or which copy of them
         E, expert      which of the experts
@@ -102,9 +102,10 @@ def _is_of_experts(axis: Axis) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The ranks of a job, arranged by parallelism. The number of replicas is what the other degrees leave.
+    """The ranks of a job, arranged by parallelism. The number of replicas follows from the other degrees.
 
-    `sharded_data_parallel_degree`: ranks that divide each parameter among them beside those of context parallelism, which do, too.
+    `sharded_data_parallel_degree`: ranks that shard each parameter, in addition to the context-parallel ranks, which also shard
+    it.
     """
 
     world_size: int
@@ -184,7 +185,7 @@ class Mesh:
 
     @property
     def shard_size(self) -> int:
-        """Ranks with samples of their own over which a parameter lies in parts."""
+        """Ranks with samples of their own over which a parameter is sharded."""
         return self.sharded_data_parallel_degree
 
     @property
@@ -199,12 +200,12 @@ class Mesh:
 
     @property
     def replica_size(self) -> int:
-        """Copies of the parameters: what sharding and context parallelism leave of `rdp_size`."""
+        """Copies of the parameters: `rdp_size` divided by the degrees of sharding and context parallelism."""
         return self.rdp_size // self.fsdp_size
 
     @property
     def fsdp_size(self) -> int:
-        """Ranks over which a parameter lies in parts, if it does."""
+        """Ranks over which a parameter is sharded, if it is."""
         return self.shard_size * self.cp_size
 
     @property
@@ -235,7 +236,7 @@ class Mesh:
         return self.axis_rank(Axis.RDP, rank)
 
     def axis_rank(self, axis: Axis, rank: int) -> int:
-        """Position of a global rank in its group of an axis: its digits there, in the mixed base that the letters spell."""
+        """Position of a global rank in its group of an axis: the mixed-radix number of its coordinates along the axis's letters."""
         self._check_rank(rank)
         degrees = self._degrees(axis)
         position, weight = 0, 1
@@ -249,7 +250,7 @@ class Mesh:
     def data_place(self, rank: int, *, tensor_ranks_share: bool) -> tuple[int, int]:
         """Which of how many parts of the data a global rank reads, by number and count.
 
-        Ranks of one pipeline, and of one sequence, read the same part; those of a tensor-parallel group too, if they share their samples.
+        Ranks of one pipeline, and of one sequence, read the same part; so do ranks of a tensor-parallel group, if they share their samples.
         """
         shared = (Axis.CP, Axis.TP) if tensor_ranks_share else (Axis.CP,)
         own = [self.axis_rank(axis, rank) for axis in shared]

@@ -1,4 +1,4 @@
-"""What tensor-parallel modules share: how they are split, the layouts between them, and their sliced parameters.
+"""Common ground of tensor-parallel modules: how they are split, the layouts between them, and their sliced parameters.
 
 Terms
     scaled batch   the samples of all tensor-parallel ranks of a group together, [tp * B, S, H]. With `prescaled_batch` every rank is
@@ -16,7 +16,7 @@ A parameter of a distributed module acts on the scaled batch, so its gradient is
 group already: replicas average it over RDP, and without `prescaled_batch` it is divided by the group's size besides, as the losses of
 its ranks are averaged. The other parameters are averaged over DP.
 
-Values are drawn block by block for the whole parameter and kept where the slice lies: the same seed gives the same weights for every
+Values are drawn block by block for the whole parameter, and only the slice is kept: the same seed gives the same weights for every
 degree, leaves the random state the same, and no rank ever holds more than its slice and one block.
 
 Source: "Tensor Parallelism API for PyTorch" and "Prescaled Batch" in the public references of SMP v1.
@@ -91,7 +91,7 @@ class TensorParallel:
         return tensor if self.prescaled_batch else gathered(tensor, 0, self.group)
 
     def enter_batch(self, tensor: Tensor, batch: int) -> Tensor:
-        """Like `enter_whole`; a first dimension of 1 where there are more samples stands for all, and stays."""
+        """Like `enter_whole`; a first dimension of 1 applies to all samples, and stays 1."""
         return tensor if tensor.shape[0] == 1 and batch > 1 else self.enter_whole(tensor)
 
     def before_columns(self, hidden: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ class DistributedModule(nn.Module):
 
 
 def fill_slice(parameter: Tensor, shard: Shard | None, fill: Callable[[Tensor], object]) -> None:
-    """Fills a slice with what `fill` gives for the whole tensor, drawn in blocks of its rows."""
+    """Fills a slice with `fill`'s values for the whole tensor, drawn in blocks of its rows."""
     shape = whole_shape(parameter, shard)
     if not shape:
         fill(parameter)
@@ -233,7 +233,7 @@ def fill_slice(parameter: Tensor, shard: Shard | None, fill: Callable[[Tensor], 
 
 
 def whole_shape(part: Tensor, shard: Shard | None) -> list[int]:
-    """The shape of what this is a slice of."""
+    """The shape of the whole tensor of this slice."""
     shape = list(part.shape)
     if shard is not None:
         shape[shard.dim] = shard.size

@@ -56,7 +56,7 @@ class RandomStreams:
         return {stream: torch.tensor(count) for stream, count in sorted(self._counts.items())}
 
     def load_state_dict(self, states: dict[str, Tensor]) -> None:
-        """Goes on from what `state_dict` returned."""
+        """Continues from a result of `state_dict`."""
         self._counts = {stream: int(states.get(stream, 0)) for stream in self._counts}
         self._tickets.clear()
 

@@ -80,7 +80,7 @@ class Registration:
 
 
 def formats_in(model: nn.Module) -> list[Format]:
-    """How Hugging Face writes the state of the layers that distributed modules of a model stand for, each once."""
+    """Hugging Face's state formats of the layers that a model's distributed modules replace, each once."""
     found: list[Format] = []
     for module in model.modules():
         form = vars(module).get(_FORMAT)

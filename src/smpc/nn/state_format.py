@@ -1,4 +1,4 @@
-"""How the tensors of a Hugging Face layer lie in those of its distributed version, and translating state dicts by that.
+"""Translates state dicts between a Hugging Face layer and its distributed version, by a mapping of their tensors.
 
     Rule("attn.c_attn.weight", ("attention.query.weight", "attention.key.weight", "attention.value.weight"), transposed=True)
 
@@ -125,7 +125,7 @@ class Format:
         return name
 
     def layer_to_smdistributed(self, layer: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The state dict of one distributed layer, from that of theirs."""
+        """The state dict of one distributed layer, from the Hugging Face layer's."""
         return self._ours("", dict(layer))
 
     def _translate(

@@ -1,1 +1,1 @@
-"""Watching the steps of a job: which ones, what is kept of them, who is told."""
+"""Observing the steps of a job: which steps, which records, which callbacks."""

@@ -11,9 +11,9 @@ Terms
     span        when an instruction ran: see `smpc.executor.measure.spans`
     busy        the time in F, B and W; the rest of a step is waiting, messages and bookkeeping
 
-While nobody watches (no callback, no window) nothing is measured. Memory: on a GPU what its allocator says; on a CPU the bytes of
-living tensors, counted in the step before the window, which is slower for it and not timed. A rank's callbacks are its own
-affair: nothing here communicates, so ranks may have different ones.
+Without a callback or a window nothing is measured. Memory: on a GPU the allocator's peak; on a CPU the bytes of live tensors,
+counted in the step before the window, which is slower for it and not timed. Nothing here communicates, so ranks may have
+different callbacks.
 """
 
 from __future__ import annotations
@@ -42,10 +42,13 @@ BUSY = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """What a callback is told after a step. None: not known on this rank.
+    """The information of a callback after a step. None: not known on this rank.
 
-    `seconds` is the step alone, `seconds_between` from the end of the step before: with the optimizer and the data loading, if that
-    was measured. Throughputs count all replicas, over `seconds_between`.
+    `step` counts from 0; `training`: whether it trained; `rank`: the global one. `seconds` is the step alone, `seconds_between` from
+    the end of the step before: with the optimizer and the data loading, if that was measured. `samples`, `tokens` and throughputs count
+    all replicas, the latter over `seconds_between`; `flops` is the average of the ranks. `bubble` is this rank's share of the step
+    without a forward or a backward, `loss` the mean over this replica's microbatches, `peak_bytes` the most bytes allocated on this
+    rank's GPU so far.
     """
 
     step: int  # from 0, over all steps of this process
@@ -95,7 +98,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What one rank has kept. `offset` is to be added to its times, to have those of rank 0."""
+    """The records of one rank. Add `offset` to its times to get times of rank 0's clock."""
 
     rank: int  # of all processes
     pipeline_rank: int
@@ -135,7 +138,7 @@ class RankRecord:
 
 @dataclass(slots=True)
 class Watch:
-    """A step under way: whoever runs it notes here what it knows."""
+    """A running step: its runner notes measurements here."""
 
     recorder: Recorder | None = None
     is_wanted: bool = False  # whether anyone asks for what follows
@@ -193,13 +196,13 @@ class Observer:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody watches the coming step; steps are counted all the same."""
+        """Whether the coming step is not observed; steps are counted anyway."""
         window = self._window
         return not self._callbacks and (window is None or not window.first - 1 <= self._num_steps < window.last)
 
     @property
     def record(self) -> RankRecord:
-        """What has been kept so far."""
+        """The records so far."""
         return replace(self._record, num_steps=self._num_steps, steps=tuple(self._steps), peak_bytes=self._peak_bytes)
 
     def register(self, callback: StepCallback) -> RemovableHandle:
@@ -283,7 +286,7 @@ class Observer:
         )
 
     def optimizer_step(self) -> contextlib.AbstractContextManager[None]:
-        """Around the optimizer's step, whose memory counts as that of the step before it."""
+        """Around the optimizer's step, whose memory counts for the step before it."""
         if not self._counts or self._watch is not None or self._device.type != "cpu":
             return contextlib.nullcontext()
         return self._memory(True, ())

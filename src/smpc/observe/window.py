@@ -46,7 +46,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What `smpc run --report` and `--trace` ask of the ranks: their records of the window's steps, as files in a folder."""
+    """The request of `smpc run --report` and `--trace` to the ranks: to write records of the window's steps to a folder."""
 
     folder: str
     window: Window = Window()

@@ -1,4 +1,4 @@
-"""What the fused optimizers share: `torch.optim.Optimizer` semantics, buckets of tensors, state, and norms over ranks.
+"""The base of the fused optimizers: `torch.optim.Optimizer` semantics, buckets of tensors, state, and norms over ranks.
 
 A step sorts the parameters that have gradients into buckets, which are updated together: one bucket for each device, choice of
 dtypes, number of steps done and parameter group. Usually that is one a group. Parameters without gradients are skipped, and
@@ -9,9 +9,9 @@ State of a parameter: `step` (no dimension, fp32, on the CPU, as torch has it), 
 first step. States of a DTensor parameter are DTensors placed alike. Unlike torch's `load_state_dict`, ours does not round to
 the parameter's dtype.
 
-Who computes, by group option `kernel`: True the Triton kernels, False torch's foreach functions (for AdamW on CUDA torch's
-fused kernel), None whichever is known to be faster (`smpc.kernels.setting`). Where kernels cannot work, torch does: without
-Triton, on the CPU, for fp64, and for parameters with gaps in memory.
+The group option `kernel` selects the implementation: True the Triton kernels, False torch's foreach functions (for AdamW on
+CUDA torch's fused kernel), None the one known to be faster (`smpc.kernels.setting`). If kernels cannot run, torch computes:
+without Triton, on the CPU, for fp64, and for parameters with gaps in memory.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class FusedOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def _faults(self, options: Mapping[str, Any]) -> list[str]:
-        """What is wrong with a group's options, besides those that all have."""
+        """The errors of a group's options, besides the common ones."""
 
     # -- steps -----------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@
     norm = clip_grad_norm_(parameters, 1.0, shard_group=..., norm_group=...)     # of parameters sliced over ranks
     norm = global_norm([p.grad for p in parameters])
 
-A tensor's norm is taken over the ranks that hold its parts, once, and the norm of all over `norm_group` at last: see
+A tensor's norm is taken over the ranks that hold its parts, once, and the norm of all finally over `norm_group`: see
 `smpc.optimizers.norm_groups`. Nothing waits for the device.
 
 Source: torch.nn.utils.clip_grad_norm_, whose rule for scaling this is: max_norm / (norm + 1e-6), at most 1.

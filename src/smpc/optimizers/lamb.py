@@ -9,8 +9,9 @@ or always with `use_nvlamb`.
 Different from apex: `max_grad_norm=0` (or None) means no clipping, where apex's kernel zeroes every gradient; steps are counted
 by parameter and not by group; fp64 is computed in fp64; `master_weights`; sharded parameters.
 
-Sharded parameters: both norms of a trust ratio, and gn, are those of the whole tensors. DTensors (FSDP2) know where their
-parts are; for others `shard_group` says it, and `norm_group` where other parameters are: see `smpc.optimizers.norm_groups`.
+Sharded parameters: both norms of a trust ratio, and gn, are taken over whole tensors. DTensors (FSDP2) know their ranks;
+for others `shard_group` gives the ranks with parts, and `norm_group` the ranks with other parameters: see
+`smpc.optimizers.norm_groups`.
 
 Source: apex.optimizers.FusedLAMB; You et al., "Large Batch Optimization for Deep Learning", 2020.
 """
@@ -118,7 +119,7 @@ class FusedLamb(FusedOptimizer):
 
 
 def _clip(norm: Tensor | None, limit: float | None, device: torch.device) -> Tensor | None:
-    """What gradients are divided by; the host does not wait for it."""
+    """The divisor of gradients; the host does not wait for it."""
     if norm is None or not limit:
         return None
     return torch.where(norm > limit, norm / limit, 1.0).to(device)

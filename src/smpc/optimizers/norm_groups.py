@@ -11,7 +11,7 @@ Terms
     groups = NormGroups(shard_group=lambda p: tp_group if p is w else None, norm_group=pp_group)
     global norm ^2 = over pp_group (over tp_group (|w|^2) + |bias|^2)
 
-DTensors know their shard groups: those of the mesh dimensions along which they are sharded, so FSDP2's parameters need no hook. A
+DTensors know their shard groups, from the mesh dimensions along which they are sharded, so FSDP2's parameters need no hook. A
 parameter that several ranks of the norm group hold, with the same gradient, is counted by the one where `counted` says so.
 
 Every rank of a group has to ask for the same norms in the same order: the same parameters with gradients on all ranks of a shard group.
@@ -60,7 +60,7 @@ class NormGroups:
         return self.counted is None or self.counted(parameter)
 
     def whole_norms(self, norms: Tensor, parameters: Sequence[Tensor], order: float = 2.0) -> Tensor:
-        """Norms of whole tensors from those of this rank's parts: [..., parameters], in the order of the parameters."""
+        """Norms of whole tensors from norms of this rank's parts: [..., parameters], in the order of the parameters."""
         places: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
         for place, parameter in enumerate(parameters):
             groups = self.groups_of(parameter)
@@ -84,7 +84,7 @@ class NormGroups:
 
 
 def sum_norms(norms: Tensor, order: float, group: dist.ProcessGroup) -> Tensor:
-    """The norms of what the ranks of a group hold together, from each rank's; the order is a positive number or infinity."""
+    """The norms of tensors that the ranks of a group hold together, from each rank's; the order is a positive number or infinity."""
     # fp64 whatever the norms are: a rank without gradients does not know the others' dtype, and squares of fp32 may exceed fp32.
     values = norms.to(torch.float64)
     if order == math.inf:
@@ -100,7 +100,7 @@ def sum_norms(norms: Tensor, order: float, group: dist.ProcessGroup) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor; the tensor itself, unless it is a DTensor."""
+    """This rank's part of a tensor; the tensor itself, unless it is a DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

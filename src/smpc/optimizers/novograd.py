@@ -11,7 +11,7 @@ It starts at the first gradient's norm, or at 0 with `init_zero`. d = n / sqrt(1
 denominator of the rule in `smpc.kernels.optimizers`; `reg_inside_moment` puts the weight decay inside the moment.
 
 Different from apex: steps and norms are kept by parameter and not by group, so apex's states have no `norm` and are not loaded; fp64 is
-computed in fp64; `master_weights`; sharded parameters, whose norms are those of the whole tensors (see `smpc.optimizers.norm_groups`).
+computed in fp64; `master_weights`; sharded parameters, whose norms are taken over whole tensors (see `smpc.optimizers.norm_groups`).
 
 Source: apex.optimizers.FusedNovoGrad; Ginsburg et al., "Stochastic Gradient Methods with Layer-wise Adaptive Moments", 2019.
 """

@@ -2,8 +2,9 @@
 
     Launch.read(os.environ) -> Launch(rank=3, world_size=8, local_rank=3, local_size=8, master_port=29500, ...)
 
-MASTER_ADDR and MASTER_PORT say where. On one host the address may be left out; under Slurm it is the step's first host; where mpirun or
-srun number their jobs, the port may be left out too, and follows from the number, so that all processes take the same one.
+MASTER_ADDR and MASTER_PORT give the address of the store. On one host the address may be left out; under Slurm it is the step's first
+host; where mpirun or srun number their jobs, the port may be left out too, and follows from the number, so that all processes take the
+same one.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from smpc.places.place import Place
 LOOPBACK = "127.0.0.1"
 _LOCAL_NAMES = ("localhost", LOOPBACK, "::1")
 _NO_ADDRESS = "MASTER_ADDR: expected the address of rank 0's host, found nothing in the environment"
-_FIRST_PORT, _NUM_PORTS = 20000, 10000  # below those that Linux gives to whoever asks for any
+_FIRST_PORT, _NUM_PORTS = 20000, 10000  # below Linux's ephemeral ports
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is this host's own, seen from this host alone."""
+    """Whether an address belongs to this host and is reachable only from it."""
     return address in _LOCAL_NAMES or address.startswith("127.")
 
 
@@ -43,7 +44,7 @@ class Launch:
     single_host: bool
     has_store: bool  # whether the launcher serves the rendezvous store itself
     master_addr: str = field(default=LOOPBACK, compare=False)
-    origin: str = field(default="", compare=False)  # the variables that say so
+    origin: str = field(default="", compare=False)  # the variables with these values
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Launch:
@@ -54,7 +55,7 @@ class Launch:
             place = Place.find(environ)
         except ConfigError as error:
             *lines, advice = str(error).splitlines()
-            if lines:  # of single variables: then those of the master are named too
+            if lines:  # of single variables: then the master's are named too
                 _port(environ, "", lines)
                 lines += [] if address else [_NO_ADDRESS]
             raise ConfigError("\n".join([*lines, advice])) from None
@@ -101,7 +102,7 @@ def _local(name: str, found: int | None, default: int | None, problems: list[str
 
 
 def _port(environ: Mapping[str, str], job: str, problems: list[str]) -> int:
-    """MASTER_PORT; where it is not set, the one that all processes of `job` take, unless that is ""."""
+    """MASTER_PORT; if it is not set, the port of the numbered `job`, unless `job` is ""."""
     text = environ.get("MASTER_PORT", "").strip()
     if not text and job:
         return meeting_port(job)

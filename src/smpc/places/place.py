@@ -1,8 +1,8 @@
-"""This process's place among those of its job, as the program that started it tells in the environment.
+"""This process's place in its job, read from the environment variables of its launcher.
 
     Place.find(os.environ) -> Place(rank=3, world_size=8, ...)      None: nothing says that this is one process of several
 
-Read are, and the first complete set counts
+These sets are read, and the first complete one counts
 
     torch       RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE: torchrun, `smpc run`, or by hand
     Open MPI    OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
@@ -10,8 +10,8 @@ Read are, and the first complete set counts
     PMI         PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS: mpiexec of MPICH and Intel MPI
     Slurm       SLURM_PROCID, SLURM_STEP_NUM_TASKS or SLURM_NTASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE, SLURM_NODEID: a task of srun
 
-An inner set is the one that is read first: torchrun is started by srun, mpirun by sbatch. Numbers set by hand that contradict those of a
-launcher are an error, for then several processes would take the same place.
+The order is from the inner to the outer launcher: srun starts torchrun, sbatch starts mpirun. Numbers set by hand that contradict a
+launcher's are an error, since several processes would then take the same place.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 
 from smpc.errors import ConfigError
 
-_AGENT = "TORCHELASTIC_RUN_ID"  # torchrun's and smpc run's: they have set torch's variables for this very process
+_AGENT = "TORCHELASTIC_RUN_ID"  # torchrun's and smpc run's: they have set torch's variables for this process
 
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """The variables of one launcher, and those that tell its jobs apart, of which the first that is set counts."""
+    """The variables of one launcher, and the variables that identify its jobs; the first of these that is set counts."""
 
     launcher: str
     rank: str
@@ -73,9 +73,9 @@ _OUTER = [name for names in (*_MPI, _SLURM) for name in (names.rank, *names.worl
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`local_rank`, `local_size`: None where the launcher does not tell. `job`: tells the launcher's jobs apart, "" where nothing does.
+    """`local_rank`, `local_size`: None if the launcher does not say. `job`: identifies the launcher's job, "" if nothing does.
 
-    `first_host`: the host of rank 0, as far as it is known. `origin`: the variables that say so, with their values.
+    `first_host`: the host of rank 0, if it is known. `origin`: the variables that were read, with their values.
     """
 
     rank: int
@@ -106,14 +106,14 @@ class Place:
 
 
 def _read(names: _Names, environ: Mapping[str, str]) -> Place | None:
-    """The place that a set of variables tells; None if there is none. ConfigError for one that is not whole."""
+    """The place from one set of variables; None if none is set. ConfigError for an incomplete set."""
     rank = _given(environ, (names.rank,))
     size = _given(environ, names.world_size)
     if rank is None and size is None:
         return None
     if rank is None or size is None:
         if names is _TORCH and any(_given(environ, (other.rank,)) for other in (*_MPI, _SLURM)):
-            return None  # a leftover beside a whole set, with which it is compared
+            return None  # a leftover beside a complete set, which is checked against it
         missing = names.rank if rank is None else names.world_size[0]
         found = "=".join(size or rank or ())
         raise ConfigError(
@@ -177,7 +177,7 @@ def _advice(names: _Names) -> str:
 def _slurm(environ: Mapping[str, str], *, has_place: bool) -> Place | None:
     """The place of a task that srun has started; None in a batch script or an allocation's shell, which is one process.
 
-    `has_place`: torch's variables give this process one already.
+    `has_place`: torch's variables already give this process a place.
     """
     rank, size = _given(environ, (_SLURM.rank,)), _given(environ, _SLURM.world_size)
     is_task = bool(environ.get("SLURM_STEP_ID"))
@@ -208,7 +208,7 @@ def _slurm(environ: Mapping[str, str], *, has_place: bool) -> Place | None:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int | None:
-    """The tasks of this node, of a list like `4(x2),3`; None where it does not tell."""
+    """The tasks of this node, from a list like `4(x2),3`; None if it does not say."""
     counts, node = (
         _given(environ, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")),
         environ.get("SLURM_NODEID", "0"),
@@ -233,7 +233,7 @@ def _first_host(hosts: str) -> str:
 
 
 def _check_rest(outer: Place | None, environ: Mapping[str, str]) -> None:
-    """Of torch's variables some may be set beside another launcher's whole set; they must say the same."""
+    """Some of torch's variables may be set beside another launcher's complete set; they must agree with it."""
     if outer is None:
         return
     expected = {"RANK": outer.rank, "WORLD_SIZE": outer.world_size}

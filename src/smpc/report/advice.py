@@ -1,14 +1,14 @@
-"""What another setting would gain, and its price: at most three findings about a plan, each planned and simulated, none guessed.
+"""The gain and price of other settings: at most three findings about a plan, each planned and simulated, none guessed.
 
     advice(options, planned)
     ("--memory-weight 0: step 18.7% shorter, peak 42.8 of 74.5 GiB (now 31.0 GiB)", ...)
 
     outlook(options, planned)    these, with where the step's time goes and what the memory is; for terminals, pages and notebooks
 
-Looked at are the memory weight, where it is above 0, and, where a tenth of the ranks' time or more is bubble, other schedules and more
-stages on a rank. Each is planned as it stands otherwise, without proof; one that does not fit the device's memory (or the limit), or
-gains less than one percent, is not worth a word. A bubble over a quarter always has a way out: if nothing else helps, more microbatches
-do, and the finding says how far. A plan that needs far more memory than there is has other troubles: nothing is looked for.
+It tries the memory weight, if it is above 0, and, if at least a tenth of the ranks' time is bubble, other schedules and more stages on
+a rank. Each is planned with everything else unchanged, without proof. A setting that does not fit the device's memory (or the limit),
+or gains less than one percent, is not reported. A bubble over a quarter always gets a finding: if nothing else helps, more microbatches
+do, and the finding says how far. A plan that needs far more memory than there is has other problems: nothing is tried.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def advice(options: PipelineOptions, planned: Planned) -> tuple[str, ...]:
 class Outlook:
     """Where the time of a step goes, the most bytes that a rank holds and may hold, and what other settings would gain.
 
-    `is_assumed`: times are those of a device that stands in for the one at hand.
+    `is_assumed`: times are for an assumed device, not for this machine.
     """
 
     parts: StepParts
@@ -83,7 +83,7 @@ class Outlook:
 
 
 def outlook(options: PipelineOptions, planned: Planned) -> Outlook:
-    """What can be said of a plan that was made from a trace."""
+    """The advice on a plan that was made from a trace."""
     assert planned.traced is not None, "it was planned from a trace"
     return Outlook(
         step_parts(planned.traced, planned.plan, planned.timeline, Around.of(options), options.recompute),

@@ -1,4 +1,4 @@
-"""What changed between two plans.
+"""The changes between two plans.
 
     changes = compare(before, after)       () if and only if the plans are equal
     changes[0]                             Change("stage 0", "peak memory", "88.1 MiB", "92.0 MiB", "+4.4%")
@@ -203,7 +203,7 @@ _TITLES = {
     "activation_bytes_per_microbatch": "activations",
 }
 _TITLES |= {"peak_memory_bytes": "peak memory"}
-# What is left out where parameters moved, since it moved with them.
+# Fields left out if parameters moved, since they change with them.
 _SECONDARY = ("parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "forward_flops", "transient_bytes")
 
 

@@ -1,4 +1,4 @@
-"""What is written of a compilation: the plan, its reports, and a program for every rank; `smpc compile --out` and `plan.save`."""
+"""The files of a compilation: the plan, its reports, and a program for every rank; for `smpc compile --out` and `plan.save`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def sharing_texts(compilation: Compilation) -> dict[str, str]:
 def write_files(folder: Path, files: Mapping[str, str], what: str) -> None:
     """Write files of a plan; what is left of an earlier, larger plan is removed.
 
-    `what`: asks for them, as errors call it. Raises ConfigError for what cannot be written.
+    `what`: the option that asks for them, for errors. Raises ConfigError for a file that cannot be written.
     """
     where = f"{what} {shown(str(folder))}"
     try:

@@ -63,7 +63,7 @@ _SHOWN = {"interleaved": "1F1B (SMP: interleaved)", "simple": "GPipe (SMP: simpl
 
 
 def schedule_name(name: str) -> str:
-    """What readers know a schedule by: `interleaved` of SMP's settings is `1F1B (SMP: interleaved)`."""
+    """The common name of a schedule: SMP's `interleaved` is `1F1B (SMP: interleaved)`."""
     return _SHOWN.get(name, printable(name))
 
 

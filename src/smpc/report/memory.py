@@ -10,9 +10,9 @@ at the end of its backward, of the deferred part if it has one. So a curve is a 
       +--------------------------> time
           F0  F1  B0  F2  B1  B2
 
-Its highest point is the peak of the plan if the schedule ever holds as many microbatches as the plan says (it does).
-Of a rank with several stages, working memory is counted for each: a bound, since only one is at work at a time. Where activations are
-offloaded, each microbatch counts with what those in flight have on the device on average.
+Its highest point is the peak of the plan if the schedule ever holds as many microbatches as the plan says (it does). For a rank with
+several stages, working memory is counted for each: an upper bound, since only one works at a time. If activations are offloaded, each
+microbatch counts with the average of the microbatches in flight on the device.
 
 A peak before all gradients exist has less than all of them: `gradients_at_peak`. So nothing is ever less than none.
 """
@@ -41,7 +41,7 @@ class MemoryCurve:
 
     @property
     def static_bytes(self) -> int:
-        """What is held all the time."""
+        """The memory held all the time."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.other_bytes
 
     @property
@@ -51,12 +51,12 @@ class MemoryCurve:
 
 
 def resident_bytes(stage: Stage) -> int:
-    """What a stage holds whatever the microbatches do: its peak without activations."""
+    """A stage's memory independent of microbatches: its peak without activations."""
     return stage.peak_memory_bytes - stage.num_in_flight * microbatch_bytes(stage)
 
 
 def microbatch_bytes(stage: Stage) -> int:
-    """What a microbatch in flight holds on the device: its activations, less what is offloaded of them."""
+    """A microbatch's memory on the device while in flight: its activations without the offloaded part."""
     if not stage.offloaded_bytes_per_microbatch:
         return stage.activation_bytes_per_microbatch
     others = stage.parameter_bytes + stage.gradient_bytes + stage.optimizer_bytes + stage.buffer_bytes
@@ -70,7 +70,7 @@ def gradients_at_peak(stage: Stage) -> int:
 
 
 def working_bytes(stage: Stage) -> int:
-    """Messages under way, and what operations need while they run, when the stage holds most."""
+    """Messages in transit and working memory of operations, at the stage's peak."""
     return max(0, stage.communication_bytes + stage.transient_bytes)
 
 
@@ -93,7 +93,7 @@ def _curve(plan: Plan, timeline: Timeline, rank: int) -> MemoryCurve:
     split = split_backwards(event.action for event in timeline.events)
     points = [(0.0, static)]
     held = static
-    for event in timeline.events:  # those of one rank follow each other
+    for event in timeline.events:  # windows of one rank are consecutive
         if event.rank != rank:
             continue
         action = event.action
@@ -109,7 +109,7 @@ def _curve(plan: Plan, timeline: Timeline, rank: int) -> MemoryCurve:
         points.append((time, held))
     parts = []
     left = static
-    # Where the peak comes before all gradients exist, those that do are what is left for them.
+    # If the peak comes before all gradients exist, the rest of the peak counts as the existing gradients.
     for wanted in (
         sum(stage.parameter_bytes for stage in stages),
         sum(stage.optimizer_bytes for stage in stages),

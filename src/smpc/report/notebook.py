@@ -1,4 +1,4 @@
-"""A plan as a notebook shows it, and what a person asks of it.
+"""A plan for notebooks: its display, and methods for people.
 
     plan = smpc.partition(model, batch, pipeline_parallel_degree=4)
     plan                        # at the end of a cell: the report's pictures and tables; elsewhere five lines
@@ -6,7 +6,7 @@
     plan.explain()              # why it is as it is, where the time goes, and what other settings would gain
     plan.save("plan")           # the files of `smpc compile --out`
 
-It is the plan with what it was made from beside it: equal to the plan, and copied and pickled as one.
+It is the plan together with its compilation: equal to the plan, and copied and pickled as one.
 """
 
 from __future__ import annotations

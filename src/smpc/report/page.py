@@ -11,7 +11,7 @@ policy then allows the one script and the one style sheet by hash, nothing else.
 
 `module_tree`: the model as a tree of modules, with where each runs and what it costs.
 
-A tree node stands for all calls of one module by one parent: a layer that is called twelve times is there once, with the
+A tree node represents all calls of one module by one parent: a layer that is called twelve times is there once, with the
 FLOPs of twelve calls. Parameters that a module and its descendants hold are counted once each, tied ones too, so the
 children of a node may add up to more than the node. Modules that are never called (a ModuleList) have no node of their
 own: their children are their parent's.
@@ -99,7 +99,7 @@ def _embedded(data: Any) -> str:
 
 
 def _data(trace: Trace, plan: Plan, timeline: Timeline) -> dict[str, Any]:
-    """What the script draws; seconds and bytes."""
+    """The data that the script draws; seconds and bytes."""
     events: list[list[tuple[float, ...]]] = [[] for _ in range(timeline.num_ranks)]
     for event in timeline.events:
         action = event.action
@@ -170,7 +170,7 @@ def _rates(parts: StepParts) -> Iterator[tuple[str, str, str]]:
 
 
 def _outlook(found: Outlook | None) -> str:
-    """What to change, and where the time goes."""
+    """The advice, and how the time is spent."""
     if found is None:
         return ""
     advice = "".join(f"<li>{html.escape(text)}</li>" for text in found.advice)

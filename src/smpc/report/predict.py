@@ -3,14 +3,13 @@
     plan_timeline(plan)                         one step, as `smpc compile` predicted it
     predict(plan, num_microbatches=32)          the same cut under another schedule, as a new plan
 
-A microbatch keeps its size, and with it every stage's times and activations: more microbatches mean a larger batch. What
-the solver said about the cut (bottleneck, bound, gap) stays as it was: it holds for the schedule that it was made for.
+A microbatch keeps its size, and with it every stage's times and activations: more microbatches mean a larger batch. The
+solver's results for the cut (bottleneck, bound, gap) stay: they hold for the original schedule.
 
-Times are those that compiling for the new schedule would predict, but for the share of microbatches whose gradients are added to those
-of earlier ones, which stays. Memory is what the stage held beside activations in the
-old one, plus activations in flight in the new one; messages and gradients at the peak are not counted again. That is too
-much rather than too little: for examples/gpt2.py on four ranks, from 8 microbatches, 0.1% off for 32, 5% too much for
-the simple schedule, 8% for 4 microbatches and 21% for a single one.
+Times equal a compilation for the new schedule, except that the share of microbatches whose gradients are added to earlier ones does
+not change. Memory is the stage's memory beside activations in the old schedule, plus activations in flight in the new one; messages
+and gradients at the peak are not counted again. This is rather too much than too little: for examples/gpt2.py on four ranks, from 8
+microbatches, 0.1% off for 32, 5% too much for the simple schedule, 8% for 4 microbatches and 21% for a single one.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def plan_timeline(plan: Plan) -> Timeline:
 
 
 def plan_links(plan: Plan) -> tuple[Transfer, ...]:
-    """What the stages pass to each other for every microbatch."""
+    """The messages between stages for every microbatch."""
     return tuple(
         Transfer(edge.source, edge.destination, edge.num_bytes, edge.gradient_bytes, edge.gradient_bytes > 0)
         for edge in plan.edges
@@ -53,9 +52,9 @@ def predict(
 ) -> Plan:
     """The plan with its schedule replaced where given, and time, bubble and memory predicted again.
 
-    `pipeline` and `schedule` are those of the configuration. `active_microbatches` is by default what the plan was made
-    with: ranks + 2 unless it was set. Raises ConfigError for numbers below one and for an unknown schedule,
-    ScheduleError for one that needs another placement.
+    `pipeline` and `schedule`: as in the configuration. `active_microbatches` is by default the plan's: ranks + 2 unless
+    it was set. Raises ConfigError for numbers below one and for an unknown schedule, ScheduleError for one that needs
+    another placement.
     """
     old, num_ranks = plan.schedule, plan.pipeline_parallel_degree
     microbatches = old.num_microbatches if num_microbatches is None else num_microbatches

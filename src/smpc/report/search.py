@@ -1,11 +1,11 @@
-"""What a search for the fastest way to train found, as text: the best, what else there was, and why it was rejected.
+"""The result of a search for the fastest way to train, as text: the best candidate, the others, and why they were rejected.
 
     print_search(found)         on stdout, as `smpc.report.terminal` does
     search_table(found)         the same as text cells
 
-The table has the best candidate, the next ones by time, and, of each kind of rejection that those leave out, the one that came
-closest; the last lines count the rest, and say by how much the best step could be beaten by what was not planned. Of a time or a peak that
-is only known to be at least so much, the table says `>`. `others` has, of each degree and setting, the best way without it.
+The table has the best candidate, the next ones by time, and the closest candidate of each other kind of rejection. The last lines count
+the rest, and say by how much a candidate that was not planned could beat the best step. `>` marks a time or a peak that is only a lower
+bound. `others` has, for each degree and setting, the best candidate without it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _again_in_table(name: str) -> str:
 
 
 def _parts(found: Search) -> tuple[str, ...]:
-    """What the table has a number for: `2 parts of a block computed again: norm + attention`."""
+    """The legend of a number in the table: `2 parts of a block computed again: norm + attention`."""
     names = sorted({result.candidate.recompute for result in _shown(found)}, key=lambda name: (name.count(" + "), name))
     return tuple(
         f"{short} of a block computed again: {printable(name)}"
@@ -100,7 +100,7 @@ def search_table(found: Search) -> TextTable:
 
 
 def search_summary(found: Search) -> tuple[tuple[str, str], ...]:
-    """What the best step is made of, how to read the table, and what it leaves out."""
+    """The parts of the best step, how to read the table, and what it leaves out."""
     best, left_out = found.best, Counter[Verdict]()
     for result in found.results:
         left_out[result.verdict] += result.ways
@@ -139,7 +139,7 @@ def search_summary(found: Search) -> tuple[tuple[str, str], ...]:
 
 
 def others(found: Search) -> tuple[str, ...]:
-    """Of each degree and setting of the best way, the best planned way with another one, and what makes it slower."""
+    """For each degree and setting of the best candidate, the best planned one with another value, and what makes it slower."""
     best = found.best
     planned = [r for r in found.results if r.verdict is Verdict.SLOWER and not r.step_is_bound and r.step_time]
     rows = []
@@ -160,7 +160,7 @@ def others(found: Search) -> tuple[str, ...]:
 
 
 def _not_settings(found: Search) -> tuple[tuple[str, str], ...]:
-    """What a script has to do itself to train the best way, and what it needs beside common settings."""
+    """The steps that a script has to do itself to train the best candidate, beside common settings."""
     candidate, rows = found.best.candidate, []
     if candidate.recompute != "model":
         names = found.options.recompute

@@ -7,8 +7,8 @@
     host_lines     what is offloaded, and what that takes
     summary        (label, text) for what is worth knowing about the plan as a whole
 
-FLOPs, times and messages are those of one microbatch. Names of the user's model are made printable here; escaping for
-HTML or rich is the renderer's task.
+FLOPs, times and messages are per microbatch. Names of the user's model are made printable here; escaping for HTML or
+rich is the renderer's task.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _message_row(plan: Plan, stage: Stage) -> tuple[str, ...]:
 
 
 def kernel_lines(plan: Plan) -> tuple[str, ...]:
-    """What ops of smpc.kernels replace, and why others do not: `rms_norm at 7 places, from model.layers.0.input_layernorm`."""
+    """The operations replaced by kernels, and why others are not: `rms_norm at 7 places, from model.layers.0.input_layernorm`."""
     used = [use for use in plan.kernels if not use.reason]
     unused = [use for use in plan.kernels if use.reason]
     lines = [f"{use.op} at {count(use.count, 'place')}, from {use.first}" for use in used]
@@ -223,7 +223,7 @@ _LEAST_SHARE = 0.0005  # of a step, of what is shown: less would read as 0.0%
 
 
 def step_lines(parts: StepParts, is_assumed: bool = False) -> tuple[tuple[str, str], ...]:
-    """Where a step's time goes, and what it gets done; `is_assumed`: for a device that stands in for the one at hand."""
+    """How a step's time is spent, and its rate; `is_assumed`: for an assumed device, not for this machine."""
     shares = [
         f"{title} {share:.1%}"
         for name, title in _PARTS

@@ -5,9 +5,9 @@
     print_changes(a, b, changes)     what changed between two plans
 
 Modules of a stage are shown in order of execution, shortened: `transformer.{wte, wpe}, transformer.h.0-4`. Sizes are
-binary (1 MiB = 2^20 bytes), times are predictions for the device that the cost model assumes; FLOPs, times and
-messages are those of one microbatch. Names come from the user's model: they are shown as they are, never read
-as markup, and unprintable characters are escaped.
+binary (1 MiB = 2^20 bytes), times are predictions for the device that the cost model assumes; FLOPs, times and messages
+are per microbatch. Names come from the user's model: they are shown literally, never read as markup, and unprintable
+characters are escaped.
 
 `drawing` is the timeline in characters, as wide as the console allows. It takes the wide form of `smpc.codegen.simulate.timeline_text` if
 every event can be seen in it, otherwise the compact one, in which a column is a slice of time:
@@ -91,7 +91,7 @@ def _values(changes: Sequence[Change]) -> TextTable:
     rows = []
     last = ""
     for change in changes:
-        where = change.where if change.where != last else ""  # a name stands at the first of its lines
+        where = change.where if change.where != last else ""  # a name is on the first of its lines
         last = change.where
         rows.append((where, change.what.replace("_", " "), change.before, change.after, change.amount))
     return TextTable(headers, tuple(rows), left=headers[:4])

@@ -14,10 +14,10 @@
     rank 1    gather  compute  gather  out of memory
     told      no      .        no      .              yes: rank 0 does not begin what rank 1 would never join
 
-All tell in one order, because all communicate in one order. What may fail lies before the telling: the memory of a call is there when it
-is told. Layers that are sliced communicate as they compute: `watched` tells before those calls, too. `recover` puts torch's own state back
-(`reset_iter_state`) and drops gradients of whole parameters, which the next backward would add to: without that, training goes on with
-wrong numbers.
+All ranks report in one order, because all communicate in one order. Everything that may fail comes before the report: the memory of a call
+is allocated by then. Sliced layers communicate while they compute: `watched` reports before those calls, too. `recover` restores torch's
+own state (`reset_iter_state`) and drops gradients of whole parameters, to which the next backward would add: without that, training would
+continue with wrong numbers.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Agreement:
             raise PeerMemoryError("another rank has run out of memory")
 
     def watched(self) -> contextlib.AbstractContextManager[object]:
-        """Where forward and backward run: calls of sliced layers are told before, as those of units are."""
+        """Around forward and backward: reports before calls of sliced layers, as before calls of units."""
         return _Watch(self.check) if self.is_sliced else contextlib.nullcontext()
 
     def recover(self) -> None:
@@ -115,7 +115,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Call:
-    """What torch asks of collective calls: see `set_custom_all_gather`."""
+    """torch's interface for collective calls: see `set_custom_all_gather`."""
 
     def __init__(self, agreement: Agreement, tells_memory: bool = False) -> None:
         self._agreement, self._tells_memory = agreement, tells_memory

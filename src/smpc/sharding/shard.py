@@ -13,12 +13,12 @@ How long gathered parameters stay in a step of several microbatches, and what th
 
 Outside of steps every backward averages, and gathered parameters go with it.
 
-Gradients are averaged in their own dtype: that of the parameters (or `reduce_dtype`), or fp32 if `smpc.sharding.wide_gradients` has widened
-them. They are divided by the number of ranks of the mesh, or by a unit's `divisor`: experts see the tokens of all expert ranks, so that
-their gradients are sums over those and must be divided by more than their own mesh has.
+Gradients are averaged in their own dtype: the parameters' (or `reduce_dtype`), or fp32 if `smpc.sharding.wide_gradients` has widened them.
+They are divided by the number of ranks of the mesh, or by a unit's `divisor`: experts see the tokens of all expert ranks, so their
+gradients are sums over these and must be divided by more than the ranks of their own mesh.
 
-`fully_shard` puts other objects in the place of parameters; `Sharded.exchanged` says which, for whoever holds one (optimizers that were
-made before). The old ones are left empty.
+`fully_shard` replaces parameters by other objects; `Sharded.exchanged` maps old ones to new ones, for their holders (optimizers made
+earlier). The old ones are left empty.
 
 A model that only one rank has values of (`source`) is divided without them, and filled unit by unit, tensor by tensor:
 
@@ -92,7 +92,7 @@ class _Part:
 
 @dataclass(slots=True)
 class Sharded:
-    """A model in parts. `exchanged`: the parameters that have come in the places of others."""
+    """A sharded model. `exchanged`: the parameters that have replaced others."""
 
     root: nn.Module
     options: ShardingOptions
@@ -110,7 +110,7 @@ class Sharded:
             self._set_last(False)
 
     def last_backward(self) -> None:
-        """The backward that follows is the step's last: it averages what has added up, and lets go of whole parameters."""
+        """The backward that follows is the step's last: it averages the accumulated gradients, and frees whole parameters."""
         for part in self._parts:
             part.module.set_reshard_after_backward(True, recurse=False)
             part.module.set_requires_gradient_sync(True, recurse=False)
@@ -119,7 +119,7 @@ class Sharded:
         self._set_last(True)
 
     def end_step(self) -> None:
-        """The step is over: average what no backward has, let go of what is whole, and go on as without steps."""
+        """The step is over: average the remaining gradients, free whole parameters, and continue as without steps."""
         if any(_has_whole_gradients(part) for part in self._parts):
             self.last_backward()
             self._reduce()
@@ -143,7 +143,7 @@ class Sharded:
             part.module.set_is_last_backward(is_last)
 
     def _reduce(self) -> None:
-        """Average the gradients that are there: what torch does at the end of a backward for units that it has not reached."""
+        """Average the existing gradients, as torch does at the end of a backward for units that it has not reached."""
         root = self._parts[-1].module
         root._get_fsdp_state()._root_post_backward_final_callback()
 
@@ -160,10 +160,10 @@ def shard(
 
     A parameter belongs to the first unit, in their order, that reaches it: others may reach it by another way.
 
-    All ranks must have equal parameters, unless `source` gives them those of one rank; the others' may be on meta then.
-    `units`: names as `find_units` has them, inner before outer; "" is the model, and comes last whether it is named or not. `ignored`
-    parameters stay whole, and nobody averages their gradients. Raises ConfigUnsupportedError for units whose parameters that train have
-    several dtypes, and for parameters that are not contiguous.
+    All ranks must have equal parameters, unless `source` names the rank whose parameters all get; the others' may then be on meta.
+    `units`: names as from `find_units`, inner before outer; "" is the model, and comes last whether it is named or not. `ignored`
+    parameters stay whole, and their gradients are not averaged. Raises ConfigUnsupportedError for units whose parameters that train
+    have several dtypes, and for parameters that are not contiguous.
     """
     known = {unit.name: unit for unit in (u if isinstance(u, Unit) else Unit(u) for u in units)}
     ordered = [*(unit for unit in known.values() if unit.name), known.get("", Unit(""))]
@@ -217,9 +217,9 @@ def _fill(
     source: Incoming,
     ignored: frozenset[nn.Parameter],
 ) -> None:
-    """Give a unit that is in parts the values that one rank has in its `old` parameters, and let go of those. Collective.
+    """Give a sharded unit the values of one rank's `old` parameters, and free those. Collective.
 
-    `taken`: what belongs to other units, which have filled it. `device_type`: where parts are to lie.
+    `taken`: parameters of other units, which are filled already. `device_type`: of the shards.
     """
     if any(parameter.is_meta for parameter in old):
         for inner in reversed(own_modules(module)):  # the unit itself last: it takes note of what its modules have then
@@ -233,7 +233,7 @@ def _fill(
 
 
 def _emptied(device_type: str) -> Callable[[Tensor], Tensor]:
-    """What is on meta gets memory; what is not has values, such as parameters that belong to another unit as well."""
+    """Parameters on meta get memory; others have values, such as parameters that belong to another unit as well."""
     return lambda tensor: torch.empty_like(tensor, device=device_type) if tensor.is_meta else tensor
 
 
@@ -259,7 +259,7 @@ def _untaken(module: nn.Module, taken: Collection[nn.Parameter]) -> list[nn.Para
 
 
 def own_parameters(module: nn.Module, others: Collection[nn.Module] = ()) -> list[nn.Parameter]:
-    """The parameters of a module but for those of units inside of it, and of `others`."""
+    """The parameters of a module that belong neither to units inside it nor to `others`."""
     held = (p for at in own_modules(module, others) for p in at._parameters.values() if p is not None)
     return list({id(parameter): parameter for parameter in held}.values())
 
@@ -278,7 +278,7 @@ def own_modules(module: nn.Module, others: Collection[nn.Module] = ()) -> list[n
 
 
 def _has_whole_gradients(part: _Part) -> bool:
-    """Of those that are to be averaged in fp32 torch keeps the sum elsewhere: then parameters that are whole may have some."""
+    """torch keeps fp32 sums of gradients elsewhere: then whole parameters may have gradients."""
     own = [p for p in own_parameters(cast(nn.Module, part.module)) if not isinstance(p, DTensor)]
     return any(part.is_wide or parameter.grad is not None for parameter in own)
 
@@ -306,7 +306,7 @@ def _check_parameters(root: nn.Module, names: Sequence[str]) -> None:
 
 
 def exchange(model: nn.Module, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Put new parameters in the places of old ones."""
+    """Replace old parameters by new ones."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor: the tensor itself, unless it is sharded."""
+    """This rank's part of a tensor: the tensor itself, unless it is sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -59,7 +59,7 @@ def own_start(tensor: Tensor) -> int:
 
 
 def as_state_of(parameter: Tensor, value: Any) -> Any:
-    """What an optimizer keeps for a parameter, sharded as that is: `value` may be all of it, or this rank's part. Other values stay."""
+    """An optimizer's state for a parameter, sharded like the parameter: `value` may be whole, or this rank's part. Other values stay."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if value.shape == parameter.shape and value.dim():

@@ -1,12 +1,12 @@
-"""Which modules of a model are units: their parameters are gathered together, and let go of together.
+"""Which modules of a model are units: their parameters are gathered together, and freed together.
 
     find_units(model)                         repeated blocks: the members of outermost ModuleLists and Sequentials of which a class has
                                               several with parameters, and what else is large enough
     units_of_classes(model, [Block, Expert])  every module of these classes
 
-A unit must hold all uses of its parameters: while it is not running, nobody else can have them. So a module that shares a parameter, or a
-module that has some, with what is outside of it (an embedding tied to the head) is no unit, and its parameters go to the nearest unit
-around that holds all uses of them; in the end that is the model itself, which is always the last unit.
+A unit must hold all uses of its parameters: while it is not running, no other module can use them. So a module that shares a parameter,
+or a module with parameters, with modules outside it (an embedding tied to the head) is not a unit, and its parameters go to the nearest
+unit around that holds all uses of them; in the end that is the model itself, which is always the last unit.
 
 Units are named, inner ones before those around them, in the order of the modules. The model itself is "".
 """
@@ -19,7 +19,7 @@ from torch import nn
 
 
 def find_units(model: nn.Module, *, least_elements: int = 0) -> tuple[str, ...]:
-    """The names of the repeated blocks, and of the model. Blocks of fewer than `least_elements` elements go to what is around them."""
+    """The names of the repeated blocks, and of the model. Blocks of fewer than `least_elements` elements join the unit around them."""
     wanted = [
         name
         for name in _repeated(model, "")
@@ -36,7 +36,7 @@ def units_of_classes(model: nn.Module, classes: Iterable[type[nn.Module]]) -> tu
 
 
 def holding_all_uses(model: nn.Module, wanted: Sequence[str]) -> tuple[str, ...]:
-    """Those of the wanted modules that share no parameter with what is outside of them, inner ones first, and the model."""
+    """The wanted modules that share no parameter with modules outside them, inner ones first, and the model."""
     modules = dict(model.named_modules())  # a module that has several names has its first one
     uses = _uses(modules.values())
     found = []

@@ -1,7 +1,7 @@
 """Gradients of half-precision parameters in fp32: what microbatches, steps and replicas yield is added up in it, and stays in it.
 
     widen(parameters)                   from now on `.grad` of those in fp16 and bf16 is fp32
-    gradient_dtype(parameter)           that of its `.grad`
+    gradient_dtype(parameter)           the dtype of its `.grad`
     stand_in(parameter)                 an fp32 one for DistributedDataParallel, whose buckets are as parameters are
 
 A backward pass still computes in the parameters' dtype; autograd casts what comes for a parameter before it adds it to `.grad`:
@@ -24,7 +24,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def widen(parameters: Iterable[nn.Parameter]) -> None:
-    """Give half-precision parameters fp32 gradients; one that is there already is cast."""
+    """Give half-precision parameters fp32 gradients; an existing one is cast."""
     for parameter in parameters:
         if parameter.dtype in _HALVES and gradient_dtype(parameter) is not torch.float32:
             grad, parameter.grad = parameter.grad, None
@@ -34,7 +34,7 @@ def widen(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """What the `.grad` of a parameter has."""
+    """The dtype of a parameter's `.grad`."""
     return parameter.grad_dtype or parameter.dtype
 
 
@@ -44,7 +44,7 @@ def is_wide(parameter: Tensor) -> bool:
 
 
 def stand_in(parameter: nn.Parameter) -> nn.Parameter:
-    """An fp32 parameter of the same form, without memory, for what reads no values but wants parameters like their gradients."""
+    """An fp32 parameter of the same form, without memory, for code that reads no values but needs parameters like their gradients."""
     other = torch.empty_like(parameter.detach(), dtype=gradient_dtype(parameter))
     other.untyped_storage().resize_(0)
     return nn.Parameter(other)

@@ -156,4 +156,4 @@ __all__ = [
 
 delayed_parameter_initialization = delay_param_initialization  # scripts know it by both names
 
-state.at_model.append(clipping.install)  # a model knows no optimizer, so it is told here what begins with it
+state.at_model.append(clipping.install)  # a model does not know its optimizer, so both are connected here

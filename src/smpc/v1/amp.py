@@ -1,4 +1,5 @@
-"""`smp.amp.GradScaler`: torch's, for a model that lies on several ranks. For autocast in fp32 training; `fp16` has a scale of its own.
+"""`smp.amp.GradScaler`: torch's, for a model that is spread over several ranks. For autocast in fp32 training; `fp16` has a scale of its
+own.
 
     scaler = smp.amp.GradScaler()
 
@@ -13,8 +14,8 @@
     scaler.step(optimizer)                              # perhaps after scaler.unscale_(optimizer) and clipping
     scaler.update()
 
-What a rank finds in its gradients counts for all: the same steps are skipped everywhere, and the scale is the same. `unscale_`, and `step`
-where it was not called before, are collective over all ranks.
+An overflow on one rank counts for all: all ranks skip the same steps and have the same scale. `unscale_`, and `step` if `unscale_` was not
+called before, are collective over all ranks.
 
 Source: public SMP v1 API ("smdistributed.modelparallel.torch.amp.GradScaler"); torch.amp.GradScaler.
 """
@@ -36,7 +37,7 @@ __all__ = ["GradScaler"]
 
 
 _DEFAULTS: dict[str, Any] = {
-    "device": None,  # where the session computes
+    "device": None,  # the session's device
     "init_scale": 2.0**16,
     "growth_factor": 2.0,
     "backoff_factor": 0.5,
@@ -46,9 +47,9 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler with its arguments and methods; construct it after smp.init. `device`: None for where the session computes.
+    """torch.amp.GradScaler with its arguments and methods; construct it after smp.init. `device`: None for the session's device.
 
-    Positional arguments are those of torch.amp.GradScaler, or those of torch.cuda.amp.GradScaler: `GradScaler(65536.0)`.
+    Positional arguments are torch.amp.GradScaler's, or torch.cuda.amp.GradScaler's: `GradScaler(65536.0)`.
 
     `smp.save_checkpoint` saves its state and `smp.resume_from_checkpoint` restores it.
     """
@@ -69,10 +70,12 @@ class GradScaler(torch.amp.GradScaler):
             raise ConfigError(f"GradScaler: expected init_scale above 0, found {init_scale!r}")
         super().__init__(device or session.device.type, init_scale, **given, enabled=enabled)
         if self.is_enabled():
-            # Only the rank of the last stage calls `scale`, which would do this.
+            # Done here because `scale`, which does it in torch, is called only on the rank of the last stage.
             self._lazy_init_scale_growth_tracker(session.device)
             state.scaler = self
-        self.num_scaled = 0  # losses, so far: an enabled scaler that scales none has no say in what they are
+        self.num_scaled = (
+            0  # whether it has scaled a loss: an enabled scaler that scales none decides nothing about losses
+        )
 
     def scale(self, outputs: Any) -> Any:
         """Torch's."""
@@ -87,7 +90,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Torch's; what is found is that of all ranks, also where there is no gradient."""
+        """Torch's; the result covers all ranks, also ranks without gradients."""
         whole: Any = _Parameters(optimizer)
         found: dict[torch.device, Any] = super()._unscale_grads_(whole, inv_scale, found_inf, allow_fp16)
         session, joins = state.session, state.model is not None and state.model.is_joining
@@ -113,7 +116,7 @@ def _named(args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Parameters:
-    """The groups of an optimizer with the model's parameters, where it has parts of them (`shard_optimizer_state`)."""
+    """The groups of an optimizer, with the model's parameters in place of parts of them (`shard_optimizer_state`)."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         own: Any = state.optimizer

@@ -1,4 +1,4 @@
-"""`smp.utils`: what scripts ask of a parameter, and how they mark what they print."""
+"""`smp.utils`: how a parameter is sliced, and messages marked with ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["get_distribution_axis", "rmsg"]
 
 
 def get_distribution_axis(param: Tensor) -> int | None:
-    """The dimension along which tensor-parallel ranks hold slices of a parameter, or of its fp32 master; None if each has all of it.
+    """The dimension along which tensor-parallel ranks hold slices of a parameter, or of its fp32 master; None if each rank has all of it.
 
     Raises UsageError before there is a `smp.DistributedModel`.
     """

@@ -4,7 +4,7 @@
     tsm.state.rank, tsm.state.tp_process_group        what it decided
     model = FSDP(tsm.transform(model), ...)           the model, to be wrapped
 
-docs/smp_v2.md says what there is, what works otherwise than in SMP, and what is refused.
+docs/smp_v2.md says what exists, what differs from SMP, and what is refused.
 """
 
 from smpc.v2.session.init import init, is_initialized

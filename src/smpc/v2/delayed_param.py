@@ -6,9 +6,9 @@
     with initer.validate_params_and_buffers_inited():
         model = FSDP(model, param_init_fn=initer.get_param_init_fn(), post_param_init_fn=initer.get_post_param_init_fn(), ...)
 
-Each module's own parameters are drawn, not those of its children, by what the model itself draws with: `_init_weights` of Hugging Face's
-models, `reset_parameters` of other modules. What is drawn for a parameter depends on the seed and its name alone, so that it is the same
-on every rank, whatever the degrees. It is not what the model would have drawn without the delay.
+Each module's own parameters (not its children's) are drawn by the model's own initializers: `_init_weights` of Hugging Face's models,
+`reset_parameters` of other modules. A parameter's values depend only on the seed and its name, so they are the same on every rank,
+whatever the degrees. They differ from the values that the model would have drawn without the delay.
 
 Source: "torch.sagemaker.delayed_param.DelayedParamIniter" in the public reference of SMP v2.
 """
@@ -50,7 +50,7 @@ class DelayedParamIniter:
         self._owners = owners_of(model)
         self._modules = list(model.modules())  # kept, so that no other object gets one of the identities above
         self._numbers = {id(p): p.numel() for p in model.parameters()}
-        # The parameter that each name stands for now: names of shared weights stand for one.
+        # The present parameter of each name; names of shared weights have the same one.
         self._parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
         self._done: set[int] = set()
         self._slices = slices_of(model)
@@ -132,7 +132,7 @@ class DelayedParamIniter:
             get_logger().info("initialized %s: %s", name or type(module).__name__, ", ".join([*late, *buffers]))
 
     def _make_whole(self, module: nn.Module, name: str, late: list[str]) -> dict[str, Part]:
-        """Puts whole parameters in the places of slices, so that what is drawn is the same whatever the degree; how to cut them."""
+        """Replaces slices by whole parameters, so that draws do not depend on the degree; returns how to cut them."""
         if self._slices is None:
             return {}
         full = {each: f"{name}.{each}" if name else each for each in late}

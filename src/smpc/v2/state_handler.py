@@ -35,7 +35,7 @@ _KEYS = tuple(f.name for f in dataclasses.fields(Config))
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What `tsm.init` decided. Groups: of the axes that there are; none in native mode."""
+    """The session that `tsm.init` made. Groups: one for each axis in use; none in native mode."""
 
     config: Config
     mesh: Mesh
@@ -44,11 +44,11 @@ class Session:
     replica_group: dist.ProcessGroup | None  # the ranks of one replication rank
     owns_world: bool  # whether tsm.init started torch.distributed
     closers: list[Any] = field(default_factory=list)  # what reset calls: patches are taken back
-    meshes: list[DeviceMesh] = field(default_factory=list)  # that parameters lie on, once it has been asked for
+    meshes: list[DeviceMesh] = field(default_factory=list)  # of the parameters, once it has been used
     random_states: RngStateTracker = field(default_factory=RngStateTracker)
 
     def group(self, axis: Axis) -> dist.ProcessGroup | None:
-        """The process group of an axis; None in native mode, and where nobody else is in it."""
+        """The process group of an axis; None in native mode, and if no other rank is in it."""
         return None if self.config.is_native else self.groups.get(axis)
 
 
@@ -96,7 +96,7 @@ class State:
 
     @property
     def session(self) -> Session:
-        """All that `tsm.init` decided."""
+        """The whole session that `tsm.init` made."""
         return self._of("session")
 
     @property
@@ -180,12 +180,12 @@ class State:
         return tracker
 
     def start(self, session: Session) -> None:
-        """Take over what `tsm.init` has decided; it counts in place of what was assigned before."""
+        """Take the session of `tsm.init`; it replaces earlier assignments."""
         self._forget()
         self._session = session
 
     def reset(self) -> None:
-        """Back to before `tsm.init`: patches are taken back, and what was assigned is forgotten. For tests."""
+        """Back to before `tsm.init`: patches are undone, and assignments forgotten. For tests."""
         session, self._session = self._session, None
         self._forget()
         if session is not None:

@@ -90,7 +90,7 @@ def _is_same(a: Any, b: Any, seen: dict[tuple[int, int], tuple[Any, Any]]) -> bo
 
 
 def _is_equal(a: Any, b: Any) -> bool:
-    """What the values say themselves; NaN is equal to NaN."""
+    """Whether the values are equal by their own comparison; NaN equals NaN."""
     try:
         return bool(a == b) or bool(a != a and b != b)
     except Exception:  # whatever a class's own comparison raises

@@ -1,4 +1,4 @@
-"""How far a result may lie from eager's: not at all, or so many times the largest value of the tensor.
+"""How far a result may differ from eager's: not at all, or by a multiple of the tensor's largest value.
 
     bitwise     everything, wherever the programs do the model's operations in the model's order
     order       the gradient of a parameter that several stages use: its summands are added in another order
@@ -35,7 +35,7 @@ _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What is allowed in one comparison. `reason` says why arithmetic may differ, "" that it may not; `shared`: parameters."""
+    """The tolerance of one comparison. `reason`: why arithmetic may differ, "" if it may not; `shared`: parameters."""
 
     reason: str = ""
     shared: frozenset[str] = frozenset()
@@ -51,7 +51,7 @@ class Bounds:
 
     @property
     def text(self) -> str:
-        """What is expected, for people."""
+        """The expectation, as text."""
         if self.reason:
             return (
                 f"within rounding, {ARITHMETIC[torch.float32]:g} of the largest value in float32, because {self.reason}"

@@ -6,12 +6,12 @@
 Compared are outputs, gradients, buffers, parameters that the model writes into, attributes of modules, and the states of random generators.
 `smpc.verification.bounds` says what may differ, and by how much. The model, its inputs and all generators are afterwards as before.
 
-What this proves: the recording, the cut, the code of the stages, their inputs and outputs, and the order of a microbatch's instructions are
-right for this microbatch. What it does not: messages between processes, the sums over microbatches and replicas, and inputs of another
-kind, whose programs are others.
+This proves that the recording, the cut, the stage code, its inputs and outputs, and the order of a microbatch's instructions are right for
+this microbatch. It does not prove messages between processes, sums over microbatches and replicas, or inputs of another kind, which have
+other programs.
 
-Random numbers are drawn in the order of the stages. Where that is not the order in which the model draws, the recording stands between: it
-is compared with plain PyTorch in the model's order, and with the programs in that of the stages; attributes are left out then.
+Random numbers are drawn in the order of the stages. If the model draws in another order, the recording is used in between: it is compared
+with plain PyTorch in the model's order, and with the programs in the stages' order; attributes are then left out.
 
 A model whose own results differ from run to run is recognised by a second run; these results are compared within rounding.
 """
@@ -73,8 +73,8 @@ def verify_compilation(
 ) -> Verified:
     """Run one microbatch of `inputs` (args, kwargs) by the model and by its programs, and compare.
 
-    `environment`: that of the recording, whose settled caches may hold either value; by default the compilation's. `shown`: paths of
-    masks of ones that the recording has left out. Raises VerificationError if something differs, or if one of the two cannot run.
+    `environment`: the recording's, whose settled caches may hold either value; by default the compilation's. `shown`: paths of masks
+    of ones that the recording has left out. Raises VerificationError if something differs, or if one of the two cannot run.
     """
     check = _Check(model, compilation, inputs, conditions or Conditions(), _bounds(compilation, inputs, shown))
     settled = settled_places(model, environment or compilation.environment)
@@ -163,7 +163,7 @@ class _Check:
 
 
 def _bounds(compilation: Compilation, inputs: Inputs, shown: Collection[str]) -> Bounds:
-    """What may differ."""
+    """The tolerated differences."""
     plan = compilation.plan
     shared = frozenset(item.name for item in plan.shared_parameters)
     used = [use.op for use in plan.kernels if use.count and not use.reason]

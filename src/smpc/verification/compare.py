@@ -23,7 +23,7 @@ class Found:
 
     @property
     def what(self) -> str:
-        """What it is called."""
+        """The name of the result."""
         return f"{self.kind} of {self.name}" if self.kind == "gradient" else f"{self.kind} {self.name}"
 
     def __str__(self) -> str:
@@ -31,7 +31,7 @@ class Found:
 
 
 def differences(expected: Results, found: Results, bounds: Bounds, settled: frozenset[Place] | None) -> Iterator[Found]:
-    """What is not the same in two runs, by kind. `settled`: attributes that may differ; None: no attributes are compared."""
+    """The differences between two runs, by kind. `settled`: attributes that may differ; None: no attributes are compared."""
     allowed = bounds.of_others
     for name in dict.fromkeys((*expected.outputs, *found.outputs)):
         text = _leaf_difference(expected.outputs.get(name), found.outputs.get(name), bounds)

@@ -4,7 +4,7 @@ Only after a difference has been found. Three runs, each of which notes what mod
 
     eager       hooks on every module
     replay      the recording, node by node (`smpc.tracer.replay`): a difference is the recording's
-    programs    the outputs of the stages, and of the modules that they call whole: a difference is that of the cut or of the code
+    programs    the outputs of the stages, and of the modules that they call whole: a difference comes from the cut or the code
 
 Where all values of the forward pass are the same, the names of what differs have to do: `owner_first`.
 """
@@ -36,7 +36,7 @@ _Key = tuple[str, int]  # FQN of a module, which of its calls
 
 @dataclass
 class _Call:
-    """What a call of a module was given and gave, and the random states before and after it."""
+    """The inputs and outputs of a module call, and the random states before and after it."""
 
     inputs: list[Any]
     before: dict[str, str]
@@ -74,7 +74,7 @@ def locate(
 
 
 def owner_first(trace: Trace, wrong: Sequence[Found]) -> str:
-    """The module of the first of these; of gradients, whose differences go on backwards, that of the last in forward order."""
+    """The module of the first difference; for gradients, whose differences spread backwards, the last one in forward order."""
     first = {node.target: i for i, node in reversed(list(enumerate(trace.nodes))) if node.kind is NodeKind.CALL_MODULE}
     first |= {call.fqn: call.first for call in reversed(trace.calls)}
     by_kind = [item for item in wrong if item.kind not in ("gradient", "random state")]
@@ -99,7 +99,7 @@ def _named(trace: Trace, fqn: str) -> str:
 
 
 def _eager_calls(model: nn.Module, trace: Trace, inputs: Inputs, conditions: Conditions) -> dict[_Key, _Call]:
-    """What the calls of all modules give, in the order of their ends."""
+    """The outputs of all module calls, in the order of their ends."""
     copied = copy_of(model, trace, conditions.device)
     finished: dict[_Key, _Call] = {}
     with _noting(dict(copied.named_modules()), finished, conditions):

@@ -38,7 +38,7 @@ class RandomState:
         np.random.set_state(self.numpy)
 
     def parts(self) -> dict[str, str]:
-        """Each state in a form to compare, by what it is called."""
+        """Each state in a comparable form, by name."""
         cuda = "" if self.cuda is None else self.cuda.numpy().tobytes().hex()
         return {
             "torch's generator": self.cpu.numpy().tobytes().hex() + cuda,

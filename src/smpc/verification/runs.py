@@ -3,12 +3,12 @@
     eager = run_eager(model, conditions, inputs)
     compiled = run_compiled(model, conditions, inputs, compilation)
 
-The programs are those of the training step, with the instructions of its first microbatch alone: the stages' code, the values on every
-edge and the order of what is left are the step's own. They run in one process (`smpc.runtime.LoopbackRuntime`), where every rank has
-memory of its own.
+The programs are the training step's, reduced to the instructions of its first microbatch: the stage code, the values on every edge and
+the order of the remaining instructions are the step's own. They run in one process (`smpc.runtime.LoopbackRuntime`), where every rank
+has memory of its own.
 
-Backward starts from every output that requires grad, with a gradient of numbers between -1 and 1, the same for both runs; 1 for what has
-one element. So no Python runs but the model's.
+Backward starts from every output that requires grad, with a gradient of numbers between -1 and 1, the same for both runs; 1 for an
+output of one element. So no Python runs but the model's.
 
 Parameters of the copies are the model's own memory, but for those that the model may write into.
 """
@@ -53,7 +53,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Results:
-    """What a run has given, and left in its copy of the model."""
+    """The results of a run, and the state that it left in its copy of the model."""
 
     model: nn.Module
     outputs: dict[str, Any]  # leaves, by path
@@ -134,7 +134,7 @@ def run_programs(runtime: LoopbackRuntime, program: int, conditions: Conditions,
 
 
 def first_microbatch_alone(compilation: Compilation) -> Compilation:
-    """The compilation with programs of one microbatch: of the step's instructions, those of its first one."""
+    """The compilation with programs of one microbatch: only the instructions of the step's first one."""
     training, evaluation = (_first_of(p) for p in (compilation.programs, compilation.evaluation_programs))
     schedule = dataclasses.replace(compilation.plan.schedule, num_microbatches=1, active_microbatches=1)
     plan = dataclasses.replace(compilation.plan, schedule=schedule)
@@ -158,7 +158,7 @@ def _first_of(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
 
 @contextlib.contextmanager
 def surroundings(conditions: Conditions) -> Iterator[None]:
-    """What both runs find: no modes of the caller, nothing compiled by torch.compile, and settings that are put back."""
+    """The surroundings of both runs: none of the caller's modes, nothing compiled by torch.compile, and settings that are restored."""
     with (
         warnings.catch_warnings(),
         kept_settings(),
@@ -214,7 +214,7 @@ def own_inputs(inputs: Inputs, device: torch.device) -> Inputs:
 
 
 def output_name(path: str) -> str:
-    """What an output is called: "loss" for `['loss']`, "output" for the only one, "output[0]" in a tuple."""
+    """The name of an output: "loss" for `['loss']`, "output" for the only one, "output[0]" in a tuple."""
     inside = path[2:-2]
     return inside if path == f"['{inside}']" and inside.isidentifier() else f"output{path}"
 

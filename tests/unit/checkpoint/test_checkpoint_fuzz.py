@@ -1,5 +1,5 @@
 """Anything may happen to the files of a checkpoint: it loads exactly as it was saved, or CheckpointError says what is wrong, and nothing is
-changed; in seconds, whatever lies there."""
+changed; in seconds, for any files."""
 
 import os
 import shutil
@@ -197,7 +197,7 @@ def load_into_modules(place):
 
 
 def read_source(place):
-    """What lies there, converted to a checkpoint: with good sums, so it had better be right."""
+    """The files, converted to a checkpoint: its sums are good, so its values must be right."""
     with open_source(place) as source:
         write_checkpoint(source, place.parent / "converted")
     with open_source(place.parent / "converted") as source:

@@ -1,4 +1,4 @@
-"""Small files that ask for much: memory in proportion to what lies there, an answer in seconds, and nothing called."""
+"""Small files that ask for much: memory in proportion to their size, an answer in seconds, and nothing called."""
 
 import contextlib
 import json

@@ -276,7 +276,7 @@ def test_a_forced_save_is_not_put_back_by_another_job(root):
 
 
 def test_a_publication_that_fails_closes_its_lock_once(root, monkeypatch):
-    """Closed again, the number would be that of a file that another thread has opened meanwhile."""
+    """Closed again, the number would belong to a file that another thread has opened meanwhile."""
     saving = Saving(root, "s3", content(3), Alone())
     saving.agree()
     opened = []

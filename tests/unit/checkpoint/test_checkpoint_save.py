@@ -110,7 +110,7 @@ def test_a_step_that_exists_is_kept_unless_forced(root):
 def test_what_is_no_checkpoint_is_not_replaced_even_if_forced(root):
     os.makedirs(f"{root.path}/photos")
     for force in (False, True):
-        with pytest.raises(CheckpointError, match="it is no checkpoint"):
+        with pytest.raises(CheckpointError, match="it is not a checkpoint"):
             save(root, "photos", one(), Alone(), force=force)
     assert os.listdir(root.path) == ["photos"]
 

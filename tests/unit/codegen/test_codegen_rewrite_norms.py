@@ -178,7 +178,7 @@ def test_what_the_op_does_not_compute_stays():
         scaled: "nothing in the model computes it",
         handed_out: "",
         written_in_place: "",
-        transposed: "the op's result lies otherwise in memory: strides (32, 16, 1), expected (16, 80, 1)",
+        transposed: "the op's result has another memory layout: strides (32, 16, 1), expected (16, 80, 1)",
     }
     for function, reason in expected.items():
         _, result = rewritten(Formula(function), inputs(), inputs(), kernels="add_rms_norm")

@@ -252,7 +252,7 @@ def functions_of(module):
 
 
 def check_loss_on_slices(make, degree, monkeypatch):
-    """With a vocabulary large enough for it, which is that of the embedding too where the two are tied."""
+    """With a vocabulary large enough for it, which is also the embedding's if the two are tied."""
     monkeypatch.setitem(SIZES, "vocab_size", 1 << 16)
     monkeypatch.setattr(f"{__name__}.VOCABULARY", 1 << 16)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""`list` in compiled plans: the true costs of the stages reach the search, and its figures those of the documentation."""
+"""`list` in compiled plans: the true costs of the stages reach the search, and its figures equal the documentation's."""
 
 import re
 

@@ -176,7 +176,7 @@ OTHER = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         ({"dist_timeout": "5min"}, ConfigTypeError, "dist_timeout: expected seconds, found '5min'"),
         ({"dist_timeout": 0}, ConfigError, "dist_timeout: expected seconds above 0, found 0"),
         ({"fsdp_config": {"data_parallel_shard_degree": 3}}, ConfigError, "= 1 processes, found None x 3"),
-        ({"schedulers": "cosine"}, ConfigTypeError, "schedulers: expected those of torch, found str"),
+        ({"schedulers": "cosine"}, ConfigTypeError, "schedulers: expected torch's, found str"),
         (
             {"schedulers": StepLR(OTHER, 1)},
             ConfigError,

@@ -180,7 +180,7 @@ def test_one_name_for_two_things(tmp_path, names):
 
 def test_a_link_with_the_name_of_one_checkpoint(tmp_path):
     made = _trainer(save_folder=str(tmp_path), save_filename="{batch}.pt", save_latest_filename="4.pt")
-    with pytest.raises(ConfigError, match=r"save_latest_filename: expected another name than that of a checkpoint"):
+    with pytest.raises(ConfigError, match=r"save_latest_filename: expected another name than a checkpoint's"):
         made.fit()
 
 

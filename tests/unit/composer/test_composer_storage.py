@@ -85,7 +85,7 @@ def test_damage_in_object_storage(url, options):
 
 @pytest.mark.filterwarnings("ignore")
 def test_saving_over_a_checkpoint_in_object_storage(url):
-    """What is there stays, until the new one stands; then its files are gone."""
+    """The old one stays until the new one is complete; then its files are gone."""
     options = {"save_folder": url, "save_interval": "2ba", "save_overwrite": True, "max_duration": "2ba", **SHARDED}
     trainer(4, **options).fit()
     files = storage._sums(f"{url}/ba2")

@@ -66,7 +66,7 @@ def test_what_is_expanded_or_overlaps_arrives_contiguous(tensor):
     [
         (torch.randn(2, 768)[:, :64], (80, 1)),  # rows apart, and aligned alike
         (torch.randn(2, 70)[:, :64], (70, 1)),
-        (torch.randn(2, 3, 100)[..., 5:9], (60, 20, 1)),  # what lies evenly apart still does, and views as one
+        (torch.randn(2, 3, 100)[..., 5:9], (60, 20, 1)),  # evenly spaced elements stay so, and views as one
         (torch.randn(4, 5, 6)[:, 2:4], (14, 6, 1)),
         (torch.randn(4, 5, 600)[:, 2:4].transpose(0, 1), (600, 1208, 1)),  # dimensions keep their order
         (torch.randn(3, 40)[:, ::4], (20, 2)),

@@ -32,7 +32,7 @@ def standing(rank, activity, progress=(3, 5), seconds=10.0, **more):
 @pytest.mark.parametrize(
     ("standings", "expected"),
     [
-        # All wait for the one that computes, wherever it stands in the list.
+        # All wait for the one that computes, wherever it is in the list.
         ([standing(0, "waiting"), standing(1, "busy"), standing(2, "waiting")], 1),
         # A stopped process cannot answer.
         ([standing(0, "busy"), Standing(1, Activity.SILENT)], 1),

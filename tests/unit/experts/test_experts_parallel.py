@@ -181,7 +181,7 @@ def test_layers_that_are_computed_again(name):
 
 
 def test_the_block_runs_twice_and_shows_it_once():
-    """Hooks, buffers, random numbers and attributes are those of one run."""
+    """Hooks, buffers, random numbers and attributes are as after one run."""
     modules, calls = [shard(make("loop"), group) for group in tensor_groups(2)], [[], []]
     for module, own in zip(modules, calls, strict=True):
         module.model.blocks[0].router.register_forward_hook(lambda *args, own=own: own.append(args[2].detach()))

@@ -29,7 +29,7 @@ def test_sinkhorn_evens_out_what_top_k_does_not(dtype):
 
 
 def test_sinkhorn_is_a_doubly_scaled_plan():
-    """The choice is that of exp(logits) after its rows and columns have been normalised in turn, many times."""
+    """The choice is made on exp(logits) after its rows and columns have been normalised in turn, many times."""
     torch.manual_seed(1)
     logits = torch.randn(24, 6, dtype=torch.float64)
     plan = logits.exp()

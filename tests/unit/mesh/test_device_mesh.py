@@ -1,4 +1,4 @@
-"""`smpc.mesh.device_mesh`: tables beside the mesh, what is taken and refused; torch's fake process group stands for the others."""
+"""`smpc.mesh.device_mesh`: tables beside the mesh, what is taken and refused; torch's fake process group represents the others."""
 
 import itertools
 
@@ -87,7 +87,7 @@ def test_a_rank_sees_its_own_part_of_the_mesh_over_shared_groups(eight):
 
 
 def test_without_new_kinds_of_parallelism_no_more_groups_are_made(eight):
-    """Axes whose groups are those of others are there, and nothing is made for them."""
+    """Axes that share their groups with others exist, and nothing is made for them."""
     groups = make_groups(Mesh(8, 2, 2), 5, eight)
     basic = {Axis.WORLD, Axis.PP, Axis.TP, Axis.RDP, Axis.DP, Axis.MP}
     assert basic < set(groups) < set(Axis)

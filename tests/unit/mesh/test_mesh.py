@@ -148,7 +148,7 @@ def degree_tuples(world):
     """All (pp, tp, cp, shard, ep) that fit: by brute force over everything up to the number of ranks."""
     for pp, tp, cp, shard, ep in itertools.product(range(1, world + 1), repeat=5):
         if pp * tp * cp * shard <= world and world % (pp * tp * cp * shard) == 0:
-            inside = cp * shard if shard > 1 else world // (pp * tp)  # which replicas are, where nothing lies in parts
+            inside = cp * shard if shard > 1 else world // (pp * tp)  # which replicas are, if nothing is sharded
             if inside % ep == 0:
                 yield pp, tp, cp, shard, ep
 

@@ -1,4 +1,4 @@
-"""Hidden states stay inside between the layers of a stack: what lies between them, what is sent, and what is kept for the backward pass."""
+"""Hidden states stay inside between the layers of a stack: tensors between them, messages, and tensors kept for backward."""
 
 import warnings
 
@@ -75,7 +75,7 @@ def test_between_layers_hidden_states_are_inside(name, optimize, prescaled):
 
 
 def test_layers_apart_are_not_linked():
-    """One that stays whole, one that stands in two places, and stacks of other classes."""
+    """One that stays whole, one that occurs twice, and stacks of other classes."""
 
     class Own(transformers.GPT2Model):
         """Perhaps it does something between layers."""

@@ -33,7 +33,7 @@ def pipeline():
 
 
 def test_spans_hold_what_another_clock_sees(pipeline):
-    """Hooks of the stage modules note when they run: each call lies in a span of its stage, and no span is without one."""
+    """Hooks of the stage modules note when they run: each call is in a span of its stage, and no span is without one."""
     model, batch, compilation = pipeline
     runtime = LoopbackRuntime(model)
     program = runtime.install(compilation)

@@ -1,4 +1,4 @@
-"""Pipelines on devices of several kinds: cuts follow the devices, times are those of each, limits hold on each."""
+"""Pipelines on devices of several kinds: cuts follow the devices, times are each device's, limits hold on each."""
 
 from __future__ import annotations
 

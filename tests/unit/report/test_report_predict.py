@@ -29,7 +29,7 @@ def test_another_schedule_is_predicted_as_if_compiled_for_it(num_microbatches, p
     expected = compilation(3, num_microbatches, pipeline, active_microbatches=active, **options).plan
     found = predict(plan, num_microbatches=num_microbatches, pipeline=pipeline, active_microbatches=active)
     assert found.assignment == expected.assignment
-    # All but the share of the microbatches whose gradients are added to those of earlier ones.
+    # All but the share of the microbatches whose gradients are added to earlier ones.
     about = {"bubble_fraction": 0.0, "step_time": 0.0}
     assert dataclasses.replace(found.schedule, **about) == dataclasses.replace(expected.schedule, **about)
     assert found.schedule.bubble_fraction == pytest.approx(expected.schedule.bubble_fraction, rel=0.06)

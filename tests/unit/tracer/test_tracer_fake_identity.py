@@ -54,7 +54,7 @@ def test_fakes_have_the_class_of_what_they_stand_for(name):
 
 
 def test_two_functions_of_one_file_may_ask():
-    """The second found what stands for `type` among its globals, and a guard put it back there."""
+    """The second found the stand-in for `type` among its globals, and a guard put it back there."""
 
     def also(x):
         return 2 if type(x) is torch.Tensor else 3

@@ -21,7 +21,7 @@ from smpc.errors import ConfigError, ConfigUnsupportedError, PeerError, Transpor
 from smpc.launch.store import ENDED, of_job
 from smpc.places import Launch
 from smpc.v1.session.init import _choose_device, _end
-from smpc.v1.session.meeting import await_all, meet
+from smpc.v1.session.rendezvous import await_all, meet
 
 TORCHRUN = {
     "RANK": "3",

@@ -171,7 +171,7 @@ def test_state_with_masters(bf16, kind, form):
     again = getattr(optimizer, form)()
     for name, items in saved["state"].items():
         assert all(torch.equal(again["state"][name][key], value) for key, value in items.items())
-    without = copy.deepcopy(saved)  # of a job in fp32: masters stay those of the parameters
+    without = copy.deepcopy(saved)  # of a job in fp32: masters stay the parameters'
     for items in without["state"].values():
         del items["master"]
     optimizer.load_state_dict(without)

@@ -6,7 +6,7 @@ from pathlib import Path
 import smpc.v1
 
 PACKAGE = Path(smpc.v1.__file__).parent
-# What users call lies beside what it needs: `smp.step`, `smp.tp_register` and its kin.
+# Functions for users are beside their helpers: `smp.step`, `smp.tp_register` and the like.
 DOORS = {"steps/step.py": "StepFunction", "layout/tensor_parallel.py": "tp_register tp_register_with_module"}
 
 

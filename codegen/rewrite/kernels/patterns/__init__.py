@@ -1,1 +1,1 @@
-"""What each op of `smpc.kernels` replaces: one pattern a file."""
+"""The patterns that ops of `smpc.kernels` replace: one op per file."""

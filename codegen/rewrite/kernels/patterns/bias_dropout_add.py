@@ -18,7 +18,7 @@ _TARGET = "smpc.kernels.bias_dropout_add.bias_dropout_add"
 
 
 def find(graph: Graph) -> Iterator[Replacement | Refusal]:
-    """Every sum of a residual and what is dropped from."""
+    """Every sum of a residual and a dropout."""
     for name in graph.find("dropout"):
         x, total = graph.tensor(name, 0, "input"), graph.sole_user(name)
         if (

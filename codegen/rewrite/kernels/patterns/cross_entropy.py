@@ -60,7 +60,7 @@ def read_loss(graph: Graph, name: str, op: str) -> Loss | Refusal:
     """The arguments of a call of cross_entropy, or why the op cannot take them."""
     logits, target = graph.tensor(name, 0, "input"), graph.tensor(name, 1, "target")
     if logits is None or target is None:
-        return Refusal(op, name, "its logits or its target are no tensors")
+        return Refusal(op, name, "its logits or its target are not tensors")
     if graph.tensor(name, 2, "weight") is not None:
         return Refusal(op, name, "it weighs the classes")
     if len(graph.shape(logits)) > 2:
@@ -138,7 +138,7 @@ def _linear_cross_entropy(
 ) -> Replacement | Refusal:
     hidden, weight, bias = (graph.tensor(linear, i, word) for i, word in ((0, "input"), (1, "weight"), (2, "bias")))
     if hidden is None or weight is None:
-        return Refusal(_LINEAR_CROSS_ENTROPY, name, "the linear layer has a weight that is no tensor")
+        return Refusal(_LINEAR_CROSS_ENTROPY, name, "the linear layer has a weight that is not a tensor")
     inputs = tuple(item for item in (hidden, weight, target, bias) if item is not None)
     flat = Call("torch.Tensor.reshape", (Ref(hidden), (-1, graph.shape(hidden)[-1])))
     arguments = (Ref("#0"), Ref(weight), Ref(target), None if bias is None else Ref(bias))

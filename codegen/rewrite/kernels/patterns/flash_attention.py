@@ -117,7 +117,7 @@ _SAME_VALUES = ("expand", "contiguous", "broadcast_to", "expand_as")
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What is hidden: the future of `offset`, if it is not None, and what the conjunction of `keys` is false for, or `bias` is added."""
+    """The hidden keys: the future of `offset`, unless None, and keys where the conjunction of `keys` is false; or `bias` is added."""
 
     offset: int | None = None
     keys: tuple[str, ...] = ()

@@ -272,7 +272,7 @@ def _add_norm(op: str, graph: Graph, norm: Replacement, call: Call, total: str, 
 
 
 def _encloses(trace: Trace, outer: str, inner: str) -> bool:
-    """Whether the module call that `inner` is in is that of `outer`, or was made by it."""
+    """Whether the module call around `inner` is `outer`'s, or was made by it."""
     call, wanted = trace.node(inner).call, trace.node(outer).call
     while call not in (wanted, -1):
         call = trace.calls[call].parent

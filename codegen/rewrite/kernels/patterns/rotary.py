@@ -20,7 +20,7 @@ from smpc.tracer.constants import Ref, references
 
 _OP = "rotary"
 _TARGET = "smpc.kernels.rotary.rotary"
-# What a table is made by from its doubled angles, one tensor in, column by column.
+# The operations that make a table from its doubled angles, one tensor in, column by column.
 _POINTWISE = ("cos", "sin", "mul", "cast", "contiguous", "unsqueeze", "add", "div", "expand")
 
 
@@ -120,7 +120,7 @@ def _flat(graph: Graph, table: str, head: int) -> str | None:
 
 
 def _doubled(graph: Graph, table: str) -> str | None:
-    """What the operation that doubles the columns of a table starts from."""
+    """The input of the operation that doubles the columns of a table."""
     name = table
     while True:
         inputs = graph.node(name).inputs

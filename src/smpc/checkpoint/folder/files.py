@@ -49,8 +49,8 @@ def write_file(obj: Any, path: str, *, pickle_module: Any = pickle, pickle_proto
 def read_file(path: str, *, map_location: Any = None, mmap: bool | Literal["archives"] | None = None) -> Any:
     """The object in a file that `write_file` or torch.save wrote. `mmap`: as torch.load's; "archives": where that is possible.
 
-    Raises CheckpointError if the file is missing (and says what is there in its place), damaged, which the checksums of its records tell,
-    or holds more than tensors and plain values.
+    Raises CheckpointError if the file is missing (and says what exists in its place), damaged (by the checksums of its records), or holds
+    more than tensors and plain values.
     """
     if not is_file(path):
         raise CheckpointError(f"no checkpoint file {path}; {_neighbours(path)}")

@@ -5,7 +5,7 @@
       step_200/
       newest                 the marker: the name of the last one published
       .step_300.7f3a90c1.draft       being written; removed by the next writer once its owner is dead
-      .step_200.99e0b1c2.replaced    what a forced save replaces, until the new one stands; found if that never does
+      .step_200.99e0b1c2.replaced    replaced by a forced save, until the new one is complete; found if it never is
       .step_100.5b21d7aa.removed     pruned, on its way out
 
 Order of saving: draft, files and manifest on the disk, rename, marker. A crash before the rename leaves a draft, which nobody reads; after
@@ -13,8 +13,8 @@ it, a checkpoint that the marker does not name yet: `newest` goes by the number 
 the job) holds a lock on it, which ends with the process; so a draft of another job at work is left alone. Numbers are given, and names
 changed, by one job at a time (`smpc.checkpoint.folder.locks`).
 
-What identifies a checkpoint is its tag: the name of its folder and what its manifest says must agree. A folder that was renamed, copied
-under another name, or exchanged with another is no checkpoint of that name; `same_name` says so, and what to do.
+A checkpoint is identified by its tag: the name of its folder and the tag in its manifest must agree. A folder that was renamed, copied
+under another name, or exchanged with another is not a checkpoint of that name; `same_name` says so, and what to do.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Root:
         )
 
     def replaced(self, tag: str) -> str | None:
-        """Where a forced save has moved what it was to replace, if it died before the new one stood."""
+        """Where a forced save has moved the old checkpoint, if it died before the new one was complete."""
         names = [name for name, found, state in self._hidden() if found == tag and state == REPLACED]
         return os.path.join(self.path, names[0]) if names else None
 
@@ -113,7 +113,7 @@ class Root:
         return last
 
     def incomplete(self) -> list[str]:
-        """What lies here and is no whole checkpoint, one line each."""
+        """The entries of this folder that are not whole checkpoints, one line each."""
         return self._left() + self.damaged()
 
     def _left(self) -> list[str]:
@@ -149,7 +149,7 @@ class Root:
                 hint = (
                     "choose another tag, or force"
                     if os.path.isfile(os.path.join(target, NAME))
-                    else "it is no checkpoint"
+                    else "it is not a checkpoint"
                 )
                 raise CheckpointError(f"{target} exists and is not overwritten; {hint}")
             path, lock = make_locked(self.path, tag, DRAFT)
@@ -164,7 +164,7 @@ class Root:
     def publish(self, draft: Draft, *, force: bool) -> str:
         """Make a draft the checkpoint of its tag, and mark it as the newest. Its files must be on the disk. Inside `publishing`.
 
-        Raises CheckpointError if that fails; then what was there is there again. A marker that cannot be moved is a warning.
+        Raises CheckpointError if that fails; then the old one is restored. A marker that cannot be moved is a warning.
         """
         target = os.path.join(self.path, draft.tag)
         replaced, is_renamed = None, False
@@ -193,7 +193,7 @@ class Root:
         return target
 
     def move_aside(self, tag: str) -> str:
-        """Make room for what replaces a file or folder; until that stands, `find` and `replaced` have the old one."""
+        """Move a file or folder aside for its replacement; until that is complete, `find` and `replaced` return the old one."""
         replaced = self._hide(tag, REPLACED)
         os.rename(os.path.join(self.path, tag), replaced)
         return replaced
@@ -284,7 +284,7 @@ class Root:
 
 
 def remove(path: str) -> bool:
-    """Remove a file, a folder or a link; a warning if that fails. What another process removes meanwhile is no failure."""
+    """Remove a file, a folder or a link; a warning if that fails. An entry that another process removes meanwhile is not a failure."""
     try:
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
@@ -311,7 +311,7 @@ def check_keep(keep: object) -> None:
 
 
 def read_marker(folder: str, marker: str) -> str | None:
-    """What a marker says; None if there is none that can be read."""
+    """The text of a marker; None if there is no readable one."""
     try:
         data = read_regular(os.path.join(folder, marker), _MAX_MARKER)
     except CheckpointError:
@@ -376,7 +376,7 @@ def is_share(name: str) -> bool:
 
 
 def same_name(folder: str, tag: str) -> str | None:
-    """What is wrong if a folder holds a checkpoint of another tag than its name; a link may have the name, too."""
+    """The error for a folder that holds a checkpoint of another tag than its name; the name may also be a link's."""
     names = [os.path.basename(os.path.abspath(folder)), os.path.basename(os.path.realpath(folder))]
     hidden = [_HIDDEN.fullmatch(name) for name in names]
     if tag in [match["tag"] if match else name for name, match in zip(names, hidden, strict=True)]:
@@ -388,7 +388,7 @@ def same_name(folder: str, tag: str) -> str | None:
 
 
 def check_whole(folder: str, *, any_name: bool = False) -> Manifest:
-    """The manifest, if every file is there with its size, and (unless `any_name`) it is the folder's own.
+    """The manifest, if every file exists with its size, and (unless `any_name`) it is the folder's own.
 
     Raises CheckpointError, listing all that is wrong.
     """

@@ -1,4 +1,4 @@
-"""Locks on folders: of a draft, while the process that writes it lives; of a run's folder, while what lies in it changes its name.
+"""Locks on folders: of a draft, while the process that writes it lives; of a run's folder, while entries in it are renamed.
 
     lock = make_locked(path)         a new folder that is this process's until it closes the lock, or ends
     with abandoned(path) as is_so:   whether nobody holds that lock any more; nobody takes it meanwhile
@@ -26,7 +26,7 @@ _INTERVAL = 0.01
 
 
 class Lock:
-    """A descriptor that holds a lock. Closing it again does nothing: by then its number may be that of another file."""
+    """A descriptor that holds a lock. Closing it again does nothing: by then its number may belong to another file."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
@@ -41,7 +41,7 @@ class Lock:
 def make_locked(parent: str, name: str, state: str) -> tuple[str, Lock]:
     """Make a hidden folder for drafts, 0700, that belongs to this process until it closes the lock: `.name.1f0a9c3e.state` in `parent`.
 
-    Holds the lock of `parent` meanwhile, so that nobody takes the folder for abandoned before it is locked.
+    Holds the lock of `parent` meanwhile, so that no other process considers the folder abandoned before it is locked.
     """
     with publishing(parent):
         path = os.path.join(parent, f".{name}.{secrets.token_hex(4)}.{state}")
@@ -53,7 +53,7 @@ def make_locked(parent: str, name: str, state: str) -> tuple[str, Lock]:
 
 @contextlib.contextmanager
 def abandoned(draft: str) -> Iterator[bool]:
-    """Whether nobody holds the lock of a draft, which is held in the body then. Inside `publishing`."""
+    """Whether no process holds the lock of a draft; then it is held in the body. Inside `publishing`."""
     try:
         lock = _try_lock(os.path.join(draft, LOCK))
     except OSError:

@@ -1,1 +1,1 @@
-"""What is in the files of a checkpoint: contents, manifest, tensors, checksums. Nothing read here is trusted, or run."""
+"""The file format of a checkpoint: contents, manifest, tensors, checksums. Nothing read here is trusted, or run."""

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, before it is written.
+"""The content of a checkpoint, before it is written.
 
     kind        a group of tensors: "model", "optimizer", "masters", ...; each has its own files, so that one can be read alone
     name        of a tensor in its kind: the fully qualified name in the user's module, never a rank or a position
@@ -88,7 +88,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What one rank brings. `metadata`, `user`, `pickled` and `plan` count on rank 0 alone.
+    """One rank's content. `metadata`, `user`, `pickled` and `plan` count on rank 0 alone.
 
     metadata    a tree (see `smpc.checkpoint.format.plain_json`): step, scaler, scheduler, param groups, ...
     rank_state  a tree of this rank: random state, data position

@@ -57,12 +57,12 @@ def dtype_of(name: object) -> torch.dtype:
 
 
 def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Of a contiguous tensor."""
+    """The bytes of a contiguous tensor."""
     return math.prod(shape) * dtype.itemsize
 
 
 def checked_shape(values: Any) -> tuple[int, ...]:
-    """The shape that a file says. Raises ValueError for what no tensor has, which would take for ever to multiply or to reserve."""
+    """The shape in a file. Raises ValueError for an impossible shape, which would take for ever to multiply or to allocate."""
     if not isinstance(values, (list, tuple)) or len(values) > MAX_DIMS:
         raise ValueError(f"expected a shape of at most {MAX_DIMS} dimensions")
     if any(type(size) is not int or not 0 <= size < LARGEST for size in values):
@@ -74,6 +74,6 @@ def checked_shape(values: Any) -> tuple[int, ...]:
 
 def byte_view(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, shared with it."""
-    assert tensor.is_contiguous(), "its bytes lie apart"
+    assert tensor.is_contiguous(), "its bytes are not contiguous"
     flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()  # raises if it is not on the CPU
     return memoryview(flat)

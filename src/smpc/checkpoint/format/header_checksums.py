@@ -4,9 +4,9 @@
 
     what/size of a block/checksum of the header/checksums of the blocks of all tensors, in their order in the file
 
-Every checksum is a crc32 in 8 hexadecimal digits. The header's is that of all bytes before the tensors, with zeros in place of the digits
-of all checksums. So the text has its length before a tensor is written, and is put in afterwards. Other readers of safetensors, Hugging
-Face's `from_pretrained` among them, see a text that they do not know.
+Every checksum is a crc32 in 8 hexadecimal digits. The header's checksum covers all bytes before the tensors, with zeros in place of the
+digits of all checksums. So the length of the text is known before a tensor is written, and the text is filled in afterwards. Other
+readers of safetensors, Hugging Face's `from_pretrained` among them, see a text that they do not know.
 
     text = unsealed([1024, 4])                  before: the header is written with metadata {KEY: text}
     header = sealed(header, sums, block_size)   after
@@ -26,7 +26,7 @@ _TEXT = re.compile(r"crc32/([1-9][0-9]{0,11})/([0-9a-f]{8})/((?:[0-9a-f]{8})*)")
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """What the text says."""
+    """The checksums in the text."""
 
     block_size: int
     header: int

@@ -4,13 +4,13 @@
     expanded(value)          how many objects it would be if nothing were shared; CheckpointError for more than `most`, or a circle
 
 Terms
-    record      stands for an object: the name of its class or function, what it was called with, its state and items
-    pairs       stands for a dict: keys and values in order; a key may be anything, so none is hashed
+    record      represents an object: the name of its class or function, its arguments, its state and items
+    pairs       represents a dict: keys and values in order; a key may be anything, so none is hashed
 
-What a pickle can make others do is bounded by its length: memory is in proportion to it, whatever sizes and positions it mentions. Python's
-own unpickler makes room for the highest number of a memo that is mentioned, and hashing a tuple of tuples of tuples may take for ever.
-Persistent references (the storages of torch.save) are records as well. Supported is what torch and Python's pickler write for plain data
-from protocol 2 on.
+The cost of reading a pickle is bounded by its length: memory is proportional to it, whatever sizes and positions it mentions. Python's own
+unpickler allocates a memo for the highest number mentioned, and hashing a tuple of tuples of tuples may take for ever. Persistent
+references (the storages of torch.save) are records as well. Supported is what torch and Python's pickler write for plain data from protocol
+2 on.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _inner(value: Any) -> list[Any]:
 
 
 class _Reader:
-    """One pickle; `position` is that of the next byte."""
+    """One pickle; `position`: of the next byte."""
 
     def __init__(self, data: bytes, knows: Callable[[str], bool]) -> None:
         self._data, self._knows, self.position = data, knows, 0
@@ -146,7 +146,7 @@ class _Reader:
         self._stack.append(value)
 
     def marked(self) -> list[Any]:
-        """What was put on the stack after the last mark."""
+        """The values on the stack above the last mark."""
         stack = self._stack
         index = len(stack) - 1
         while stack[index] is not _MARK:

@@ -6,8 +6,8 @@
     Manifest    all of it, the JSON values, and the number of the checkpoint in the order of saving
 
 The crc32s find damage: flipped bits, truncated, swapped or stale files. They are no signature. The manifest ends with the sha256 of itself.
-Whatever it says is checked when it is read: names of files are plain names in the same folder, boxes tile their tensors, bytes of
-pieces lie in their files. A manifest that fails any of it is refused before a file is opened.
+All its fields are checked when it is read: names of files are plain names in the same folder, boxes tile their tensors, bytes of pieces are
+within their files. A manifest that fails a check is refused before a file is opened.
 
 On disk, in one line: {"body": {...}, "sha256": "..."}.
 """
@@ -74,13 +74,13 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole tensor."""
+        """Size of the full tensor in bytes."""
         return num_bytes(self.shape, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`sequence`: 1 more than that of the checkpoint saved before in the same folder. `pickled`: file by name."""
+    """`sequence`: 1 more than the previous checkpoint's in the same folder. `pickled`: file by name."""
 
     tag: str
     sequence: int
@@ -250,7 +250,7 @@ def _check_entry(entry: Entry, files: Mapping[str, File], block_size: int) -> No
         if file is None:
             raise CheckpointError(f"{where}: {piece.file!r} is not among the files")
         if piece.begin < file.header_size or piece.begin + num_bytes(piece.shape, entry.dtype) > file.size:
-            raise CheckpointError(f"{where}: its bytes do not lie in {piece.file}")
+            raise CheckpointError(f"{where}: its bytes are not inside {piece.file}")
         if num_blocks(piece, entry.dtype, block_size) != len(piece.checksums):
             raise CheckpointError(f"{where}: expected a checksum for each block, found {len(piece.checksums)}")
     gap = find_gap(entry.shape, [piece.box for piece in entry.pieces])

@@ -58,7 +58,7 @@ class TensorFile:
 
     @property
     def blocks(self) -> list[Block]:
-        """All that have a checksum."""
+        """All blocks that have a checksum."""
         return [block for blocks in self._blocks.values() for block in blocks]
 
     def read(self, name: str) -> Tensor:
@@ -78,7 +78,7 @@ class TensorFile:
         return values
 
     def check(self, block: Block) -> str | None:
-        """What is wrong with a block; None if it is as it was written."""
+        """The error of a block; None if it is undamaged."""
         checksum, done = 0, 0
         buffer = memoryview(bytearray(min(block.size, _READ)))
         while done < block.size:
@@ -107,7 +107,7 @@ class TensorFile:
             raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
 
     def _read_seal(self) -> tuple[tuple[str, ...], list[Block]]:
-        """What is wrong with the header, and the blocks that the checksums in it are of."""
+        """The error of the header, and the blocks that its checksums cover."""
         notes, tensors = self.header.metadata, self.header.tensors
         text = notes.get(KEY)
         if text is None:  # unless what is damaged is the key
@@ -119,9 +119,7 @@ class TensorFile:
         seal = Seal.parse(text)
         ordered = sorted((begin, num_bytes(shape, dtype), name) for name, (dtype, shape, begin) in tensors.items())
         if seal is None or len(seal.sums) != sum(-(-size // seal.block_size) for _, size, _ in ordered):
-            return (
-                f"{self.path}: damaged: the checksums in the header are not those of its {len(ordered)} tensors",
-            ), []
+            return (f"{self.path}: damaged: the checksums in the header do not match its {len(ordered)} tensors",), []
         damage = () if self._is_sealed_by(seal) else (f"{self.path}: damaged: the header",)
         sums, blocks = iter(seal.sums), []
         for begin, size, name in ordered:

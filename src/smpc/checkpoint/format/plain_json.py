@@ -7,8 +7,8 @@
 
 Supported: None, bool, int, float (NaN and infinities too), str, bytes, list, tuple, set, dict with any of these as keys, defaultdict of a
 plain type, collections.Counter (MultiStepLR has one), torch.Tensor, torch.dtype, torch.device, numpy.ndarray (comes back as a tensor),
-numpy's numbers. DTensors are refused, as they would have to be gathered. Anything else raises CheckpointError, naming where it stands; or,
-with `objects`, is saved as its attributes, and comes back as a SavedObject (`smpc.checkpoint.format.saved_object`).
+numpy's numbers. DTensors are refused, as they would have to be gathered. Anything else raises CheckpointError with its path; or, with
+`objects`, its attributes are saved, and it comes back as a SavedObject (`smpc.checkpoint.format.saved_object`).
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class _Flattening:
         self._around: dict[int, None] = {}  # objects that are being saved
 
     def of(self, tree: Any, place: str) -> Any:
-        """The JSON values of what stands at a place of the tree."""
+        """The JSON value at a position of the tree."""
         if tree is None or type(tree) in (bool, int, str):
             return tree
         if isinstance(tree, (np.bool_, np.integer, np.floating)):

@@ -48,7 +48,7 @@ class Box:
 
 
 def find_gap(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """What is wrong with boxes that should tile a tensor of `shape`."""
+    """The error of boxes that should tile a tensor of `shape`."""
     for box in boxes:
         if len(box.shape) != len(shape) or len(box.offsets) != len(shape):
             return f"a shard has {len(box.shape)} dimensions, the tensor {len(shape)}"

@@ -1,6 +1,6 @@
 """Reading what is a regular file, and nothing else: no links, pipes, sockets or devices, and never more than expected.
 
-    open_regular(path)               a descriptor; returns or raises at once, whatever lies there
+    open_regular(path)               a descriptor; returns or raises at once, for any kind of entry
     read_regular(path, most)         the bytes, at most so many
     is_file(path)                    whether there is one, links followed; anything else under that name is refused
     printable(name)                  a name out of a file, fit to be shown: control characters and line breaks as escapes
@@ -73,7 +73,7 @@ def _escaped(character: str) -> str:
 
 
 def _found(path: str) -> str | None:
-    """What has a name that cannot be opened, where it is no file."""
+    """The kind of an entry that cannot be opened because it is not a file."""
     try:
         kind = stat.S_IFMT(os.lstat(path).st_mode)
     except (OSError, ValueError):

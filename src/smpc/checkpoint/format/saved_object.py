@@ -1,11 +1,11 @@
-"""Objects of any class among the user's content: what is saved of them, and what comes back. No code runs for either.
+"""Objects of any class among the user's content: how they are saved and restored. Neither runs any code.
 
     user_content={"args": argparse.Namespace(lr=0.1), "config": GPT2Config(...)}
     resume_from_checkpoint(...)["args"]      SavedObject of argparse.Namespace: {"lr": 0.1}
 
-Saved are the name of the class and the attributes of the instance, each by the same rules; of an object without attributes (a function, a
-lock, an enum's member) its `repr`. What comes back is a mapping of the attributes, which also answers as attributes: the class is not
-looked for, so that a file cannot choose what is imported.
+The name of the class and the attributes of the instance are saved, each by the same rules; for an object without attributes (a function,
+a lock, an enum's member) its `repr`. It comes back as a mapping of the attributes, which can also be read as attributes: the class is not
+imported, so a file cannot choose what is imported.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def name_of(value: Any) -> str:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """What is saved of an object; without what its class computes."""
+    """The saved attributes of an object, without those that its class computes."""
     found: dict[str, Any] = {}
     for cls in reversed(type(value).__mro__):
         slots = vars(cls).get("__slots__", ())

@@ -34,7 +34,7 @@ _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a file holds: pieces in the order of the shards given."""
+    """The content of a file: pieces in the order of the given shards."""
 
     file: File
     pieces: tuple[Piece, ...]
@@ -130,7 +130,7 @@ def read_header(descriptor: int, where: str) -> Header:
 
 
 def _archive_header(descriptor: int, mark: Mark, where: str) -> Header:
-    """Of an archive, in which some tensors may be the same under several names."""
+    """The tensors of an archive, in which a tensor may have several names."""
     if mark.length > MAX_HEADER:
         raise CheckpointError(f"{where}: its header has {mark.length} bytes; at most {MAX_HEADER} are read")
     tensors, metadata = _parsed(os.pread(descriptor, mark.length, mark.begin), 0, where)

@@ -49,7 +49,7 @@ _READ = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where the header of an archive is, and the checksum of what belongs to no tensor. `end`: where the mark itself begins."""
+    """Where the header of an archive is, and the checksum of bytes outside tensors. `end`: where the mark itself begins."""
 
     begin: int
     length: int
@@ -196,7 +196,7 @@ def _checksum_around(descriptor: int, extents: Sequence[tuple[int, int]], end: i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Storage:
-    """Stands for the bytes of a tensor."""
+    """A stand-in for the bytes of a tensor."""
 
     kind: Any
     record: str
@@ -205,7 +205,7 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stand:
-    """Stands for a tensor, and is pickled as torch.save pickles one."""
+    """A stand-in for a tensor, which is pickled as torch.save pickles one."""
 
     storage: _Storage
     shard: Shard

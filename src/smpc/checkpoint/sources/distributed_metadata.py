@@ -1,4 +1,4 @@
-"""What `.metadata` of torch.distributed.checkpoint says: which tensors there are, in which chunks, and where each lies.
+"""Reads `.metadata` of torch.distributed.checkpoint: which tensors exist, in which chunks, and where each chunk is stored.
 
     read_metadata("dcp/.metadata").entries["model.weight"]      Described(dtype, shape, chunks), or None for a value that is no tensor
                                   .stored["model.weight", (0, 0)]  Stored(file, begin, length)
@@ -46,7 +46,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a chunk or a value lies. `is_plain`: as torch.save wrote it, not through an extension such as compression."""
+    """Where a chunk or a value is stored. `is_plain`: as torch.save wrote it, not through an extension such as compression."""
 
     file: str
     begin: int

@@ -7,10 +7,11 @@
         export/model.safetensors                        up to `max_file_bytes`; else
         export/model-00001-of-00003.safetensors, ...    and model.safetensors.index.json, as from_pretrained opens them
 
-All are published by a rename once they are on the disk, and replace nothing unless forced: then the old one stays until the new one
-stands, and is found by `standing` if the process dies between two renames. `rename` gives tensors other names (a translator to Hugging
-Face's), or None to leave one out; `dtype` casts floating-point tensors; `notes` are texts for the header of every file, which has
-checksums besides (`header_checksums`, `torch_archive`). Of several files each says which of how many of which save it is.
+All are published by a rename once they are on the disk, and replace nothing unless forced: then the old one stays until the new one is
+complete, and is found by `standing` if the process dies between two renames. `rename` gives tensors other names (a translator to
+Hugging Face's), or None to leave one out; `dtype` casts floating-point tensors; `notes` are texts for the header of every file, which
+has checksums besides (`header_checksums`, `torch_archive`). If there are several files, each names its save, its number and their
+count.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ class FullSaving:
 
     @property
     def share(self) -> list[Shard]:
-        """What this rank writes."""
+        """This rank's share to write."""
         return self._agreed.share
 
     @share.setter
@@ -275,7 +276,7 @@ def _noted(notes: Mapping[str, str] | None) -> dict[str, str]:
 
 @contextmanager
 def _locked_folder(parent: str) -> Iterator[str]:
-    """A folder for drafts, removed at the end; `Root.clean` removes that of a dead process."""
+    """A folder for drafts, removed at the end; `Root.clean` removes a dead process's."""
     folder, lock = make_locked(parent, "export", DRAFT)
     try:
         yield folder

@@ -1,4 +1,4 @@
-"""Tensors that can be brought one at a time, wherever they lie; what conversions read from.
+"""Sources of conversions: tensors that are read one at a time, in any format.
 
     open_source(path)    a checkpoint of this library, a Hugging Face folder or a .safetensors file, a torch.distributed.checkpoint
                          folder, or a legacy .pt/.bin/.pth file, told apart by what is there
@@ -65,7 +65,7 @@ class Source(Protocol):
 
     @property
     def metadata(self) -> Any:
-        """What a checkpoint of this library was saved with; {} from elsewhere."""
+        """The metadata of a checkpoint of this library; {} for other sources."""
 
     def read(self, item: Item) -> Tensor:
         """One of them, on the CPU and contiguous."""
@@ -78,7 +78,7 @@ class Source(Protocol):
 
 
 class _Closing:
-    """What sources have in common."""
+    """The common base of sources."""
 
     def __enter__(self) -> Any:
         return self
@@ -141,7 +141,7 @@ class SafetensorsSource(_Closing):
         return self._where[item.name].read(item.name)
 
     def damaged(self, rank: int, size: int) -> list[str]:
-        """What is damaged of this rank's part of all blocks with checksums, one line each."""
+        """The damage in this rank's part of all blocks with checksums, one line each."""
         blocks = [(file, block) for file in self._files for block in file.blocks]
         return [line for file, block in blocks[rank::size] if (line := file.check(block)) is not None]
 
@@ -161,7 +161,7 @@ class SafetensorsSource(_Closing):
         self.notes |= file.header.metadata
 
     def _strangers(self) -> list[str]:
-        """That all files are of one save, and there are as many as it wrote: their notes say so, where this library wrote them."""
+        """Checks that all files belong to one save, and that none is missing, by their notes, if this library wrote them."""
         first, wrong = self._files[0], []
         for file in self._files:
             own, others = _belonging(file), _belonging(first)
@@ -191,7 +191,7 @@ def _belonging(file: TensorFile) -> dict[str, str]:
 
 
 def damaged_of(source: Source, rank: int = 0, size: int = 1) -> list[str]:
-    """What is damaged of a rank's part of a source, one line each; of a source without checksums, nothing can be found."""
+    """The damage in a rank's part of a source, one line each; without checksums none can be found."""
     if isinstance(source, CheckpointSource):
         return verify(source.checkpoint, rank=rank, size=size)
     return source.damaged(rank, size) if isinstance(source, SafetensorsSource) else []
@@ -200,7 +200,7 @@ def damaged_of(source: Source, rank: int = 0, size: int = 1) -> list[str]:
 class LegacySource(_Closing):
     """A file of torch.save that holds a mapping of tensors, possibly under "model", "model_state_dict", "state_dict" or "module".
 
-    Of a Trainer's file, which has the model under "state", the optimizer is read too.
+    From a Trainer's file, which has the model under "state", the optimizer is read too.
     """
 
     def __init__(self, path: str) -> None:
@@ -278,7 +278,7 @@ def _weight_map(index: str) -> dict[str, str]:
 
 
 def _wrong_index(folder: str, where: Mapping[str, TensorFile]) -> list[str]:
-    """That each tensor lies in the file that the index of a folder says, and no other does."""
+    """Checks that each tensor is in the file that the folder's index names, and that there are no others."""
     index = os.path.join(folder, INDEX)
     if not os.path.lexists(index):
         return []

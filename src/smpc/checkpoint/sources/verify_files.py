@@ -3,9 +3,9 @@
     verify_file("model.safetensors", advance)    Verified(damaged=(), has_checksums=True, num_tensors=148, num_bytes=497774208)
     safetensors_files("model")                   the files of a folder, as its index names them, or that one file
 
-The structure is what `read_header` looks at: every tensor has the bytes that its dtype and shape say, none overlap, none are left
-over. Of a folder with an index, each tensor must lie in the file that the index says. Checksums are those of
-`smpc.checkpoint.format.header_checksums`.
+`read_header` checks the structure: every tensor has the bytes that its dtype and shape need, none overlap, none are left over. In
+a folder with an index, each tensor must be in the file that the index names. `smpc.checkpoint.format.header_checksums` has the
+checksums.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from smpc.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What came of checking a file: a line for each damage, and whether it had checksums."""
+    """The result of checking a file: a line for each damage, and whether it had checksums."""
 
     damaged: tuple[str, ...]
     has_checksums: bool
@@ -31,7 +31,7 @@ class Verified:
 
 
 def safetensors_files(path: str) -> list[str]:
-    """The safetensors files that a path is or has. Raises CheckpointError if the index of a folder is not what lies there."""
+    """The safetensors files that a path is or has. Raises CheckpointError if a folder's index and its files differ."""
     if not os.path.isdir(path):
         return [path] if is_tensorfile(path) else []
     if not any(name == INDEX or name.endswith(".safetensors") for name in os.listdir(path)):
@@ -40,7 +40,7 @@ def safetensors_files(path: str) -> list[str]:
 
 
 def wrong_set(path: str) -> list[str]:
-    """What is wrong with the files of a folder as a set, one line each: files of different saves, an index that says something else."""
+    """The errors of a folder's files as a set, one line each: files of different saves, an index that disagrees."""
     try:
         SafetensorsSource(path).close()
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""What the ranks of a save or a load do together: each its part, one of them all of it, and the failure of one is that of all.
+"""The cooperation of the ranks of a save or a load: each does its part, one does the common part, and one rank's failure is raised on all.
 
     ranks = Ranks(group, coordinator=0)                        group None: this process alone
     ranks.gather_scatter("planning", local, whole)             whole([...of every rank]) on the coordinator; each gets its own back
@@ -32,7 +32,7 @@ class Ranks:
             )
 
     def gather_scatter(self, local: Callable[[], Any], whole: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """`whole` of what every rank's `local` gave; what it returns for this rank."""
+        """Applies `whole` to the results of every rank's `local`; returns this rank's part of the result."""
         value, failure, cause = _attempt(local)
         gathered = self._gather((value, failure))
         answers: list[Any] = []
@@ -48,7 +48,7 @@ class Ranks:
         return result
 
     def gather(self, local: Callable[[], Any], whole: Callable[[list[Any]], object]) -> None:
-        """As `gather_scatter`, but nobody waits for an answer: ranks learn of their own failures, the coordinator of all."""
+        """As `gather_scatter`, but without an answer: ranks learn of their own failures, the coordinator of all."""
         value, failure, cause = _attempt(local)
         gathered = self._gather((value, failure))
         failures = [None] * self.size if gathered is None else [found[1] for found in gathered]

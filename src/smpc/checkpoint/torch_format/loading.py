@@ -2,7 +2,7 @@
 
     load_state(state_dict, Reader("run/step_100"), ranks)       collective; tensors are filled, other values are replaced
 
-What is read is verified before it is unpickled, and unpickled with weights_only alone (`LoadPlanner`). Keys that the checkpoint lacks are a
+Data is verified before it is unpickled, and unpickled only with weights_only (`LoadPlanner`). Keys that the checkpoint lacks are a
 MissingKeyError, which is a KeyError, on every rank.
 """
 
@@ -32,7 +32,7 @@ class LoadPlanner(DefaultLoadPlanner):
     """torch's planner, but for values that are no tensors, which it would unpickle freely, and for the error of keys that are missing."""
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank reads."""
+        """This rank's reads."""
         assert self.metadata is not None, "set up"
         try:
             plan = super().create_local_plan()
@@ -46,7 +46,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return plan
 
     def _check_all_is_there(self, plan: LoadPlan) -> None:
-        """CheckpointError if the checkpoint has only parts of what this rank has of a tensor."""
+        """CheckpointError if the checkpoint covers only a part of this rank's part of a tensor."""
         found: Counter[str] = Counter()
         for item in plan.items:
             if item.type is LoadItemType.TENSOR:

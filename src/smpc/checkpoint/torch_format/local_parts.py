@@ -1,4 +1,4 @@
-"""State dicts of what one rank has, without a word of the others: the local kind of checkpoint.
+"""State dicts of one rank's part, without the other ranks: the local kind of checkpoint.
 
     local_parts({"model": {"weight": DTensor}})       {"model": {"weight": this rank's part}}, in the same memory
 

@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: a folder, or a URL that fsspec knows (`s3://bucket/run/step_100`, with s3fs installed).
+"""The location of a checkpoint: a folder, or a URL that fsspec knows (`s3://bucket/run/step_100`, with s3fs installed).
 
     fs, path = place_of("s3://bucket/run", {"region_name": "eu-west-1"})
     with fs.create_stream(fs.concat_path(path, ".metadata"), "rb") as file: ...
@@ -49,7 +49,7 @@ def place_of(
 
 
 def names_in(fs: FileSystemBase, path: str | os.PathLike[str]) -> list[str]:
-    """The names of what lies in a place, sorted; none if there is no such place."""
+    """The names of the entries of a place, sorted; none if there is no such place."""
     try:
         return sorted(os.path.basename(str(entry).rstrip("/")) for entry in fs.ls(path))  # type: ignore[attr-defined]
     except FileNotFoundError:
@@ -57,7 +57,7 @@ def names_in(fs: FileSystemBase, path: str | os.PathLike[str]) -> list[str]:
 
 
 def replace(fs: FileSystemBase, path: str | os.PathLike[str], name: str, data: bytes) -> None:
-    """Write a file whole or not at all: another under that name stays until this one is there."""
+    """Write a file whole or not at all: an old file of that name stays until this one is complete."""
     target = fs.concat_path(path, name)
     if not isinstance(fs, FileSystem):
         with fs.create_stream(target, "wb") as file:  # an object appears when it is complete

@@ -106,7 +106,7 @@ def _fill(planner: LoadPlanner, item: ReadItem, chunk: Any, where: str) -> None:
     if not isinstance(chunk, Tensor) or any(
         start + size > whole for start, size, whole in zip(item.storage_offsets, item.lengths, chunk.shape, strict=True)
     ):
-        raise CheckpointError(f"{where}: what lies there is not what {METADATA} says")
+        raise CheckpointError(f"{where}: its content is not what {METADATA} says")
     for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         chunk = chunk.narrow(dim, start, size)
     target = planner.resolve_tensor(item).detach()

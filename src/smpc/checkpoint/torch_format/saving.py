@@ -7,7 +7,7 @@
     agree    plans of all ranks become one         their plans, of what they have
     (copy)   what this rank writes, no more        the same
     write    own files                             own files
-             metadata: the checkpoint stands       done, or the error, on every rank
+             metadata: it is complete              done, or the error, on every rank
 
 Ranks whose writers have different places save checkpoints of their own in one call, each with its own metadata: the local kind.
 """
@@ -34,7 +34,7 @@ _KIND = "saved"
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a rank is told. `metadata`: of the checkpoint that it publishes, if it does. `is_alone`: no other is saved in this call."""
+    """The answer to a rank. `metadata`: of the checkpoint that it publishes, if it does. `is_alone`: no other is saved in this call."""
 
     plan: SavePlan
     metadata: Metadata | None
@@ -50,7 +50,7 @@ def save_state(
     *,
     wait: bool = True,
 ) -> None:
-    """Save, and return when the checkpoint stands. Collective. Raises CheckpointError on every rank if it fails on one.
+    """Save, and return when the checkpoint is complete. Collective. Raises CheckpointError on every rank if it fails on one.
 
     `wait`: otherwise a rank returns when its own part is written, and only the coordinator hears of the others.
     """
@@ -162,7 +162,7 @@ class StateSaving:
 
 
 class _Resolved(SavePlanner):
-    """A planner whose data are there already."""
+    """A planner whose data exists already."""
 
     def __init__(self, tensors: Mapping[MetadataIndex, Shard], values: Mapping[MetadataIndex, io.BytesIO]) -> None:
         self._tensors, self._values = tensors, values

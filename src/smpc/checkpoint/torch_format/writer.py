@@ -1,4 +1,4 @@
-"""Writing a checkpoint's files so that an older one in the same place stays until the new one stands.
+"""Writing a checkpoint's files so that an older one in the same place stays until the new one is complete.
 
     __1f0c_0_0.distcp __1f0c_1_0.distcp      each save's data files have names of their own, by its token
     .metadata                                replaced at once when all are there; it says which of them count

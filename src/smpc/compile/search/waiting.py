@@ -1,4 +1,4 @@
-"""What stands in the queue of a search, and what is left of it at the end."""
+"""The queue of a search, and its remainder at the end."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
 class DistributedAttentionLayer(DistributedModule):
     """Self- or cross-attention with its output layer, dropout, residual connection and layer normalization.
 
-    The arguments are global quantities and those of DistributedTransformerLayer; with `cross_attention` keys and values come from the
-    `cross_states`. Not in the reference: `is_inside`: inputs and output are as they are between distributed layers; `variant`: how it
-    differs from the reference's layer.
+    The arguments are global quantities, as in DistributedTransformerLayer; with `cross_attention` keys and values come from the
+    `cross_states`. Not in the reference: `is_inside`: inputs and output are in the layout between distributed layers; `variant`:
+    differences from the reference's layer.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class DistributedAttentionLayer(DistributedModule):
         return hidden if self.pre_layernorm is None else self.pre_layernorm(hidden)
 
     def mix(self, normed: Tensor, call: Call) -> Tensor:
-        """What is added to the residual, from the normalized hidden states."""
+        """The attention output, from the normalized hidden states; the caller adds it to the residual."""
         query, key, value = self._project(normed, call.cross)
         if call.rotary is not None:
             query, key = (rotate(heads, *call.rotary, self.variant.rotary) for heads in (query, key))
@@ -179,7 +179,7 @@ class DistributedAttentionLayer(DistributedModule):
         return (self.causal_mask_size is not None or self.variant.is_causal) and not self.cross_attention
 
     def _cached(self, call: Call, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """These keys and values after those of earlier calls; of cross-attention, those of the first call."""
+        """Keys and values of earlier calls followed by these; for cross-attention, the first call's."""
         cache, index, states = call.cache, self.variant.layer_index, (key, value)
         if isinstance(cache, TupleCache):
             return cache.update(states, self.cross_attention)

@@ -1,4 +1,4 @@
-"""What goes into attention scores beside queries and keys: rotary positions, biases by relative position, masks.
+"""Terms of attention scores beside queries and keys: rotary positions, biases by relative position, masks.
 
     rotate                [N, heads, S, d] turned by its positions, in the first r channels of each head
     angles                cosines and sines for that
@@ -83,7 +83,7 @@ def bucket(distance: Tensor, buckets: PositionBuckets) -> Tensor:
 
 
 def with_position_bias(bias: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-    """Biases of the scores, and what says which keys are attended to, as one tensor to be added."""
+    """Biases of the scores and the mask of attended keys, as one tensor to be added."""
     lowest = torch.finfo(bias.dtype).min
     if mask is None and is_causal:
         mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
@@ -104,7 +104,7 @@ def eager_attention(
     seen: Tensor | None = None,
     scales_unseen: bool = False,
 ) -> Tensor:
-    """What `scaled_dot_product_attention` computes, step by step; a query all of whose keys are masked by numbers attends to all alike.
+    """`scaled_dot_product_attention`, step by step; a query all of whose keys are masked by numbers attends to all alike.
 
     Keys that are not `seen` have the least score, or that times the scale, to which the mask is added.
     """

@@ -1,7 +1,7 @@
 """Keys and values of earlier calls as tuples: how releases of transformers without `Cache` objects hand them to a layer and get them back.
 
-cache = TupleCache(past)                       # (key, value), then those of cross-attention if there is one; () before the first call
-keys, values = cache.update(states, False)     # after those of earlier calls
+cache = TupleCache(past)                       # (key, value), then cross-attention's if there is one; () before the first call
+keys, values = cache.update(states, False)     # keys and values of earlier calls, then these
 cache.present                                  # what the layer returns, in the same order
 """
 
@@ -16,7 +16,7 @@ States = tuple[Tensor, Tensor]
 
 
 class TupleCache:
-    """The keys and values [N, heads / tp, S, head size] of one layer in one call. `has_crossed`: those of cross-attention, too."""
+    """Keys and values [N, heads / tp, S, head size] of one layer in one call. `has_crossed`: also those of cross-attention."""
 
     def __init__(self, past: tuple[Tensor, ...], has_crossed: bool) -> None:
         self._past, self._has_crossed = tuple(past), has_crossed
@@ -40,5 +40,5 @@ class TupleCache:
 
 
 def returned(cache: Any) -> Any:
-    """What a layer returns of a cache: its keys and values, or a `Cache` object itself."""
+    """A layer's result for a cache: its keys and values, or a `Cache` object itself."""
     return cache.present if isinstance(cache, TupleCache) else cache

@@ -1,4 +1,4 @@
-"""What transformer layers of other models have that those of the SMP reference lack: all of one layer's kind, and of one call.
+"""Features of other models' transformer layers that the SMP reference's layers lack: per kind of layer, and per call.
 
     Variant   how a layer is built: norms, biases, rotary position embeddings, parallel residual, ...; the default is the reference's layer
     Call      what one call of a layer is given beside its hidden states, in the terms of `scaled_dot_product_attention`
@@ -62,11 +62,11 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a call is given: tensors as outside, with the batch as their first dimension, or 1 for all samples.
+    """The inputs of one call: tensors in the outer layout, with the batch as first dimension, or 1 for all samples.
 
     Masks are true where a key is attended to, or are added to the scores. `rotary`: cosines and sines [N, S, r]; or `positions`: integers
-    [N, S] that they are computed from. `position_bias`: that of an earlier layer, of this rank's heads. `cache`: keys and values of
-    earlier calls, as of Hugging Face or a `TupleCache`; `returns_cache`: it is returned.
+    [N, S] that they are computed from. `position_bias`: an earlier layer's, for this rank's heads. `cache`: keys and values of earlier
+    calls, in Hugging Face's form or a `TupleCache`; `returns_cache`: it is returned.
     """
 
     mask: Tensor | None = None

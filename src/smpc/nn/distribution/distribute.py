@@ -3,10 +3,10 @@
     marks   what `tensor_parallelism` contexts and `set_tensor_parallelism` said of a module: whether, and with which keyword
             arguments. They are attributes of the modules themselves, so they are copied and pickled with them
 
-Of nested modules that are marked and registered, the outermost is replaced. A module stays as it is, with a warning that says why, if it
-shares a parameter with another one, its sizes cannot be split, or it was made before its class was registered; what lies inside it may
-then still be replaced. A replaced module starts from the weights of the original, where these are known in terms of its own
-(`Registration.state_hook`) and are not on the meta device.
+If nested modules are marked and registered, the outermost is replaced. A module stays unchanged, with a warning that says why, if it
+shares a parameter with another one, if its sizes cannot be split, or if it was made before its class was registered; modules inside it
+may still be replaced. A replacement starts from the original's weights, if they can be translated (`Registration.state_hook`) and are
+not on the meta device.
 
 Source: "Enabling Tensor Parallelism" in the public reference of SMP v1.
 """
@@ -44,7 +44,7 @@ _PREFIX = "_smpc_"  # of the attributes in which we note what was said of a modu
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What was said of a module."""
+    """The marks of a module."""
 
     enabled: bool
     kwargs: tuple[tuple[str, Any], ...]  # override arguments of the distributed module
@@ -52,7 +52,10 @@ class Mark:
 
 @contextmanager
 def tensor_parallelism(enabled: bool = True, **kwargs: Any) -> Iterator[None]:
-    """Marks the modules that are created in this context, which can also decorate a function. Of nested contexts the innermost counts."""
+    """Marks the modules that are created in this context, which can also decorate a function.
+
+    `enabled`: whether they are distributed; the innermost of nested contexts wins. `kwargs`: arguments of the distributed modules.
+    """
     mark = _mark("tensor_parallelism", enabled, kwargs)
     construct = nn.Module.__init__  # the outer context's, if there is one
 
@@ -69,7 +72,10 @@ def tensor_parallelism(enabled: bool = True, **kwargs: Any) -> Iterator[None]:
 
 
 def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **kwargs: Any) -> None:
-    """Marks a module and all that is in it; later calls for parts of it override."""
+    """Marks a module and everything in it; later calls for parts of it override.
+
+    `enabled`: whether it is distributed. `kwargs`: arguments of the distributed module.
+    """
     if not isinstance(module, nn.Module):
         raise ConfigTypeError(f"set_tensor_parallelism: expected a torch.nn.Module, found {type(module).__name__}")
     mark = _mark("set_tensor_parallelism", enabled, kwargs)
@@ -83,7 +89,7 @@ def distribute(model: nn.Module, registry: Registry, parallel: TensorParallel) -
     _warn_of_unregistered(model, registry)
     _warn_of_untaken(model, registry)
     uses = _parameter_uses(model)
-    made: dict[int, DistributedModule] = {}  # a module that stands in several places is replaced by one
+    made: dict[int, DistributedModule] = {}  # a module in several places is replaced by one
     layers: dict[int, None] = {}  # of Hugging Face's, by the id of what replaces them
 
     def visit(module: nn.Module, name: str, config: object) -> nn.Module:
@@ -98,7 +104,7 @@ def distribute(model: nn.Module, registry: Registry, parallel: TensorParallel) -
                 layers[id(replacement)] = None
             return replacement
         if not isinstance(module, DistributedModule):
-            for child_name, child in list(module._modules.items()):  # one that stands in two places of it comes twice
+            for child_name, child in list(module._modules.items()):  # a module in two places of it comes twice
                 if child is None:
                     continue
                 new = visit(child, f"{name}.{child_name}" if name else child_name, config)
@@ -184,7 +190,7 @@ def _replacement(
 
 
 def _warn_of_unregistered(model: nn.Module, registry: Registry) -> None:
-    """What was asked for by name and cannot be had; in contexts, much is created that has no distributed version."""
+    """Warns of modules marked by name that cannot be distributed; in contexts, many created modules have no distributed version."""
     for name, module in model.named_modules():
         inside = module.modules() if vars(module).get(_ASKED) else ()
         if inside and not any(isinstance(inner, DistributedModule) or registry.find(inner) for inner in inside):
@@ -239,7 +245,7 @@ def _as_in(module: nn.Module, parallel: TensorParallel) -> TensorParallel:
 def _take_over(
     module: nn.Module, config: object, what: str, distributed: DistributedModule, registration: Registration
 ) -> None:
-    """Gives the distributed module the weights of the original, where there are any, and what is frozen."""
+    """Gives the distributed module the original's weights, if there are any, and its frozen parameters."""
     _freeze(module, distributed, registration)
     if is_delayed(module):
         fills = {} if registration.fills is None else registration.fills(module, config)
@@ -267,7 +273,7 @@ def _draw_with(distributed: DistributedModule, name: str, fill: Fill) -> None:
 
 
 def _hand_on_fills(module: nn.Module, distributed: DistributedModule) -> None:
-    """What the script did to parameters is done to those of the distributed module that have their names and shapes."""
+    """Repeats the script's operations on parameters for the distributed module's parameters of equal names and shapes."""
     owners = dict(distributed_modules(distributed))
     theirs = dict(module.named_parameters())
     for name, parameter in distributed.named_parameters():
@@ -288,7 +294,7 @@ def _freeze(module: nn.Module, distributed: DistributedModule, registration: Reg
 
 
 def _take_marks(module: nn.Module, distributed: DistributedModule) -> None:
-    """What was said of the original, to which partition it belongs and whether it is checkpointed, holds for what replaces it."""
+    """Copies the original's marks (its partition, whether it is checkpointed) to its replacement."""
     for key, value in vars(module).items():
         if key.startswith(_PREFIX) and key != ARGUMENTS and key not in vars(distributed):
             vars(distributed)[key] = value
@@ -297,7 +303,7 @@ def _take_marks(module: nn.Module, distributed: DistributedModule) -> None:
 
 
 def _parameter_uses(module: nn.Module) -> Counter[int]:
-    """In how many places of a module each parameter stands, by identity; a module that stands in several counts once."""
+    """How often each parameter occurs in a module, by identity; a module that occurs several times counts once."""
     return Counter(
         id(parameter) for inner in module.modules() for parameter in inner._parameters.values() if parameter is not None
     )

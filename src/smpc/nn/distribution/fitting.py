@@ -1,11 +1,11 @@
-"""Hooks that were written for another release of what they translate: other names, other defaults, arguments that came or went.
+"""Fits hooks that were written for another release of a class: other names, other defaults, added or removed arguments.
 
     forward(hidden_states, past_key_values=None, attention_mask=None, **kwargs)      what is called
     hook(hidden_states, layer_past=None, attention_mask=None)                        what was registered for it
 
-An argument goes to the hook's parameter of its name, else to the one at its place whose name nothing else has. One that has no
-parameter is left out where it says nothing (None, or its default), and in the `**kwargs` of what is called, with a warning; otherwise
-the call is refused.
+An argument goes to the hook's parameter of its name, else to the one at its place whose name nothing else has. An argument without a
+parameter is dropped if it is None or its default; if it comes from the call's `**kwargs`, it is dropped with a warning; otherwise the
+call is refused.
 """
 
 from __future__ import annotations

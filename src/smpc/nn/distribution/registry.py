@@ -9,8 +9,8 @@ Terms
     arguments      what a module was constructed with. Registering a class makes its instances remember them; those of torch's own
                    classes are read from their attributes
 
-Hooks take the arguments of what they translate, without self; those of other releases of a class are fitted
-(`smpc.nn.distribution.fitting`), and what cannot be fitted is refused when it is registered.
+Hooks take the arguments of the method that they translate, without self. Hooks for other releases of a class are fitted
+(`smpc.nn.distribution.fitting`); a hook that cannot be fitted is refused when it is registered.
 
     registry = Registry()
     registry.register(MyLinear, DistributedLinear, init_hook=lambda width: ((width, width), {}))

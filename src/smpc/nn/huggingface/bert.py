@@ -61,6 +61,6 @@ FAMILY = Family(
     until_positions,
 )
 
-# See Format; by the names of the public API, which exist with and without that of the family.
+# See Format. The public API has these names with and without the family's name.
 translate_hf_state_dict_to_smdistributed_bert = translate_hf_state_dict_to_smdistributed = FAMILY.to_smdistributed
 translate_state_dict_to_hf_bert = translate_state_dict_to_hf = FAMILY.to_hf

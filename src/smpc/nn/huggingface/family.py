@@ -1,4 +1,4 @@
-"""What makes the layers of a family of Hugging Face's models DistributedTransformerLayers.
+"""Makes DistributedTransformerLayers of a Hugging Face model family's layers.
 
     layer class (by name: transformers is not imported here)
         arguments   reads a layer and its configuration: arguments of DistributedTransformerLayer; ConfigError where it cannot be one
@@ -8,8 +8,8 @@
         fills       how weights are drawn, by name, where not from a normal distribution of the configuration's initializer_range
         format      how the state dict is written; `older`: in releases before 5, if not so
 
-Releases of transformers differ in what layers are called with and return (smpc.nn.huggingface.releases). Layers of old ones do not have
-their configuration: theirs is that of the model they lie in.
+Releases of transformers differ in the arguments and results of layers (smpc.nn.huggingface.releases). Layers of old releases have no
+configuration of their own; they use the surrounding model's.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def layer_index(attention: Any) -> int:
 
 
 def unseen(attention: nn.Module, config: Any) -> str:
-    """See Variant: whether a layer has a causal mask of its own, to which that of the call is added."""
+    """See Variant: whether a layer has a causal mask of its own, to which the call's mask is added."""
     return "least" if is_eager(config) and "bias" in attention._buffers else ""
 
 
@@ -173,13 +173,13 @@ def past(given: Given) -> Any:
 
 
 def _config_of(layer: nn.Module, config: object) -> Any:
-    """The layer's own configuration, else that of the model it lies in. ConfigError if there is none."""
+    """The layer's own configuration, else the surrounding model's. ConfigError if there is none."""
     for module in layer.modules():
         config = vars(module).get("config", config)
         if "config" in vars(module):
             break
     if config is None:
-        raise ConfigError("neither it nor a module that it lies in has a `config`")
+        raise ConfigError("neither it nor a module around it has a `config`")
     return config
 
 
@@ -192,7 +192,7 @@ def _with_cache(call: Call, given: Given, has_cache: bool) -> Call:
 
 
 def _check_wishes(given: Given, name: str) -> None:
-    """Raises UsageError for what a distributed layer does not return, or does not take."""
+    """Raises UsageError for results or arguments that a distributed layer does not support."""
     wishes = [key for key in ("output_attentions",) if given.get(key)]
     wishes += [key for key in _NOT_TAKEN if given.get(key) is not None]
     wishes += _recorded()
@@ -204,7 +204,7 @@ def _check_wishes(given: Given, name: str) -> None:
 
 
 def _recorded() -> list[str]:
-    """What Hugging Face's hooks are to record of layers in this call: they do not know the distributed ones."""
+    """The outputs of layers that Hugging Face's hooks should record in this call: they do not know distributed layers."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = None if capturing is None else vars(capturing).get("_active_collector")
     wanted = None if collector is None else collector.get()

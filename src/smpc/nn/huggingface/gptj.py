@@ -58,6 +58,6 @@ FAMILY = Family(
     "transformers.models.gptj.modeling_gptj.GPTJBlock", _FORMAT, _arguments, _call, without_weights, until_objects
 )
 
-# See Format; by the names of the public API, which exist with and without that of the family.
+# See Format. The public API has these names with and without the family's name.
 translate_hf_state_dict_to_smdistributed_gptj = translate_hf_state_dict_to_smdistributed = FAMILY.to_smdistributed
 translate_state_dict_to_hf_gptj = translate_state_dict_to_hf = FAMILY.to_hf

@@ -65,6 +65,6 @@ FAMILY = Family(
     until_objects,
 )
 
-# See Format; by the names of the public API, which exist with and without that of the family.
+# See Format. The public API has these names with and without the family's name.
 translate_hf_state_dict_to_smdistributed_gptneo = translate_hf_state_dict_to_smdistributed = FAMILY.to_smdistributed
 translate_state_dict_to_hf_gptneo = translate_state_dict_to_hf = FAMILY.to_hf

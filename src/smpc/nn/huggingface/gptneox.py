@@ -67,7 +67,7 @@ def _arguments(layer: Any, config: Any) -> dict[str, Any]:
 
 
 def _own_rotary(attention: nn.Module, config: Any) -> dict[str, Any]:
-    """Of old releases, where layers turn queries and keys by positions: the angles of which are not given."""
+    """For old releases, where layers rotate queries and keys by positions and get no angles."""
     if "rotary_emb" not in attention._modules:
         return {}
     if getattr(config, "rope_scaling", None) is not None:
@@ -95,6 +95,6 @@ FAMILY = Family(
     older=replace(_FORMAT, in_files=()),
 )
 
-# See Format; by the names of the public API, which exist with and without that of the family.
+# See Format. The public API has these names with and without the family's name.
 translate_hf_state_dict_to_smdistributed_gptneox = translate_hf_state_dict_to_smdistributed = FAMILY.to_smdistributed
 translate_state_dict_to_hf_gptneox = translate_state_dict_to_hf = FAMILY.to_hf

@@ -3,8 +3,8 @@
     hooks = get_hf_gpt2_transformer_layer_hooks()
     smp.tp_register_with_module(GPT2Block, smp.nn.DistributedTransformerLayer, *hooks)
 
-They are (init_hook, forward_hook, return_hook), and take what the layer class of the transformers that is installed takes. A class that
-is registered with them keeps the weights of its instances, as one does that nobody has registered.
+They are (init_hook, forward_hook, return_hook), and take the arguments of the installed transformers' layer class. A class that is
+registered with them keeps the weights of its instances, like the built-in ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Hooks = tuple["LayerArguments", Translation | None, Translation | None]
 
 
 class LayerArguments:
-    """The init_hook: arguments of a layer of the family to those of DistributedTransformerLayer."""
+    """The init_hook: from arguments of a layer of the family to arguments of DistributedTransformerLayer."""
 
     def __init__(self, family: Family, layer_cls: type[nn.Module]) -> None:
         self._family, self._layer_cls = family, layer_cls
@@ -49,7 +49,7 @@ class LayerArguments:
 
 
 def hooks_of(family: Family) -> Callable[[], Hooks]:
-    """What makes the hooks of a family. UsageError without transformers, as only then there are such layers."""
+    """The function that makes the hooks of a family. UsageError without transformers, which has these layers."""
 
     def get() -> Hooks:
         """(init_hook, forward_hook, return_hook) of the family's layers, for `smp.tp_register_with_module`."""

@@ -1,4 +1,4 @@
-"""What differs between releases of transformers.
+"""Differences between releases of transformers.
 
     4.30      a layer returns a tuple: its hidden states; its keys and values, where it is asked to use a cache; the rest
     4.5x      a tuple, too; caches are objects that the caller has
@@ -49,17 +49,17 @@ def without_weights(parameters: Signature, hidden: Tensor, bias: Tensor | None, 
 
 
 def with_biases(parameters: Signature, hidden: Tensor, bias: Tensor | None, *cache: Any) -> tuple[Any, ...]:
-    """The result of layers that return their biases by position, and those of cross-attention, which are none."""
+    """The result of layers that return their position biases, and None for cross-attention's."""
     return hidden, *cache, bias, None
 
 
 def until_positions(parameters: Signature) -> bool:
-    """Layers return their caches until they are told positions in them."""
+    """Whether layers return their caches: in releases that do not pass them cache positions."""
     return "output_attentions" in parameters and "cache_position" not in parameters
 
 
 def until_keywords(parameters: Signature) -> bool:
-    """Layers return their caches until they take other keyword arguments, too."""
+    """Whether layers return their caches: in releases whose layers take no further keyword arguments."""
     return not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
 
 

@@ -16,6 +16,6 @@ FAMILY = Family(
     until_positions,
 )
 
-# See Format; by the names of the public API, which exist with and without that of the family.
+# See Format. The public API has these names with and without the family's name.
 translate_hf_state_dict_to_smdistributed_roberta = translate_hf_state_dict_to_smdistributed = FAMILY.to_smdistributed
 translate_state_dict_to_hf_roberta = translate_state_dict_to_hf = FAMILY.to_hf

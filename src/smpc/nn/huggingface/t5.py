@@ -1,8 +1,8 @@
 """T5: RMS norms first, no biases, scores not scaled but biased by relative position, a plain or gated output layer.
 
-The first layer of a stack computes the biases of the scores and hands them to the others. Each rank has those of its own heads, and only
-those leave a distributed layer. Sums that overflow float16 are clamped. Decoder layers have cross-attention, and write their output layer
-as the third part instead of the second.
+The first layer of a stack computes the biases of the scores and hands them to the others. Each rank has the biases of its own heads, and
+only these leave a distributed layer. Sums that overflow float16 are clamped. Decoder layers have cross-attention, and write their output
+layer as the third part instead of the second.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _call(given: Given) -> Call:
 
 
 def _fills(layer: Any, config: Any) -> dict[str, Fill]:
-    """As the scores are not scaled, the queries' weights are small; the other exceptions are those of the widths, and the norms."""
+    """The queries' weights are small since the scores are not scaled; other exceptions depend on widths, or are norms."""
     attention = layer.layer[0].SelfAttention
     inner = attention.n_heads * attention.key_value_proj_dim
     factor, size = config.initializer_factor, attention.key_value_proj_dim
@@ -125,6 +125,6 @@ FAMILY = Family(
     "transformers.models.t5.modeling_t5.T5Block", _FORMAT, _arguments, _call, with_biases, until_objects, _fills
 )
 
-# See Format; by the names of the public API, which exist with and without that of the family.
+# See Format. The public API has these names with and without the family's name.
 translate_hf_state_dict_to_smdistributed_t5 = translate_hf_state_dict_to_smdistributed = FAMILY.to_smdistributed
 translate_state_dict_to_hf_t5 = translate_state_dict_to_hf = FAMILY.to_hf

@@ -72,6 +72,6 @@ def _call(given: Given) -> Call:
 
 FAMILY = Family("transformers.models.vit.modeling_vit.ViTLayer", _FORMAT, _arguments, _call, hidden_only, older=_OLDER)
 
-# See Format; by the names of the public API, which exist with and without that of the family.
+# See Format. The public API has these names with and without the family's name.
 translate_hf_state_dict_to_smdistributed_vit = translate_hf_state_dict_to_smdistributed = FAMILY.to_smdistributed
 translate_state_dict_to_hf_vit = translate_state_dict_to_hf = FAMILY.to_hf

@@ -5,14 +5,14 @@
     draw_delayed(model, device, seed, wanted)          # memory and values for the parameters whose names are wanted, none for the others
     draw_delayed(model, device, seed, wanted, slices)  # ... and of some of them this rank's slices alone
 
-Delayed are the parameters that are made of `torch.empty`, whose values come from an initializer afterwards. That initializer is run
-when they are drawn: `reset_parameters` of the module that has the parameter, or of Hugging Face's models their `_init_weights`; then what
-the script itself did to it (`smpc.nn.init.script_fills`). A parameter that none of them fills is an error.
+Parameters made with `torch.empty`, which an initializer fills afterwards, are delayed. The initializer runs when they are drawn:
+`reset_parameters` of the parameter's module, or `_init_weights` of a Hugging Face model; then the script's own operations on the
+parameter (`smpc.nn.init.script_fills`). A parameter that none of them fills is an error.
 
-What is drawn for a parameter depends on the seed and its name alone, so ranks that draw some of them draw what one that draws all does;
-slices are those of the same whole (`smpc.nn.init.sliced_init` says how they are drawn without it). It is not what the model would have
-drawn without the delay. An initializer that needs whole tensors (an orthogonal one, say) gets those of its module, which are given back
-at once.
+A parameter's values depend only on the seed and its name, so a rank that draws some parameters draws the same values as a rank that
+draws all; slices belong to the same whole (`smpc.nn.init.sliced_init` draws them without the whole). The values differ from those that
+the model would have drawn without the delay. An initializer that needs whole tensors (an orthogonal one, say) gets its module's, which
+are freed at once.
 
 Source: `delay_param_initialization` in the public SMP v1 API.
 """
@@ -42,7 +42,10 @@ _DRAWN = "_is_hf_initialized"  # of a tensor: Hugging Face's initializers leave 
 
 @contextmanager
 def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
-    """Delays the initialization of the parameters of the modules that are created in this context, which can also decorate a function."""
+    """Delays the initialization of parameters of modules that are created in this context; also decorates a function.
+
+    `enabled`: False makes it a context without effect. See the module docstring for the values that parameters get.
+    """
     if not isinstance(enabled, bool):
         raise ConfigTypeError(
             f"delay_param_initialization: expected enabled to be a bool, found {type(enabled).__name__} {enabled!r}"
@@ -119,10 +122,10 @@ def draw_delayed(
 def draw_module(
     module: nn.Module, name: str, owner: nn.Module | None, seed: int, wanted: Mapping[str, str]
 ) -> list[str]:
-    """Draws the own parameters of one module, those of its children not, whose memory is there already; those that nothing fills.
+    """Draws the parameters of one module (not its children's), whose memory exists already; returns those that nothing fills.
 
     `name`: of the module in its model; `owner`: the model of Hugging Face's around it, if there is one. `wanted`: by its name in the
-    module, the name in the model of a parameter to draw. What is drawn depends on the seed and that name alone.
+    module, the name in the model of a parameter to draw. The values depend only on the seed and that name.
     """
     own = dict(module.named_parameters(recurse=False))
     targets = [Target(full, own[each], None, own[each]) for each, full in wanted.items()]
@@ -186,7 +189,7 @@ def _initialize_whole(
     own: list[Target],
     seed: int,
 ) -> None:
-    """Runs an initializer on whole tensors in place of those that it has slices of, and keeps of them what it has written."""
+    """Runs an initializer on whole tensors in place of slices, and keeps the slices of the written values."""
     sliced = [target for target in own if target.shard is not None]
     for target in sliced:
         _replace(target.parameter, _empty(target.parameter, target.parameter.shape, target.part.device))
@@ -205,7 +208,7 @@ def _inside(module: nn.Module, targets: list[Target]) -> list[Target]:
 
 
 def _empty(parameter: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
-    """Memory for a parameter; NaN stands for what is not drawn yet."""
+    """Memory for a parameter; NaN marks values that are not drawn yet."""
     return torch.full(shape, torch.nan, dtype=parameter.dtype, device=device)
 
 
@@ -229,7 +232,7 @@ def _innermost_first(
 
 
 def owners_of(model: nn.Module) -> dict[int, nn.Module]:
-    """By the identity of a module, the model of Hugging Face's around it, of those that lie in one."""
+    """By the identity of a module, the Hugging Face model around it, if there is one."""
     return {id(module): owner for _, module, owner in _innermost_first(model, None, "") if owner is not None}
 
 

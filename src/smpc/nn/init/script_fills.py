@@ -1,4 +1,4 @@
-"""What a script does to parameters that have no memory yet, kept in order, to be done once they have.
+"""A script's operations on parameters without memory, recorded in order, and repeated once the parameters have memory.
 
     with noting():
         model = Model()                        # self.apply(self._init_weights), nn.init.normal_(self.table), p.data.mul_(0.5)
@@ -8,9 +8,9 @@
 A module's own initializer, `reset_parameters` or, in Hugging Face's models, `_init_weights`, is not the script's: it is run again when the
 parameter is drawn, so nothing of it is kept, and what came before it is forgotten.
 
-Changes are noted below torch's functions, as operations on a tensor, a view of the parameter, and numbers or tensors with values. Those of
-torch.nn.init that pass over the meta device are noted as they were called. A script that fills a parameter with values of another that has
-none is told so at once (ConfigError).
+Changes are noted below torch's functions, as operations on a tensor, a view of the parameter, and numbers or tensors with values.
+Functions of torch.nn.init that skip the meta device are noted as calls. A script that fills a parameter with values of another one without
+values gets a ConfigError at once.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def noting() -> Iterator[None]:
     seen: dict[int, nn.Parameter] = {}
 
     def see(module: nn.Module, name: str, value: nn.Module | nn.Parameter | None) -> None:
-        """Of a module's registration, too: parameters of copies are registered nowhere."""
+        """Also a reference to a module's registration: parameters of copies are registered nowhere."""
         found = value.parameters() if isinstance(value, nn.Module) else [] if value is None else [value]
         seen.update((id(parameter), parameter) for parameter in found if parameter.is_meta)
 
@@ -97,13 +97,13 @@ def noting() -> Iterator[None]:
 
 
 def fills_of(parameter: Tensor) -> list[ScriptFill]:
-    """What the script has done to a parameter, in its order."""
+    """The script's operations on a parameter, in order."""
     found: list[ScriptFill] | None = getattr(parameter.untyped_storage(), _NOTES, None)
     return vars(parameter).get(_NOTES, []) if found is None else found
 
 
 def hand_on(old: Tensor, new: Tensor) -> None:
-    """What the script has done to one parameter is done to the one that takes its place."""
+    """Transfers the script's operations on one parameter to its replacement."""
     if fills := fills_of(old):
         vars(new)[_NOTES] = list(fills)
 
@@ -192,7 +192,7 @@ def _add(tensor: Tensor, change: Callable[[Tensor], object], *, by_blocks: bool 
 
 
 def _imported() -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
-    """Where initializers that pass over the meta device are known, and by which name: scripts import them by their own."""
+    """The modules and names of initializers that skip the meta device: scripts import them under these names."""
     functions = {id(function): function for function in (vars(torch.nn.init)[name] for name in _PASS_OVER_META)}
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType):

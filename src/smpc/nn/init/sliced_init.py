@@ -4,7 +4,7 @@
     with Drawing(targets, seed):
         module.reset_parameters()                              # fills the parts
 
-An initializer sees parameters of the whole shape, and what it does to them in place is done to the parts:
+An initializer sees parameters of the whole shape, and its in-place operations apply to the parts:
 
     random numbers      drawn for the whole, in blocks of about a million elements, of which the part is kept; seeded by the parameter's
                         name, so that the values depend neither on the degree nor on what else is drawn
@@ -45,7 +45,7 @@ class NotByBlocks(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A parameter that is drawn: as initializers see it, and the memory for what this rank keeps of it."""
+    """A parameter that is drawn: as initializers see it, and the memory for this rank's part."""
 
     name: str
     parameter: nn.Parameter
@@ -53,7 +53,7 @@ class Target:
     part: Tensor
 
     def rows(self, first: int, last: int) -> list[Tensor]:
-        """What of the part lies in these rows of the whole; views."""
+        """The rows of the part within these rows of the whole, as views."""
         if self.shard is None or self.shard.dim != 0:
             return [self.part[first:last]]
         found = []
@@ -139,7 +139,7 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def seed_of(seed: int, name: str) -> int:
-    """The seed of what is drawn under a name."""
+    """The seed of the draws under a name."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest())
 
 
@@ -153,7 +153,7 @@ def _is_whole(tensor: Tensor, target: Target) -> bool:
 
 
 def _selected(tensor: Tensor, target: Target) -> list[Tensor]:
-    """What of the part this view of the parameter stands for: all, a row, or a range of rows."""
+    """The region of the part that this view of the parameter covers: all, a row, or a range of rows."""
     whole = target.parameter
     if _is_whole(tensor, target):
         return [target.part]

@@ -23,7 +23,7 @@ Linear = tuple[Tensor, Tensor | None]  # weight [out / tp, H] and bias [out / tp
 
 
 def gathered_products(hidden: Tensor, linears: Sequence[Linear], group: TensorGroup) -> tuple[Tensor, ...]:
-    """What every linear layer makes of the hidden state that the ranks have slices of, along its last dimension."""
+    """The output of every linear layer for the hidden state that is sliced over ranks along its last dimension."""
     device = hidden.device.type
     flat = [tensor for linear in linears for tensor in linear]
     if torch.is_autocast_enabled(device):

@@ -26,8 +26,8 @@ class DistributedEmbedding(DistributedModule):
     """nn.Embedding: ids [B, ..] to [B, .., embedding_dim], where every rank has its own samples unless `prescaled_batch`.
 
     `_weight`: the whole table to start from. `initializer_range`: standard deviation of the normal distribution of the table; None: 1,
-    as nn.Embedding. `_skip_allgather`: the ids are those of the whole scaled batch already. `_skip_scatter_and_merge`: the result stays
-    as it is inside, [tp * B, .., D / tp]. `split_vocabulary` (not in the reference): split the rows.
+    as nn.Embedding. `_skip_allgather`: the ids already cover the whole scaled batch. `_skip_scatter_and_merge`: the result stays in the
+    inner layout, [tp * B, .., D / tp]. `split_vocabulary` (not in the reference): split the rows.
     """
 
     def __init__(

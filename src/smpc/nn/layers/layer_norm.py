@@ -3,7 +3,7 @@
     DistributedLayerNorm   y = (x - mean) / sqrt(var + eps) * weight + bias, mean and var over the whole last dimension H
     DistributedRMSNorm     y = x / sqrt(mean(x^2) + eps) * weight
 
-Where hidden states are split, every rank has H / tp of it. For layer norms the ranks exchange the mean and the squared deviations of their
+If hidden states are split, every rank has H / tp of them. For layer norms the ranks exchange the mean and the squared deviations of their
 slices, two numbers a row, and combine them as Chan et al. (1979) do, which stays accurate where sums of squares would cancel; the backward
 pass sums two numbers a row. For RMS norms it is one number a row each way. Weight and bias are split likewise.
 """

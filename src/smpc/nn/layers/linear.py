@@ -95,7 +95,7 @@ class ColumnLinear(DistributedModule):
 
 
 def column_products(hidden: Tensor, *linears: ColumnLinear) -> tuple[Tensor, ...]:
-    """What each of some linear layers makes of a hidden state inside."""
+    """The outputs of several linear layers for one hidden state in the inner layout."""
     parallel = linears[0].parallel
     if parallel.splits_hidden and parallel.group.size > 1:
         own = [(linear.get_parameter("weight"), linear._parameters.get("bias")) for linear in linears]

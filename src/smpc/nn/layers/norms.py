@@ -4,7 +4,7 @@
     norm = FusedRMSNorm(1024, eps=1e-6)    weight: as torch.nn.RMSNorm
 
 On CUDA the kernel of `smpc.kernels` computes them if it is known to be the faster one (`smpc.kernels.setting`) or asked for by
-`kernel=True`; otherwise, and on every other device, torch does. What torch cannot do, the kernel's op does in any case, on every
+`kernel=True`; otherwise, and on every other device, torch does. Two features that torch lacks always use the kernel's op, on every
 device: `memory_efficient`, which keeps the output for the backward pass instead of the input, and inputs of another dtype than the
 weights'. Statistics are fp32 in all of them.
 

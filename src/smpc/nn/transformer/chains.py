@@ -4,12 +4,12 @@
                        [tp * B, S, H / tp] (memory)
                        [tp * B, S, H]      (speed)
 
-Which layers follow each other directly is known of the stacks of Hugging Face's models, and of them alone: a stack's forward passes each
-layer's hidden state on to the next one of its list. A subclass may do otherwise, so classes count by their very names. A layer that is not
-distributed, or that stands in several places, ends a chain.
+Only in known stacks of Hugging Face's models do layers follow each other directly: a stack's forward passes each layer's hidden state to
+the next one of its list. A subclass may do otherwise, so classes are matched exactly. A layer that is not distributed, or that occurs in
+several places, ends a chain.
 
-What all layers of a stack are given besides (masks, cross states, rotary angles) is brought inside by the first layer of a chain, or of
-the chain's part in a pipeline stage: see `smpc.nn.transformer.shared_inputs`.
+Other inputs of all layers of a stack (masks, cross states, rotary angles) are converted to the inner layout by the first layer of a
+chain, or of the chain's part in a pipeline stage: see `smpc.nn.transformer.shared_inputs`.
 """
 
 from __future__ import annotations

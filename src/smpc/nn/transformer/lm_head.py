@@ -29,7 +29,7 @@ class DistributedTransformerLMHead(DistributedModule):
     """Embeddings, transformer and one head. Arguments as of DistributedTransformerLayer, and
 
     `num_positions`: size of the position embedding. `num_token_types`: size of the token type embedding; 0: there is none.
-    `add_lm_head`: whether there is a head, without bias, whose weight is that of the word embeddings.
+    `add_lm_head`: whether there is a head, without bias, with the weight of the word embeddings.
 
     It returns the logits [N, S, V], without a head the hidden states [N, S, H], and with labels [N, S] the mean cross-entropy over this
     rank's samples. Labels of -100 do not count. A causal model's labels are its ids: it predicts each from those before.
@@ -123,7 +123,7 @@ class DistributedTransformerLMHead(DistributedModule):
 
 
 class Embeddings(DistributedModule):
-    """From what the model is given to what its transformer takes inside."""
+    """From the model's inputs to its transformer's inputs in the inner layout."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class Embeddings(DistributedModule):
 
 
 class LMHead(DistributedModule):
-    """Logits, or the loss, from hidden states inside; the weight is that of the word embeddings."""
+    """Logits, or the loss, from hidden states in the inner layout; the weight is the word embeddings'."""
 
     def __init__(self, words: VocabularyEmbedding, *, is_causal: bool, parallel: TensorParallel) -> None:
         super().__init__(parallel)

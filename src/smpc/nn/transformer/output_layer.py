@@ -21,7 +21,7 @@ from smpc.nn.layers.layer_norm import make_norm
 from smpc.nn.layers.linear import ColumnLinear, RowLinear, column_products
 from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
 
-# Those of the reference, and what else acts on each channel for itself.
+# The reference's activations, and others that act on each channel alone.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "relu": F.relu,
@@ -105,7 +105,7 @@ class DistributedTransformerOutputLayer(DistributedModule):
         return otherwise if self.pre_layernorm is None else self.pre_layernorm(hidden)
 
     def mix(self, normed: Tensor) -> Tensor:
-        """What is added to the residual, from the normalized hidden states inside."""
+        """The layer's output, from the normalized hidden states in the inner layout; the caller adds it to the residual."""
         first, *gates = column_products(normed, self.dense1, *([] if self.gate is None else [self.gate]))
         wide = ACTIVATIONS[self.activation](first)
         for gate in gates:

@@ -2,8 +2,8 @@
 
     model.transformer.seq_layers      # of GPT-2: model.transformer.h, once its layers are distributed
 
-Scripts name the layers so where SMP distributes a whole stack. Here the layers are distributed one by one, and the stack stays what it
-was, so it gets one more name for its list. The list is no second child: names of parameters stay as they are.
+SMP distributes whole stacks, whose layers scripts reach by this name. Here the layers are distributed one by one and the stack keeps
+its class, so it gets one more name for its list. The list is not a second child: names of parameters do not change.
 """
 
 from __future__ import annotations

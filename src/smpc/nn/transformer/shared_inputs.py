@@ -1,11 +1,12 @@
-"""What all layers of a chain are given (masks, cross states, rotary angles), brought inside once and passed on with the hidden state.
+"""Inputs that all layers of a chain share (masks, cross states, rotary angles), converted to the inner layout once and passed on with the
+hidden state.
 
     shared = SharedInputs.of(hidden)                   # what the layer before has brought inside, if it was one of this chain
     mask = shared.inside(mask, parallel.enter_whole)   # its result for this very tensor, or a new one
     shared.pass_on(output)                             # to the layer that is given `output`
 
-It lives as long as the hidden states of one forward pass. Where the next layer does not get that very tensor, as at the start of another
-pipeline stage, it begins anew; that is the same on all ranks of a group, which run the same program.
+It lives as long as the hidden states of one forward pass. If the next layer does not get the same tensor object, as at the start of
+another pipeline stage, it starts anew; all ranks of a group do the same, since they run the same program.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ class SharedInputs:
 
     @classmethod
     def of(cls, hidden: Tensor) -> SharedInputs:
-        """What came with a hidden state."""
+        """The shared inputs of a hidden state."""
         found = vars(hidden).get(_ATTRIBUTE)
         return found if isinstance(found, cls) else cls()
 
     def inside(self, tensor: Tensor, bring: Callable[[Tensor], Tensor]) -> Tensor:
-        """The tensor inside; `bring` brings it there. What was brought without a gradient is not used where one is needed."""
+        """The tensor in the inner layout; `bring` converts it. A tensor converted without a gradient is not used if one is needed."""
         needs_grad = tensor.requires_grad and torch.is_grad_enabled()
         for outside, found in self._found:
             if outside is tensor and found.requires_grad == needs_grad:

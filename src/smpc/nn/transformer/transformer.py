@@ -280,7 +280,7 @@ class Exit(DistributedModule):
 
 
 def enter(parallel: TensorParallel, states: States) -> States:
-    """Of (hidden, mask) or (hidden, cross, mask, mask): the states inside, the masks of the scaled batch."""
+    """From (hidden, mask) or (hidden, cross, mask, mask): states in the inner layout, masks of the scaled batch."""
     num_hidden = len(states) // 2
     assert states[0] is not None, "tuple_of has looked"
     batch = states[0].shape[0]

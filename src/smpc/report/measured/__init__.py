@@ -1,4 +1,4 @@
-"""What ranks have recorded, beside what was predicted: as a table, as the parts of the bubble, as a trace."""
+"""Recorded steps beside predictions: as a table, as the parts of the bubble, as a trace."""
 
 from smpc.report.measured.bubble import Bubble, explain
 from smpc.report.measured.comparison import Comparison, Line, Messages, compare, whole_steps

@@ -46,12 +46,12 @@ class Bubble:
 
     @property
     def simulated(self) -> float:
-        """What the parts that are known come to."""
+        """The sum of the known parts."""
         return self.schedule + self.uneven + self.messages + self.bookkeeping
 
     @property
     def other(self) -> float:
-        """What they do not come to."""
+        """The rest of the bubble."""
         return self.measured - self.simulated
 
     def __str__(self) -> str:

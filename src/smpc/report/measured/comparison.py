@@ -1,4 +1,4 @@
-"""Predicted against measured: what a plan promised, and what the ranks that ran it have recorded.
+"""Predicted against measured: a plan's predictions beside the records of the ranks that ran it.
 
     found = compare(plan, records)      # records: one `smpc.observe.observer.RankRecord` of each rank, of as many replicas as there are
     print(found)
@@ -15,8 +15,9 @@ Terms
     waited      the part of its receive that a rank spends on a message that is on its way
     hidden      the share of all wire time in which the receiver was computing: 1 - waited / wire time
 
-Measured times are medians over training steps of the first program (the plan's signature of inputs), those of a stage over its
-microbatches too. Times of ranks on several hosts are brought to one clock. What has not been measured is None, and a dash in the text.
+Measured times are medians over training steps of the first program (the plan's signature of inputs), and for a stage also over its
+microbatches. Times of ranks on several hosts are converted to one clock. A value that was not measured is None, and a dash in the
+text.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Messages:
 
     @property
     def hidden(self) -> float | None:
-        """The share of the wire time that cost nobody anything."""
+        """The share of the wire time that delayed no rank."""
         return None if self.wire <= 0 else max(0.0, 1 - self.waited / self.wire)
 
 
@@ -142,7 +143,7 @@ def compare(plan: Plan, records: Sequence[RankRecord], *, is_parallel: bool = Tr
 
 
 def whole_steps(records: Sequence[RankRecord]) -> str:
-    """What can be said of a model that is not cut, of which nothing is predicted: memory and step time of every rank."""
+    """The comparison for a model that is not cut, which has no predictions: memory and step time of every rank."""
     lines = ["the model is not cut over ranks, so nothing is predicted; measured:"]
     for record in sorted(records, key=lambda record: record.rank):
         times = [(step.end - step.start) / 1e9 for step in record.steps if step.training]

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline did at the same time, on one clock.
+"""The steps of a pipeline's ranks, on one clock.
 
     for step in pipeline_steps(records, num_ranks):     # records: one `smpc.observe.observer.RankRecord` of each rank
         print(step.makespan, step.bubble_fraction, [message.waited for message in messages_of(step)])
@@ -67,7 +67,7 @@ class Message:
 def pipeline_steps(
     records: Sequence[RankRecord], num_ranks: int, *, training_only: bool = True
 ) -> Iterator[PipelineStep]:
-    """Steps that all ranks of a replica have recorded; `training_only`: those of the first program alone, too."""
+    """Steps that all ranks of a replica have recorded; `training_only`: only steps of the first program."""
     by_replica: dict[int, list[RankRecord]] = {}
     for record in records:
         by_replica.setdefault(record.replica, []).append(record)

@@ -1,4 +1,4 @@
-"""What the ranks have recorded, in Chrome's trace event format, above the predicted step: for https://ui.perfetto.dev.
+"""The ranks' records in Chrome's trace event format, above the predicted step: for https://ui.perfetto.dev.
 
     measured_json(plan, records)        # the content of trace.json; records: one `smpc.observe.observer.RankRecord` of each rank
 

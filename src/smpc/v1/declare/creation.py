@@ -24,7 +24,7 @@ from smpc.nn.init.delayed import delay_param_initialization
 from smpc.v1.session.state import state
 
 _FUSED = "torch chooses the kernels"
-# What scripts for SMP v1 give, and why it changes nothing here.
+# Arguments of SMP v1 scripts, and why they change nothing here.
 _NO_EFFECT = {
     "attention_in_fp32": "attention computes its softmax in float32 anyway",
     "query_key_layer_scaling": "it guards scores in float16 against overflow, and they are computed in float32",
@@ -46,8 +46,8 @@ def model_creation(
     """Creates a model; also decorates a function.
 
     `tensor_parallelism`: whether supported modules that are created here are distributed. `dtype`: of parameters; None for the default
-    one. `tensor_parallel_config`: arguments of the distributed modules, as for `smp.tensor_parallelism`; without effect without it.
-    Raises ConfigTypeError for arguments of other types, ConfigError for a dtype that is no floating-point one.
+    one. `tensor_parallel_config`: arguments of the distributed modules, as for `smp.tensor_parallelism`; no effect without it. Raises
+    ConfigTypeError for arguments of other types, ConfigError for a dtype that is not floating-point.
     """
     _check(tensor_parallelism, dtype, tensor_parallel_config)
     before = torch.get_default_dtype()

@@ -12,10 +12,10 @@
 
     smp.set_partition(model.child3, 2)            # also for models that someone else wrote
 
-A partition is a pipeline rank; it may have any number of modules, next to each other or not. How modules without a mark are placed says
-`smpc.partitioner.manual`. The marks are attributes of the modules themselves, so they are copied and pickled with them.
+A partition is a pipeline rank; it may have any number of modules, next to each other or not. `smpc.partitioner.manual` says how modules
+without a mark are placed. The marks are attributes of the modules themselves, so they are copied and pickled with them.
 
-Source: public SMP v1 API (`smp.partition`); `smp.set_partition` is called by scripts for it.
+Source: public SMP v1 API (`smp.partition`); `smp.set_partition` is used by SMP scripts.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from smpc.errors import ConfigError, ConfigTypeError, UsageError
 from smpc.partitioner.manual import ManualPartition, check_marks
 from smpc.v1.session.state import state
 
-_SET = "_smpc_partition"  # what set_partition said of the module itself
-_AROUND = "_smpc_partition_around"  # of what it was created in, or listed in; counts less
+_SET = "_smpc_partition"  # set by set_partition for the module itself
+_AROUND = "_smpc_partition_around"  # of the context or list that it was created in; counts less
 
 
 @contextmanager
 def partition(index: int) -> Iterator[None]:
-    """Place the modules that are created in this context on partition `index`; of nested contexts the innermost counts.
+    """Place the modules that are created in this context on partition `index`; the innermost of nested contexts wins.
 
     Copies (`copy.deepcopy`) are not created anew: they have the mark of their original. Without effect under `auto_partition: true`.
-    Raises ConfigError for an index that is no pipeline rank, here if `smp.init` has been called, otherwise when the model is wrapped.
+    Raises ConfigError for an index that is not a pipeline rank: here if `smp.init` has been called, otherwise when the model is
+    wrapped.
     """
     _check_index("smp.partition", index)
     construct = nn.Module.__init__  # the outer context's, if there is one
@@ -59,7 +60,7 @@ def partition(index: int) -> Iterator[None]:
 
 
 def set_partition(module: nn.Module, index: int) -> None:
-    """Place a module on partition `index`, and with it all modules in it for which `set_partition` does not say otherwise.
+    """Place a module on partition `index`, with all its submodules except those that `set_partition` places elsewhere.
 
     Without effect under `auto_partition: true`. Raises ConfigError as `partition` does, UsageError once the model is partitioned.
     """
@@ -95,7 +96,7 @@ def read_marks(model: nn.Module) -> dict[str, int]:
 
 
 def manual_partition(model: nn.Module, config: Config) -> ManualPartition | None:
-    """What the marks and the configuration say; None under `auto_partition: true`.
+    """The partition of each module from marks and configuration; None under `auto_partition: true`.
 
     Raises ConfigError, naming the modules, for partitions that do not exist.
     """
@@ -107,7 +108,7 @@ def manual_partition(model: nn.Module, config: Config) -> ManualPartition | None
 
 
 def _hand_down(module: nn.Module, index: int) -> None:
-    """Mark what a list holds: the list may be a slice, which the model does not know."""
+    """Mark the members of a list: the list itself may be a slice, which is not in the model."""
     if _has_no_call(module):
         for child in module.children():
             vars(child)[_AROUND] = index
@@ -115,7 +116,7 @@ def _hand_down(module: nn.Module, index: int) -> None:
 
 
 def _has_no_call(module: nn.Module) -> bool:
-    """Whether it only holds others, as nn.ModuleList does."""
+    """Whether a module only holds others, as nn.ModuleList does."""
     return type(module).forward is nn.Module.forward
 
 

@@ -7,8 +7,8 @@
 
     smp.set_activation_checkpointing(model.transformer.h[3])                     # for models that someone else wrote
 
-What a checkpointed module computes is dropped after the forward pass and computed again for the backward pass. With a pipeline, the calls
-are found when the model is recorded; without one they run at once. docs/activation_checkpointing.md has the details.
+The intermediate results of a checkpointed module are dropped after the forward pass and computed again for the backward pass. With a
+pipeline, the calls are found when the model is recorded; without one they run at once. docs/activation_checkpointing.md has the details.
 
 Source: public SMP v1 API (activation checkpointing), whose checkpoint functions are also in `smp.patches.checkpoint`.
 """
@@ -35,8 +35,8 @@ from smpc.v1.session.state import state
 def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True) -> Any:
     """`module(*args)`, computed again for the backward pass.
 
-    With a manual partition, the module must lie on one partition; an automatic one may split it, and then warns and does not checkpoint
-    it. `preserve_rng_state`: whether the second run draws the random numbers of the first. Raises ConfigTypeError for a function.
+    With a manual partition, the module must be on one partition; an automatic one may split it, and then warns and does not checkpoint
+    it. `preserve_rng_state`: whether the second run draws the same random numbers as the first. Raises ConfigTypeError for a function.
     """
     _check_module("smp.checkpoint", module)
     recorder = current_recorder()
@@ -55,9 +55,10 @@ def checkpoint_sequential(
 ) -> Any:
     """`sequential_module(input)`, with its layers checkpointed in groups.
 
-    `strategy`: "each" layer for itself, all consecutive layers of one partition ("contiguous"), or at most N of them ("group_N").
-    `pack_args_as_tuple`: layers take tuples of tensors as their one argument. Raises ConfigTypeError for another module, ConfigError
-    for another strategy, UsageError for a tuple without `pack_args_as_tuple`.
+    `strategy`: "each" layer alone, all consecutive layers of one partition ("contiguous"), or at most N of them ("group_N").
+    `preserve_rng_state`: whether the second run draws the same random numbers as the first. `pack_args_as_tuple`: layers take tuples of
+    tensors as their one argument. Raises ConfigTypeError for another module, ConfigError for another strategy, UsageError for a tuple
+    without `pack_args_as_tuple`.
     """
     where = "smp.checkpoint_sequential"
     if not isinstance(sequential_module, nn.Sequential):
@@ -88,12 +89,13 @@ def set_activation_checkpointing(
     pack_args_as_tuple: bool = False,
     strategy: str = EACH,
 ) -> None:
-    """Checkpoint every call of a module; of an nn.Sequential, its layers in groups, as `checkpoint_sequential` does.
+    """Checkpoint every call of a module, or the layers of an nn.Sequential in groups, as `checkpoint_sequential` does.
 
-    Of an nn.ModuleList, such as `seq_layers`, each member, or those that the model calls one after another in groups; the model gives them
-    what it does, so `pack_args_as_tuple` may be anything. Call it before the first step, or at any time without a pipeline, where members
-    of a list are checkpointed one by one. Raises ConfigError for a strategy or `pack_args_as_tuple` given for another module, UsageError
-    once the model is cut, and for a module that is no part of it.
+    `preserve_rng_state`: whether the second run draws the same random numbers as the first. `strategy`, `pack_args_as_tuple`: see
+    `checkpoint_sequential`. In an nn.ModuleList, such as `seq_layers`, each member is checkpointed, or members that the model calls one
+    after another in groups; the model passes their arguments, so `pack_args_as_tuple` has no effect. Call it before the first step, or
+    at any time without a pipeline, where members of a list are checkpointed one by one. Raises ConfigError for a strategy or
+    `pack_args_as_tuple` given for another module, UsageError once the model is cut, and for a module outside the model.
     """
     where = "smp.set_activation_checkpointing"
     _check_module(where, module)
@@ -175,7 +177,7 @@ def _run(
     kwargs: dict[str, Any],
     preserve_rng_state: bool,
 ) -> Any:
-    """`function(*args, **kwargs)`, checkpointed; the modules' buffers change in the first run alone."""
+    """`function(*args, **kwargs)`, checkpointed; the modules' buffers change in the first run only."""
     leaves, structure = flatten((args, kwargs))
 
     def run(*values: Any) -> Any:

@@ -1,1 +1,1 @@
-"""What of the model is on which rank: parameters, buffers, slices of tensors."""
+"""Which rank holds which parts of the model: parameters, buffers, slices of tensors."""

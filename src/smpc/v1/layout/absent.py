@@ -1,7 +1,8 @@
-"""Parameters that lie on other ranks: empty tensors, and whoever computes with one gets an error that says where it is.
+"""Parameters of other ranks: empty tensors, which raise an error that names the holders when code computes with them.
 
-After the partition a rank has nothing of other stages' parameters, yet scripts hold them: `model.parameters()` in a norm of all gradients,
-in a weight penalty, in an average of weights. Empty tensors would silently count as zero. So these become `AbsentParameter`s, in place:
+After the partition a rank has no values of other stages' parameters, but scripts still hold the objects: `model.parameters()` in a norm of
+all gradients, in a weight penalty, in an average of weights. Empty tensors would silently count as zero. So they become
+`AbsentParameter`s, in place:
 
     p.numel(), p.shape                  0, and 0 along the first dimension: what this rank has
     p.requires_grad, p.dtype, p.dim()   as ever
@@ -12,8 +13,8 @@ in a weight penalty, in an average of weights. Empty tensors would silently coun
     copy.deepcopy(p)                    absent, too
     pickle                              an error
 
-`mark` makes a parameter absent, `unmark` gives it its class back. No computation of a rank has an absent parameter in it, so the price is
-paid where scripts and optimizers look at them: about a microsecond for each look.
+`mark` makes a parameter absent, `unmark` gives it its class back. A rank's own computations use no absent parameters, so only accesses by
+scripts and optimizers cost time: about a microsecond each.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _readers: ContextVar[bool] = ContextVar("smpc_reads_absent_gradients", default=F
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a parameter is: its name, the shape that its holders have, their pipeline ranks, this rank's; and the class that it had."""
+    """A parameter's name, its shape on its holders, the pipeline ranks of the holders and of this process, and its original class."""
 
     name: str
     shape: torch.Size
@@ -47,7 +48,7 @@ class Place:
     kind: type[nn.Parameter]
 
     def refuse(self, what: str) -> UsageError:
-        """The error for something that needs its values."""
+        """The error for an operation that needs its values."""
         return UsageError(
             f"{what}: parameter {self.name!r} lies {self.text}, and pipeline rank {self.rank} has no values of it; loop over "
             "model.local_parameters() or local_named_parameters() for what this rank has. What a loss needs of parameters is computed in "
@@ -61,7 +62,7 @@ class Place:
 
 
 class Absent(Tensor):
-    """What is alike of absent parameters and of aliases of them."""
+    """The common base of absent parameters and their aliases."""
 
     @classmethod
     def __torch_function__(
@@ -87,7 +88,7 @@ class AbsentParameter(Absent, nn.Parameter):
     """A parameter of other ranks."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentParameter:
-        """Absent, too."""
+        """A copy that is absent, too."""
         if id(self) not in memo:
             with torch._C.DisableTorchFunctionSubclass():
                 copied = nn.Parameter(torch.empty_like(self.data), self.requires_grad)
@@ -96,7 +97,7 @@ class AbsentParameter(Absent, nn.Parameter):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: there is nothing to be saved."""
+        """Refused: there is no value to save."""
         raise getattr(self, _PLACE).refuse("saving a module or its state dict from this rank")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -105,25 +106,25 @@ class AbsentParameter(Absent, nn.Parameter):
 
 
 class AbsentTensor(Absent):
-    """The data of an absent parameter, or what it is detached to."""
+    """The data of an absent parameter, or its detached alias."""
 
     __reduce_ex__ = AbsentParameter.__reduce_ex__
     __repr__ = AbsentParameter.__repr__  # type: ignore[assignment]
 
 
 def empty(parameter: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
-    """What an absent parameter of this shape has."""
+    """The empty shape of an absent parameter of this shape."""
     return torch.empty((0, *shape[1:]), dtype=parameter.dtype, device=device)
 
 
 def mark(parameter: Tensor, name: str, shape: torch.Size, holders: tuple[int, ...], rank: int) -> None:
-    """Make a parameter absent, whose memory has been given back."""
+    """Make a parameter absent after its memory was freed."""
     if isinstance(parameter, nn.Parameter) and not isinstance(parameter, Absent):
         _marked(parameter, Place(name, shape, holders, rank, type(parameter)), AbsentParameter)
 
 
 def unmark(parameter: Tensor) -> None:
-    """Give a parameter its class back, before it gets its values back."""
+    """Give a parameter its class back, before its values are restored."""
     if isinstance(parameter, AbsentParameter):
         place: Place = vars(parameter).pop(_PLACE)
         parameter.__class__ = place.kind  # type: ignore[assignment]
@@ -131,7 +132,7 @@ def unmark(parameter: Tensor) -> None:
 
 @contextlib.contextmanager
 def reading_gradients() -> Iterator[None]:
-    """In this context nobody is warned who asks for the gradient of an absent parameter: optimizers, which skip it."""
+    """In this context, reading the gradient of an absent parameter does not warn: for optimizers, which skip it."""
     token = _readers.set(True)
     try:
         yield
@@ -140,7 +141,7 @@ def reading_gradients() -> Iterator[None]:
 
 
 def place_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Place:
-    """That of the first absent tensor among the arguments of a call."""
+    """The record of the first absent tensor among the arguments of a call."""
     pending = [*args, *(kwargs or {}).values()]
     while pending:
         value = pending.pop(0)
@@ -161,7 +162,7 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _run_in_place(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-    """Nothing happens to an absent tensor; others cannot be changed by what is not here, for which torch finds the sizes wrong."""
+    """In-place operations on an absent tensor do nothing. Others cannot be changed by an absent one: torch raises an error about sizes."""
     target = next(iter((*args, *(kwargs or {}).values())))
     if isinstance(target, Absent):
         return target
@@ -172,11 +173,11 @@ def _run_in_place(name: str, func: Callable[..., Any], args: Sequence[Any], kwar
 
 
 def _ignore(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Whoever holds it does it."""
+    """Does nothing: the holders do it."""
 
 
 def _set_data(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """`p.data = values` is for those that hold it."""
+    """`p.data = values` does nothing: the holders do it."""
     place, value = place_of(args), args[1]
     if isinstance(value, Absent) or not value.numel():
         _run(func, args, kwargs)
@@ -193,7 +194,7 @@ def _alias(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _gradient(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """None, as of any parameter without a gradient; who sums over all of them is warned, once for each line."""
+    """None, as for any parameter without a gradient. Code that sums over all gradients gets a warning, once per line."""
     reader = sys._getframe(2)
     if str(reader.f_globals.get("__name__", "")).startswith(("torch.", "smpc.")) or _readers.get():
         return

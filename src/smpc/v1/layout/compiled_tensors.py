@@ -4,20 +4,20 @@
     smp.init(degrees | {"prescaled_batch": True, "tensor_parallel_plan": "auto"})
     model = smp.DistributedModel(AnyModel())          # nothing is annotated
 
-The first step records the whole model, chooses layouts (`smpc.codegen.rewrite`), cuts what one tensor-parallel rank of them runs into
-stages, and leaves each rank its slices of its stage's parameters. Layouts are those of the first signature, for all later ones.
+The first step records the whole model, chooses layouts (`smpc.codegen.rewrite`), cuts the trace of one tensor-parallel rank into
+stages, and leaves each rank its slices of its stage's parameters. All later signatures keep the layouts of the first.
 
     model is created        until the first step              what a rank holds in its first step, at most
     with a delay            no memory for its parameters      its slices, and a block of one parameter being drawn
     as always               whole, on the CPU                 that, and on its device its slices and one whole parameter; then slices alone
 
 Terms
-    plan       "modules": what `smp.tensor_parallelism` declares is distributed, and this file has no part in it; otherwise as in
+    plan       "modules": `smp.tensor_parallelism` decides, and this file is not used; otherwise as in
                `smpc.codegen.rewrite.tensor_parallel.styles`: "auto", "huggingface", or a .json file of styles by name pattern
-    outputs    names of the tensors that the model returns whole; None in place of others, so that logits need not be gathered
+    outputs    names of the tensors that the model returns whole; others become None, so that logits need not be gathered
 
-All ranks of a group are given the same batch and compute the same gradients of what is whole, so gradients need no reduction but that
-over replicas. They start from the parameters, buffers and random state of the group's first rank.
+All ranks of a group get the same batch and compute equal gradients of whole parameters, so gradients are only reduced over replicas.
+They start from the parameters, buffers and random state of the group's first rank.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class CompiledTensors:
         self._module, self._session, self._slices = module, session, slices
         self._group = session.parallel.group
         self._plan = find_plan(module, read_styles(config.tensor_parallel_plan, "tensor_parallel_plan"))
-        options = PipelineOptions.of(config, expert_parallel_degree=1)  # which the model that is recorded has already
+        options = PipelineOptions.of(config, expert_parallel_degree=1)  # which the recorded model already has
         self._outputs = options.tensor_parallel_outputs
-        self.latest: ShardedTrace | None = None  # what the last recording became
+        self.latest: ShardedTrace | None = None  # the rewritten form of the last recording
         self._sliced: dict[int, None] = {}  # parameters, by identity
-        vars(module)[GROUP] = self._group  # what the programs read
+        vars(module)[GROUP] = self._group  # parameters that the programs read
 
     @property
     def is_placed(self) -> bool:
@@ -73,23 +73,23 @@ class CompiledTensors:
         return id(tensor) in self._sliced
 
     def exchange(self, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Other parameters have the places of some."""
+        """Some parameters were replaced by others."""
         moved = {id(old): id(new) for old, new in exchanged.items()}
         self._sliced = dict.fromkeys(moved.get(key, key) for key in self._sliced)
 
     @property
     def sharing(self) -> Sharing:
-        """What each rank runs of the whole model. Only the first signature must have the outputs: one for evaluation may have no loss.
+        """Each rank's part of the whole model. Only the first signature must have the outputs: a signature for evaluation may have no loss.
 
-        Experts that other ranks have the rest of are whole on all ranks of the group.
+        Experts that are divided over expert-parallel ranks are whole on all ranks of this group.
         """
         plan = dataclasses.replace(self._plan, whole=parts_of_experts(self._module))
         return Sharing(self._group.size, plan, self._outputs, may_lack_outputs=self.is_placed)
 
     def place(self, placement: Placement) -> None:
-        """After the first program: this rank's slices in place of the parameters that it holds. Collective over the group.
+        """After the first program: replaces the parameters that this rank holds by its slices. Collective over the group.
 
-        What has values is sliced where this rank computes, one parameter after another; what is still to be drawn is drawn as slices.
+        Parameters with values are sliced on this rank's device, one after another; delayed parameters are drawn as slices.
         """
         assert self.latest is not None, "a trace has been rewritten"
         check_no_hooks(self._module, dict(self.latest.layouts))
@@ -115,7 +115,7 @@ class CompiledTensors:
         broadcast([b for name, b in self._module.named_buffers() if placement.is_local(name)], group.process_group)
 
     def _agree(self, trace: Trace, placement: Placement) -> None:
-        """Draw the same where data is whole. Raises TraceError on all ranks of the group if they have different models."""
+        """Makes ranks draw the same numbers for whole data. Raises TraceError on all ranks of the group if they have different models."""
         session = self._session
         delayed = tuple(name for name, parameter in self._module.named_parameters() if parameter.is_meta)
         on_gpu = session.device.type == "cuda"
@@ -143,9 +143,9 @@ class CompiledTensors:
 def make_compiled_tensors(
     module: nn.Module, session: Session, slices: Slices, *, measures: bool
 ) -> CompiledTensors | None:
-    """None where the configuration leaves tensor parallelism to modules, or there is one tensor-parallel rank.
+    """None if the configuration leaves tensor parallelism to modules, or if there is one tensor-parallel rank.
 
-    Raises ConfigError for a plan that is wrong, or for what does not go together with one.
+    Raises ConfigError for a wrong plan, or for a setting that does not combine with one.
     """
     if session.config.tensor_parallel_plan == MODULES or session.mesh.tp_size == 1:
         return None
@@ -158,7 +158,7 @@ def make_compiled_tensors(
 
 
 def shard_of(layout: Layout, size: int, group: TensorGroup) -> Shard:
-    """A layout along a dimension of this size, as checkpoints and gathered state know it."""
+    """A layout along a dimension of this size, in the form that checkpoints and gathered state use."""
     assert layout.kind is Kind.SHARDED, layout
     runs, begin = [], 0
     for block in layout.blocks or (size,):

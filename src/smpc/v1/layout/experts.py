@@ -4,16 +4,17 @@
     model = smp.DistributedModel(AnyMixture())                                # nothing is annotated
     sampler = DistributedSampler(data, num_replicas=smp.data_size(), rank=smp.data_rank())
 
-The ranks of a group are replicas, each with a batch of its own, but of every mixture each holds some experts only, which serve the
-tokens of all (`smpc.experts`). So gradients of all else are averaged over all replicas, those of experts over the ranks that hold the
-same ones (`smpc.executor.replicas.expert_replicas`); experts are slices along their first dimension to state dicts, checkpoints and norms.
+The ranks of a group are replicas, each with a batch of its own. Of every mixture each rank holds only some experts, which serve the tokens
+of all ranks (`smpc.experts`). So gradients of experts are averaged over the ranks that hold the same experts
+(`smpc.executor.replicas.expert_replicas`), all other gradients over all replicas. State dicts, checkpoints and norms see experts as slices
+along their first dimension.
 
-Of experts that are modules of their own each rank has some wholly, and of the others no rows.
+If experts are modules of their own, each rank has all rows of some, and no rows of the others.
 
-Experts are cut when the model is made, before anything is recorded: values are those of replica 0, whatever the others drew. What is still
-to be drawn is drawn as slices. Parameters stay the objects that they are, so that optimizers may be made before.
+Experts are cut when the model is made, before anything is recorded: with the values of replica 0. Delayed parameters are drawn as slices.
+Parameters stay the same objects, so optimizers may be made before.
 
-Every step compares which step function the ranks of a group run, and whether it trains: others would send other tokens, or none.
+Every step compares which step function the ranks of a group run, and whether it trains: different ones would exchange different tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from smpc.v1.layout.slices import Slices
 from smpc.v1.session.comm import gather_objects
 from smpc.v1.session.state import Session
 from smpc.v1.session.step_errors import describe, raise_first
-from smpc.v1.session.watched import exchange
+from smpc.v1.session.wait_limits import exchange
 
 _KEY = "expert_parallel_degree"
 
@@ -56,13 +57,13 @@ class DividedExperts:
     """One rank's part of a model's experts. Construction cuts them, in place; collective over the replicas.
 
     ConfigError for a model without experts that can be cut, or replicas with different models; ConfigUnsupportedError for experts
-    that these ranks cannot divide. Experts that stay whole on all ranks, beside others that are cut, are warned of.
+    that these ranks cannot divide. Warns of experts that stay whole on all ranks while others are cut.
     """
 
     def __init__(self, module: nn.Module, session: Session, slices: Slices) -> None:
         self._session, self._members = session, session.groups[Axis.EP]
         self._group = TensorGroup.of(self._members)
-        self._seed = torch.initial_seed()  # of what is drawn late
+        self._seed = torch.initial_seed()  # of delayed parameters
         confirmed = _confirmed(module, self._group.size, session)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._shapes: dict[str, tuple[Shard, torch.Size]] = {}
@@ -88,16 +89,16 @@ class DividedExperts:
         )
 
     def __contains__(self, parameter: object) -> bool:
-        """Whether ranks of the group have other values of a parameter."""
+        """Whether the ranks of the group have different values of a parameter."""
         return id(parameter) in self._parameters
 
     @property
     def names(self) -> frozenset[str]:
-        """The parameters in whose place this rank has some experts, by the model's names."""
+        """The parameters of which this rank holds only some experts, by the model's names."""
         return frozenset(self._shapes)
 
     def place(self, placement: Placement) -> None:
-        """Tell of which sizes this rank's parameters are, and what is drawn late."""
+        """Registers the sizes of this rank's parameters, and the delayed ones."""
         placement.seed = self._seed
         for name, (shard, shape) in self._shapes.items():
             placement.slice(name, shard, shape, is_cut=True)
@@ -108,7 +109,7 @@ class DividedExperts:
         return list({id(parameter): parameter for parameter in every}.values())
 
     def hooks(self, stages: Mapping[int, nn.Module], inner: StepHooks | None, passes: int) -> StepHooks:
-        """What averages the gradients of experts, around what averages all else. Collective over the ranks that hold the same."""
+        """The hooks that average gradients of experts, around `inner`. Collective over the ranks that hold the same experts."""
         group = TensorGroup.of(self._session.groups[Axis.EXPERT_DATA])
         dividing, called = (self._group, self._called) if self._called.blocks else (None, None)
         with exchange("making the replicas of experts equal"):
@@ -122,7 +123,7 @@ class DividedExperts:
         return ExpertReplicas(self.held(stages), group, inner, passes, self._group, self._called, in_parts=True)
 
     def apart(self, stages: Mapping[int, nn.Module], mesh: DeviceMesh) -> Apart:
-        """The experts of this rank's stages, which lie in parts on the ranks of a mesh that hold the same ones."""
+        """The experts of this rank's stages, sharded over the ranks of a mesh that hold the same experts."""
         return Apart(self._modules, tuple(self.held(stages)), mesh, self._session.groups[Axis.EXPERT_DATA])
 
     def alike(self, trace: Trace) -> Trace:
@@ -137,13 +138,14 @@ class DividedExperts:
         return replace(trace, state=tuple(state), storages=tuple(storages))
 
     def exchange(self, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Other parameters have the places of some, as with `fully_shard`."""
+        """Some parameters were replaced by others, as with `fully_shard`."""
         self._parameters = {id(new): new for new in (exchanged.get(p, p) for p in self._parameters.values())}
 
     def agree(self, step_name: str, trains: bool | None, failure: Exception | None) -> Exception | None:
-        """Before a step, on pipeline rank 0: why this step cannot run, on all ranks of the group alike. Collective over it.
+        """Before a step, on pipeline rank 0: the reason why this step cannot run, the same on all ranks of the group. Collective over the
+        group.
 
-        `trains`: whether the step may do a backward; `failure`: what this rank has found wrong.
+        `trains`: whether the step may do a backward; `failure`: the error that this rank has found.
         """
         found = self._gather((describe(failure), (step_name, trains)))
         try:
@@ -160,7 +162,7 @@ class DividedExperts:
         )
 
     def _agree(self, mine: list[tuple[str, tuple[int, ...], bool]]) -> None:
-        """Raise ConfigError on all replicas where they have different experts; draw late what replica 0 draws."""
+        """Raise ConfigError on all replicas if their experts differ; delayed parameters use replica 0's seed."""
         session = self._session
         with exchange("comparing the experts of the replicas"):
             found = gather_objects((mine, self._seed), session.groups[Axis.RDP], session.message_device, session.device)
@@ -174,7 +176,7 @@ class DividedExperts:
 
     @torch.no_grad()
     def _cut(self, name: str, parameter: nn.Parameter, mine: range) -> None:
-        """This rank's rows in place of all, of replica 0's values; of what is still to be drawn the size alone is known."""
+        """Replaces all rows by this rank's rows of replica 0's values; delayed parameters only get the new size."""
         session = self._session
         own = torch.Size((len(mine), *parameter.shape[1:]))
         self._shapes[name] = Shard(0, parameter.shape[0], mine.start), own
@@ -193,12 +195,12 @@ class DividedExperts:
 
 @dataclass(frozen=True, slots=True)
 class _Called:
-    """See `smpc.executor.replicas.expert_replicas.Called`: of blocks whose experts are modules of their own."""
+    """See `smpc.executor.replicas.expert_replicas.Called`: for blocks whose experts are modules of their own."""
 
     blocks: tuple[Block, ...]
 
     def parameters(self) -> set[int]:
-        """Of the experts that this rank's tokens have called."""
+        """The parameters of the experts that this rank's tokens have called, by identity."""
         return {id(p) for block in self.blocks for expert in block.wanted for p in block.members[expert].parameters()}
 
     def forget(self) -> None:
@@ -210,20 +212,20 @@ class _Called:
 def divide_experts(
     module: nn.Module, session: Session, slices: Slices, *, needs_some: bool = True
 ) -> DividedExperts | None:
-    """None where every rank has all experts. `needs_some`: a model without any is an error."""
+    """None if every rank has all experts. `needs_some`: a model without experts is an error."""
     if session.mesh.ep_size == 1 or not (needs_some or find_experts(module)):
         return None
     return DividedExperts(module, session, slices)
 
 
 def _rows(found: Confirmed, group: TensorGroup) -> Iterator[tuple[nn.Parameter, range]]:
-    """The parameters of experts that are one module, and which rows of them this rank has: those of its experts."""
+    """The parameters of experts in one module, and this rank's rows of them: its experts."""
     mine = owned(found.experts.num_experts, group)
     return ((found.experts.module.get_parameter(name), mine) for name in found.experts.parameters)
 
 
 def _wholly(found: Listed, group: TensorGroup) -> Iterator[tuple[nn.Parameter, range]]:
-    """The parameters of experts that are modules of their own, and which rows of them this rank has: all or none."""
+    """The parameters of experts that are modules of their own, and this rank's rows of them: all or none."""
     mine = owned(found.num_experts, group)
     for expert, member in enumerate(found.members):
         for parameter in member.parameters():
@@ -232,7 +234,7 @@ def _wholly(found: Listed, group: TensorGroup) -> Iterator[tuple[nn.Parameter, r
 
 
 def _confirmed(module: nn.Module, degree: int, session: Session) -> list[Confirmed | Listed]:
-    """The experts to cut. Raises an error where there are none, and for those that cannot be divided as they are."""
+    """The experts to cut. Raises an error if there are none, and for experts that cannot be divided."""
     uses = _uses(module)
     cuttable: list[Confirmed | Listed] = []
     refused, whole = [], []
@@ -263,7 +265,7 @@ def _confirmed(module: nn.Module, degree: int, session: Session) -> list[Confirm
 
 
 def _unsuited(found: Found, degree: int, uses: Mapping[int, int], in_parts: bool) -> str | None:
-    """Why experts cannot be cut, whatever they compute. `in_parts`: what a rank holds will lie in parts."""
+    """Why experts cannot be cut, independent of what they compute. `in_parts`: a rank's experts will be sharded."""
     if found.num_experts % degree:
         return f"expected a number of experts that {degree} divides, found {found.num_experts}"
     own: list[nn.Parameter]
@@ -292,7 +294,7 @@ def _unsuited(found: Found, degree: int, uses: Mapping[int, int], in_parts: bool
 
 
 def _uses(module: nn.Module) -> dict[int, int]:
-    """How many places each parameter has."""
+    """How many modules hold each parameter."""
     found: dict[int, int] = {}
     for parameter in _places(module.modules()):
         found[id(parameter)] = found.get(id(parameter), 0) + 1

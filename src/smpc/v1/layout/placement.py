@@ -5,9 +5,9 @@ Terms
     foreign     used by stages of other ranks only: its memory is given back here. The Parameter objects stay, with empty
                 tensors in them, so that optimizers made before keep working: they skip what has no gradient. Others who use
                 them are told (`absent` beside this)
-    skeleton    meta tensors of the original sizes, which stand in for the parameters when the model is recorded again
+    skeleton    meta tensors of the original sizes, which replace the parameters when the model is recorded again
 
-Names are the canonical fully qualified names, those of `named_parameters()` and `named_buffers()`.
+Names are the canonical fully qualified names of `named_parameters()` and `named_buffers()`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from smpc.v1.layout.slices import Slices
 
 
 class Placement:
-    """The holders of a model's state, and its original sizes. Grows when later programs use what none has used before.
+    """The holders of a model's state, and its original sizes. Grows when later programs use more parameters and buffers.
 
-    `slices`: what tensor-parallel ranks have parts of. `is_spread`: whether every rank has its own, and where it computes.
+    `slices`: the parameters of which tensor-parallel ranks hold slices. `is_spread`: whether every rank holds only its own tensors, on its
+    device.
     """
 
     def __init__(self, model: nn.Module, rank: int, device: torch.device, slices: Slices) -> None:
@@ -40,7 +41,7 @@ class Placement:
         self._device = device
         self._tensor_slices = slices
         self.is_spread = False
-        self._seed = torch.initial_seed()  # of what is drawn late
+        self._seed = torch.initial_seed()  # of delayed parameters
         self._parameters = dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._holders: dict[str, tuple[int, ...]] = {}
@@ -50,10 +51,10 @@ class Placement:
         self._skeleton = {name: _meta(tensor) for name, tensor in self._state().items()}
 
     def add(self, plan: Plan, asked: Collection[str], use: StateUse) -> None:
-        """Take over what a program's plan says. Raises PartitionError if a parameter would have to move, or a buffer that is written.
+        """Apply a program's plan. Raises PartitionError if a parameter, or a buffer that is written, would have to move.
 
-        Buffers whose values are `asked` for, before steps and by pipeline rank 0, are local to all ranks, whoever uses them.
-        `use`: what the program uses.
+        Buffers in `asked`, whose values pipeline rank 0 reads before steps, are local to all ranks. `use`: the state that
+        the program uses.
         """
         self._asked |= dict.fromkeys(asked)
         named = {name: ranks for name, ranks in holders(plan).items() if name not in self._asked}
@@ -79,7 +80,7 @@ class Placement:
         return self._rank in self._holders.get(name, (self._rank,))
 
     def is_first(self, parameter: Tensor) -> bool:
-        """Whether this rank is the first that holds a parameter; also where it is unknown, or every rank keeps it."""
+        """Whether this rank is the first holder of a parameter; also True if the holder is unknown, or if every rank keeps it."""
         return self._holders.get(self._names.get(id(parameter), ""), (self._rank,))[0] == self._rank
 
     def shape(self, name: str) -> torch.Size:
@@ -88,7 +89,7 @@ class Placement:
 
     @property
     def seed(self) -> int:
-        """Of what is drawn late."""
+        """The names of delayed parameters."""
         return self._seed
 
     @seed.setter
@@ -96,7 +97,7 @@ class Placement:
         self._seed = seed
 
     def slice(self, name: str, shard: Shard, shape: torch.Size, *, is_cut: bool = False) -> None:
-        """The ranks that hold a parameter have slices of this shape from now on; it is drawn as one, if it is still to be drawn.
+        """The ranks that hold a parameter have slices of this shape from now on; a delayed one is drawn as a slice.
 
         `is_cut`: the model is recorded with the slice, and not with the whole.
         """
@@ -105,16 +106,16 @@ class Placement:
             self._skeleton[name] = torch.empty(shape, dtype=self._skeleton[name].dtype, device="meta")
 
     def exchange(self, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Other parameters have the places of some, as with `fully_shard`."""
+        """Some parameters were replaced by others, as with `fully_shard`."""
         self._parameters = {name: exchanged.get(parameter, parameter) for name, parameter in self._parameters.items()}
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
 
     def draw(self) -> None:
-        """Draw all delayed parameters, whose values are asked for before the model is partitioned."""
+        """Draw all delayed parameters, because their values are needed before the model is partitioned."""
         draw_delayed(self._model, torch.device("cpu"), self._seed, slices=self._slices)
 
     def apply(self) -> None:
-        """Free what is foreign, and put what is local on the device. Buffers are all kept: they are small, and may be read anywhere."""
+        """Free foreign parameters, and move local ones to the device. All buffers are kept: they are small, and may be read anywhere."""
         draw_delayed(self._model, self._device, self._seed, self.is_local, self._slices)
         for name, parameter in self._parameters.items():
             if self.is_local(name):
@@ -131,7 +132,7 @@ class Placement:
         self.is_spread = True
 
     def spread(self) -> None:
-        """Give every rank its own again, after `restore` or a move to the CPU."""
+        """Give every rank only its own tensors again, after `restore` or a move to the CPU."""
         for name, parameter in self._model.named_parameters():
             own = self.shape(name)
             if self._tensor_slices.get(name) is not None and self.is_local(name) and parameter.shape != own:
@@ -149,7 +150,7 @@ class Placement:
 
     @contextmanager
     def skeleton(self) -> Iterator[None]:
-        """Puts tensors of the original sizes in the model's place, for recording it."""
+        """Puts tensors of the original sizes into the model, for recording it."""
         state = FakeState()
         for name, tensor in self._state().items():
             stand_in = (
@@ -157,7 +158,7 @@ class Placement:
                 if name in self._parameters
                 else _meta(tensor)
             )
-            stand_in.__dict__ = tensor.__dict__  # attributes that scripts give it: guards watch this very dict
+            stand_in.__dict__ = tensor.__dict__  # attributes set by scripts: guards watch this dict object
             state.by_original[id(tensor)] = stand_in
         state.by_original.update(on_meta(self._model))
         with installed(self._model, state):

@@ -1,4 +1,4 @@
-"""Whether ranks that must be given the same tensors are."""
+"""Checks that ranks which must get the same tensors do."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Where the tensors of a tensor-parallel rank lie in those of the whole model.
+"""Which slices of the whole model's tensors a tensor-parallel rank holds.
 
     slices = Slices(module)                           names are canonical: those of named_parameters()
     slices.get("head.weight")                         Shard(dim=0, size=50257, start=25129), or None where the rank holds all of it
     slices.whole_shape("head.weight", (25128, 768))   (50257, 768)
 
-A tensor that belongs to a parameter, as a moment of an optimizer does, lies as the parameter does if it has the parameter's shape. A tensor
-of one element is the same on all ranks. Others (factored moments) have no place in the whole that could be known, and are refused.
+A tensor that belongs to a parameter, such as an optimizer moment, is sliced like the parameter if it has the parameter's shape. A tensor of
+one element is the same on all ranks. Other tensors (factored moments) have no known place in the whole, and are refused.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ class Slices:
         self._shards = {name: found[id(p)] for name, p in module.named_parameters() if id(p) in found}
 
     def add(self, name: str, shard: Shard) -> None:
-        """A parameter has become a slice."""
+        """Registers that a parameter has become a slice."""
         self._shards[name] = shard
 
     def get(self, name: str) -> Shard | None:
-        """The slice of a parameter; None of what a rank has all of."""
+        """The slice of a parameter; None if a rank has all of it."""
         return self._shards.get(name)
 
     def whole_shape(self, name: str, own: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the whole, of which this rank has one of shape `own`."""
+        """The shape of the whole tensor, of which this rank has a slice of shape `own`."""
         shard = self._shards.get(name)
         return tuple(own) if shard is None else whole_shape(shard, own)
 
     def own_part(self, name: str, whole: Tensor, own: Sequence[int]) -> Tensor:
-        """This rank's part of shape `own` of a whole value."""
+        """This rank's part, of shape `own`, of a whole value."""
         shard = self._shards.get(name)
         if shard is None:
             return whole
         return self.joined(name, [whole.narrow(shard.dim, at, n) for _, at, n in shard.runs_of(own[shard.dim])])
 
     def joined(self, name: str, runs: Sequence[Tensor]) -> Tensor:
-        """The slice that these runs, all that it has, make up; of one run, the run itself."""
+        """The slice that consists of exactly these runs; if there is one run, the run itself."""
         shard = self._shards.get(name)
         return runs[0] if shard is None or len(runs) == 1 else torch.cat(tuple(runs), shard.dim)
 
     def of_state(self, name: str, key: str, value: Tensor, own: Sequence[int]) -> Shard | None:
-        """The slice that `value`, the state `key` of a parameter of shape `own`, is. Raises CheckpointError if that cannot be known."""
+        """The slice of `value`, the state `key` of a parameter of shape `own`. Raises CheckpointError if it cannot be known."""
         shard = self._shards.get(name)
         if shard is None or tuple(value.shape) == tuple(own):
             return shard
@@ -70,14 +70,14 @@ class Slices:
 
 
 def whole_shape(shard: Shard, own: Sequence[int]) -> tuple[int, ...]:
-    """The shape of what a slice of shape `own` is part of."""
+    """The shape of the whole tensor of a slice of shape `own`."""
     return tuple(shard.size if dim == shard.dim else size for dim, size in enumerate(own))
 
 
 def place(kind: str, name: str, tensor: Tensor, shard: Shard | None) -> list[checkpoint.Shard]:
-    """A tensor of this rank, which is the slice `shard` of a whole, as a checkpoint has it: a part for every run.
+    """A tensor of this rank, the slice `shard` of a whole tensor, in a checkpoint's form: a part for every run.
 
-    Of a DTensor: this rank's part of the slice, with a part of every run that it reaches into. CheckpointError for one of other ranks.
+    For a DTensor: this rank's part of the slice, divided by runs. CheckpointError for a DTensor of other ranks.
     """
     own = checkpoint.shard_of(kind, name, tensor)
     if own is None:

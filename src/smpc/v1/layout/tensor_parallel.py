@@ -1,4 +1,4 @@
-"""Tensor parallelism in a training script: declaring it, registering classes for it, and what a model knows of it.
+"""Tensor parallelism in a training script: declaring it, registering classes for it, and which parts of a model are distributed.
 
     with smp.tensor_parallelism():                    # what is created inside and has a distributed version is replaced by it
         model = MyModel()                             # when smp.DistributedModel wraps the model
@@ -6,8 +6,8 @@
 
     smp.tp_register_with_module(MyLayer, smp.nn.DistributedTransformerLayer, init_hook=..., forward_hook=..., return_hook=...)
 
-The rules are those of `smpc.nn.distribution.distribute` and `smpc.nn.distribution.registry`. With `tensor_parallel_degree: 1` modules are
-replaced just the same, by distributed ones over one rank: names of parameters do not depend on the degree.
+`smpc.nn.distribution.distribute` and `smpc.nn.distribution.registry` have the rules. With `tensor_parallel_degree: 1` modules are also
+replaced, by distributed ones over one rank: names of parameters do not depend on the degree.
 
 Source: "Tensor Parallelism API for PyTorch" in the public reference of SMP v1.
 """
@@ -43,8 +43,11 @@ def tp_register(
     return_hook: Translation | None = None,
     state_hook: StateHook | None = None,
 ) -> Callable[[type[Module]], type[Module]]:
-    """Registers `dist_module` as the distributed version of the class that this decorates; see `smpc.nn.distribution.registry` for the
-    hooks."""
+    """Registers `dist_module` as the distributed version of the decorated class.
+
+    `init_hook`, `forward_hook`, `return_hook`, `state_hook`: see `smpc.nn.distribution.registry`. Raises UsageError for a class or a
+    hook that does not fit.
+    """
 
     def decorate(module_cls: type[Module]) -> type[Module]:
         state.registry.register(module_cls, dist_module, init_hook, forward_hook, return_hook, state_hook)
@@ -61,12 +64,16 @@ def tp_register_with_module(
     return_hook: Translation | None = None,
     state_hook: StateHook | None = None,
 ) -> None:
-    """Registers `dist_module` as the distributed version of an existing class; see `smpc.nn.distribution.registry` for the hooks."""
+    """Registers `dist_module` as the distributed version of `module_cls`, an existing class.
+
+    `init_hook`, `forward_hook`, `return_hook`, `state_hook`: see `smpc.nn.distribution.registry`. Raises UsageError for a class or a
+    hook that does not fit.
+    """
     state.registry.register(module_cls, dist_module, init_hook, forward_hook, return_hook, state_hook)
 
 
 class Distribution:
-    """What of a model is distributed over tensor-parallel ranks. Replaces its modules, in place, by what `registry` has for them."""
+    """The distributed parts of a model. Replaces its modules in place by the classes registered in `registry`."""
 
     def __init__(self, module: nn.Module, session: Session, registry: Registry) -> None:
         self._session = session
@@ -90,7 +97,7 @@ class Distribution:
         self._sharded, self._scaled = frozenset(sharded), frozenset(scaled)
 
     def take_over(self, compiled: CompiledTensors) -> None:
-        """The compiler distributes the model, which has no distributed modules: all of it acts on what the group is given."""
+        """The compiler distributes the model, which has no distributed modules: the whole model acts on the group's samples."""
         self._compiled = compiled
 
     def modules(self) -> Iterator[DistributedModule]:
@@ -106,7 +113,7 @@ class Distribution:
         return id(tensor) in self._scaled or self._compiled is not None
 
     def exchange(self, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Other parameters have the places of some, as with `fully_shard`."""
+        """Some parameters were replaced by others, as with `fully_shard`."""
         moved = {id(old): id(new) for old, new in exchanged.items()}
         self._sharded = frozenset(moved.get(key, key) for key in self._sharded)
         self._scaled = frozenset(moved.get(key, key) for key in self._scaled)
@@ -114,7 +121,7 @@ class Distribution:
             self._compiled.exchange(exchanged)
 
     def hooks(self, stages: Mapping[int, nn.Module], inner: StepHooks | None, passes: int) -> StepHooks | None:
-        """What reduces the gradients of these stages; `inner` averages over replicas."""
+        """The hooks that reduce the gradients of these stages; `inner` averages over replicas."""
         if self._parallel.group.size == 1 or self._compiled is not None:
             return inner
         named: dict[int, tuple[str, nn.Parameter]] = {}
@@ -133,7 +140,7 @@ class Distribution:
         )
 
     def check_batch(self, arguments: Mapping[str, Any], step_name: str) -> None:
-        """Where `checks_batch`: raises StepError on all ranks of a group if they were given different tensors."""
+        """If `checks_batch`: raises StepError on all ranks of a group if they got different tensors."""
         self.checks_batch = False
         session = self._session
         digests = gather_objects(

@@ -1,4 +1,4 @@
-"""What `smp.DistributedModel` refuses, and what it warns of, before it touches the module or joins replicas."""
+"""The errors and warnings of `smp.DistributedModel`, before it changes the module or joins replicas."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_marks(module: nn.Module, session: Session) -> None:
 
 
 def check_cut(context: StepContext, what: str) -> None:
-    """Raise UsageError for what there is only once the model is partitioned."""
+    """Raise UsageError for something that exists only once the model is partitioned."""
     if not context.is_cut:
         raise UsageError(
             f"{what}: the model is partitioned by the first step, and no step has run; run one, or use "
@@ -35,7 +35,7 @@ def check_cut(context: StepContext, what: str) -> None:
 
 
 def check_fully_shard(options: Mapping[str, Any], session: Session) -> None:
-    """Raise ConfigUnsupportedError for `fully_shard` with several passes per step; warn, once in a job, of what it makes useless."""
+    """Raise ConfigUnsupportedError for `fully_shard` with several passes per step; warn, once in a job, of options without effect."""
     if options["backward_passes_per_step"] > 1:
         raise ConfigUnsupportedError(
             "fully_shard: backward_passes_per_step must be 1, since gradients are averaged in every step, found "
@@ -56,7 +56,7 @@ def check_fully_shard(options: Mapping[str, Any], session: Session) -> None:
 
 
 def check_context(options: Mapping[str, Any], measures: Measures) -> None:
-    """Raise ConfigError or ConfigUnsupportedError for what does not go with sequences that ranks share."""
+    """Raise ConfigError or ConfigUnsupportedError for settings that do not combine with context parallelism."""
     if measures:
         raise ConfigError(
             "trace_execution_times: not with context_parallel_degree above 1, nor is trace_memory_usage: they measure the whole model; "
@@ -70,7 +70,7 @@ def check_context(options: Mapping[str, Any], measures: Measures) -> None:
 
 
 def check_experts(measures: Measures) -> None:
-    """Raise ConfigError for what does not go with experts that ranks divide among them."""
+    """Raise ConfigError for settings that do not combine with expert parallelism."""
     if measures:
         raise ConfigError(
             "trace_execution_times: not with expert_parallel_degree above 1, nor is trace_memory_usage: one rank measures the whole "
@@ -79,7 +79,7 @@ def check_experts(measures: Measures) -> None:
 
 
 def check_join(options: Mapping[str, Any], session: Session) -> None:
-    """Raise ConfigUnsupportedError where replicas need each other in every step, so that `model.join` cannot let one go on alone."""
+    """Raise ConfigUnsupportedError if replicas need each other in every step, so that `model.join` cannot let one leave."""
     config = session.config
     if config.shard_optimizer_state:
         raise ConfigUnsupportedError(
@@ -109,7 +109,7 @@ def check_join(options: Mapping[str, Any], session: Session) -> None:
 
 
 def check_several(module: nn.Module) -> None:
-    """Raise an error for another model beside those of the session, with all that does not go with several."""
+    """Raise an error for another model in the session, naming all settings that do not combine with several models."""
     session, wrong = state.session, []
     if session.config.fp16 or any(script.scaler is not None for script in state.scripts):
         wrong.append("a loss scale (fp16, GradScaler): it belongs to one model; use bf16")
@@ -140,7 +140,7 @@ def check_several(module: nn.Module) -> None:
 def check_arguments(
     module: Any, trace_device: Any, backward_passes_per_step: Any, bucket_cap_mb: Any, flags: Mapping[str, Any]
 ) -> None:
-    """Raise ConfigError or UsageError for arguments, or a second model, that DistributedModel does not take; a flag may be 0 or 1."""
+    """Raise ConfigError or UsageError for wrong arguments, or a second model; a flag may be 0 or 1."""
     if not isinstance(module, nn.Module):
         raise ConfigTypeError(f"module: expected a torch.nn.Module, found {type(module).__name__}")
     if isinstance(module, (NotWrapped, nn.parallel.DistributedDataParallel)):

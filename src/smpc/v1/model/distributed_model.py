@@ -10,7 +10,7 @@
         return loss
 
 With a pipeline, the module stays whole on every rank until the first step, which records and cuts it; then each rank keeps its own part.
-Without one, it is placed and, with replicas, made equal to that of replica 0 at once. Names are always those of the module itself.
+Without one, it is placed at once and, with replicas, made equal to replica 0's. Names are always the module's own.
 
 Source: public SMP v1 API ("smdistributed.modelparallel.torch.DistributedModel").
 """
@@ -41,7 +41,7 @@ from smpc.v1.model.checks import (
     check_join,
     check_marks,
 )
-from smpc.v1.model.looks import ShownModel
+from smpc.v1.model.module_attributes import ShownModel
 from smpc.v1.model.observed import ObservedModel, held_tensors
 from smpc.v1.model.replicated import Replicated
 from smpc.v1.model.replication import Replication
@@ -53,7 +53,7 @@ from smpc.v1.session.launcher_watch import make_observer
 from smpc.v1.session.precision import Precision, cast_module, half_dtype
 from smpc.v1.session.state import Script, state
 from smpc.v1.session.supervision import Supervision
-from smpc.v1.session.watched import enter
+from smpc.v1.session.wait_limits import enter
 from smpc.v1.steps.arguments import StepBody
 from smpc.v1.steps.calls import Gradients, ModelCalls, Tensors, cast_inputs, cast_outputs
 from smpc.v1.steps.context import Measures, StepContext
@@ -68,15 +68,15 @@ from smpc.v1.steps.unpipelined import Single
 class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrapped):
     """A module, distributed over pipeline ranks and replicas; construct it on every rank, and several in the same order.
 
-    `trace_device`: "cpu" or "gpu"; recording needs no device, so it matters for `trace_execution_times` alone. `trace_execution_times`:
-    before the model is cut, one rank runs it on the first microbatch, on its own device, several times, and the plan is made with what it
-    measures rather than predicts; that device must hold a copy of the whole model, and `trace_device` must be "gpu" (a rank that
-    computes on a CPU measures there). `overlapping_allreduce`: reduce gradients over replicas during the last backward pass, rather
-    than after it. `backward_passes_per_step`: steps between two reductions. `average_grads_across_microbatches`: divide gradients by the
-    number of microbatches. `trace_memory_usage`: what tensors take is always known exactly; with True, that rank also measures
-    what operations take and give back while they work. The other options are DistributedDataParallel's, for replicas.
+    `trace_device`: "cpu" or "gpu"; recording needs no device, so it matters only for `trace_execution_times`. `trace_execution_times`:
+    before the model is cut, one rank runs it several times on the first microbatch, on its own device, and the plan uses the measured
+    times; that device must hold a copy of the whole model, and `trace_device` must be "gpu" (a rank that computes on a CPU measures
+    there). `overlapping_allreduce`: reduce gradients over replicas during the last backward pass, rather than after it.
+    `backward_passes_per_step`: steps between two reductions. `average_grads_across_microbatches`: divide gradients by the number of
+    microbatches. `trace_memory_usage`: tensor sizes are always known exactly; with True, that rank also measures the workspace of
+    operations. The other options are DistributedDataParallel's, for replicas.
 
-    `model(...)` and `model.backward(...)` can be called in a step function only.
+    `model(...)` and `model.backward(...)` can only be called in a step function.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
     def _begin(
         self, module: nn.Module, measures: Measures, divisor: int, script: Script
     ) -> tuple[StepContext, Callable[[], None]]:
-        """Distribute and cast the module; what its steps share, and what ends the observation of them."""
+        """Distribute and cast the module. Returns the context of its steps, and the function that ends their observation."""
         session = state.session
         distribution = Distribution(module, session, state.registry)
         module = distribution.module
@@ -158,7 +158,7 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         has_pipeline = session.mesh.pp_size > 1 or tensors is not None or sequences is not None
         held = partial(held_tensors, module, script, has_pipeline=has_pipeline)
         first = None if is_first else state.scripts[0].model
-        asked = session.observation if first is None else None  # what the launcher asks for is about the first model
+        asked = session.observation if first is None else None  # the launcher's options apply to the first model
         observer, end_of_watch = make_observer(session, asked, held, self._plan)
         context = StepContext(
             module=module,
@@ -179,7 +179,7 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         return context, end_of_watch
 
     def _make_steps(self) -> StepRunner:
-        """With a pipeline, the first step cuts the model; without one it is placed now, and made equal to that of replica 0."""
+        """With a pipeline, the first step cuts the model; without one it is placed now, and made equal to replica 0's."""
         context = self._context
         session, supervision = context.session, context.supervision
         if context.has_program:
@@ -197,7 +197,7 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         return StepRunner(context, single, single)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for one microbatch, in a step function, or for the batch. Raises StepError with a pipeline elsewhere."""
+        """The model's output for one microbatch, in a step function, or for the batch. Raises StepError elsewhere with a pipeline."""
         dynamo = sys.modules.get("torch._dynamo.eval_frame")  # without it, nothing has been compiled
         if dynamo is not None and dynamo.__dict__["_is_in_optimized_module"]():
             raise compiled_wrapper()
@@ -211,12 +211,12 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
     def backward(self, tensors: Tensors, grad_tensors: Gradients = None) -> None:
         """The backward pass of one microbatch, in a step function; like `torch.autograd.backward(tensors, grad_tensors)`.
 
-        `tensors`: a tensor of one element, or tensors with a gradient of the same shape each. Raises StepError with a pipeline elsewhere.
+        `tensors`: a tensor of one element, or tensors with a gradient of the same shape each. Raises StepError elsewhere with a pipeline.
         """
         (self._context.calls or self._outside("model.backward", (), {})).backward(tensors, grad_tensors)
 
     def _outside(self, what: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModelCalls:
-        """What runs the model outside of steps."""
+        """Runs the model outside steps."""
         state.check_current(self._context.session, "smp.DistributedModel")
         return self._runner.outside(what, args, kwargs)
 
@@ -226,7 +226,7 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
 
     @property
     def exchanged(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Parameters that have come in the places of others, as `fully_shard` makes them."""
+        """Parameters that have replaced others, as `fully_shard` makes them."""
         return self._replication.exchanged
 
     def optimizer_step(self) -> contextlib.AbstractContextManager[None]:
@@ -234,7 +234,7 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         return self._context.observer.optimizer_step()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the stages, or the module where there is no pipeline; the arguments are those of torch.compile. Before the first step."""
+        """Compile the stages, or the module without a pipeline, with torch.compile's arguments. Before the first step."""
         if self._pipeline is not None and self.partitioned:
             raise UsageError(
                 "model.compile: the stages are made in the first step, and they are there already; call it before"
@@ -244,7 +244,7 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
     def cpu(self) -> DistributedModel:
         """Gather the whole model, all stages and slices of it, on every rank of the replica, on the CPU. Collective, like `state_dict`.
 
-        The next step puts every rank's part back to where it computes.
+        The next step moves every rank's part back to its device.
         """
         state.check_current(self._context.session, "smp.DistributedModel")
         self._exchange.to_cpu(super().cpu)
@@ -252,12 +252,12 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
 
     @property
     def partitioned(self) -> bool:
-        """Whether the model has been partitioned: by the first step, or from the start where there is no pipeline."""
+        """Whether the model has been partitioned: by the first step, or from the start without a pipeline."""
         return self._context.is_cut
 
     @property
     def has_cut(self) -> bool:
-        """Whether this rank has a part of the model only."""
+        """Whether this rank has only a part of the model."""
         return self._pipeline is not None and self._context.is_cut
 
     @property
@@ -284,7 +284,7 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
         return self._context.hooks.register_post_partition(hook)
 
     def register_post_step_hook(self, hook: Hook) -> RemovableHandle:
-        """Call `hook(model, optimizer)` after the first step, and never again; at once if that is done."""
+        """Call `hook(model, optimizer)` after the first step, and never again; at once if that is over."""
         return self._context.hooks.register_post_step(hook)
 
     def register_comm_hook(self, state: object, callable: Callable[[Any, Any], Any]) -> None:
@@ -304,10 +304,10 @@ class DistributedModel(ShownModel, TensorParallelModel, ObservedModel, NotWrappe
     ) -> Iterator[None]:
         """Train with uneven inputs over replicas; on every rank, with the same arguments. See DistributedDataParallel.join.
 
-        A replica that leaves the body waits until all have, and takes part in their steps. Then all have the parameters, buffers and
-        optimizer state of the last one. `divide_by_initial_world_size`: gradients are divided by the number of all replicas, else by that
-        of those which still have data. `throw_on_early_termination`: raise StepError on all ranks when the first one has none left.
-        Raises ConfigError without `ddp`, ConfigUnsupportedError for tensor parallelism with several `backward_passes_per_step`.
+        A replica that leaves the body takes part in the others' steps until all have left. Then all get the last replica's parameters,
+        buffers and optimizer state. `divide_by_initial_world_size`: gradients are divided by the number of all replicas, else by the
+        number of replicas that still have data. `throw_on_early_termination`: raise StepError on all ranks when the first one has none
+        left. Raises ConfigError without `ddp`, ConfigUnsupportedError for tensor parallelism with several `backward_passes_per_step`.
         """
         context, pipeline = self._context, self._pipeline
         if not context.session.config.ddp:

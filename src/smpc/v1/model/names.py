@@ -1,4 +1,4 @@
-"""The parameters, buffers and modules of a distributed model, by the names in the user's module; and which of them are this rank's.
+"""The parameters, buffers and modules of a distributed model, by their names in the user's module, and which of them this rank holds.
 
 Source: public SMP v1 API ("smdistributed.modelparallel.torch.DistributedModel").
 """
@@ -16,14 +16,14 @@ from smpc.v1.steps.pipeline import Pipeline
 
 
 class NamedModel(nn.Module):
-    """What is where."""
+    """Base class with these methods."""
 
     module: nn.Module
     _context: StepContext
     _pipeline: Pipeline | None
 
     def get_module(self) -> nn.Module:
-        """The module that was given. With a pipeline, parameters of other ranks are empty in it.
+        """The module that was passed. With a pipeline, parameters of other ranks are empty in it.
 
         `model.module` is the same without `ddp`; with it, a wrapper, whose `module` is this one.
         """
@@ -32,7 +32,7 @@ class NamedModel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """All parameters of the module, by their names in it; those of other ranks are empty once it is partitioned."""
+        """All parameters of the module, by their names in it; other ranks' are empty once it is partitioned."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
@@ -59,7 +59,7 @@ class NamedModel(nn.Module):
         return (parameter for _, parameter in self.local_named_parameters())
 
     def is_first_holder(self, param: nn.Parameter) -> bool:
-        """Whether this rank is the first of the pipeline ranks that hold the parameter; True for what is not the model's."""
+        """Whether this rank is the first of the pipeline ranks that hold the parameter; True for a parameter outside the model."""
         return self._context.placement.is_first(param)
 
     def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -73,7 +73,7 @@ class NamedModel(nn.Module):
         return (buffer for _, buffer in self.local_named_buffers())
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules that lie wholly on this rank. Raises UsageError before the partition."""
+        """Modules that are wholly on this rank. Raises UsageError before the partition."""
         check_cut(self._context, "local_named_modules")
         if self._pipeline is None:
             return self.named_modules()
@@ -82,5 +82,5 @@ class NamedModel(nn.Module):
         return ((n, m) for n, m in self.named_modules() if n in tops or n.startswith(below))
 
     def local_modules(self) -> Iterator[nn.Module]:
-        """Modules that lie wholly on this rank. Raises UsageError before the partition."""
+        """Modules that are wholly on this rank. Raises UsageError before the partition."""
         return (module for _, module in self.local_named_modules())

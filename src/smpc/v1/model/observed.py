@@ -1,4 +1,4 @@
-"""What the steps of a distributed model need and take: callbacks, and predicted against measured memory and time."""
+"""Observing the steps of a distributed model: callbacks, and predicted against measured memory and time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ObservedModel(nn.Module):
-    """What `smpc.observe.observer.Observer` shows of a model."""
+    """The model's methods for `smpc.observe.observer.Observer`."""
 
     _context: StepContext
     _pipeline: Pipeline | None
@@ -34,14 +34,14 @@ class ObservedModel(nn.Module):
     def observe(self, num_steps: int = 20) -> None:
         """Measure memory in the next step, and times in the `num_steps` after it, for `report`. Call it on every rank.
 
-        What `smpc run --report` or `--trace` asked for is dropped.
+        This replaces the window of `smpc run --report` or `--trace`.
         """
         self._context.observer.observe(num_steps)
 
     def report(self) -> Comparison:
         """Predicted against measured memory and time of every rank, stage and step; `print` it. Call it on every rank.
 
-        Raises UsageError before the partition, without a pipeline, and where no step has been observed.
+        Raises UsageError before the partition, without a pipeline, and if no step was observed.
         """
         from smpc.report.measured import compare
 
@@ -60,12 +60,12 @@ class ObservedModel(nn.Module):
         return compare(plan, records)
 
     def _plan(self) -> Plan | None:
-        """What the model was cut by, once it is."""
+        """The compilation that the model was cut by, once it is cut."""
         return None if self._pipeline is None or self._pipeline.first is None else self._pipeline.plan
 
 
 def held_tensors(module: nn.Module, script: Script, *, has_pipeline: bool) -> Iterator[Tensor]:
-    """What counts as memory of a rank: optimizer state and, without a pipeline, what the model has; a pipeline's runtime counts its own."""
+    """The tensors of a rank: optimizer state and, without a pipeline, the model's. A pipeline's runtime counts its own."""
     if not has_pipeline:
         parameters = list(module.parameters())
         yield from (*parameters, *module.buffers())

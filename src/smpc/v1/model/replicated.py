@@ -1,11 +1,11 @@
-"""What `model.module` is where there may be replicas: a module around the model, as scripts that were written for `ddp` expect.
+"""`model.module` with `ddp`: a wrapper around the model, which scripts written for `ddp` expect.
 
     model = smp.DistributedModel(net)     # with ddp: true
     model.module                          # Replicated
     model.module.module                   # net
 
-Names are those of the model, without a prefix, and attributes that the wrapper does not have are the model's. Hooks on the wrapper are
-hooks on the model, as steps call the model itself.
+Names are the model's, without a prefix, and attributes that the wrapper does not have are the model's. Hooks on the wrapper are hooks
+on the model, as steps call the model itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 _HOOKS = [name for name in dir(nn.Module) if name.startswith("register_") and name.endswith("_hook")]
-# What nn.Module has, and the wrapper takes from the model.
+# Names of nn.Module that the wrapper takes from the model.
 _OF_THE_MODEL = frozenset(
     (*_HOOKS, "named_parameters", "named_buffers", "named_modules", "state_dict", "load_state_dict", "compile")
 )
@@ -43,5 +43,5 @@ class Replicated(nn.Module):
             return getattr(self.module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns."""
+        """The model's result."""
         return self.module(*args, **kwargs)

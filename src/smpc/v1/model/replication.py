@@ -1,4 +1,4 @@
-"""What averages a model's gradients over replicas and tensor-parallel ranks: chosen by the configuration, made with its stages.
+"""The hooks that average a model's gradients over replicas and tensor-parallel ranks: chosen by the configuration, made with its stages.
 
 fully_shard                  `StageShards`: parameters lie in parts on the replicas; `ModuleShards` without a pipeline. Experts that ranks
                              divide lie in parts on the replicas that have the same ones
@@ -28,21 +28,21 @@ from smpc.sharding import ShardingOptions
 from smpc.sharding.wide_gradients import widen
 from smpc.v1.model.sharded_names import name_parts, units_to_keep
 from smpc.v1.session.state import Session
-from smpc.v1.session.watched import exchange
+from smpc.v1.session.wait_limits import exchange
 from smpc.v1.steps.context import StepContext
 
 
 class Replication:
-    """Of one model. `options`: those of DistributedModel that concern replicas, by their names in `StageReplicas`."""
+    """The replication of one model. `options`: DistributedModel's options for replicas, by their names in `StageReplicas`."""
 
     def __init__(self, context: StepContext, options: Mapping[str, Any]) -> None:
         self._context, self.options = context, options
         self.replicas: StageReplicas | None = None
-        self.exchanged: Mapping[nn.Parameter, nn.Parameter] = {}  # what has come in the places of parameters
+        self.exchanged: Mapping[nn.Parameter, nn.Parameter] = {}  # replacements of parameters
         self._comm_hook: tuple[object, Callable[[Any, Any], Any]] | None = None
 
     def make(self, stages: Mapping[int, nn.Module]) -> StepHooks | None:
-        """What averages the gradients of this rank's stages; None where nothing does. Collective over the replicas."""
+        """The hooks that average the gradients of this rank's stages, or None. Collective over the replicas."""
         context = self._context
         session, options = context.session, self.options
         if context.precision.dtype is not None and session.config._fp32_grad_accumulation:
@@ -88,7 +88,7 @@ class Replication:
         return shards
 
     def _group_of_parts(self, parameter: nn.Parameter) -> ProcessGroup:
-        """The ranks that have the parts of one copy of a parameter."""
+        """The ranks that together hold one copy of a parameter."""
         experts, groups = self._context.experts, self._context.session.groups
         return groups[Axis.FSDP if experts is None or parameter not in experts else Axis.EXPERT_FSDP]
 
@@ -116,12 +116,12 @@ class Replication:
 
 
 def shard_mesh(session: Session, *, of_experts: bool = False) -> DeviceMesh:
-    """The ranks over which parameters lie in parts, and the replicas of them if there are several."""
+    """The ranks over which parameters are sharded, and the replicas of the shards if there are several."""
     mesh = session.mesh
     every, parts = (Axis.EXPERT_DATA, Axis.EXPERT_FSDP) if of_experts else (Axis.RDP, Axis.FSDP)
     axes: tuple[Axis, ...] = (every,)
     if mesh.shard_size > 1:
         axes = (Axis.REPLICA, parts) if mesh.replica_size > 1 else (parts,)
-    # torch keeps layouts by meshes that are equal, even of groups that were destroyed: names of their own for each group.
+    # torch caches layouts by equal meshes, even if their groups were destroyed, so each group gets its own names.
     names = [f"{axis}_{session.groups[axis].group_name}" for axis in axes]
     return device_mesh(mesh, session.rank, session.device.type, axes, session.groups, names)

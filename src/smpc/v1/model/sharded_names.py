@@ -1,4 +1,4 @@
-"""Parameters in parts without a pipeline: how long blocks stay whole, and what scripts read of them.
+"""Sharded parameters without a pipeline: how long blocks stay whole, and attributes of sharded parameters that scripts read.
 
     sdp_max_live_parameters            a rank whose model has at most so many elements keeps each block whole from its forward to its
                                        backward; of a larger model, blocks let go of their parameters in between
@@ -27,7 +27,7 @@ from smpc.sharding.tensors import local
 
 
 def units_to_keep(module: nn.Module, config: Config, apart: Apart | None) -> list[Unit]:
-    """The units of a model, and how long each stays whole. What is `apart` are some, inside of the blocks."""
+    """The units of a model, and how long each stays whole. The parameters in `apart` form units inside the blocks."""
     inner = [] if apart is None else apart.units(module)
     taken = {unit.name for unit in inner}
     units = [*inner, *(Unit(name) for name in find_units(module) if name not in taken)]
@@ -45,7 +45,7 @@ def _is_small(module: nn.Module, name: str, names: Iterable[str], config: Config
 
 
 def name_parts(parameters: Iterable[nn.Parameter], group_of: Callable[[nn.Parameter], dist.ProcessGroup]) -> None:
-    """Give parameters in parts the names that scripts know. `group_of`: the ranks that have the parts of one."""
+    """Give sharded parameters the attributes that scripts read. `group_of`: the ranks that hold the shards of a parameter."""
     for parameter in parameters:
         group = group_of(parameter)
         rows = -(-parameter.shape[0] // group.size())

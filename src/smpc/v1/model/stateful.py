@@ -1,7 +1,7 @@
-"""The state of a distributed model, as its class shows it: state dicts, what checkpoints ask for, and the way to the CPU and back.
+"""The state methods of a distributed model: state dicts, access for checkpoints, and moves to the CPU and back.
 
-`StateExchange` knows among which ranks the model lies, and how long they wait for each other; `smpc.v1.state_dicts.local.ModelState` reads
-and writes. `StatefulModel` gives both the names that scripts and checkpoints call.
+`StateExchange` knows the ranks that hold the model, and how long they wait for each other; `smpc.v1.state_dicts.local.ModelState` reads
+and writes. `StatefulModel` offers both under the names that scripts and checkpoints call.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from smpc.mesh import Axis
 from smpc.partitioner.graph.plan import Plan
 from smpc.v1.model.checks import check_cut
 from smpc.v1.session.control import Control
+from smpc.v1.session.skipped_calls import Whereabouts
 from smpc.v1.session.state import state
 from smpc.v1.session.step_errors import describe, raise_everywhere
-from smpc.v1.session.whereabouts import Whereabouts
 from smpc.v1.state_dicts.local import PARTIAL, IncompatibleKeys, ModelState
 from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.pipeline import Pipeline
 
 
 class StateExchange:
-    """How the ranks bring the state of one model together. `control`: among those on which it lies; None where one has all of it."""
+    """How the ranks gather the state of one model. `control`: messages between the ranks that hold it; None if one rank has all of it."""
 
     def __init__(self, context: StepContext, control: Control | None) -> None:
         self._context, self._control = context, control
@@ -68,7 +68,7 @@ class StateExchange:
     def load(
         self, given: Mapping[str, Any], *, strict: bool, same_partition: bool
     ) -> Callable[[], IncompatibleKeys] | IncompatibleKeys:
-        """Load a whole state; of a partial one, what loads it once the model is cut."""
+        """Load a whole state; for a partial one, returns a function that loads it once the model is cut."""
         if isinstance(given, Held):
             return self.local.load_held(given)
         if not given.get(PARTIAL, False) or self._control is None:
@@ -83,9 +83,9 @@ class StateExchange:
         return load
 
     def on_first(self, what: str, work: Callable[[], Any]) -> Any:
-        """What `work` returns on the first of these ranks, on all of them; or its error. Collective."""
+        """Runs `work` on the first of these ranks and returns its result, or raises its error, on all of them. Collective."""
         control = self._control
-        assert control is not None, "the model lies on several ranks"
+        assert control is not None, "the model is spread over several ranks"
         result, failure = None, None
         if control.rank == 0:
             try:
@@ -110,7 +110,9 @@ class StateExchange:
         context.placement.draw()
         control = self.meet("cpu")
         if context.session.is_sharded:
-            raise ConfigUnsupportedError("cpu: parameters lie in parts on the replicas (fully_shard); use state_dict()")
+            raise ConfigUnsupportedError(
+                "cpu: parameters are sharded over the replicas (fully_shard); use state_dict()"
+            )
         if control is None or not context.is_cut:
             move()
         elif context.placement.is_spread:
@@ -120,7 +122,7 @@ class StateExchange:
 
 
 class StatefulModel(nn.Module):
-    """State dicts, what checkpoints ask a model for, and how long the ranks wait for each other when they exchange state."""
+    """State dicts, the state for checkpoints, and how long the ranks wait for each other when they exchange it."""
 
     module: nn.Module
     _context: StepContext
@@ -137,9 +139,8 @@ class StatefulModel(nn.Module):
         """The state dict of the whole model, equal to the module's in one process.
 
         Call it on all ranks of a replica (`smp.rdp_rank() == 0`, say), with `expert_parallel_degree` on all ranks of the job: it gathers,
-        tensor by tensor, to the CPU. `gather_to_rank0`: only
-        mp_rank 0 gets it, the others {}. Raises CheckpointError, naming the ranks that did not call it, after `checkpoint_timeout`.
-        torch.distributed.checkpoint gets what this rank holds (`smpc.checkpoint.stateful`).
+        tensor by tensor, to the CPU. `gather_to_rank0`: only mp_rank 0 gets it, the others {}. Raises CheckpointError, naming the ranks
+        that did not call it, after `checkpoint_timeout`. torch.distributed.checkpoint gets this rank's part (`smpc.checkpoint.stateful`).
         """
         state.check_current(self._context.session, "smp.DistributedModel")
         if self._context.is_cut and asked_by_torch() is not None:
@@ -151,9 +152,9 @@ class StatefulModel(nn.Module):
     ) -> IncompatibleKeys | None:
         """Load a full state dict, or this rank's partial one; call it on every rank.
 
-        Partial ones are merged over the ranks, so that they may come from another partition; `same_partition_load` skips that where this
-        rank saved its own under the same partition. Partial ones are loaded once the model is partitioned; then None is returned before.
-        Raises CheckpointError, listing every key that is missing, unexpected, or of another shape or dtype; nothing is loaded then.
+        Partial ones are merged over the ranks, so they may come from another partition; `same_partition_load` skips that if this rank
+        saved its own under the same partition. Partial ones are loaded once the model is partitioned; before, None is returned. Raises
+        CheckpointError, listing every key that is missing, unexpected, or of another shape or dtype; nothing is loaded then.
         """
         state.check_current(self._context.session, "smp.DistributedModel")
         self.spread()
@@ -172,7 +173,7 @@ class StatefulModel(nn.Module):
 
     @property
     def checkpoint_state(self) -> ModelState:
-        """What of the module a checkpoint holds."""
+        """The module's state for a checkpoint."""
         self.spread()
         return self._exchange.local
 
@@ -194,7 +195,7 @@ class StatefulModel(nn.Module):
             self._context.hooks.deferred.append(load)
 
     def meet(self, what: str) -> Control | None:
-        """Wait for the ranks among which the model lies, before they exchange state; None if it is whole on each.
+        """Wait for the ranks that hold the model, before they exchange state; None if it is whole on each.
 
         Raises CheckpointError, naming the ranks that do not come within `checkpoint_timeout`.
         """
@@ -206,7 +207,7 @@ class StatefulModel(nn.Module):
 
     @property
     def whereabouts(self) -> Whereabouts | None:
-        """Tells which ranks have gone on without an exchange of state; None where a rank is alone."""
+        """Knows which ranks have continued without an exchange of state; None if a rank is alone."""
         return self._context.supervision.whereabouts
 
     def watch_exchange(self, what: str) -> contextlib.AbstractContextManager[None]:
@@ -214,6 +215,6 @@ class StatefulModel(nn.Module):
         return self._context.supervision.wait(what)
 
     def spread(self) -> None:
-        """Put this rank's part to where it computes, after cpu()."""
+        """Move this rank's part to its device, after cpu()."""
         if self._context.is_cut and not self._context.placement.is_spread:
             self._context.placement.spread()

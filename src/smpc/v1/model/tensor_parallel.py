@@ -1,4 +1,4 @@
-"""What of a distributed model tensor parallelism splits, and over which ranks gradients are averaged therefore.
+"""Which parts of a distributed model tensor parallelism splits, and over which ranks their gradients are averaged.
 
 Source: public SMP v1 API ("smdistributed.modelparallel.torch.DistributedModel").
 """

@@ -1,12 +1,12 @@
-"""What other libraries do to a model, of a DistributedModel: an error at once that says what to do, where it would train wrongly.
+"""Errors for other libraries that wrap, copy or cast a DistributedModel and would train it wrongly; each says what to do.
 
     DistributedDataParallel(model)              it would average gradients of different stages
     accelerate.prepare(model), HF Trainer       they wrap, move and call the model, and differentiate its loss, outside of step functions
-    copy.deepcopy(model), torch.save(model)     (averages of weights, `AveragedModel`) what lies on other ranks would be missing
+    copy.deepcopy(model), torch.save(model)     (averages of weights, `AveragedModel`) parameters of other ranks would be missing
     model.half(), model.to(dtype)               programs and masters are made for the dtypes that the module has
     torch.compile(model)                        a step function would be compiled around a call that is none; model.compile() is right
 
-Each of these libraries asks a model for an attribute of its own before it does anything else: there it is told.
+Each of these libraries first reads an attribute of its own from the model: reading it raises the error.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from smpc.errors import UsageError
 
 
 class NotWrapped(nn.Module):
-    """Base of what is not to be wrapped, copied, or cast."""
+    """Base of a model that must not be wrapped, copied or cast."""
 
     module: nn.Module
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """DistributedDataParallel asks for it."""
+        """DistributedDataParallel reads it."""
         raise UsageError(
             "DistributedDataParallel(DistributedModel): the DistributedModel averages gradients over replicas itself, stage by stage; set "
             "ddp: true in smp.init, start several replicas, and leave the wrapper out"
@@ -35,7 +35,7 @@ class NotWrapped(nn.Module):
 
     @property
     def _is_accelerate_prepared(self) -> NoReturn:
-        """accelerate asks for it."""
+        """accelerate reads it."""
         raise UsageError(
             "accelerate.prepare(DistributedModel): accelerate would wrap it and run it outside of step functions; use "
             "smpc.integrations.accelerate.PipelineAccelerator (docs/hugging_face.md), or prepare the data loaders alone, and use "
@@ -44,7 +44,7 @@ class NotWrapped(nn.Module):
 
     @property
     def hf_device_map(self) -> NoReturn:
-        """The Trainer of Hugging Face asks for it."""
+        """Hugging Face's Trainer reads it."""
         raise UsageError(
             "Trainer(model=DistributedModel): the Trainer of Hugging Face calls the model and differentiates its loss by itself, which a "
             "pipeline cannot do; give the module to smpc.integrations.huggingface.PipelineTrainer (docs/hugging_face.md), or write the "
@@ -66,7 +66,7 @@ class NotWrapped(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What `to`, `half`, `cuda` and their kin are made of."""
+        """`to`, `half`, `cuda` and similar methods use it."""
         dtypes = dict.fromkeys(p.dtype for p in self.module.parameters())
         wrong = [dtype for dtype in dtypes if fn(torch.empty(0, dtype=dtype)).dtype != dtype]
         if wrong:
@@ -79,7 +79,7 @@ class NotWrapped(nn.Module):
 
 
 def compiled_wrapper() -> UsageError:
-    """What is raised where torch.compile(DistributedModel) is being called."""
+    """The error for torch.compile(DistributedModel)."""
     return UsageError(
         "torch.compile(DistributedModel) would compile nothing: the stages run elsewhere. Call model.compile(), with the same "
         "arguments, before the first step, or compile the module, or blocks of it, before smp.DistributedModel"

@@ -1,6 +1,6 @@
 """`smp.nn`: the modules of `smpc.nn`, split as the session's configuration says.
 
-`smp.nn.huggingface` has what translates state dicts of Hugging Face's models.
+`smp.nn.huggingface` has the functions that translate state dicts of Hugging Face's models.
 
 Source: public SMP v1 API ("Supported Modules for Tensor Parallelism").
 """

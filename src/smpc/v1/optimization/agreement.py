@@ -3,11 +3,12 @@
     agreement.tell(optimizer, ...)       before every step: this rank's optimizer, in the job's store
     agreement.check()                    before the first update: raises ConfigError that names ranks and differences
 
-Ranks meet in the step before the first update, so all of them have told by then what they update with; nobody waits for those who have not
-(a replica without data). Two ranks that update one model by different rules would go on with wrong numbers, and nothing else would tell.
+Ranks meet in the step before the first update, so all have reported their optimizer by then; nobody waits for a rank that has not (a
+replica without data). Two ranks that update one model by different rules would continue with wrong numbers, and nothing else would detect
+it.
 
-An optimizer that was made of all parameters is compared whole. One that was made after the partition, of the parameters of its own
-stage, may list others than another stage's does; then what both list must have the same options.
+An optimizer made from all parameters is compared whole. One made after the partition, from the parameters of its own stage, may
+list other parameters than another stage's; then parameters listed by both must have the same options.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MANY = 12  # lines
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`options`: as text, by name. `parameters`: names in the module, or shapes of what is not in it."""
+    """`options`: as text, by name. `parameters`: names in the module, or shapes of tensors outside it."""
 
     options: dict[str, str]
     parameters: tuple[str, ...]
@@ -49,7 +50,7 @@ class Description:
     def of(
         cls, optimizer: Optimizer, names: Mapping[int, str], parameter_of: Callable[[Tensor], Tensor], stage: int
     ) -> Description:
-        """`names`: of the module's parameters by id. `parameter_of`: what a master or a part stands for."""
+        """`names`: of the module's parameters by id. `parameter_of`: the parameter of a master or a part."""
         groups = tuple(
             Group(
                 {key: _text(value) for key, value in sorted(group.items()) if key != "params"},
@@ -63,7 +64,7 @@ class Description:
         return cls(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", groups, stage)
 
     def to_json(self) -> str:
-        """As it lies in the store."""
+        """Its text in the store."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
@@ -75,7 +76,7 @@ class Description:
 
 
 def differences(first: Description, other: Description, owners: tuple[str, str]) -> list[str]:
-    """What sets two optimizers apart, a line each."""
+    """The differences between two optimizers, a line each."""
     mine, theirs = owners
     if first.name != other.name:
         return [f"class: {first.name} on {mine}, {other.name} on {theirs}"]
@@ -139,7 +140,7 @@ class Agreement:
     def tell(
         self, optimizer: Optimizer, module: nn.Module, parameter_of: Callable[[Tensor], Tensor], *, is_cut: bool
     ) -> None:
-        """Say which optimizer this rank has. `is_cut`: the module has been partitioned before the optimizer was made."""
+        """Report this rank's optimizer. `is_cut`: the module has been partitioned before the optimizer was made."""
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         description = Description.of(optimizer, names, parameter_of, self._stage if is_cut else -1)
         text = description.to_json()
@@ -150,7 +151,7 @@ class Agreement:
             self._told = digest
 
     def check(self) -> None:
-        """Compare all that have been told with that of the first rank. Raises ConfigError where they differ."""
+        """Compare all reported optimizers with the first rank's. Raises ConfigError if they differ."""
         keys = [f"{_DIGEST}/{rank}" for rank in range(self._num_ranks)]
         has_all = self._store.check(keys)
         there = [rank for rank, key in enumerate(keys) if has_all or self._store.check([key])]

@@ -101,7 +101,7 @@ def _fill(lots: Sequence[Lot], large: Sequence[int], loads: list[int]) -> dict[i
 
 
 def _stop(lot: Lot, start: int, room: int) -> int:
-    """Where to cut, so that what begins at `start` fills the room as nearly as can be."""
+    """Where to cut, so that the rows from `start` on fill the room as closely as possible."""
     granules = (room * lot.rows / lot.size) / lot.granule
     stop = start + round(granules) * lot.granule
     return lot.rows if lot.rows - stop < lot.granule else stop

@@ -1,6 +1,6 @@
-"""torch's own clipping, for a model that lies on several ranks: `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` is right.
+"""torch's own clipping, for a model that is spread over several ranks: `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)` is right.
 
-While there is a `DistributedModel`, torch's functions look at what they are given:
+While a `DistributedModel` exists, torch's functions check their arguments:
 
     clip_grad_norm_           parameters of the model: the norm over all ranks, everything counted once, in full precision and without
                               loss scale. Collective over the ranks of the model
@@ -8,11 +8,11 @@ While there is a `DistributedModel`, torch's functions look at what they are giv
     clip_grads_with_norm_     gradients of the model that its masters take unscaled: refused
     clip_grad_value_          the same; otherwise it works element by element, and is right as it is
 
-Tensors that are not the model's are torch's affair, and so is a model that every rank has whole: the same code runs on the same tensors.
+Tensors outside the model are left to torch, and so is a model that every rank has whole: the same code runs on the same tensors.
 
-Each of these functions is `_no_grad(function)`, a closure over what it calls. That cell is what is exchanged, and put back by `uninstall`:
-so names that others have imported long before (`from torch.nn.utils import clip_grad_norm_`, accelerate) are these functions, too,
-and nothing of torch gets another object. Why not a subclass of Parameter: see docs/design/decisions.md, 24.
+Each of these functions is `_no_grad(function)`, a closure over the inner function. `install` exchanges the content of that cell, and
+`uninstall` restores it. So names imported earlier (`from torch.nn.utils import clip_grad_norm_`, accelerate) change too, and no attribute
+of torch is replaced. Why not a subclass of Parameter: see docs/design/decisions.md, 24.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _installed: list[tuple[Any, Callable[..., Any]]] = []  # cells, and what was in 
 
 
 def install() -> Callable[[], None]:
-    """Let torch's functions know the model of this session; returns what undoes it."""
+    """Let torch's functions know the model of this session; returns the function that undoes it."""
     if _installed:
         return uninstall
     for name, make in _MAKERS.items():
@@ -48,7 +48,7 @@ def install() -> Callable[[], None]:
 
 
 def uninstall() -> None:
-    """Put everything back."""
+    """Restore everything."""
     while _installed:
         cell, original = _installed.pop()
         cell.cell_contents = original
@@ -131,9 +131,9 @@ _MAKERS = {
 
 
 def clip_model(given: list[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    """`clip_grad_norm_` of parameters of the model, or of what stands for them in the optimizer. Collective over the model's ranks.
+    """`clip_grad_norm_` of parameters of the model, or of their masters or parts in the optimizer. Collective over the model's ranks.
 
-    Raises UsageError for what cannot be clipped, and StepError in a step function.
+    Raises UsageError for tensors that cannot be clipped, and StepError in a step function.
     """
     model, optimizer = state.model, state.optimizer
     assert isinstance(model, DistributedModel), "the parameters are its own"
@@ -156,7 +156,7 @@ def clip_model(given: list[Tensor], max_norm: float, norm_type: float, error_if_
 
 
 def _listed(given: Tensors) -> tuple[Tensors, list[Tensor]]:
-    """What was given, to be passed on as it was, and as a list."""
+    """The argument, to be passed on unchanged, and as a list."""
     if isinstance(given, Tensor):
         return given, [given]
     tensors = list(given)
@@ -166,7 +166,7 @@ def _listed(given: Tensors) -> tuple[Tensors, list[Tensor]]:
 
 
 def _is_ours(name: str, given: list[Tensor]) -> bool:
-    """Whether the tensors are the model's, and torch would not do with them what it does with a whole model's."""
+    """Whether the tensors belong to the model, and torch alone would treat them wrongly because the model is not whole."""
     model = _model()
     if model is None or not (_is_spread(model) or (state.optimizer is not None and state.optimizer.has_masters)):
         return False
@@ -186,7 +186,7 @@ def _parameter_of(tensor: Tensor) -> Tensor:
 
 
 def _acting(given: list[Tensor], what: str) -> contextlib.AbstractContextManager[None]:
-    """In this context the model is that of the tensors."""
+    """In this context the tensors' model is the acting one."""
     return state.acting(state.script_with(given, what))
 
 

@@ -1,4 +1,4 @@
-"""`smp.DistributedOptimizer`: the optimizer of a model that lies on several ranks, in any precision.
+"""`smp.DistributedOptimizer`: the optimizer of a model that is spread over several ranks, in any precision.
 
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
     scheduler = StepLR(optimizer.optimizer, ...)                   # or of the wrapper; its groups are the same
@@ -9,11 +9,11 @@
     if not optimizer.overflow:
         scheduler.step()
 
-The wrapped optimizer does the work: after the partition it finds gradients at this rank's parameters only, and leaves the others alone.
+The wrapped optimizer does the work: after the partition only this rank's parameters have gradients, so it skips the others.
 
     fp32                    it updates the parameters
     fp16, bf16              it updates fp32 masters, which take the parameters' places in its groups (`masters` beside this)
-    fp16                    gradients are those of the loss times `loss_scale`. If one of them is not finite, on any rank, that is an
+    fp16                    gradients are of the loss times `loss_scale`. If one of them is not finite, on any rank, that is an
                             overflow: `step` updates nothing, on no rank, but the scale (`loss_scaling` beside this)
     shard_optimizer_state   it updates what this rank owns, and ranks exchange parameters afterwards (`sharded_optimizer` beside this)
 
@@ -67,7 +67,7 @@ R = TypeVar("R")
 def _acts(
     method: Callable[Concatenate[DistributedOptimizer, P], R],
 ) -> Callable[Concatenate[DistributedOptimizer, P], R]:
-    """A method in which what the session is asked for is the optimizer's own model."""
+    """A method that runs with the optimizer's own model acting."""
 
     @functools.wraps(method)
     def acting(self: DistributedOptimizer, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -93,7 +93,7 @@ class DistributedOptimizer(ShardedNames):
         dynamic_loss_scale: bool = False,
         **dynamic_loss_args: Any,
     ) -> None:
-        # Not Optimizer's: everything that it would set up is the wrapped optimizer's own.
+        # Does not call Optimizer's: the wrapped optimizer has everything that it would set up.
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, DistributedOptimizer):
             raise ConfigTypeError(f"optimizer: expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
         _check_unwrapped(optimizer)
@@ -112,7 +112,7 @@ class DistributedOptimizer(ShardedNames):
             self._begin(scaler, half)
 
     def _check_sees_enough(self) -> None:
-        """Raise ConfigError for an optimizer that looks at whole parameters, where this rank has a part of the experts."""
+        """Raise ConfigError for an optimizer that needs whole parameters, if this rank has a part of the experts."""
         model, optimizer = state.model, self.optimizer
         if model is None or is_elementwise(optimizer) or isinstance(optimizer, (FusedLamb, FusedNovoGrad)):
             return
@@ -137,12 +137,12 @@ class DistributedOptimizer(ShardedNames):
         self._taken = False  # whether masters have the gradients of the last backward
         self._used_scale: float | None = None  # of the last backward
         self._overflow = False
-        self._clipped: Tensor | None = None  # what clipping has multiplied masters' gradients by
+        self._clipped: Tensor | None = None  # factor by which clipping has multiplied masters' gradients
         self._deferred: Mapping[str, Any] | None = None
-        self._max_norm = max_norm()  # what `step` clips to; 0: it does not
+        self._max_norm = max_norm()  # the norm that `step` clips to; 0: no clipping
         self._is_late = (
             state.model is not None and state.model.has_cut
-        )  # made of what the first step has left on this rank
+        )  # made from the parameters that the first step has left on this rank
         self._agreement = _make_agreement()
         state.optimizer = self
         self._script.untold = None if self._agreement is None else self
@@ -177,7 +177,7 @@ class DistributedOptimizer(ShardedNames):
         self._prepare()
 
     def exchange(self, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Take other parameters for some, as `fully_shard` makes them; the model calls it before the first step runs."""
+        """Replace some parameters by others, as `fully_shard` makes them; the model calls it before the first step runs."""
         for group in self.optimizer.param_groups:
             group["params"] = [exchanged.get(parameter, parameter) for parameter in group["params"]]
         for old in [parameter for parameter in self.optimizer.state if parameter in exchanged]:
@@ -204,12 +204,12 @@ class DistributedOptimizer(ShardedNames):
 
     @property
     def loss_scale(self) -> float:
-        """What gradients are multiplied by in the next backward pass; 1 but for fp16."""
+        """The factor of gradients in the next backward pass; 1 except with fp16."""
         return 1.0 if self._scaler is None else self._scaler.scale
 
     @property
     def _scale_of_gradients(self) -> float:
-        """The loss scale of the gradients that are there: another one may have been loaded since, in a hook after the first step."""
+        """The loss scale of the existing gradients: another one may have been loaded since, in a hook after the first step."""
         return self.loss_scale if self._used_scale is None else self._used_scale
 
     @property
@@ -219,7 +219,7 @@ class DistributedOptimizer(ShardedNames):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """A GradScaler asks for it, which unscales the gradients itself."""
+        """A GradScaler reads it; it unscales the gradients itself."""
         refuse_torchs_scaler()
         return False
 
@@ -243,7 +243,7 @@ class DistributedOptimizer(ShardedNames):
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that the norm of all of them, of the whole model, is at most `max_norm`; returns the norm they had.
 
-        The gradients of the masters, unscaled; without masters those of the parameters. Equal to torch.nn.utils.clip_grad_norm_ in one
+        It scales the masters' unscaled gradients, or without masters the parameters'. Equal to torch.nn.utils.clip_grad_norm_ in one
         process, whatever the degrees. After an overflow nothing is scaled, and -1 is returned. Collective over all ranks.
         """
         parameters = self._updates.parameters()
@@ -263,7 +263,7 @@ class DistributedOptimizer(ShardedNames):
     def clip_gradients(
         self, given: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> Tensor:
-        """`clip_grad_norm_` of torch where there are masters: `clip_master_grads`, but that the norm is infinite after an overflow.
+        """torch's `clip_grad_norm_` with masters: `clip_master_grads`, but with an infinite norm after an overflow.
 
         Raises UsageError unless `given`, parameters or masters, are all that train.
         """
@@ -288,7 +288,7 @@ class DistributedOptimizer(ShardedNames):
     def _clip_masters(
         self, parameters: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> Tensor:
-        # Replicas have the same gradients of all parameters, whoever has the masters.
+        # Replicas have the same gradients of all parameters, whichever rank has the masters.
         kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         grads = [grad for _, grad in kept]
         with _watched("clipping the masters' gradients"), torch.no_grad():
@@ -363,17 +363,17 @@ class DistributedOptimizer(ShardedNames):
                 parameter.grad = parameter.grad.detach().zero_()  # not in place: it may be a view of a bucket
 
     def _reading(self, closure: Callable[[], Any] | None = None) -> contextlib.AbstractContextManager[object]:
-        """Around what the wrapped optimizer does with gradients. Absent parameters have none, and nobody is warned of that here.
+        """Around the wrapped optimizer's use of gradients. Absent parameters have none, and reading them does not warn here.
 
-        Where nothing but torch's own code looks at plain parameters, absent ones are read as any tensor: without a call of Python for each.
-        What the script has put there, a closure or a hook, finds them as ever.
+        If only torch's own code runs on plain parameters, absent ones are read like any tensor, without a Python call for each. The
+        script's closures and hooks see absent parameters as usual.
         """
         optimizer = self.optimizer
         home = type(optimizer).__module__
         if not home.startswith("torch.optim."):
             return contextlib.nullcontext() if home.startswith("torch.") else reading_gradients()
         own = vars(optimizer)
-        step = own.get("step")  # a scheduler of torch's puts it there, or the script
+        step = own.get("step")  # set by torch's schedulers, or by the script
         is_wrapped = step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step
         hooks = own.get("_optimizer_step_pre_hooks"), own.get("_optimizer_step_post_hooks"), *_HOOKS_OF_ALL
         if closure is not None or is_wrapped or "zero_grad" in own or any(hooks):
@@ -384,23 +384,23 @@ class DistributedOptimizer(ShardedNames):
         return torch._C.DisableTorchFunctionSubclass()
 
     def gradients_changed(self) -> None:
-        """There are other gradients than masters have taken; the model says so after every step function."""
+        """Marks the masters' gradients as outdated; the model calls it after every step function."""
         self._taken = False
         if self._scaler is not None:
             self._used_scale = self._scaler.scale
 
     def parameter_of(self, entry: Tensor) -> Tensor:
-        """The model's parameter at whose place `entry` is in the groups; itself, but for masters and parts."""
+        """The model's parameter that `entry` replaces in the groups; `entry` itself unless it is a master or a part."""
         return self._updates.parameter_of(entry)
 
     @property
     def has_masters(self) -> bool:
-        """Whether masters take the gradients, without the loss scale: under fp16 and bf16."""
+        """Whether masters take the gradients, unscaled: under fp16 and bf16."""
         return self._updates.half is not None
 
     @property
     def has_taken_or_scales(self) -> bool:
-        """Whether what is done to the parameters' gradients now is not done to those that update."""
+        """Whether a change to the parameters' gradients would not reach the gradients that the update uses."""
         return self.has_masters and (self._taken or self.loss_scale != 1.0)
 
     @property
@@ -410,7 +410,7 @@ class DistributedOptimizer(ShardedNames):
 
     @property
     def stepping_shards(self) -> Shards | None:
-        """Who owns what, while the wrapped optimizer updates what this rank owns, and norms must be taken over the owners."""
+        """The owners, while the wrapped optimizer updates this rank's share and norms must be taken over the owners."""
         return self._updates.shards if self._updates.is_stepping else None
 
     @_acts
@@ -426,7 +426,7 @@ class DistributedOptimizer(ShardedNames):
 
     @_acts
     def tell_others(self) -> None:
-        """Tell the other ranks what this optimizer is, until it has been compared with theirs; the model calls it before a step."""
+        """Report this optimizer to the other ranks, until it has been compared with theirs; the model calls it before a step."""
         if self._agreement is not None and state.model is not None:
             module = state.model.get_module()
             self._agreement.tell(self.optimizer, module, self.parameter_of, is_cut=self._is_late)
@@ -436,7 +436,7 @@ class DistributedOptimizer(ShardedNames):
     @property
     @_acts
     def checkpoint_state(self) -> OptimizerState:
-        """What of the optimizer a checkpoint holds."""
+        """The optimizer's state for a checkpoint."""
         self._prepare()
         return self._state
 
@@ -444,7 +444,8 @@ class DistributedOptimizer(ShardedNames):
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """The optimizer state of this rank's parameters, with the key `_smp_is_partial`.
 
-        `gather_if_shard`: with sharded state, also what other ranks own of them: collective over all ranks. Otherwise what this rank owns.
+        `gather_if_shard`: with sharded state, also the state that other ranks own: collective over all ranks. Otherwise only this rank's
+        share.
         """
         self._prepare()
         return self._state.local(gather=gather_if_shard)
@@ -453,9 +454,9 @@ class DistributedOptimizer(ShardedNames):
         """The optimizer state of the whole model, tensors on the CPU.
 
         Collective over the replica like `DistributedModel.state_dict`, with sharded state over all ranks. `gather_to_rank0`: only mp_rank 0
-        gets it, the others {}. torch.distributed.checkpoint gets what this rank holds (`smpc.checkpoint.stateful`).
+        gets it, the others {}. torch.distributed.checkpoint gets this rank's part (`smpc.checkpoint.stateful`).
         """
-        purpose = asked_by_torch()  # looks at who calls this method
+        purpose = asked_by_torch()  # inspects the caller of this method
         with state.acting(self._script):
             self._prepare()
             if purpose is not None and self._state.is_ready:
@@ -464,11 +465,11 @@ class DistributedOptimizer(ShardedNames):
 
     @_acts
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a full or a partial state, or that of a torch optimizer in one process over the same parameters; on every rank.
+        """Load a full or partial state, or the state of a torch optimizer in one process over the same parameters; on every rank.
 
-        Loaded at once where the model is partitioned, else in its first step. Partial states are merged over the ranks. Where a state has
-        no masters, as of a job in fp32, they are made of the parameters.
-        Raises CheckpointError if the state does not fit the optimizer.
+        It is loaded at once if the model is partitioned, else in its first step. Partial states are merged over the ranks. If a state has
+        no masters (it comes from an fp32 job), they are made from the parameters. Raises CheckpointError if the state does not fit the
+        optimizer.
         """
         if not self._state.is_ready:
             self._deferred = state_dict
@@ -480,16 +481,16 @@ class DistributedOptimizer(ShardedNames):
             self._state.load(state_dict)
 
     def save_optimizer_backcompat(self, gather_if_shard: bool = True) -> dict[str, Any]:
-        """`local_state_dict`, under a name that scripts have for it."""
+        """`local_state_dict`, under another name that scripts use."""
         return self.local_state_dict(gather_if_shard)
 
     def load_optimizer_backcompat(self, state_dict: Mapping[str, Any], gather_if_shard: bool = True) -> None:
-        """`load_state_dict`, under a name that scripts have for it; whether the state was gathered is read from it."""
+        """`load_state_dict`, under another name that scripts use; the state itself says whether it was gathered."""
         self.load_state_dict(state_dict)
 
     @_acts
     def load_deferred(self) -> None:
-        """Load what was given before the partition; the model calls it."""
+        """Load the state that was passed before the partition; the model calls it."""
         self._prepare()
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
@@ -508,7 +509,7 @@ def _check_unwrapped(optimizer: Optimizer) -> None:
 
 
 def _make_shards() -> tuple[Shards | None, Control | None]:
-    """Owners of the optimizer state, and messages among all ranks; None where it is not sharded. Collective."""
+    """Owners of the optimizer state, and messages among all ranks; None if it is not sharded. Collective."""
     if not state.initialized or not state.cfg.shard_optimizer_state or state.session.mesh.dp_size == 1:
         return None, None
     control = make_world_control(state.session)
@@ -517,7 +518,7 @@ def _make_shards() -> tuple[Shards | None, Control | None]:
 
 
 def _make_agreement() -> Agreement | None:
-    """What compares the optimizers of all ranks; None where there is one rank."""
+    """Compares the optimizers of all ranks; None if there is one rank."""
     session = state.current
     state.num_optimizers += 1
     if session is None or session.monitor is None:

@@ -1,10 +1,10 @@
-"""Optimizers that update every element of a parameter by itself, so that ranks may update ranges of it.
+"""Which optimizers update every element of a parameter independently, so that ranks may update ranges of it.
 
     is_elementwise(torch.optim.AdamW(parameters))    True
     is_elementwise(FusedLamb(parameters))            False: it takes norms of parameters
 
-They are known by class, exactly: a subclass may do anything. What is not in the list (LAMB, NovoGrad, Adafactor, Muon, LBFGS, SparseAdam,
-classes of others) gets whole parameters.
+They are known by exact class: a subclass may do anything. A class that is not in the list (LAMB, NovoGrad, Adafactor, Muon, LBFGS,
+SparseAdam, classes of others) gets whole parameters.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     optimizer = smp.DistributedOptimizer(smp.optimizers.FusedLamb(model.parameters(), lr=1e-3))
     norm = smp.optimizers.clip_grad_norm_(model.local_parameters(), 1.0)      # on every rank, after the step function
 
-A parameter that tensor parallelism splits has the norm of the whole parameter; the norm of all gradients is that of the whole
-model, over the stages of the pipeline, in which a parameter that several stages hold counts once. `shard_group` and
-`norm_group` replace this. Without `smp.init` they are those of `smpc.optimizers`.
+The norm of a parameter that tensor parallelism splits is taken over the whole parameter. The norm of all gradients covers the
+whole model, over the stages of the pipeline; a parameter that several stages hold counts once. `shard_group` and `norm_group`
+replace this. Without `smp.init` the optimizers behave as in `smpc.optimizers`.
 
 Source: public SMP v1 API ("smdistributed.modelparallel.torch.optimizers").
 """
@@ -31,7 +31,7 @@ from smpc.v1.session.state import state
 
 @dataclass(frozen=True, slots=True)
 class SessionNormGroups(NormGroups):
-    """The ranks that hold slices and other stages, as the session and its model stand when norms are computed."""
+    """The ranks that hold slices and other stages, as given by the session and its model when norms are computed."""
 
     def groups_of(self, parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
         """The tensor-parallel group, for a parameter that tensor parallelism splits; the expert-parallel group, for one of experts."""
@@ -50,7 +50,7 @@ class SessionNormGroups(NormGroups):
         return None if _model() is None or state.cfg.pipeline_parallel_degree == 1 else state.session.groups[Axis.PP]
 
     def counts(self, parameter: Tensor) -> bool:
-        """Whether this is the first stage that holds the parameter, and of its owners the one that counts it."""
+        """Whether this rank counts the parameter: it is on the first stage that holds it, and is the counting one of its owners."""
         model, parameter, shards = _model(), _parameter_of(parameter), _shards()
         is_first = model is None or not isinstance(parameter, nn.Parameter) or model.is_first_holder(parameter)
         return is_first and (shards is None or shards.is_counted(parameter))

@@ -1,4 +1,4 @@
-"""The state of an optimizer that has made no step yet: what it would have after one, so that there is something to load into.
+"""Initial state for an optimizer that has made no step yet: the state that it would have after one, to load values into.
 
     make_state(optimizer, [weight, bias])     optimizer.state has entries for both; neither they nor their gradients have changed
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 @torch.no_grad()
 def make_state(optimizer: Optimizer, wanted: Sequence[Tensor]) -> None:
-    """Have the optimizer make the state of these entries of its groups."""
+    """Let the optimizer create the state of these entries of its groups."""
     kept = [(entry, entry.grad) for group in optimizer.param_groups for entry in group["params"]]
     rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
     try:

@@ -18,8 +18,8 @@ Terms
 With `delayed_shift` 1 this is torch.amp.GradScaler's rule, number for number: growth_factor = scale_factor, backoff_factor =
 1 / scale_factor, growth_interval = scale_window, but for `min_scale`. Scales are fp32 numbers, and never infinite.
 
-`refuse_torchs_scaler` tells torch's own GradScaler from `smp.amp.GradScaler`: each rank's would skip steps by what that rank finds in its
-own gradients. torch.amp.GradScaler.step asks an optimizer for `_step_supports_amp_scaling` before it looks at anything else.
+`refuse_torchs_scaler` tells torch's own GradScaler from `smp.amp.GradScaler`: with torch's, each rank would skip steps based on its own
+gradients. torch.amp.GradScaler.step first reads an optimizer's `_step_supports_amp_scaling`.
 
 Source: public SMP v1 API (names and defaults of the arguments of DistributedOptimizer).
 """
@@ -54,7 +54,7 @@ class DynamicOptions:
     consecutive_hysteresis: bool = False
 
     def faults(self) -> list[str]:
-        """What is wrong, a line each."""
+        """The violations, a line each."""
         wrong = []
         for name in ("init_scale", "scale_factor", "min_scale"):
             value, low = getattr(self, name), 1.0 if name == "scale_factor" else 0.0
@@ -91,7 +91,7 @@ class LossScaler:
         return self.options is not None and self.scale > self.options.min_scale
 
     def update(self, *, overflow: bool) -> None:
-        """After a step."""
+        """Update the scale after a step."""
         options = self.options
         if options is None:
             return
@@ -112,24 +112,24 @@ class LossScaler:
             self.scale = grown if math.isfinite(grown) else self.scale
 
     def state_dict(self) -> dict[str, Any]:
-        """What changes in training, as plain numbers."""
+        """The values that change in training, as plain numbers."""
         return {"scale": self.scale, "good_steps": self.good_steps, "hysteresis": self.hysteresis}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; a fixed scale stays as it was constructed. Raises CheckpointError for anything else than a state."""
+        """Resume from a saved state; a fixed scale does not change. Raises CheckpointError for anything else than a state."""
         if self.options is None:
             return
         names = ("scale", "good_steps", "hysteresis")
         if not all(_is_number(state.get(name)) for name in names) or not 0.0 < state["scale"] < math.inf:
             raise CheckpointError(f"loss scale: expected numbers called {', '.join(names)}, found {dict(state)}")
         self.scale = _rounded(state["scale"])
-        # Options may be others than those of the job that saved.
+        # Options may differ from the saving job's.
         self.good_steps = min(int(state["good_steps"]), self.options.scale_window - 1)
         self.hysteresis = min(int(state["hysteresis"]), self.options.delayed_shift)
 
 
 def make_scaler(static: Any, dynamic: Any, arguments: Mapping[str, Any]) -> LossScaler:
-    """The scaler that the arguments of DistributedOptimizer describe. Raises ConfigError, listing everything that is wrong.
+    """The scaler that the arguments of DistributedOptimizer describe. Raises ConfigError, listing all violations.
 
     `arguments`: options of the dynamic scale by name, or in one dict called `dynamic_loss_args`.
     """
@@ -155,7 +155,7 @@ def make_scaler(static: Any, dynamic: Any, arguments: Mapping[str, Any]) -> Loss
 
 
 def _merged(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The options of both forms, and what is wrong with their names."""
+    """The options of both forms, and errors in their names."""
     nested = arguments.get(_NESTED)
     wrong = []
     if nested is not None and not isinstance(nested, Mapping):
@@ -179,7 +179,7 @@ def _is_number(value: object) -> bool:
 
 
 def _rounded(value: float) -> float:
-    """As fp32 has it, which is what gradients are multiplied by."""
+    """The scale rounded to fp32, by which gradients are multiplied."""
     return float(torch.tensor(value, dtype=torch.float64).to(torch.float32))
 
 

@@ -1,15 +1,15 @@
-"""fp32 masters: what an optimizer updates in place of half-precision parameters, which are rounded copies of them.
+"""fp32 masters: an optimizer updates them instead of half-precision parameters, which are their rounded copies.
 
     masters.adopt(optimizer, wanted)     in the optimizer's groups, masters take the parameters' places
     masters.refresh()                    takes over what others have written into the parameters: a loaded state dict, a user's copy_
     masters.take_gradients(1 / scale)    masters' gradients from the parameters'; 1 if one of them is not finite
     masters.write_back()                 after the optimizer's step
 
-A master differs from its parameter by less than the parameter's precision. Where it does not, somebody has written into the parameter,
-and the master becomes what was written; elsewhere it keeps its bits. So it does not matter whether the parameters or the masters of a
-checkpoint are loaded first. That anything was written at all is seen from the parameter's version counter, at no cost.
+A master differs from its parameter by less than the parameter's precision. If an element differs by more, somebody has written into
+the parameter, and the master takes the written value; other elements keep their bits. So it does not matter whether the parameters or
+the masters of a checkpoint are loaded first. The parameter's version counter shows, at no cost, whether anything was written.
 
-Of a parameter that lies in parts on the replicas (`fully_shard`) the master does, too, and each rank works on its parts.
+A parameter that is sharded over the replicas (`fully_shard`) has a sharded master, and each rank works on its part.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Pair:
     seen: tuple[int, int, int] = (-1, -1, -1)
 
     def state(self) -> tuple[int, int, int]:
-        """What changes when somebody writes into the parameter, or into this rank's part of it, or gives it other memory."""
+        """A value that changes when the parameter, or this rank's part of it, is written or gets other memory."""
         own = local(self.parameter)
         return self.parameter._version, own._version, own.data_ptr()
 
@@ -81,7 +81,7 @@ class Masters:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over what others have written into parameters."""
+        """Apply writes to parameters to their masters."""
         for pair in self._pairs.values():
             now = pair.state()
             if now != pair.seen:
@@ -95,7 +95,7 @@ class Masters:
     def take_gradients(self, inverse_scale: float | None) -> float:
         """Give masters the gradients of their parameters, times `inverse_scale`; returns 1.0 if one is not finite, else 0.0.
 
-        Without `inverse_scale` nobody looks.
+        Without `inverse_scale` nothing is checked.
         """
         self.drop_gradients()
         kinds: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
@@ -128,7 +128,7 @@ class Masters:
             torch._foreach_mul_(grads, factor.to(device))
 
     def drop_gradients(self) -> None:
-        """Give their memory back."""
+        """Free the masters' gradients."""
         for pair in self._pairs.values():
             pair.master.grad = None
 

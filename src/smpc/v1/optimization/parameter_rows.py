@@ -1,4 +1,4 @@
-"""Parts of parameters, which stand in the optimizer's groups for parameters of which a rank updates some rows only.
+"""Parts of parameters, which replace parameters in the optimizer's groups if a rank updates only some of their rows.
 
     parts.adopt(optimizer, range_of)     in the optimizer's groups, parts take the parameters' places; their state is cut to size
     parts.refresh()                      parts lie in the parameters' memory, and have their gradients' rows
@@ -35,11 +35,11 @@ class Range:
         return tensor.narrow(self.dim, self.start, self.length)
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the rows, where `whole` is that of the parameter."""
+        """The shape of the rows, if `whole` is the parameter's."""
         return tuple(self.length if dim == self.dim else size for dim, size in enumerate(whole))
 
     def within(self, shard: Shard | None, size: int) -> Shard:
-        """The slice of the whole model's parameter that the rows are, if this rank's parameter, with `size` rows, is the slice `shard`."""
+        """The rows as a slice of the whole model's parameter, if this rank's parameter, with `size` rows, is the slice `shard`."""
         if shard is None:
             return Shard(self.dim, size, self.start)
         runs = []
@@ -96,28 +96,28 @@ class Parts:
         return part
 
     def parameter_of(self, entry: Tensor) -> Tensor:
-        """The parameter that a part belongs to; others themselves."""
+        """The parameter that a part belongs to; other entries unchanged."""
         return self._parameters.get(id(entry), entry)
 
     def entry_of(self, parameter: Tensor) -> Tensor:
-        """What this rank updates of a parameter: a part, or all of it."""
+        """The tensor that this rank updates for a parameter: a part, or all of it."""
         found = self._parts.get(id(parameter))
         return parameter if found is None else found.part
 
     def range_of(self, parameter: Tensor) -> Range | None:
-        """Which rows; None of a parameter that is not in parts here."""
+        """The rows of a parameter that this rank updates; None if it is not in parts here."""
         found = self._parts.get(id(parameter))
         return None if found is None else found.range
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over what has become of the parameters and their gradients."""
+        """Update the parts' memory and gradients from the parameters."""
         for each in self._parts.values():
             each.refresh()
             grad = each.parameter.grad
             each.part.grad = None if grad is None else each.range.of(grad)
 
     def drop_gradients(self) -> None:
-        """Let go of the parameters' gradients."""
+        """Free the parameters' gradients."""
         for each in self._parts.values():
             each.part.grad = None

@@ -1,4 +1,4 @@
-"""`shard_optimizer_state`: of the ranks that hold a parameter one updates it, or some of its rows, and the others get them from there.
+"""`shard_optimizer_state`: one of the ranks that hold a parameter updates it, or some of its rows, and sends the result to the others.
 
     shards.assign(entries)           who updates what
     shards.owns(parameter)           whether this rank updates it, or rows of it
@@ -12,15 +12,15 @@ Terms
     owner     a holder that has the optimizer state of a parameter or of a range of its rows, and their fp32 master
     rows      along dimension 0; of a tensor-parallel rank's slice, along the dimension in which it is sliced
 
-What is owned is balanced by bytes, and `dealing` says how. A parameter is cut only where the optimizer updates every element by itself
-(`elementwise`); for others, such as those that take norms of parameters, it has one owner for all of it. Parameters that require no
-gradient are dealt out last, so that the state there is and the state that there may be are both balanced.
+Shares are balanced by bytes; `assign_owners` says how. A parameter is cut only if the optimizer updates every element independently
+(`elementwise`); otherwise, for example if the optimizer takes norms of parameters, it has one owner. Parameters that require no
+gradient are assigned last, so that both the existing and the possible state are balanced.
 
     replica 0   embedding rows 0 to 399, norm          replica 1   embedding rows 400 to 600, head, bias
 
-The gradients are those that replicas have averaged anyway, and a rank computes what all would have computed, so results are the same, bit
-by bit, as without sharding. Cuts lie at multiples of vectors of elements, as some CPU kernels round the last few elements of a tensor
-in another way than the others.
+The replicas average gradients anyway, and an owner computes the same update as every rank would, so results are the same, bit by bit, as
+without sharding. Cuts are at multiples of a vector of elements, since some CPU kernels round the last few elements of a tensor
+differently.
 
 After the step owners send in buckets, two at a time: memory for them is bounded, whatever the parameters' sizes.
 """
@@ -49,10 +49,10 @@ _HOLDERS = (Axis.EXPERT_DATA, Axis.RDP, Axis.DP)  # of a parameter
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A parameter to be dealt out.
+    """A parameter to be assigned.
 
-    `size`: bytes of it that an owner has, and `rows`: along `dim`; both alike on all tensor-parallel ranks, whose slices may differ.
-    Without rows it has one owner. `holders`: the axis of the ranks that hold it.
+    `size`: bytes of the owner's state, and `rows`: along `dim`; both are equal on all tensor-parallel ranks, even if their slices
+    differ. Without rows it has one owner. `holders`: the axis of the ranks that hold it.
     """
 
     parameter: Tensor
@@ -62,7 +62,7 @@ class Entry:
     dim: int = 0
 
     def lot(self) -> Lot:
-        """What is dealt out."""
+        """The parameters as lots."""
         if self.rows < 2 or not self.size:
             return Lot(self.size)
         width = math.prod(size for dim, size in enumerate(self.parameter.shape) if dim != self.dim)
@@ -73,7 +73,7 @@ class Entry:
         return Lot(self.size, self.rows)
 
     def range_of(self, cut: Cut) -> Range:
-        """The rows of this rank's tensor that a cut is."""
+        """The rows of this rank's tensor for a cut."""
         own = self.parameter.shape[self.dim]
         start, stop = (bound * own // self.rows for bound in (cut.start, cut.stop))
         return Range(self.dim, start, stop - start)
@@ -97,12 +97,12 @@ class Shards:
         self._entries |= {id(entry.parameter): entry for entry in new}
         for trains in (True, False):
             kind = [entry for entry in new if entry.parameter.requires_grad == trains]
-            # Those with fewer holders first, as the others can even out what they leave.
+            # Entries with fewer holders come first: the others can even out the rest.
             for axis in _HOLDERS:
                 self._deal([entry for entry in kind if entry.holders is axis], self._places[axis])
 
     def _deal(self, entries: Sequence[Entry], places: Sequence[int]) -> None:
-        """To holders. `places`: of all ranks; those with the same place have the same share, each of its own slices or experts."""
+        """Assigns entries to holders. `places`: of all ranks; ranks with the same place have the same share of their slices or experts."""
         before = [
             max(load for load, other in zip(self._loads, places, strict=True) if other == place)
             for place in range(max(places) + 1)
@@ -114,7 +114,7 @@ class Shards:
             self._loads[position] += loads[place] - before[place]
 
     def owns(self, parameter: Tensor) -> bool:
-        """Whether this rank updates a parameter or rows of it. What has no owner every rank updates."""
+        """Whether this rank updates a parameter or rows of it. Every rank updates a parameter without an owner."""
         entry = self._entries.get(id(parameter))
         if entry is None:
             return True
@@ -134,7 +134,7 @@ class Shards:
         return next((cut for cut in self._cuts[id(entry.parameter)] if cut.owner == own), None)
 
     def is_counted(self, parameter: Tensor) -> bool:
-        """Whether, of all ranks that hold a parameter or slices of it, this is the one that counts it in a norm over the owners."""
+        """Whether this rank counts the parameter in a norm over the owners; exactly one holder does."""
         entry = self._entries.get(id(parameter))
         if entry is None or not self.owns(parameter):
             return entry is None and self._position == 0
@@ -144,7 +144,7 @@ class Shards:
         return entry.holders is Axis.DP or mesh.tp_rank(rank) == 0
 
     def gather(self) -> None:
-        """Every rank gets from the owners what it does not own. Collective."""
+        """Every rank gets the updated rows that it does not own from their owners. Collective."""
         for axis in (Axis.RDP, Axis.DP, Axis.EXPERT_DATA):
             entries = [entry for entry in self._entries.values() if entry.holders is axis]
             if entries:
@@ -162,7 +162,7 @@ class Shards:
             exchange.finish()
 
     def _owned_by(self, owner: int, entries: Sequence[Entry]) -> Iterator[Tensor]:
-        """What an owner has updated, in pieces that fit into a bucket."""
+        """An owner's updated rows, in pieces that fit into a bucket."""
         for entry in entries:
             if not entry.parameter.requires_grad:
                 continue
@@ -178,7 +178,7 @@ class _Exchange:
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, source: int) -> None:
         self._tensors, self._receives = tensors, group.rank() != source
-        # One that lies in one piece is sent as it is, and received where it belongs.
+        # A contiguous tensor is sent as it is, and received in place.
         self._is_direct = len(tensors) == 1 and tensors[0].is_contiguous()
         self._flat = tensors[0] if self._is_direct else self._packed()
         self._work = dist.broadcast(self._flat, group=group, group_src=source, async_op=True)
@@ -189,7 +189,7 @@ class _Exchange:
         return self._tensors[0].new_empty(sum(tensor.numel() for tensor in self._tensors))
 
     def finish(self) -> None:
-        """Wait, and put what has come where it belongs."""
+        """Wait, and copy what was received to its place."""
         if self._work is not None:
             self._work.wait()
         if self._receives and self._is_direct:
@@ -201,7 +201,7 @@ class _Exchange:
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor, along dimension 0, in pieces of at most a bucket; of rows that are larger than that, one at a time."""
+    """A tensor, along dimension 0, in pieces of at most a bucket; larger rows one at a time."""
     if tensor.numel() <= _BUCKET or tensor.shape[0] == 1:
         if tensor.numel():
             yield tensor

@@ -1,4 +1,5 @@
-"""What scripts read of an optimizer under `sharded_data_parallel_degree`, by DeepSpeed's names. Elsewhere it has none of them.
+"""Attributes of an optimizer that scripts read under `sharded_data_parallel_degree`, by DeepSpeed's names. Without that key they do not
+exist.
 
     optimizer.fp16_groups                      for each group, the model's parameters, in parts
     optimizer.fp32_partitioned_groups_flat     for each group, this rank's parts of what is updated, in one flat fp32 tensor; a copy
@@ -47,19 +48,19 @@ class ShardedNames(Optimizer):
 
     @property
     def ds_param_shard_group(self) -> dist.ProcessGroup:
-        """The process group over which each parameter lies in parts."""
+        """The process group over which each parameter is sharded."""
         _check("ds_param_shard_group")
         return state.session.groups[Axis.FSDP]
 
     @property
     def _global_grad_norm(self) -> Any:
-        """0-dimensional; None before the first step, and where nothing is clipped."""
+        """0-dimensional; None before the first step, and without clipping."""
         _check("_global_grad_norm")
         return self._norm
 
 
 def max_norm() -> float:
-    """What the optimizer's step clips to; 0: it does not."""
+    """The norm that the optimizer's step clips to; 0: no clipping."""
     is_sharded = state.initialized and state.session.mesh.shard_size > 1
     return state.cfg.sdp_gradient_clipping if is_sharded else 0.0
 

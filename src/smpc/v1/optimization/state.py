@@ -1,4 +1,4 @@
-"""The state of an optimizer whose model lies on several ranks, under the names of parameters in the user's module.
+"""The state of an optimizer whose model is spread over several ranks, under the names of parameters in the user's module.
 
 Terms
     full state      {"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}: torch's, with the names of parameters in place of
@@ -59,7 +59,7 @@ class OptimizerState:
         return _model().partitioned
 
     def local(self, *, gather: bool) -> dict[str, Any]:
-        """This rank's. Collective over all ranks if state is sharded and `gather`."""
+        """This rank's state. Collective over all ranks if state is sharded and `gather`."""
         own = {**_whole(self._named_state(local=True)), PARTIAL: True}
         model = _model()
         if self._world is None or not model.partitioned:
@@ -76,7 +76,7 @@ class OptimizerState:
         return {**own, "state": self._from_parts(model, own["state"], all_of, self._world, self._ranges())}
 
     def full(self, *, only_on_rank_0: bool) -> dict[str, Any]:
-        """The whole model's, on the CPU. Collective over the replica, or over all ranks if state is sharded."""
+        """The whole model's state, on the CPU. Collective over the replica, or over all ranks if state is sharded."""
         model = _model()
         control = self._world if model.partitioned else None
         if control is not None:
@@ -111,7 +111,7 @@ class OptimizerState:
         self._install(found, state_dict["param_groups"])
 
     def _control_for(self, model: DistributedModel, state_dict: Mapping[str, Any]) -> Control | None:
-        """Among which ranks a partial state is merged; None for a full one, or where one rank has all."""
+        """The ranks over which a partial state is merged; None for a full one, or if one rank has all."""
         if not state_dict.get(PARTIAL, False):
             return None
         if self._world is not None:
@@ -135,7 +135,7 @@ class OptimizerState:
         control: Control,
         ranges: Mapping[str, Range],
     ) -> dict[str, dict[str, Any]]:
-        """What is `wanted` out of the parts of all ranks, whatever partition they come from. `ranges`: of the given ones."""
+        """The `wanted` state, assembled from the parts of all ranks, whatever partition they come from. `ranges`: of the given parts."""
         part = {(name, key): value for name, items in given.items() for key, value in items.items()}
         own: dict[tuple[str, str], Any] = {}
         with model.watch_checkpoint("exchanging optimizer state"):
@@ -153,9 +153,10 @@ class OptimizerState:
         return _nested(own, self._names())
 
     def _wanted(self, model: DistributedModel) -> Callable[[str, str, tuple[int, ...]], Place | None]:
-        """Says which part of a saved value of a shape this rank loads; None of what others load.
+        """Says which part of a saved value of a given shape this rank loads; None if it loads none.
 
-        That is what this rank updates; a master for an fp32 parameter, which has no owner, is for all who hold the parameter.
+        A rank loads the part that it updates. A saved master of an fp32 parameter, which has no owner, is loaded by all holders of the
+        parameter.
         """
         shapes, ranges = self._shapes(), self._ranges()
         held, own = self._local_names(model), self._own_names(model)
@@ -171,12 +172,12 @@ class OptimizerState:
     # -- checkpoints -----------------------------------------------------------------------------------------------------
 
     def metadata(self) -> dict[str, Any]:
-        """What a checkpoint holds once: the options of the groups, by names of parameters, and the loss scale."""
+        """The state that a checkpoint stores once: the options of the groups, by names of parameters, and the loss scale."""
         found = self._named_state(local=True)
         return {key: found[key] for key in ("param_groups", SCALER) if key in found}
 
     def shards(self) -> tuple[list[Shard], dict[str, Any]]:
-        """What a checkpoint holds of this rank's state: tensors, called `parameter::key`, and plain values by parameter and key."""
+        """This rank's state for a checkpoint: tensors, called `parameter::key`, and plain values by parameter and key."""
         slice_of = self._slicer(_model(), self._ranges())
         found: list[Shard] = []
         plain: dict[str, Any] = {}
@@ -189,7 +190,7 @@ class OptimizerState:
         return found, plain
 
     def held(self, *, to_fill: bool) -> Held:
-        """This rank's state for torch.distributed.checkpoint to save, or to fill; in views. To fill, it is made if there was no step."""
+        """This rank's state for torch.distributed.checkpoint to save or fill, in views. For filling, missing state is created."""
         if to_fill and not self._optimizer.state:
             own = self._own_names(_model())
             entries = [entry for group in self._optimizer.param_groups for entry in group["params"]]
@@ -208,7 +209,7 @@ class OptimizerState:
         return Held({**found, "state": states})
 
     def load_held(self, filled: Held) -> None:
-        """Take over what torch has filled: tensors are this optimizer's own, other values and options are not."""
+        """Apply the state that torch has filled: tensors are this optimizer's own, other values and options have to be copied."""
         found = self._named_state(local=True)["state"]
         for name, items in filled["state"].items():
             plain = {key: value for key, value in items.items() if not isinstance(value, Tensor)}
@@ -219,7 +220,7 @@ class OptimizerState:
     def targets(
         self, entries: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, only_masters: bool = False
     ) -> list[Shard]:
-        """Tensors for this rank's part of saved ones, of which `entries` has shape and dtype by name: the masters, else new ones."""
+        """Tensors to fill with this rank's part of saved ones, whose shape and dtype `entries` has by name: the masters, else new ones."""
         wanted, found = self._wanted(_model()), []
         parameters = dict(zip(self._names(), self._updates.parameters(), strict=True))
         for entry, (whole_shape, dtype) in entries.items():
@@ -243,7 +244,7 @@ class OptimizerState:
         return found
 
     def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raises CheckpointError unless saved groups have the parameters of this optimizer's."""
+        """Raises CheckpointError unless the saved groups have this optimizer's parameters."""
         found = [list(group["params"]) for group in param_groups]
         expected = [group["params"] for group in self._named_state(local=True)["param_groups"]]
         if found != expected:
@@ -260,7 +261,7 @@ class OptimizerState:
         *,
         only_masters: bool = False,
     ) -> None:
-        """Load what `targets` made, filled, and the plain values that the ranks of the job that saved had."""
+        """Load the filled tensors of `targets`, and the plain values of the saving job's ranks."""
         own = self._own_names(_model())
         found: dict[str, dict[str, Any]] = {}
         runs: dict[str, list[Tensor]] = {}
@@ -327,7 +328,7 @@ class OptimizerState:
                 self._updates.write_master(parameter)
 
     def _place_of_master(self, parameter: Tensor) -> Tensor | None:
-        """Where a saved master goes: to the master; of an fp32 parameter, whose job was in half precision before, to the parameter."""
+        """Where a saved master is loaded: into the master, or into a parameter that is fp32 now and was half precision before."""
         if self._updates.half is None:
             return parameter if parameter.dtype is torch.float32 else None
         return self._updates.master_of(parameter)
@@ -339,7 +340,7 @@ class OptimizerState:
     def _slicer(
         self, model: DistributedModel, ranges: Mapping[str, Range]
     ) -> Callable[[tuple[str, str], Tensor], parallel.Shard | None]:
-        """Says which slice of a whole a tensor of the state is, by its shape: it may come from another job, which had these `ranges`."""
+        """The slice of a whole tensor that a tensor of the state is, by its shape: it may come from another job, with these `ranges`."""
         shapes = self._shapes()
 
         def slice_of(key: tuple[str, str], value: Tensor) -> parallel.Shard | None:
@@ -393,7 +394,7 @@ class OptimizerState:
         return [known.get(id(parameter), f"#{i}") for i, parameter in enumerate(self._updates.parameters())]
 
     def _local_names(self, model: DistributedModel) -> frozenset[str]:
-        """Of the parameters that this rank holds."""
+        """Names of the parameters that this rank holds."""
         foreign = {name for name, _ in model.named_parameters()}
         if model.partitioned:
             foreign -= {name for name, _ in model.local_named_parameters()}
@@ -402,7 +403,7 @@ class OptimizerState:
         return frozenset(name for name in self._names() if name not in foreign)
 
     def _own_names(self, model: DistributedModel) -> frozenset[str]:
-        """Of the parameters that this rank updates."""
+        """Names of the parameters that this rank updates."""
         local = self._local_names(model)
         pairs = zip(self._names(), self._updates.parameters(), strict=True)
         return frozenset(name for name, parameter in pairs if name in local and self._updates.owns(parameter))
@@ -427,7 +428,7 @@ class OptimizerState:
 
 
 def _whole(named: Mapping[str, Any]) -> dict[str, Any]:
-    """A state with all of what lies in parts on the replicas; collective over them."""
+    """A state with sharded values gathered; collective over the replicas."""
     states = {
         name: {key: whole(value) if isinstance(value, Tensor) else value for key, value in items.items()}
         for name, items in named["state"].items()
@@ -438,7 +439,7 @@ def _whole(named: Mapping[str, Any]) -> dict[str, Any]:
 def _place_of(
     model: DistributedModel, name: str, saved: tuple[int, ...], shape: tuple[int, ...], rows: Range | None
 ) -> Place:
-    """Where this rank's part of a value of the shape `saved` lies, for a parameter of `shape` here, of which it wants `rows`, or all."""
+    """This rank's region of a value of the shape `saved`, for a parameter of `shape` here, of which it wants `rows`, or all."""
     if saved != model.slices.whole_shape(name, shape):
         return saved, None  # a number of steps, or another value of the whole parameter
     shard = model.slices.get(name)
@@ -450,7 +451,7 @@ def _place_of(
 def _own_parts(
     items: Mapping[str, Any], name: str, wanted: Callable[[str, str, tuple[int, ...]], Place | None]
 ) -> dict[str, Any]:
-    """Of whole values of a parameter's state, what this rank loads."""
+    """This rank's part of the whole values of a parameter's state."""
     found: dict[str, Any] = {}
     for key, value in items.items():
         place_ = wanted(name, key, tuple(value.shape) if isinstance(value, Tensor) else ())

@@ -1,12 +1,12 @@
-"""What the optimizer of a rank updates, and with what: the parameters themselves, or fp32 masters of them; all, or those that it
-owns, or parts of them.
+"""The tensors that a rank's optimizer updates: parameters or their fp32 masters; all of them, only those that the rank owns, or
+parts of them.
 
     updates.prepare(model)          once the model is partitioned, and again when parameters have come
     updates.take(1 / scale)         masters' gradients
     updates.step()                  the optimizer's step; parameters are rounded masters again, and alike on all replicas
 
-The groups of the wrapped optimizer hold, at the place of each parameter, what it updates there. What this rank does not update has no
-gradient while the optimizer steps, so that any optimizer skips it.
+The groups of the wrapped optimizer hold the update target in place of each parameter. A parameter that this rank does not update has
+no gradient while the optimizer steps, so any optimizer skips it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,14 @@ from smpc.v1.optimization.sharded import Entry, Shards
 
 
 class Updates:
-    """This rank's part in the updates of `optimizer`. `half`: the dtype of parameters that have masters; `shards`: if state is sharded."""
+    """This rank's part in the updates of `optimizer`. `half`: the dtype of parameters with masters; `shards`: the owners, if any."""
 
     def __init__(self, optimizer: Optimizer, half: torch.dtype | None, shards: Shards | None, tp_size: int = 1) -> None:
         self._optimizer, self._tp_size = optimizer, tp_size
         self.half, self.shards = half, shards
-        self.is_plain = (
-            half is None and shards is None
-        )  # the wrapped optimizer updates parameters as it would without us
+        self.is_plain = half is None and shards is None  # the wrapped optimizer updates parameters directly
         self.parts, self.masters = Parts(), Masters()
-        self.is_stepping = False  # gradients of what this rank does not own are hidden
+        self.is_stepping = False  # gradients of parameters that this rank does not own are hidden
         self._known: tuple[bool, ...] = ()
 
     def parameters(self) -> list[Tensor]:
@@ -47,7 +45,7 @@ class Updates:
         return [self.parameter_of(entry) for group in self._optimizer.param_groups for entry in group["params"]]
 
     def parameter_of(self, entry: Tensor) -> Tensor:
-        """The model's parameter at whose place `entry` is in the groups: itself, a part or a master of it, or a master of a part."""
+        """The model's parameter that `entry` replaces in the groups: itself, a part or a master of it, or a master of a part."""
         return self.parts.parameter_of(self.masters.parameter_of(entry))
 
     def master_of(self, parameter: Tensor) -> Tensor | None:
@@ -63,7 +61,7 @@ class Updates:
         return self.shards is None or self.shards.owns(parameter)
 
     def prepare(self, model: DistributedModel) -> None:
-        """Make what is missing of owners and masters, and take over what has been written into parameters."""
+        """Create missing owners and masters, and apply writes to parameters."""
         if self.is_plain or not model.partitioned:
             return
         parameters = self.parameters()
@@ -99,7 +97,7 @@ class Updates:
         return Entry(parameter, math.prod(shape) * dtype.itemsize // ranks, holders, rows, dim)
 
     def _may_be_cut(self, parameter: Tensor, dim: int) -> bool:
-        """Whether ranks may update ranges of a parameter. Parts without masters must lie in one piece: fused optimizers need it."""
+        """Whether ranks may update ranges of a parameter. Parts without masters must be contiguous: fused optimizers need it."""
         if parameter.dim() == 0 or isinstance(parameter, DTensor) or not is_elementwise(self._optimizer):
             return False
         return parameter.is_contiguous() and (dim == 0 or self.half is not None)
@@ -119,13 +117,13 @@ class Updates:
         return result
 
     def drop_gradients(self) -> None:
-        """Give the memory of masters' gradients back; parts let go of the parameters'."""
+        """Free the masters' gradients; parts drop the parameters'."""
         self.masters.drop_gradients()
         self.parts.drop_gradients()
 
     @contextmanager
     def _hidden(self) -> Iterator[None]:
-        """Takes the gradients away from what this rank does not update."""
+        """Hides the gradients of parameters that this rank does not update."""
         hidden: list[tuple[Tensor, Tensor]] = []
         for group in self._optimizer.param_groups:
             for entry in group["params"]:

@@ -1,4 +1,4 @@
-"""Where scripts import the checkpoint functions from: `from ...patches.checkpoint import checkpoint`."""
+"""The module path from which scripts import the checkpoint functions: `from ...patches.checkpoint import checkpoint`."""
 
 from smpc.v1.patches import checkpoint
 

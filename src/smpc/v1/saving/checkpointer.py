@@ -1,7 +1,7 @@
-"""How this session's ranks save and load together: one channel for what scripts wait for, one for the background.
+"""How this session's ranks save and load together: one channel for calls that scripts wait for, one for background saves.
 
-The ranks meet in the job's store, not in a process group: a channel then needs no collective call to be made, and a rank that does not
-come is an error on the others after `checkpoint_timeout`, with its number.
+The ranks meet in the job's store, not in a process group: creating a channel then needs no collective call, and if a rank does not
+come, the others raise an error with its number after `checkpoint_timeout`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Checkpointer:
 
 
 def checkpointer() -> Checkpointer:
-    """That of the session. Raises UsageError before `smp.init`."""
+    """The session's checkpointer. Raises UsageError before `smp.init`."""
     if state.checkpointer is None:
         state.checkpointer = Checkpointer(state.session)
     found: Checkpointer = state.checkpointer
@@ -55,7 +55,7 @@ def checkpointer() -> Checkpointer:
 
 
 def _skipped(ranks: Sequence[int]) -> str | None:
-    """Not for saving in the background, while which the other ranks go on."""
+    """Not for background saves, during which the other ranks continue."""
     whereabouts = state.model.whereabouts if isinstance(state.model, DistributedModel) else None
     return None if whereabouts is None else whereabouts.skipped(ranks)
 

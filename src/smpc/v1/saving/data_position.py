@@ -1,13 +1,13 @@
-"""Where each rank is in its data: saved for every rank, taken up where the data is divided as it was.
+"""Each rank's position in its data: saved for every rank, and restored if the data is divided as before.
 
     smp.save_checkpoint(path, tag, ..., data=loader)
     smp.resume_from_checkpoint(path, data=loader)
 
 `data` has `state_dict()` and `load_state_dict(state)`, as stateful data loaders and samplers do; the state is plain values and tensors.
 
-A rank's samples follow from its dp_rank, or, where ranks share sequences, from that of the first of these. So with as many parts of the
-data as before, whatever the other degrees, a rank takes up the position that pipeline rank 0 of its part had: the other pipeline ranks may
-read other things, or nothing. With another number a position is taken up if all had the same one; otherwise none is, on any rank, with a
+A rank's samples follow from its dp_rank, or, if ranks share sequences, from the dp_rank of the first of these. So with as many parts of
+the data as before, whatever the other degrees, a rank restores the position of pipeline rank 0 of its part: the other pipeline ranks may
+read other data, or none. With another number, a position is restored only if all had the same one; otherwise none is, on any rank, with a
 warning.
 """
 
@@ -28,7 +28,7 @@ DATA = "data"
 
 @runtime_checkable
 class StatefulData(Protocol):
-    """What has a position."""
+    """An object with a position."""
 
     def state_dict(self) -> Any:
         """The position, as plain values and tensors."""
@@ -47,12 +47,12 @@ def check_data(data: Any) -> None:
 
 
 def capture(data: StatefulData | None) -> dict[str, Any]:
-    """What the state of this rank says of its data."""
+    """This rank's saved position in its data."""
     return {} if data is None else {DATA: data.state_dict()}
 
 
 def restore(checkpoint: Checkpoint, data: StatefulData | None, session: Session, channel: Channel) -> None:
-    """Take up the positions that were saved, or warn and leave them alone. Collective."""
+    """Restore the saved positions, or warn and skip them. Collective."""
     if data is None:
         return
     ranks, reason = _sources(checkpoint, session.mesh)
@@ -65,13 +65,13 @@ def restore(checkpoint: Checkpoint, data: StatefulData | None, session: Session,
     together(channel, read)
     if not found:
         if session.rank == 0:
-            warnings.warn(f"{checkpoint.folder}: {reason}; the data begins where it stands", stacklevel=4)
+            warnings.warn(f"{checkpoint.folder}: {reason}; the data begins at its present position", stacklevel=4)
         return
 
     def load() -> None:
         try:
             data.load_state_dict(found[0])
-        except Exception as error:  # whatever the user's class raises
+        except Exception as error:  # the user's class may raise anything
             raise CheckpointError(f"data: load_state_dict failed: {type(error).__name__}: {error}") from error
 
     together(channel, load)
@@ -111,7 +111,7 @@ def _part_of(mesh: Mesh, rank: int) -> int:
 
 
 def _has_tensors(values: Any) -> bool:
-    """Whether the JSON of a state refers to tensors, of which equal names say nothing."""
+    """Whether the JSON of a state refers to tensors, whose equal names do not mean equal values."""
     if isinstance(values, list):
         return any(map(_has_tensors, values))
     return isinstance(values, dict) and (values.get("$") == "tensor" or any(map(_has_tensors, values.values())))

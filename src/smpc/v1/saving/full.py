@@ -1,4 +1,4 @@
-"""Full checkpoints: the model in one file, and what else a job needs in a folder of `smpc.checkpoint` beside it.
+"""Full checkpoints: the model in one file, and the rest of a job's state in a folder of `smpc.checkpoint` beside it.
 
     path/tag                          every key of the state dict in a file that torch.load reads; of a Hugging Face model by its own names.
                                       With full_format="safetensors" a safetensors file, or of a Hugging Face model a folder with
@@ -7,8 +7,8 @@
     path/newest_full                  the tag of the last one, written last
 
 The model's files name the content that belongs to them, in their headers (`smpc.v1.saving.full_folder`). So a forced save writes
-content_2 beside content_1, replaces the model, and removes content_1: whenever it dies, a model has its own content. A full model is also
-loaded from what others have written: .safetensors, Hugging Face folders, .pt and .bin files of torch.save.
+content_2 beside content_1, replaces the model, and removes content_1: whenever the job dies, a model has its own content. A full model
+also loads from files of other libraries: .safetensors, Hugging Face folders, .pt and .bin files of torch.save.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ModelSaving:
 
     @property
     def share(self) -> list[Shard]:
-        """What this rank writes."""
+        """This rank's share to write."""
         rest, model = self._parts
         return [*rest.share, *model.share]
 
@@ -128,7 +128,7 @@ class ModelSaving:
         return target
 
     def _tidy(self) -> None:
-        """After a failure: content of a model that is not there is nobody's."""
+        """After a failure: removes content whose model does not exist."""
         if self._channel.rank == 0 and standing(os.path.join(self._root.path, self._tag)) is None:
             shutil.rmtree(self._beside, ignore_errors=True)
 
@@ -162,7 +162,7 @@ class ModelSaving:
         return content, self._tag, secrets.token_hex(8), next_number(self._root.path)
 
     def _writer(self, options: dict[str, Any]) -> Callable[[Source, str], object]:
-        """What puts the model together; only rank 0 calls it."""
+        """The function that assembles the model; only rank 0 calls it."""
         as_theirs = self._as_theirs() if self._translate and is_hugging_face(self._module) else None
         if self._form == "torch":
             rename = as_theirs or (lambda source: source)
@@ -173,7 +173,7 @@ class ModelSaving:
         return lambda source, folder: write_folder(as_theirs(source), folder, files=texts, **options)
 
     def _as_theirs(self) -> Callable[[Source], Source] | None:
-        """What gives a Hugging Face model its own names; None, with a warning, if nothing does."""
+        """The translation to a Hugging Face model's own names; None, with a warning, if there is none."""
         try:
             form = format_of(self._module)
         except CheckpointError as error:
@@ -190,7 +190,7 @@ class ModelSaving:
         try:
             with self._root.publishing():
                 mark(self._root.path, MARKER, self._tag)
-            Root(self._beside).prune(1)  # what belonged to the model that has been replaced
+            Root(self._beside).prune(1)  # content of the replaced model
         except CheckpointError as error:  # it is saved, and found without the marker
             warnings.warn(f"{os.path.join(self._root.path, self._tag)} is saved, but {error}", stacklevel=2)
 
@@ -204,8 +204,7 @@ def opened_model(
     translate: Callable[[dict[str, Any]], Mapping[str, Any]] | None,
     channel: Channel,
 ) -> Iterator[Callable[[], object]]:
-    """What loads the model, once all ranks have found that it fits and is undamaged. Collective, and so is loading; nothing is written
-    before."""
+    """Returns the function that loads the model, once all ranks have verified it. Collective, as loading is; nothing is written before."""
     target = target_of(path, tag)
     opened: list[Source] = []
     try:
@@ -229,7 +228,7 @@ def opened_model(
 
 
 def _renamed(source: Source, model: DistributedModel) -> Source:
-    """The source by canonical names: of tied parameters any name will do, and Hugging Face's base models lack a prefix."""
+    """The source by canonical names: tied parameters may have any of their names, and Hugging Face's base models lack a prefix."""
     own = model.checkpoint_state.saved_names()
     aliases = model.checkpoint_state.aliases()
     module = model.get_module()
@@ -303,4 +302,4 @@ def _format_of(module: nn.Module) -> Format | None:
     try:
         return format_of(module)
     except CheckpointError:
-        return None  # what does not fit is listed by name
+        return None  # mismatches are listed by name

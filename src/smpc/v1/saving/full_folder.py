@@ -1,16 +1,16 @@
-"""Full checkpoints as they lie in a run's folder: which there are, which is the newest, and what belongs together.
+"""Full checkpoints in a run's folder: which exist, which is the newest, and which files belong together.
 
     path/tag                          the model; its files say in their headers whose they are
     path/user_content_tag/content_1/  what was saved beside it
     path/newest_full                  the marker
 
     note in the headers     smpc_tag        the tag that it was saved under
-                            smpc_save       a number drawn for each save; in the metadata of what lies beside it, too
+                            smpc_save       a number drawn for each save; also in the metadata of the content beside it
                             smpc_content    the name of what belongs to it, in user_content_tag
                             smpc_number     1 more than the highest of those that were there: the order of saving
 
-So files and folders that were renamed, or exchanged with others, are told from those that belong together. A file that was copied to be
-loaded elsewhere is converted to a full model of its own: `smpc checkpoint convert run/step300 new --to full`.
+These notes detect files and folders that were renamed or exchanged. A file that was copied to be loaded elsewhere is converted to a
+full model of its own: `smpc checkpoint convert run/step300 new --to full`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TAG, INNER, NUMBER = "smpc_tag", "smpc_content", "smpc_number"
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a full model says of itself. `tag`, `save`: None of one that an earlier release wrote."""
+    """The notes in a full model's headers. `tag`, `save`: None in a model written by an earlier release."""
 
     content: str
     tag: str | None
@@ -43,13 +43,13 @@ class Identity:
     number: int
 
     def notes(self) -> dict[str, str]:
-        """As they are in the header."""
+        """The notes as stored in the header."""
         found = {INNER: self.content, NUMBER: str(self.number), TAG: self.tag, SAVE: self.save}
         return {key: text for key, text in found.items() if text is not None}
 
 
 def identity_of(target: str) -> Identity | None:
-    """Of the model there; None if `save_checkpoint` has not written it. Raises CheckpointError if it is damaged."""
+    """The notes of the model at a path; None if `save_checkpoint` has not written it. Raises CheckpointError if it is damaged."""
     if is_file(target):
         is_ours = is_tensorfile(target)
     else:
@@ -69,13 +69,13 @@ def identity_of(target: str) -> Identity | None:
 
 
 def target_of(path: str, tag: str) -> str:
-    """Where the model of a tag is, or would be."""
+    """The path of a tag's model, whether it exists or not."""
     target = os.path.join(path, tag)
     return standing(target) or target
 
 
 def rest_of(path: str, tag: str) -> str | None:
-    """The folder of what was saved beside a full model; None where there is none, as beside a model of others.
+    """The folder of the content saved with a full model; None if there is none, as for a model of another library.
 
     Raises CheckpointError if there is no such model, it is damaged, or they do not belong together.
     """
@@ -101,7 +101,7 @@ def newest(path: str) -> str | None:
         warnings.warn(f"ignored: {line}", stacklevel=4)
     if not complete:
         if marked is None or (is_plain_name(marked) and standing(os.path.join(path, marked)) is not None):
-            return marked  # perhaps a model of others
+            return marked  # perhaps a model of another library
         warnings.warn(
             f"{os.path.join(path, MARKER)} names {marked!r}, which is not there; ask for one by its tag", stacklevel=4
         )
@@ -118,12 +118,12 @@ def tags(path: str) -> list[str]:
 
 
 def next_number(path: str) -> int:
-    """Of the checkpoint that is saved next."""
+    """The number of the next checkpoint."""
     return 1 + max((number for number, _ in _complete(path)[0]), default=0)
 
 
 def legacy_content(path: str, tag: str) -> Any:
-    """What lies beside a model of others: user_content.pt or user_content_tag, if it is a file that is not empty."""
+    """The content beside a model of another library: user_content.pt or user_content_tag, if it is a file that is not empty."""
     for name in (f"{CONTENT}{tag}", "user_content.pt"):
         file = os.path.join(path, name)
         if is_file(file) and os.path.getsize(file):
@@ -132,7 +132,7 @@ def legacy_content(path: str, tag: str) -> Any:
 
 
 def _complete(path: str) -> tuple[list[tuple[int, str]], list[str]]:
-    """Numbers and tags of the models that `save_checkpoint` has written, in order; and what is wrong with those that are not whole."""
+    """Numbers and tags of the models that `save_checkpoint` has written, in order; and the errors of incomplete ones."""
     complete, damaged = [], []
     with_content = set(_tags(path))
     for tag in _candidates(path):
@@ -142,7 +142,7 @@ def _complete(path: str) -> tuple[list[tuple[int, str]], list[str]]:
             if found is not None and _beside(path, tag, target, found) is not None:
                 complete.append((found.number, tag))
             elif found is not None or tag in with_content:
-                damaged.append(f"{target}: what was saved beside it is missing, or it is no full checkpoint")
+                damaged.append(f"{target}: what was saved beside it is missing, or it is not a full checkpoint")
         except CheckpointError as error:
             if tag in with_content:
                 damaged += str(error).splitlines()
@@ -150,7 +150,7 @@ def _complete(path: str) -> tuple[list[tuple[int, str]], list[str]]:
 
 
 def _beside(path: str, tag: str, target: str, found: Identity) -> str | None:
-    """The folder of what belongs to a model; None if it is gone. Raises CheckpointError if what is there is damaged or another's."""
+    """The folder of a model's content; None if it is gone. Raises CheckpointError if it is damaged or belongs to another model."""
     if found.tag is not None and found.tag != tag:
         own = printable(found.tag)
         raise CheckpointError(
@@ -181,6 +181,6 @@ def _candidates(path: str) -> Iterator[str]:
 
 
 def _tags(path: str) -> list[str]:
-    """The tags of which content lies here."""
+    """The tags that have content here."""
     names = sorted(os.listdir(path)) if os.path.isdir(path) else []
     return [name.removeprefix(CONTENT) for name in names if name.startswith(CONTENT)]

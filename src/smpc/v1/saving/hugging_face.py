@@ -2,7 +2,7 @@
 
     Terms
     theirs    names and shapes of the model as Hugging Face has it, which from_pretrained opens
-    ours      those of the model whose layers are distributed (`smpc.nn.state_format` has the rules between both)
+    ours      names and shapes of the model with distributed layers (`smpc.nn.state_format` has the rules between both)
 
     texts_of(module)          config.json and generation_config.json, to lie beside the tensors
     format_of(module)         the rules, None where ours are theirs; raises CheckpointError where no rules lead to theirs
@@ -72,7 +72,7 @@ def format_of(module: nn.Module) -> Format | None:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A tensor, and how it is made of those of a source: `names`, all in the dtype of the first."""
+    """A tensor, and how it is made from a source's tensors: `names`, all in the dtype of the first."""
 
     item: Item
     names: tuple[str, ...]
@@ -159,7 +159,7 @@ def _parts(item: Item, prefix: str, rule: Rule) -> Iterator[_Made]:
 
 
 def _layers(items: list[Item], form: Format) -> Iterator[tuple[str | None, dict[str, Item]]]:
-    """The tensors of each layer, by their names in it, with the layer's prefix; None and those of no layer."""
+    """The tensors of each layer, by their names in it, with the layer's prefix; None and the tensors outside layers."""
     pattern = re.compile(rf"((?:.*?\.)??{form.container}\.\d+\.)(.*)")
     layers: dict[str | None, dict[str, Item]] = {None: {}}
     for item in items:

@@ -1,4 +1,4 @@
-"""What `smp.save_checkpoint` has written, as `smp.load` returns it: for scripts that open the parts of a checkpoint by themselves.
+"""`smp.load` of files that `smp.save_checkpoint` has written: for scripts that open the parts of a checkpoint themselves.
 
     smp.load("run/step200_partial")                     {"model": {name: tensor}, "optimizer": {...}, ..., "user_content": ...}
     smp.load("run/step200_partial/user_content.pt")     the user content
@@ -23,7 +23,7 @@ _USER = "user_content.pt"
 
 
 def is_saved(path: str) -> bool:
-    """Whether `load_saved` loads what has this name."""
+    """Whether `load_saved` loads a path of this name."""
     folder, name = os.path.split(path)
     if os.path.isdir(path):
         return is_checkpoint(path) or name.startswith(full_folder.CONTENT)

@@ -11,8 +11,8 @@
       user_content_step300/     the rest: optimizer, random state, user_content, which smp.load reads; the model says which in there is its
       newest_full               names step300
 
-Before the first step of a pipeline nothing is on its rank yet: what is loaded then is compared at once and filled in once the model is
-partitioned, as the job that saved had partitioned it where it is the same on as many stages. Nothing is unpickled: see docs/checkpoints.md.
+Before the first step of a pipeline the model is not partitioned. A checkpoint loaded then is compared at once, and filled in once the model
+is partitioned; with as many stages and the same model, the partition is the saving job's. Nothing is unpickled: see docs/checkpoints.md.
 
 Source: public SMP v1 API ("APIs for Saving and Loading"). The keyword-only arguments are additions.
 """
@@ -36,7 +36,7 @@ from smpc.v1.saving.checkpointer import Checkpointer, checkpointer
 from smpc.v1.saving.data_position import StatefulData, check_data
 from smpc.v1.session.precision import session_half_dtype
 from smpc.v1.session.state import state
-from smpc.v1.session.watched import loading
+from smpc.v1.session.wait_limits import loading
 
 PARTIAL, GRAD_SCALER = "_partial", "grad_scaler"
 
@@ -59,15 +59,14 @@ def save_checkpoint(
 ) -> None:
     """Save a checkpoint. Collective: every rank of the job calls this.
 
-    `user_content`: of rank 0. Plain values, lists, dicts and tensors come back as they are; other objects as mappings of their attributes
-    (`smpc.checkpoint.format.saved_object`). `pickle`: keys of it that are to be pickled instead.
-    `translate_if_full`: write a Hugging Face model under its own names, and not those of layers that are distributed. `full_format`:
-    "torch" for a file of torch.save's kind, "safetensors" for a safetensors file, which of a Hugging Face model that is translated is a
-    folder with its configuration, for from_pretrained. `num_kept_partial_checkpoints`: afterwards remove all but so many of the newest
-    partial ones; with partial=False it has no effect, and a warning says so. `asynchronous`: return as soon as this rank's share is
-    copied; a failure is raised by the next step, the next save, or `smp.shutdown`. A checkpoint of this tag is replaced, and stays until
-    the new one stands; `force=False`: refused.
-    `data`: what knows where this rank is in its data, see `smpc.v1.saving.data_position`.
+    `user_content`: rank 0's counts. Plain values, lists, dicts and tensors come back as they are; other objects as mappings of their
+    attributes (`smpc.checkpoint.format.saved_object`). `pickle`: keys of it that are to be pickled instead. `translate_if_full`: write a
+    Hugging Face model under its own names, not under the names of distributed layers. `full_format`: "torch" for a file like
+    torch.save's, "safetensors" for a safetensors file; for a translated Hugging Face model it is a folder with its configuration, for
+    from_pretrained. `num_kept_partial_checkpoints`: afterwards remove all but this many of the newest partial ones; with partial=False it
+    has no effect, and a warning says so. `asynchronous`: return as soon as this rank's share is copied; a failure is raised by the next
+    step, the next save, or `smp.shutdown`. A checkpoint of this tag is replaced, and stays until the new one is complete; with
+    `force=False` it is an error. `data`: the object that knows this rank's position in its data, see `smpc.v1.saving.data_position`.
 
     Raises CheckpointError on all ranks, naming the rank and the file, if it fails on one; nothing is published then, and what exists stays.
     """
@@ -81,7 +80,7 @@ def save_checkpoint(
     contents: list[Content] = []
 
     def collect() -> str:
-        """What may fail on one rank alone."""
+        """The work that may fail on one rank alone."""
         with state.acting(script):
             contents.append(_content(model, optimizer, data, *_split(user_content, pickle)))
         return f"partial={partial}, asynchronous={asynchronous}, force={force}, num_kept_partial_checkpoints={keep}, {full_format=}"
@@ -103,7 +102,7 @@ def save_checkpoint(
 
 
 def _check_alike(said: Iterable[str]) -> None:
-    """Raise CheckpointError where ranks save with other arguments than others."""
+    """Raise CheckpointError if ranks save with different arguments."""
     found = sorted(set(said))
     if len(found) > 1:
         raise CheckpointError(f"save_checkpoint: expected the same arguments on all ranks, found {'; '.join(found)}")
@@ -124,15 +123,16 @@ def resume_from_checkpoint(
 ) -> Any:
     """Load a checkpoint into the smp.DistributedModel and smp.DistributedOptimizer of this script, and return its user content. Collective.
 
-    `tag`: None for the newest; if there is none, a warning says so and None is returned. `partial=False`: one that was saved so, or a file
-    or folder of a Hugging Face model in `path`, of which `load_optimizer=False` says that there is no more; files of torch.save are read
+    `tag`: None for the newest; if there is none, a warning says so and None is returned. `partial=False`: a full checkpoint, or a file or
+    folder of a Hugging Face model in `path` (pass `load_optimizer=False` if there is no more than the model); files of torch.save are read
     with weights_only=True. `strict`: missing and unexpected keys and other dtypes are errors; otherwise dtypes are cast.
-    `translate_function`: makes a full state dict one with the module's names; all of it is in memory then. `unpickle`: keys of the user
-    content that were pickled and are to be unpickled, which RUNS what the files say. `data`: takes up its position, see `data_position`.
-    `load_optimizer`: what was saved without an optimizer is loaded without, with a warning; a full model also before the script has one.
+    `translate_function`: converts a full state dict to the module's names; the whole state dict is then in memory. `unpickle`: keys of the
+    user content that were pickled and are to be unpickled, which RUNS code from the files. `data`: its position is restored, see
+    `data_position`. `load_optimizer`: a checkpoint without an optimizer is loaded without, with a warning; a full model also before the
+    script has one.
 
-    On the topology that saved it every rank takes up its random state; otherwise all ranks are seeded alike, with a warning.
-    Raises CheckpointError on all ranks, listing all that does not fit; nothing has been changed then.
+    On the saving topology every rank restores its random state; otherwise all ranks are seeded alike, with a warning. Raises
+    CheckpointError on all ranks, listing all mismatches; then nothing has changed.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigTypeError(f"path: expected the name of a folder, found {type(path).__name__}")
@@ -163,7 +163,7 @@ def resume_from_checkpoint(
         if rest is None:
             content = _legacy_content(os.fspath(path), found_tag, found)
             if data is not None:
-                _warn("data: there is no position beside this model; the data begins where it stands")
+                _warn("data: there is no position beside this model; the data begins at its present position")
         else:
             content = _resume(lambda: rest, False, load_optimizer, only_masters, strict, unpickle, data, found)
         load_model()  # last: all that can be wrong with the rest has been found
@@ -171,7 +171,7 @@ def resume_from_checkpoint(
 
 
 def _check_optimizer(path: str, tag: str, rest: str | None) -> None:
-    """Warn where a full model is loaded without the optimizer. Raises CheckpointError if it was saved with more, which is gone."""
+    """Warn if a full model is loaded without the optimizer. Raises CheckpointError if it was saved with content that is gone."""
     if state.optimizer is None:
         _warn(
             "resume_from_checkpoint: there is no smp.DistributedOptimizer yet, so the model is loaded alone; load_optimizer=False says so "
@@ -214,11 +214,11 @@ def _resume(
     data: StatefulData | None,
     found: Checkpointer,
 ) -> Any:
-    """Load what a folder of `smpc.checkpoint` has, the model too if it is there; its user content."""
+    """Load the contents of a folder of `smpc.checkpoint`, with the model if it is there; returns its user content."""
     model, optimizer, opened = _model(), state.optimizer if load_optimizer else None, []
 
     def read() -> None:
-        """What may fail on one rank alone."""
+        """The work that may fail on one rank alone."""
         opened.append(Checkpoint.open(find()))
         saved = opened[0].metadata.get("optimizer")
         if optimizer is not None and saved is not None:
@@ -319,7 +319,7 @@ def _content(
 
 
 def _tied(model: DistributedModel) -> list[tuple[str, str]]:
-    """Other names of tied parameters, which checkpoints of others may have besides."""
+    """Other names of tied parameters, which checkpoints of other libraries may also have."""
     return [("model", name) for name in model.checkpoint_state.aliases()]
 
 
@@ -329,7 +329,7 @@ def _casts(strict: bool) -> bool:
 
 
 def _use_plan(model: DistributedModel, checkpoint: Checkpoint) -> None:
-    """Cut the model as it was. Another topology, or a plan that a later release wrote, is no error: then it is cut anew."""
+    """Cut the model as the saving job did. Another topology, or a plan of a later release, is not an error: then it is cut anew."""
     if checkpoint.plan is None or checkpoint.metadata.get("topology") != topology.describe(state.session):
         return
     try:
@@ -404,7 +404,7 @@ def _check_save(
 
 
 def _split(user: Any, names: Collection[str]) -> tuple[Any, dict[str, Any]]:
-    """The user's content without what is to be pickled, and that."""
+    """The user's content without the part to be pickled, and that part."""
     if not names:
         return user, {}
     if user is None and state.session.rank:

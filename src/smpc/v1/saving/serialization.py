@@ -37,8 +37,8 @@ def save(
 ) -> None:
     """Save an object. `f`: the name of a file, to which `partial` adds this process's ranks (and `v3` the rdp_rank).
 
-    `pickle_protocol`: files are written with protocol 2, whatever is asked for: no other can be loaded without running code.
-    Raises CheckpointError, naming the file, if it cannot be written; an older one then stays.
+    `pickle_module`, `pickle_protocol`: ignored; files are always written with protocol 2, since no other can be loaded without running
+    code. Raises CheckpointError, naming the file, if it cannot be written; an older file then stays.
     """
     path = _checked(f)
     if type(pickle_protocol) is not int or not -1 <= pickle_protocol <= pickle.HIGHEST_PROTOCOL:
@@ -67,9 +67,9 @@ def load(
 ) -> Any:
     """Load an object that `save` saved. `back_compat`: partial files are named by mp_rank alone, as the oldest releases did.
 
-    Where there are partial files with the rdp_rank and without, the former are meant with `shard_optimizer_state`, else the latter.
-    Only tensors and plain values are loaded, so `pickle_module` and `pickle_load_args` (`more` as well) have no effect, but for `mmap`,
-    which is torch.load's. Of what `save_checkpoint` has written, see `smpc.v1.saving.saved_folder`.
+    `map_location`: as for torch.load. If partial files exist with and without the rdp_rank, `shard_optimizer_state` selects the former,
+    otherwise the latter are loaded. Only tensors and plain values are loaded, so `pickle_module` and `pickle_load_args` (`more` as
+    well) have no effect, but for `mmap`, which is torch.load's. For files of `save_checkpoint`, see `smpc.v1.saving.saved_folder`.
     Raises CheckpointError, naming the file, if it is missing, damaged or holds anything else.
     """
     path = _checked(f)

@@ -1,8 +1,8 @@
-"""What of a checkpoint belongs to the ranks that saved it: random state, which only the same arrangement of ranks can take up.
+"""The state of a checkpoint that belongs to the ranks that saved it: random state, which only the same arrangement of ranks can restore.
 
-On the same topology (degrees, number of ranks, placement) every rank goes on drawing where the rank of its number stopped: N steps are, bit
-by bit, N/2 and N/2. On another one no rank's state has a place, so all ranks are seeded anew, alike, from a number that follows from the
-checkpoint: what is resumed twice gives the same results twice. It is one or the other on all ranks.
+On the same topology (degrees, number of ranks, placement) every rank continues the random numbers of the rank of its number: N steps equal
+N/2 + N/2 steps, bit by bit. On another topology no rank's state fits, so all ranks are seeded alike, from a number derived from the
+checkpoint: resuming twice gives the same results twice. All ranks do the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RNG, STREAMS = "rng", "tensor_parallel_rng"
 
 
 def describe(session: Session) -> dict[str, Any]:
-    """What must be equal for random state to be taken up."""
+    """The values that must be equal for random state to be restored."""
     mesh = session.mesh
     some = {name: size for name, size in (("context", mesh.cp_size), ("expert", mesh.ep_size)) if size > 1}
     return {
@@ -40,7 +40,7 @@ def capture(session: Session) -> dict[str, Any]:
 
 
 def restore(checkpoint: Checkpoint, session: Session, channel: Channel) -> None:
-    """Take up the random state of this rank, or seed all ranks anew with a warning. Collective."""
+    """Restore the random state of this rank, or seed all ranks anew with a warning. Collective."""
     saved = checkpoint.metadata.get("topology") if isinstance(checkpoint.metadata, Mapping) else None
     if saved == describe(session):
         states: list[Any] = []
@@ -67,7 +67,7 @@ def restore(checkpoint: Checkpoint, session: Session, channel: Channel) -> None:
 
 
 def _devices() -> tuple[int, int]:
-    """Numbers of CUDA devices of which the state can be restored."""
+    """Numbers of CUDA devices whose state can be restored."""
     return 0, torch.cuda.device_count()
 
 

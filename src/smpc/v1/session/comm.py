@@ -21,8 +21,8 @@ Example, on all ranks of a replica:
         message = smp.recv_from(0, smp.RankType.MP_RANK)
 
 Messages between two processes arrive in the order in which they were sent. A call without its partner ends the job after
-`start_timeout`, before the first step is done, and later after the longest of the timeouts; the rank that did not come is named.
-Source: public SMP v1 API ("Common API").
+`start_timeout`, before the first step is done, and later after the longest of the timeouts; the error names the rank that did
+not come. Source: public SMP v1 API ("Common API").
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import torch.distributed as dist
 from smpc.errors import UsageError
 from smpc.mesh import Axis
 from smpc.v1.session.state import state
-from smpc.v1.session.watched import exchange
+from smpc.v1.session.wait_limits import exchange
 
 
 class CommGroup(Enum):

@@ -1,8 +1,8 @@
 """The process groups of a replica's pipeline, one for the transport, one for control messages.
 
-All ranks make all groups, in one order, as torch.distributed demands; each keeps its own. Groups of their own let a failing rank close its
-connections, so that peers that wait wake up, and keep the user's messages apart. How long ranks wait for each other while the groups are
-made, and who is named, is up to the monitor of the session (`smpc.v1.session.watched`).
+All ranks make all groups, in one order, as torch.distributed demands; each keeps its own. Groups of their own let a failing rank close
+its connections, so that peers that wait wake up, and keep the user's messages apart. The session's monitor
+(`smpc.v1.session.wait_limits`) decides how long ranks wait for each other while the groups are made, and names the late ones.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from smpc.launch.store import of_job
 from smpc.mesh import Axis
 from smpc.v1.session.control import Control
 from smpc.v1.session.state import Session
-from smpc.v1.session.watched import exchange
+from smpc.v1.session.wait_limits import exchange
 
 # Ranks wait for pipeline rank 0 between steps too, while it reads data or writes a checkpoint. Ranks that die close their connections.
 _PATIENCE = datetime.timedelta(days=7)
 
 
 def job_store() -> Store:
-    """The job's store on a connection of its own, for the watcher thread; its launcher knows what lies in it."""
+    """The job's store on a connection of its own, for the watcher thread; its launcher knows its keys."""
     return of_job(_get_default_store()).clone()  # type: ignore[attr-defined,no-any-return]
 
 
@@ -35,7 +35,7 @@ def make_control(session: Session) -> Control:
 
 
 def make_state_control(session: Session, pipeline: Control | None) -> Control | None:
-    """Messages among the ranks on which one model lies, stages and slices of it; None if one rank has all. Collective over all ranks."""
+    """Messages among the ranks that hold one model's stages and slices; None if one rank has all. Collective over all ranks."""
     if session.mesh.ep_size > 1:  # whose ranks have experts of this one's model
         return make_world_control(session)
     if session.mesh.tp_size == 1:

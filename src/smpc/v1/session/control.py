@@ -1,6 +1,6 @@
 """The messages of a step beside the pipeline's own: headers, objects and tensors between the ranks of one replica.
 
-They have a process group of their own, so that nothing of the pipeline's traffic or of the user's gets between. Numbers and objects lie on
+They have a process group of their own, so that they never mix with the pipeline's or the user's messages. Numbers and objects are on
 `message_device` while they are sent, tensors on `device`. Ranks are pipeline ranks. A lost connection raises TransportError.
 
 A broadcast returns at once on the rank that has the data; the rest happens in the background until `settle`.
@@ -24,7 +24,7 @@ from smpc.executor.transport.layout import WireFormat
 from smpc.v1.session.comm import gather_objects
 
 if TYPE_CHECKING:
-    from smpc.v1.session.whereabouts import Whereabouts
+    from smpc.v1.session.skipped_calls import Whereabouts
 
 _DATA, _ACKNOWLEDGE = 0, 1  # tags
 
@@ -44,7 +44,7 @@ class Control:
         self._acknowledgements: list[dist.Work] = []
 
     def broadcast_numbers(self, numbers: Sequence[int], source: int) -> list[int]:
-        """Whole numbers from `source`; the others pass as many of their own, which do not count."""
+        """Whole numbers from `source`; the other ranks pass equally many numbers, which are ignored."""
         message = torch.tensor(numbers, dtype=torch.int64, device=self._message_device)
         self._broadcast(message, source)
         if self.rank == source:
@@ -61,7 +61,7 @@ class Control:
         return obj if self.rank == source else pickle.loads(message.cpu().numpy().tobytes())
 
     def broadcast_bytes(self, payload: Tensor, source: int) -> None:
-        """Fill a flat uint8 tensor with that of `source`."""
+        """Fill a flat uint8 tensor with `source`'s."""
         if payload.numel():
             self._broadcast(payload, source)
 
@@ -130,9 +130,9 @@ class Control:
                 work.wait()
 
     def meet(self, what: str, timeout: datetime.timedelta, whereabouts: Whereabouts | None = None) -> None:
-        """Wait for the other ranks. Raises CheckpointError, naming those that do not come in time, or that make another call.
+        """Wait for the other ranks. Raises CheckpointError, naming ranks that do not come in time, or that make another call.
 
-        With `whereabouts`, as soon as it is known that one of them has gone on without this call.
+        With `whereabouts`, it raises as soon as one of them is known to have continued without this call.
         """
         if whereabouts is None:
             self._meet(what, timeout)
@@ -155,7 +155,7 @@ class Control:
                 store.delete_key(own)
 
     def _await(self, what: str, keys: Mapping[int, str], deadline: float, whereabouts: Whereabouts) -> None:
-        """Wait until all keys are there. Who is missing at the deadline, or does not answer and may be dead, is told by `_meet`."""
+        """Wait until all keys exist. `_meet` reports ranks that are missing at the deadline, or do not answer and may be dead."""
         while time.monotonic() < deadline:
             with suppress(RuntimeError):
                 whereabouts.store.wait(list(keys.values()), datetime.timedelta(seconds=1))
@@ -171,7 +171,7 @@ class Control:
                 )
 
     def _meet(self, what: str, timeout: datetime.timedelta, left: datetime.timedelta | None = None) -> None:
-        """As `meet`; `left`: what is left of `timeout`."""
+        """As `meet`; `left`: the rest of `timeout`."""
         if self._message_device.type == "cpu":  # only gloo can tell who is missing
             assert self._group is not None
             begin = time.monotonic()
@@ -193,12 +193,12 @@ class Control:
             raise CheckpointError(f"the ranks of a replica must make the same calls, in the same order; found {calls}")
 
     def close(self) -> None:
-        """Drop what is under way and close the connections, so that peers that wait wake up."""
+        """Drop transfers in progress and close the connections, so that waiting peers wake up."""
         self._pending.clear()
         self._acknowledgements.clear()
         group, self._group = self._group, None
         if group is not None:
-            if self.device.type == "cuda":  # NCCL would first wait for what is under way, which may never end
+            if self.device.type == "cuda":  # NCCL would first wait for transfers in progress, which may never end
                 group._get_backend(self.device).abort()
             dist.destroy_process_group(group)
 

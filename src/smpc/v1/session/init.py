@@ -5,14 +5,14 @@ group exists: find this process's place in the job, parse the configuration (the
 SM_HP_MP_PARAMETERS), build the mesh, start torch.distributed if nobody has, check that all processes have the same
 configuration, make one process group for every axis.
 
-A process's place comes from torch.distributed, if it is initialised already: it is used as it is. Otherwise what started the process tells
-it: see `smpc.v1.session.meeting`.
+A process's place comes from torch.distributed, if it is initialised already: it is used unchanged. Otherwise it comes from the launcher's
+variables: see `smpc.v1.session.rendezvous`.
 
-How long ranks wait for each other, here and until the first step is done, is up to `start_timeout`: see `smpc.v1.session.watched`.
+How long ranks wait for each other, here and until the first step is done, is up to `start_timeout`: see `smpc.v1.session.wait_limits`.
 
 Listeners: a job on a single host listens on the loopback interface alone. For that GLOO_SOCKET_IFNAME and
-NCCL_SOCKET_IFNAME are set to it where they are not set, and without a launcher's store rank 0 makes one that is
-bound to 127.0.0.1. What a script that initialises torch.distributed itself listens on is up to that script.
+NCCL_SOCKET_IFNAME are set to it where they are not set, and without a launcher's store rank 0 makes one that is bound
+to 127.0.0.1. A script that initialises torch.distributed itself chooses its own interface.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from smpc.nn.random import RandomStreams
 from smpc.observe.window import Observation, Window
 from smpc.places import Launch
 from smpc.v1.session.comm import gather_objects
-from smpc.v1.session.meeting import meet
+from smpc.v1.session.rendezvous import meet
 from smpc.v1.session.state import Session, state
-from smpc.v1.session.watched import longest_timeout, make_monitor
+from smpc.v1.session.wait_limits import longest_timeout, make_monitor
 
 _LATER = 60.0  # seconds
 
@@ -58,8 +58,8 @@ def init(config: Mapping[str, Any] | Config | None = None) -> None:
     """Start the session of this process. Call it once, first, on every rank.
 
     `config`: the parameters of `smpc.config.Config` as a dict, flat or nested as for a SageMaker estimator; the
-    environment variable SM_HP_MP_PARAMETERS (JSON) overrides it, and replaces it if it is None. A `Config` is taken as
-    it is.
+    environment variable SM_HP_MP_PARAMETERS (JSON) overrides it, and replaces it if it is None. A `Config` is used
+    unchanged.
 
     Initialises torch.distributed unless that has been done, with nccl beside gloo where there is a GPU
     (`ddp_dist_backend` decides otherwise), and makes the process's GPU (`local_rank`) the current device. Calling
@@ -183,7 +183,7 @@ def _choose_backend(wanted: str) -> str:
 
 
 def _choose_device(backend: str, launch: Launch, given: bool) -> torch.device:
-    """Where this process computes: a GPU if nccl is there, else the CPU. `given`: the script has chosen the GPU."""
+    """This process's device: a GPU if nccl is available, else the CPU. `given`: the script has chosen the GPU."""
     if "nccl" not in backend or not torch.cuda.is_available():
         return torch.device("cpu")
     if given:
@@ -199,7 +199,7 @@ def _choose_device(backend: str, launch: Launch, given: bool) -> torch.device:
 
 
 def _given_device(launch: Launch) -> torch.device:
-    """The GPU of a script that has initialised torch.distributed: what it bound that to, or made current, or else `local_rank`."""
+    """The GPU of a script that has initialised torch.distributed: the device that it is bound to, the current one, or else `local_rank`."""
     world = dist.group.WORLD
     assert world is not None, "the script has initialised it"
     chosen = torch.cuda.current_device() if torch.cuda.is_initialized() else launch.local_rank  # type: ignore[no-untyped-call]
@@ -227,7 +227,7 @@ def _meet(launch: Launch, config: Config) -> Store:
 
 
 def _clone(store: Store) -> Store:
-    """The job's store on a connection of its own, for the watcher thread; its launcher knows what lies in it."""
+    """The job's store on a connection of its own, for the watcher thread; its launcher knows its keys."""
     found: Store = of_job(store).clone()  # type: ignore[attr-defined]
     return found
 
@@ -237,7 +237,7 @@ def _watched(monitor: FailureMonitor | None, what: str) -> AbstractContextManage
 
 
 def _timeout(config: Config) -> datetime.timedelta:
-    """Of every wait in torch.distributed. smpc's own are limited by what they are for, and speak first, as they know who is waited for."""
+    """The timeout of every wait in torch.distributed. smpc's own waits are shorter and report first: they know which rank is late."""
     return datetime.timedelta(seconds=longest_timeout(config) + _LATER)
 
 
@@ -285,7 +285,7 @@ def _make_session(
 
 
 def _tensor_parallel(config: Config, mesh: Mesh, groups: Mapping[Axis, dist.ProcessGroup]) -> TensorParallel:
-    """How tensor-parallel modules are split. A group of one draws its random numbers as everything else does."""
+    """How tensor-parallel modules are split. A group of one rank draws from the default generator."""
     dtype = torch.float16 if config.fp16_params else None
     if mesh.tp_size == 1:
         return TensorParallel(optimize=config.optimize, prescaled_batch=config.prescaled_batch, dtype=dtype)

@@ -1,4 +1,4 @@
-"""How the steps of a training script are watched: for callbacks, `model.report()`, and `smpc run --report` and `--trace`.
+"""How the steps of a training script are observed: for callbacks, `model.report()`, and `smpc run --report` and `--trace`.
 
 The launcher asks through the environment (`smpc.observe.window.Observation`, read by `smp.init`), and the ranks answer with files in
 its folder:
@@ -31,7 +31,7 @@ def make_observer(
     held: Callable[[], Iterable[Tensor]],
     plan: Callable[[], Plan | None],
 ) -> tuple[Observer, Callable[[], None]]:
-    """The observer of this rank, and what is to be called when the session ends. `observation`: what the launcher asks for."""
+    """The observer of this rank, and a function to call when the session ends. `observation`: the launcher's request."""
     mesh = session.mesh
     _, batches = mesh.data_place(session.rank, tensor_ranks_share=session.config.prescaled_batch)
     observer = Observer(

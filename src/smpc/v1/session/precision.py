@@ -1,10 +1,10 @@
-"""Training in half precision: what the keys `fp16` and `bf16` make of a model.
+"""Training in half precision: how the keys `fp16` and `bf16` change a model.
 
     parameters, floating buffers    cast when smp.DistributedModel is constructed, as `module.half()` or `module.bfloat16()` does
     inputs of the model             fp32 tensors among them are cast to the parameters' dtype
     outputs of the model            fp16 and bf16 tensors are cast to fp32, so that losses of the step function are computed in it
     gradients                       have the parameters' dtype, or, with `_fp32_grad_accumulation`, add up in fp32 (see
-                                    `smpc.sharding.wide_gradients`); with fp16 they are those of the loss times a loss scale
+                                    `smpc.sharding.wide_gradients`); with fp16 they are of the loss times a loss scale
     updates                         of fp32 masters, of which the parameters are rounded copies: see `smpc.v1.optimization.masters`
 
 Without these keys nothing is cast.
@@ -24,24 +24,24 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def half_dtype(config: Config) -> torch.dtype | None:
-    """What parameters are cast to; None for fp32 training, in which they stay as they are."""
+    """The dtype that parameters are cast to; None for fp32 training, which does not cast."""
     return torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
 
 
 def planned_optimizer(config: Config) -> str:
-    """What memory is predicted for: see `smpc.partitioner.costs.cost`."""
+    """The precision for which memory is predicted: see `smpc.partitioner.costs.cost`."""
     if half_dtype(config) is None:
         return "adam"
     return "adamw-fp32-master-wide-grad" if config._fp32_grad_accumulation else "adamw-fp32-master"
 
 
 def session_half_dtype(session: Session | None) -> torch.dtype | None:
-    """What a session casts parameters to; None without a session."""
+    """The dtype that a session casts parameters to; None without a session."""
     return None if session is None else half_dtype(session.config)
 
 
 def cast_module(module: nn.Module, dtype: torch.dtype | None) -> None:
-    """Casts parameters and floating buffers, in place: parameters stay the objects that they are."""
+    """Casts parameters and floating buffers, in place: parameters stay the same objects."""
     if dtype is torch.float16:
         module.half()
     elif dtype is torch.bfloat16:
@@ -56,7 +56,7 @@ def loads_as(saved: torch.dtype, own: torch.dtype, half: torch.dtype | None) -> 
 def found_anywhere(found: float, session: Session, *, joins: bool) -> bool:
     """Whether any rank has found a number other than 0. Collective over all ranks.
 
-    `joins`: in `join`, over the ranks of a replica: others may be over, and gradients are the same on all replicas.
+    `joins`: in `join`, over the ranks of a replica: other replicas may have ended, and gradients are the same on all.
     """
     group = session.groups[Axis.MP if joins else Axis.WORLD]
     number = torch.full((1,), found, device=session.message_device)
@@ -66,7 +66,7 @@ def found_anywhere(found: float, session: Session, *, joins: bool) -> bool:
 
 
 class Precision:
-    """What one model computes in, and what its losses are multiplied by. `script`: it may make an optimizer or a GradScaler later."""
+    """The dtype that one model computes in, and the scale of its losses. `script`: it may get an optimizer or a GradScaler later."""
 
     def __init__(self, dtype: torch.dtype | None, script: Script) -> None:
         self.dtype = dtype  # of parameters that have been cast
@@ -74,7 +74,7 @@ class Precision:
 
     @property
     def loss_scale(self) -> float:
-        """What gradients are multiplied by in this step."""
+        """The factor of gradients in this step."""
         optimizer = self._script.optimizer
         return 1.0 if optimizer is None else float(optimizer.loss_scale)
 
@@ -85,10 +85,10 @@ class Precision:
         return 0 if scaler is None else int(scaler.num_scaled)
 
     def overflow_is_curable(self, num_scaled_before: int) -> bool:
-        """Whether a loss that is not finite may owe that to a loss scale, which will then be lowered and the step skipped.
+        """Whether the loss scale may have caused a loss that is not finite. The scale is then lowered and the step skipped.
 
-        A scale that cannot or need not be lowered is no excuse: `nan_policy` says what happens. Nor is a GradScaler that has scaled
-        nothing in this step: `num_scaled_before` is what `num_scaled` was at its beginning. For the rank that runs the step function.
+        If the scale cannot be lowered, or a GradScaler has scaled nothing in this step, the scale is not the cause, and `nan_policy`
+        decides. `num_scaled_before` is `num_scaled` at the beginning of the step. For the rank that runs the step function.
         """
         optimizer, scaler = self._script.optimizer, self._script.scaler
         if optimizer is not None and optimizer.scale_can_shrink:

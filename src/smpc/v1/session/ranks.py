@@ -1,4 +1,4 @@
-"""Ranks, sizes and groups of the calling process. The terms are those of `smpc.mesh`.
+"""Ranks, sizes and groups of the calling process. `smpc.mesh` has the terms.
 
     function                         of                                     counts
     rank, size                       all processes                          from 0
@@ -49,7 +49,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Position of this process among those of its host; the index of its GPU."""
+    """Position of this process on its host; the index of its GPU."""
     return state.session.local_rank
 
 
@@ -119,15 +119,16 @@ def cp_size() -> int:
 
 
 def data_rank() -> int:
-    """Which part of the data this process reads.
+    """The number of the part of the data that this process reads.
 
-    Ranks of a pipeline and of a context-parallel group have the same; those of a tensor-parallel group, too, with `prescaled_batch`.
+    It is equal for ranks of a pipeline and of a context-parallel group, and with `prescaled_batch` also for ranks of a tensor-parallel
+    group.
     """
     return _data_place()[0]
 
 
 def data_size() -> int:
-    """Of how many parts of the data each process reads one."""
+    """The number of parts of the data; each process reads one."""
     return _data_place()[1]
 
 

@@ -3,9 +3,9 @@
 Terms
     session   everything that `smp.init` decides once: configuration, mesh, this process's place in it, its groups
     script    what the training script has made since: a model, its optimizer, ...; one for each model
-    state     the session, if there is one, and the scripts. `state.model` is that of the script which acts
+    state     the session, if there is one, and the scripts. `state.model` belongs to the acting script
 
-Only what a user calls reads `state`. Whatever works for a model is given the `Session` and the `Script` when it is made.
+Only functions that a user calls read `state`. Objects that work for a model get the `Session` and the `Script` when they are made.
 
 `smp.state.cfg.<key>` reads a configuration parameter, as scripts for SMP v1 do:
 
@@ -52,24 +52,24 @@ class Session:
     local_rank: int  # position among the processes of this host
     local_size: int  # processes on this host
     device: torch.device  # where this process computes
-    message_device: torch.device  # where the bytes of the communication API lie while they are sent
+    message_device: torch.device  # the device of the communication API's bytes while they are sent
     groups: Mapping[Axis, dist.ProcessGroup]
     parallel: TensorParallel  # how tensor-parallel modules are split
     owns_world: bool  # whether smp.init started torch.distributed, so that smp.shutdown ends it
     observation: Observation | None = None  # what the launcher asks for
-    clock_offset: int = 0  # nanoseconds to add to this process's clock for that of rank 0
+    clock_offset: int = 0  # nanoseconds to add to this process's clock to get rank 0's
     monitor: FailureMonitor | None = (
         None  # ends this process where others have failed or stalled; None in a job of one process
     )
 
     @property
     def is_sharded(self) -> bool:
-        """Whether parameters lie in parts on several ranks that hold the same of the model otherwise."""
+        """Whether parameters are sharded over ranks that otherwise hold the same part of the model."""
         return self.mesh.rdp_size > 1 and (self.config.fully_shard or self.mesh.shard_size > 1)
 
 
 class Job:
-    """What all models of a script share."""
+    """State that all models of a script share."""
 
     def __init__(self) -> None:
         self.session: Session | None = None  # once smp.init has begun it
@@ -78,19 +78,19 @@ class Job:
 
 
 class Script:
-    """What the training script has made around one model; None until it has."""
+    """The objects that the training script has made around one model; None until it makes them."""
 
     def __init__(self, job: Job | None = None) -> None:
         self.job = job or Job()
         self.model: Any = None  # the smp.DistributedModel
         self.runner: Any = None  # the StepRunner of its steps
         self.optimizer: Any = None  # the smp.DistributedOptimizer
-        self.untold: Any = None  # the same, until it has been compared with those of the other ranks
+        self.untold: Any = None  # the same, until it has been compared with the other ranks'
         self.scaler: Any = None  # the smp.amp.GradScaler
 
 
 class Scripts:
-    """One for each model. What concerns one of them runs with that one `acting`; it is the first where nothing says otherwise."""
+    """One for each model. Code for one of them runs with that one `acting`; by default the first one acts."""
 
     def __init__(self) -> None:
         self._forget()
@@ -103,12 +103,12 @@ class Scripts:
 
     @property
     def acting_script(self) -> Script:
-        """The one whose model and optimizer are asked for now."""
+        """The script whose model and optimizer are used now."""
         return self._acting or self.scripts[0]
 
     @contextlib.contextmanager
     def acting(self, script: Script) -> Iterator[None]:
-        """In this context `script` is asked."""
+        """In this context `script` acts."""
         outer, self._acting = self._acting, script
         try:
             yield
@@ -122,19 +122,19 @@ class Scripts:
         return self.scripts[-1]
 
     def script_with(self, tensors: Iterable[torch.Tensor], what: str) -> Script:
-        """The one whose model has these parameters; that which acts where none has. Raises UsageError for those of several models."""
+        """The script whose model has these parameters; the acting one if none has. Raises UsageError for parameters of several models."""
         if len(self.scripts) == 1:
             return self.acting_script
         given = {id(tensor) for tensor in tensors}
         found = [each for each in self.with_models if not given.isdisjoint(_held(each))]
         if len(found) > 1:
             raise UsageError(
-                f"{what}: expected parameters of one DistributedModel, found those of {len(found)}; {what} each by itself"
+                f"{what}: expected parameters of one DistributedModel, found parameters of {len(found)}; {what} each by itself"
             )
         return found[0] if found else self.acting_script
 
     def script_of(self, model: Any) -> Script:
-        """That of a DistributedModel of this session."""
+        """The script of a DistributedModel of this session."""
         return next((each for each in self.scripts if each.model is model), self.acting_script)
 
     @property
@@ -185,7 +185,7 @@ class Scripts:
 
 
 def _held(script: Script) -> Iterator[int]:
-    """Its model's parameters, and what stands for them in its optimizer."""
+    """Its model's parameters, and their replacements in its optimizer."""
     yield from (id(parameter) for parameter in script.model.parameters())
     if script.optimizer is not None:
         yield from (id(entry) for group in script.optimizer.param_groups for entry in group["params"])
@@ -195,7 +195,7 @@ Translations = tuple[Callable[..., dict[str, Any]], Callable[..., dict[str, Any]
 
 
 class ModuleManager:
-    """What is known of the model's modules: how their state dicts are translated."""
+    """How state dicts of the model's modules are translated."""
 
     def __init__(self) -> None:
         self.translate_functions: list[Translations] = []
@@ -206,7 +206,7 @@ class ModuleManager:
 
 
 class _Numbered(Scripts):
-    """What scripts read of `smp.state_mod.state` beside the configuration."""
+    """Attributes of `smp.state_mod.state` that scripts read beside the configuration."""
 
     session: Any
 
@@ -260,7 +260,7 @@ class State(_Numbered):
     def __init__(self) -> None:
         super().__init__()
         self.session_number = (
-            0  # of the sessions that this process has begun; it sets apart what they leave in the job's store
+            0  # of the sessions that this process has begun; it separates their keys in the job's store
         )
         self.registry = Registry()  # classes may be registered before smp.init, and stay so after smp.shutdown
         self.at_model: list[Callable[[], Callable[[], None]]] = []  # what begins with a model; returns what ends it

@@ -1,10 +1,10 @@
 """Errors that one rank finds and all ranks of its pipeline raise.
 
-An error travels as a description: its class and text if it is one of smpc's, so that it is raised as the same class
-everywhere, with the script's line as a note; of any other exception the whole traceback, in a PeerError.
+An error is sent as a description. For an smpc error this is its class and text, so that every rank raises the same
+class, with the script's line as a note. For any other exception it is the whole traceback, in a PeerError.
 
-A StepError is about the script, so its traceback has the lines of the script alone, without those of smpc and torch between them. That of
-an error that the script's own code raises begins with that code.
+A StepError is about the script, so its traceback has only the lines of the script, without smpc and torch frames in between. The
+traceback of an error raised by the script's own code begins with that code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from smpc.executor.failure.record import Report
 from smpc.launch.worker import write_report
 
 Description = tuple[str, str, str | None]  # class name, text, the line of the script that it comes from
-# All ranks of a pipeline raise these together, with nothing under way: the next step may go on.
+# All ranks of a pipeline raise these together, with no transfer in progress: the next step may run.
 AGREED = (StepError, TraceError, PartitionError, CodegenError, ConfigError, VerificationError)
 _LIBRARIES = ("smpc", "torch")
 
@@ -39,7 +39,7 @@ def tell_launcher(report: Report) -> None:
 
 
 def describe(error: BaseException | None) -> Description | None:
-    """What is sent of an error."""
+    """The description of an error that is sent."""
     if error is None:
         return None
     if isinstance(error, SmpcError):
@@ -62,7 +62,7 @@ def raise_everywhere(description: Description, own: BaseException | None) -> NoR
 
 
 def raise_first(descriptions: list[Description | None], own: BaseException | None) -> None:
-    """Raise if any rank has an error: its own, else that of the lowest rank."""
+    """Raise if any rank has an error: its own, else the lowest rank's."""
     for description in descriptions:
         if description is not None:
             raise_everywhere(description, own)

@@ -5,7 +5,7 @@
 
 `step` and `guard` are the monitor's own contexts, bound once by `follow`; while the first step is not over, steps take longer.
 
-The work is that of the session's `smpc.executor.FailureMonitor`. A rank that is alone waits for nobody: then nothing here does anything.
+The session's `smpc.executor.FailureMonitor` does the work. A rank that is alone waits for nobody, so nothing here has an effect.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from smpc.executor.failure.start import Phase
+from smpc.v1.session.skipped_calls import Whereabouts
 from smpc.v1.session.state import Session
-from smpc.v1.session.whereabouts import Whereabouts
 
 
 class Supervision:
-    """Of one model, whose steps it is told by `follow`. `first`: that of the script's first model, if this is another."""
+    """The supervision of one model, which `follow` sets. `first`: the first model's supervision, if this is another model."""
 
     def __init__(self, session: Session, first: Supervision | None = None) -> None:
         self._monitor = session.monitor
@@ -34,7 +34,7 @@ class Supervision:
             self._monitor.polled = self.whereabouts.answer
 
     def follow(self, where: Callable[[], str], position: Callable[[], int], close: Callable[[], None]) -> None:
-        """What the rank does in a step, how far it has come, and what ends its connections; before anything is supervised."""
+        """Sets how to ask what the rank does and how far it has come, and how to end its connections. Call it first."""
         monitor = self._monitor
         if monitor is None:
             return
@@ -59,7 +59,7 @@ class Supervision:
         return nullcontext() if self._monitor is None else self._monitor.watch(lambda: what, timeout=timeout)
 
     def allow_compilation(self) -> None:
-        """Give the current step as long as one that compiles, from now on."""
+        """Give the current step the time limit of a step that compiles, from now on."""
         if self._monitor is not None:
             self._monitor.extend(self._start_timeout)
 

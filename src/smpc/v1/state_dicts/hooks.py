@@ -1,4 +1,4 @@
-"""The hooks that modules have on their state dicts, run as torch runs them, around values that lie on several ranks.
+"""The hooks of modules on their state dicts, run as torch runs them, for values that are spread over several ranks.
 
     entries = collect(module, run_hooks=True)      every key with the module's own tensor: before any hook has changed the dict
     state = finish(module, entries, values)        the state dict of these values, as the hooks of all modules leave it
@@ -12,8 +12,9 @@ Terms
     before loading   register_load_state_dict_pre_hook: on every rank, with the whole state dict that is to be loaded
     after loading    register_load_state_dict_post_hook: on every rank, once its tensors are filled; may take keys from those missing
 
-A hook that reads its module's parameters, not the dict, finds what this rank holds: slices, and nothing of other stages. What is
-saved and loaded in parts has no dict for hooks to change: `changing` says which then do not run. Those before saving and after loading do.
+A hook that reads its module's parameters, not the dict, finds what this rank holds: slices, and nothing of other stages. State that is
+saved and loaded in parts has no dict for hooks to change: hooks before saving and after loading run, and `changing` lists modules whose
+other hooks do not.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from smpc.errors import CheckpointError
 
 
 class IncompatibleKeys(NamedTuple):
-    """What `load_state_dict(strict=False)` found; as in torch."""
+    """The result of `load_state_dict(strict=False)`, as in torch."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -37,7 +38,7 @@ class IncompatibleKeys(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Every key with what the module has there; the keys of each module itself, by prefix; torch's metadata."""
+    """Every key with the module's value; the keys of each module itself, by prefix; torch's metadata."""
 
     values: OrderedDict[str, Any] = field(default_factory=OrderedDict)
     own: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -80,7 +81,7 @@ def finish(module: nn.Module, entries: Entries, values: Mapping[str, Any]) -> di
                 raise CheckpointError(
                     f"a hook after saving of {prefix[:-1] or 'the model'} returned a value; it may only change the dict"
                 )
-            result = result if made is None else made  # counts for the root alone, as in torch
+            result = result if made is None else made  # counts for the root only, as in torch
         return result
 
     found: dict[str, Any] = visit(module, "")
@@ -89,7 +90,7 @@ def finish(module: nn.Module, entries: Entries, values: Mapping[str, Any]) -> di
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What each module gets of a state dict. `missing`, `unexpected`: what hooks have added to them, by prefix."""
+    """Each module's part of a state dict. `missing`, `unexpected`: keys that hooks have added, by prefix."""
 
     values: dict[str, Any]
     missing: dict[str, tuple[str, ...]]
@@ -130,7 +131,7 @@ def after_loading(
     unexpected: Sequence[str] = (),
     given: Given | None = None,
 ) -> IncompatibleKeys:
-    """Run the hooks after loading; each may change the lists of keys, which have those of the modules that torch loads before it."""
+    """Run the hooks after loading; each may change the lists of keys, which include the keys of modules that torch loads before it."""
     result = IncompatibleKeys([], [])
     lacking, strange = dict.fromkeys(missing), dict.fromkeys(unexpected)
 

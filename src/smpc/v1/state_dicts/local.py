@@ -1,12 +1,12 @@
-"""The state of a model that lies on several ranks, under the names and in the order of its `state_dict`.
+"""The state of a model that is spread over several ranks, under the names and in the order of its `state_dict`.
 
 Terms
     key         a key of `module.state_dict()`; a tied parameter has several
     partial     a state dict with the keys of one rank only, marked by the key `_smp_is_partial`; of parameters that tensor-parallel
                 ranks share it has this rank's slices
-    full        a state dict with all keys and whole values, the same as that of the module in one process
+    full        a state dict with all keys and whole values, the same as the module's in one process
 
-Hooks of modules on their state dicts run as `state_hooks` says.
+Hooks of modules on their state dicts run as `hooks` beside this says.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ PARTIAL = "_smp_is_partial"
 
 
 class ModelState:
-    """Reads and writes the state of `module`, which lies on the ranks of `control`; None where one rank has all of it.
+    """Reads and writes the state of `module`, which the ranks of `control` hold together; None if one rank has all of it.
 
-    `half`: what parameters have been cast to; then states of other floating dtypes are loaded as well.
+    `half`: the dtype that parameters were cast to; states of other floating dtypes are then loaded as well.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ModelState:
         }
 
     def own_whole(self) -> dict[str, Any]:
-        """The module's own state dict, where one rank has all of it, but for what replicas gather."""
+        """The module's own state dict, if one rank has all of it; sharded values are gathered from the replicas."""
         if not any(isinstance(parameter, DTensor) for parameter in self._module.parameters()):
             return dict(self._module.state_dict())
         entries = collect(self._module, run_hooks=True)
@@ -88,7 +88,7 @@ class ModelState:
         return finish(self._module, entries, values)
 
     def full(self, *, wanted: bool = True) -> dict[str, Any]:
-        """All keys, tensors on the CPU; {} where they are not `wanted`. Collective."""
+        """All keys, tensors on the CPU; {} if they are not `wanted`. Collective."""
         assert self._control is not None, "one rank has all of its state"
         entries, names = collect(self._module, run_hooks=True), self._names()
         part = {
@@ -101,7 +101,7 @@ class ModelState:
         return finish(self._module, entries, merged) if wanted else {}
 
     def held(self) -> Held:
-        """What this rank holds, by key, for torch.distributed.checkpoint to save or to fill. Views, not copies."""
+        """This rank's tensors, by key, for torch.distributed.checkpoint to save or to fill. Views, not copies."""
         self._placement.draw()
         self.before_saving()
         names, kept, found = self._names(), self._local_keys(), Held()
@@ -123,7 +123,7 @@ class ModelState:
         collect(self._module, run_hooks=True)
 
     def shards(self) -> list[checkpoint.Shard]:
-        """What a checkpoint holds of this rank: its parameters and persistent buffers, by canonical name. Views, not copies."""
+        """This rank's state for a checkpoint: its parameters and persistent buffers, by canonical name. Views, not copies."""
         self._placement.draw()
         saved = {id(value) for value in self._entries().values()}
         return [
@@ -157,7 +157,7 @@ class ModelState:
                 self._set_extra(key, value)
 
     def all_parts(self) -> dict[str, Tensor]:
-        """Every parameter and buffer by its canonical name, whole, on the CPU, whatever stage and slices it lies in. Collective."""
+        """Every parameter and buffer by its canonical name, whole, on the CPU, gathered from stages and slices. Collective."""
         assert self._control is not None, "one rank has all of its state"
         part = {name: tensor.detach() for name, tensor in self._named() if self._placement.is_local(name)}
         items = survey(part, self._control, "the model's state", lambda name, value: self._slices.get(name))
@@ -175,7 +175,7 @@ class ModelState:
                 "\n".join(["a hook before loading refuses the state dict, nothing was loaded", *given.errors])
             )
         values = _without_mark(given.values)
-        # Where hooks may forgive missing keys they are asked afterwards, as in torch.
+        # If hooks may forgive missing keys, they run afterwards, as in torch.
         asks = strict and forgives(self._module)
         items = {key: Item.of(value) for key, value in values.items()}
         found = self._check(items, strict, entries=entries.values, allows_keys=asks)
@@ -244,7 +244,7 @@ class ModelState:
         return result
 
     def loaded_in_parts(self) -> None:
-        """Run the hooks after loading, and say of which modules hooks that change state dicts did not run. No keys are missing for them."""
+        """Run the hooks after loading, without missing keys, and name modules whose other state-dict hooks did not run."""
         left = changing(self._module, loading=True)
         if left:
             warnings.warn(
@@ -267,14 +267,14 @@ class ModelState:
         return {id(tensor): name for name, tensor in self._named()}
 
     def _local_keys(self) -> frozenset[str]:
-        """Keys of this rank. What is neither parameter nor buffer (extra state) is on every rank."""
+        """Keys of this rank. Extra state (neither parameter nor buffer) is on every rank."""
         names, is_local = self._names(), self._placement.is_local
         return frozenset(
             key for key, value in self._entries().items() if id(value) not in names or is_local(names[id(value)])
         )
 
     def _slicer(self, entries: Mapping[str, Any] | None = None) -> Callable[[str, Tensor], Shard | None]:
-        """Says which slice of a whole a tensor of this rank is: by its shape, as it may come from another job."""
+        """The slice of a whole that a tensor of this rank is: by its shape, since it may come from another job."""
         entries, names = self._entries() if entries is None else entries, self._names()
 
         def slice_of(key: str, value: Tensor) -> Shard | None:

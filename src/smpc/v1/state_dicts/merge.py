@@ -1,8 +1,8 @@
-"""Flat mappings that the ranks of a replica hold in parts, brought together tensor by tensor.
+"""Merges flat mappings that the ranks of a replica hold in parts, tensor by tensor.
 
 A rank's part maps keys to tensors and plain values; a tensor may be a slice of a whole (`smpc.nn.parallel.Shard`). First the ranks
 exchange what they have (specs, and the plain values themselves), then each tensor or slice is broadcast by the lowest rank that has it. No
-rank holds more than what it keeps and one of them.
+rank holds more than its result and one of these tensors.
 
     rank 0 has {"a": tensor}, rank 1 has {"b": tensor}; both keep all: both end with {"a": ..., "b": ...} on the CPU
 """
@@ -24,12 +24,12 @@ from smpc.v1.session.control import Control
 from smpc.v1.steps.results import pack, unpack
 
 K = TypeVar("K", bound=Hashable)
-Described = tuple[int, TensorSpec, Shard | None]  # owner, what it has, and which part of the whole that is
+Described = tuple[int, TensorSpec, Shard | None]  # owner, its tensor, and the part of the whole that it is
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A tensor that `owner` has: all of an item, or from `start` on along `dim`. It begins at `own` in what the owner has."""
+    """A tensor of `owner`: a whole item, or its part from `start` on along `dim`. It begins at `own` in the owner's tensor."""
 
     owner: int
     spec: TensorSpec
@@ -38,7 +38,7 @@ class Piece:
     own: int = 0
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The piece, of what its owner has."""
+        """The piece, cut from its owner's tensor."""
         size = self.spec.shape[self.dim] if self.spec.shape else 0
         if not self.spec.shape or tensor.shape[self.dim] == size:
             return tensor.detach()
@@ -47,7 +47,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What is known of a key before its tensors are sent. Without pieces it is the plain `value`."""
+    """The description of a key before its tensors are sent. Without pieces it is the plain `value`."""
 
     pieces: tuple[Piece, ...] = ()
     shape: tuple[int, ...] = ()  # of the whole
@@ -61,7 +61,7 @@ class Item:
 
     @staticmethod
     def of(value: Any) -> Item:
-        """What this rank has itself, all of it."""
+        """The item of a value that this rank has whole."""
         if not isinstance(value, Tensor):
             return Item(value=value)
         spec = TensorSpec.of(value.detach())
@@ -76,7 +76,7 @@ def survey(
 ) -> dict[K, Item]:
     """Every key that any rank has, in order of ranks. `slice_of` says which slice of a whole a tensor of this rank is.
 
-    Raises CheckpointError on all ranks if what they have under one key does not fit together, or one of them cannot say.
+    Raises CheckpointError on all ranks if their values for a key do not fit together, or if a rank cannot describe its value.
     """
     described: dict[K, Any] = {}
     failure = ""
@@ -107,8 +107,8 @@ def survey(
 
 
 def stream(part: Mapping[K, Any], items: Mapping[K, Item], control: Control) -> Iterator[tuple[K, Piece | None, Any]]:
-    """Every key with its value, or with one after the other of its pieces on the CPU. Collective; take all of them, and let go of one
-    before asking for the next.
+    """Every key with its value, or with its pieces, one after the other, on the CPU. Collective: take all of them, and release each
+    before the next.
 
     `items` come from `survey`.
     """
@@ -116,7 +116,7 @@ def stream(part: Mapping[K, Any], items: Mapping[K, Item], control: Control) -> 
         if not item.is_tensor:
             yield key, None, item.value
         for piece in item.pieces:
-            # Nothing here holds it while the next one comes.
+            # A helper, so that nothing here holds a piece while the next one comes.
             yield key, piece, _exchanged(part.get(key), piece, control)
     for owner in sorted({piece.owner for item in items.values() for piece in item.pieces}):
         control.acknowledge(owner)
@@ -146,7 +146,7 @@ def merge(part: Mapping[K, Any], items: Mapping[K, Item], control: Control, keep
 
 
 def _keep(merged: dict[K, Any], key: K, item: Item, piece: Piece | None, value: Any) -> None:
-    """Put a value, or a piece of it, where it belongs."""
+    """Copy a value, or a piece of it, to its place."""
     if piece is None or tuple(value.shape) == item.shape:
         merged[key] = value
         return
@@ -156,7 +156,7 @@ def _keep(merged: dict[K, Any], key: K, item: Item, piece: Piece | None, value: 
 
 
 def fill(target: Tensor, shard: Shard | None, piece: Piece, value: Tensor) -> None:
-    """Copy what a piece of a whole has for `target`, which is the slice `shard` of it."""
+    """Copy the part of a piece that overlaps with `target`, the slice `shard` of the same whole."""
     if shard is None:
         if tuple(value.shape) != tuple(target.shape):
             target = target.narrow(piece.dim, piece.start, value.shape[piece.dim])
@@ -170,7 +170,7 @@ def fill(target: Tensor, shard: Shard | None, piece: Piece, value: Tensor) -> No
 
 
 def _whole(key: Any, found: Sequence[Described], wrong: list[str]) -> Item:
-    """The item that pieces make up; says what is wrong with them."""
+    """The item that pieces make up, or what is wrong with them."""
     having = [each for each in found if _has_all(*each[1:])]
     if having and all(
         each in having or not each[1].num_elements for each in found
@@ -199,7 +199,7 @@ def _whole(key: Any, found: Sequence[Described], wrong: list[str]) -> Item:
 
 
 def _has_all(spec: TensorSpec, shard: Shard | None) -> bool:
-    """Whether a rank has the whole of what its slice is part of."""
+    """Whether a rank's slice is the whole."""
     return shard is None or spec.shape[shard.dim] == shard.size
 
 
@@ -216,5 +216,5 @@ def _runs(rank: int, spec: TensorSpec, shard: Shard) -> list[Piece]:
 
 
 def _kind(shard: Shard | None, spec: TensorSpec) -> tuple[object, ...]:
-    """What must be the same for all pieces of a whole."""
+    """The values that must be equal for all pieces of a whole."""
     return tuple(spec.shape) if shard is None or _has_all(spec, shard) else (shard.dim, *whole_shape(shard, spec.shape))

@@ -7,26 +7,26 @@ Terms
                   name; all of `*args` is one argument called by its name
     body          the function and its rules for splitting
     form          rank 0's arguments that hold tensors, with a `Slot` for every tensor and a `Plain` for every other leaf
-    merged        the last rank's arguments with those of the form put in
+    merged        the last rank's arguments with the form's put in
     container     list, tuple, named tuple, set, frozenset, or mutable mapping (dict and its kin, Hugging Face's ModelOutput and
                   BatchEncoding): opened, and rebuilt of the same type when something inside has changed
     leaf          everything else. An object with `smp_slice(num_mb, mb, axis)` is a leaf, whatever it is made of
     path          how a leaf is reached from the argument, as Python: `batch['input_ids']`
 
-Split is every tensor in the arguments. Tensors are narrowed along an axis into equal parts; an object with `smp_slice` is split by calling
-it; any other leaf goes to every microbatch as it is. A tensor without dimensions cannot be split and is such a leaf.
+Every tensor in the arguments is split. Tensors are narrowed along an axis into equal parts; an object with `smp_slice` is split by calling
+it; any other leaf goes to every microbatch unchanged. A tensor without dimensions cannot be split and is such a leaf.
 
     >>> parts = split_argument({"x": torch.arange(4), "scale": 2}, "batch", num_microbatches=2)
     >>> parts[1]
     {'x': tensor([2, 3]), 'scale': 2}
 
-Only pipeline rank 0's tensors count, while the step function runs where the model ends. So the tensors of rank 0's arguments, wherever
-they lie in containers, take the place of whatever the last rank was given there; its other arguments (model, optimizer, flags) are its own.
+Only pipeline rank 0's tensors count, but the step function runs on the last rank. So the tensors of rank 0's arguments, wherever they are
+in containers, replace the last rank's values at the same place; the last rank's other arguments (model, optimizer, flags) are its own.
 
     rank 0:  train_step(model, {"x": tensor, "n": 3}, True)     form: {"batch": {"x": Slot(0), "n": Plain(3)}}
     last:    train_step(model, None, True)                      merged: model, {"x": tensor, "n": 3}, True
 
-Where the last rank passes a container of the same shape, plain leaves are its own; otherwise rank 0's, if they can be sent.
+If the last rank passes a container of the same shape, its plain leaves are used; otherwise rank 0's, if they can be sent.
 
 Source: public SMP v1 API (`smp.step`).
 """
@@ -52,7 +52,7 @@ from smpc.tracer.ir import TensorSpec, spec_of
 Arguments = dict[str, Any]
 _PLAIN = frozenset(
     {list, tuple, dict, set, frozenset, str, int, float, bool, type(None)}
-)  # types that are quickly known
+)  # types that are checked quickly
 
 
 class StepBody:
@@ -91,7 +91,7 @@ class StepBody:
         return arguments
 
     def call(self, arguments: Arguments) -> Any:
-        """What the function returns for these arguments."""
+        """The function's result for these arguments."""
         known, more = arguments, {}
         if self._keywords:
             known = {name: value for name, value in arguments.items() if name in self._signature.parameters}
@@ -100,7 +100,7 @@ class StepBody:
         return self.function(*bound.args, **bound.kwargs, **more)
 
     def split(self, arguments: Arguments, num_microbatches: int, device: torch.device) -> list[Arguments]:
-        """The arguments of every microbatch. `device`: where their tensors are, see `on_device`.
+        """The arguments of every microbatch. `device`: the device of their tensors, see `on_device`.
 
         Raises StepError, with a line for every tensor that does not divide.
         """
@@ -180,7 +180,7 @@ def slices_itself(value: Any) -> bool:
     """Whether an object knows how to be split."""
     if type(value) in _PLAIN or isinstance(value, type):
         return False
-    # A DistributedModel would look for it in the module in it.
+    # On the class, since a DistributedModel would look it up in its module.
     return isinstance(value, Sliceable) if not isinstance(value, nn.Module) else hasattr(type(value), "smp_slice")
 
 
@@ -221,7 +221,7 @@ def on_device(arguments: Arguments, device: torch.device) -> Arguments:
 
 
 def check_argument(value: Any, name: str, num_microbatches: int, axis: int = 0) -> list[str]:
-    """What keeps an argument from being split: one line for each tensor, with its path, size and axis."""
+    """The reasons why an argument cannot be split: one line for each tensor, with its path, size and axis."""
     wrong: list[str] = []
 
     def check(leaf: Any, path: str) -> Any:
@@ -247,7 +247,7 @@ def split_argument(
 ) -> list[Any]:
     """The argument of every microbatch. `check_argument` must have found nothing.
 
-    `device`: where the tensors go that are in what objects make of themselves.
+    `device`: the device for tensors in the results of objects that split themselves.
     """
 
     def part(leaf: Any, path: str, index: int) -> Any:
@@ -276,7 +276,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Any other leaf. `sent`: `value` is rank 0's; otherwise it has none that can be sent."""
+    """Any other leaf. `sent`: `value` is rank 0's; otherwise rank 0's value cannot be sent."""
 
     value: Any = None
     sent: bool = False
@@ -349,5 +349,5 @@ def merge_arguments(form: ArgumentForm, own: Arguments, tensors: list[Tensor]) -
 
         return map_leaves(form.skeleton[name], fill, name)
 
-    # Rank 0's order where both have the argument; the function is called by name, so order means nothing else.
+    # Rank 0's order if both have the argument; the function is called by name, so order has no other meaning.
     return {**own, **{name: put(name) for name in form.skeleton}}

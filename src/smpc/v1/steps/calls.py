@@ -1,15 +1,15 @@
-"""What `model(...)` and `model.backward(...)` do, which depends on where in a step they are called.
+"""`model(...)` and `model.backward(...)` in a step; their effect depends on the rank.
 
     Capture     pipeline rank 0: the call leaves the step function, taking the model's inputs along
     Tail        the last stage's rank: the call returns the pipeline's output; backward notes the roots, the schedule runs it
     Whole       no pipeline: the module's own forward, and backward at once
 
-In half precision both are cast: what goes into the model (`cast_inputs`), and what comes out (`cast_outputs`).
+In half precision the model's inputs (`cast_inputs`) and outputs (`cast_outputs`) are cast.
 
 A step function calls the model once in every microbatch, and backward once or not at all.
 
-Averaging: a root's gradient is divided by the number of microbatches, which makes the step's gradients, bit by bit, those of
-`(loss / num_microbatches).backward()` summed over the microbatches. A loss scale is one over what they are divided by besides.
+Averaging: a root's gradient is divided by the number of microbatches, so the step's gradients equal, bit by bit, `(loss /
+num_microbatches).backward()` summed over the microbatches. A loss scale divides further, by 1 / scale.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def current_autocast() -> Autocast | None:
 
 
 class Outputs:
-    """What `model(...)` returns in a step function, and whether gradients may come back to it."""
+    """The outputs of `model(...)` in a step function, and whether gradients may come back to them."""
 
     def __init__(self, step_name: str) -> None:
         self._step_name = step_name
         self._hooks: list[RemovableHandle] = []
 
     def watch(self, output: Any) -> None:
-        """From now on, a gradient that comes back to it is an error."""
+        """From now on, a gradient that reaches it is an error."""
         for tensor in tensors_within(output):
             if tensor.grad_fn is not None:
                 self._hooks.append(tensor.grad_fn.register_prehook(self._refuse))
@@ -65,7 +65,7 @@ class Outputs:
         self._hooks.clear()
 
     def _refuse(self, gradients: Any) -> None:
-        """The script differentiates by itself: earlier stages would not see it, nor would it be averaged over microbatches and replicas."""
+        """Raises for a script that differentiates by itself: earlier stages would get no gradients, and nothing would be averaged."""
         raise StepError(
             f"step function {self._step_name} differentiates through the model by itself, by loss.backward() or torch.autograd; call "
             "model.backward(loss) in its place"
@@ -73,7 +73,7 @@ class Outputs:
 
 
 class ModelCalls(Protocol):
-    """What the model's two methods do now."""
+    """The current behaviour of the model's two methods."""
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """`model(*args, **kwargs)`."""
@@ -93,7 +93,7 @@ class Capture:
     step_name: str
     inputs: Inputs | None = None
     grad_enabled: bool = True
-    autocast: Autocast | None = None  # what the step function calls the model under
+    autocast: Autocast | None = None  # the autocast around the step function's call of the model
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Leave."""
@@ -103,12 +103,12 @@ class Capture:
         raise Captured
 
     def backward(self, tensors: Tensors, gradients: Gradients) -> None:
-        """Nothing to differentiate yet."""
+        """Does nothing: there is no output to differentiate yet."""
         raise _too_early(self.step_name)
 
 
 class Tail:
-    """One microbatch on the rank of the last stage. `scale`: what gradients are divided by."""
+    """One microbatch on the rank of the last stage. `scale`: the divisor of gradients."""
 
     def __init__(self, step_name: str, output: Any, scale: float) -> None:
         self._step_name = step_name
@@ -194,7 +194,7 @@ class Whole:
 def make_roots(tensors: Tensors, gradients: Gradients, scale: float, step_name: str) -> Roots:
     """The roots of a backward pass, with their gradients divided by `scale`.
 
-    Raises StepError where torch.autograd.backward could not go on: no history, no gradient for more than one element, other shapes.
+    Raises StepError if torch.autograd.backward would fail: no history, no gradient for more than one element, other shapes.
     """
     roots = list(tensors) if isinstance(tensors, Iterable) and not isinstance(tensors, Tensor) else [tensors]
     given: list[Tensor | None]
@@ -230,30 +230,30 @@ def make_roots(tensors: Tensors, gradients: Gradients, scale: float, step_name: 
 
 
 def losses_of(tensors: Tensors, gradients: Gradients) -> list[Tensor]:
-    """The tensors that backward starts from by themselves, as losses do: without a gradient of the user's."""
+    """The roots of backward that the user gives without a gradient, such as losses."""
     roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     given = [gradients] * len(roots) if gradients is None or isinstance(gradients, Tensor) else list(gradients)
     return [root for root, gradient in zip(roots, given, strict=True) if gradient is None]
 
 
 def cast_inputs(values: Any, dtype: torch.dtype | None) -> Any:
-    """What the model is given, with fp32 tensors as `dtype`."""
+    """The model's inputs, with fp32 tensors cast to `dtype`."""
     if dtype is None:
         return values
     return map_tensors(values, lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor)
 
 
 def cast_outputs(values: Any, dtype: torch.dtype | None) -> Any:
-    """What the model returns, with half-precision tensors as fp32."""
+    """The model's outputs, with half-precision tensors cast to fp32."""
     if dtype is None:
         return values
     return map_tensors(values, lambda tensor: tensor.float() if tensor.dtype in HALVES else tensor)
 
 
 def tensors_within(value: Any) -> Iterator[Tensor]:
-    """Every tensor that a value leads to, once: through containers, torch's pytrees, and attributes of objects of any class.
+    """Every tensor reachable from a value, once: through containers, torch's pytrees, and attributes of objects of any class.
 
-    What `forward` returns may be a class of the script's own, of which pytree knows nothing.
+    `forward` may return a class of the script's own, which pytree does not know.
     """
     seen: set[int] = set()
     waiting = [value]
@@ -269,7 +269,7 @@ def tensors_within(value: Any) -> Iterator[Tensor]:
 
 
 def _inside(value: Any) -> list[Any]:
-    """What an object holds directly."""
+    """The values that an object holds directly."""
     found: list[Any] = []
     if isinstance(value, Mapping):
         found += value.values()

@@ -1,4 +1,4 @@
-"""What everything that runs in a model's steps shares; made with the model, and passed to whoever works in its steps.
+"""The context of a model's steps: made with the model, and passed to all code that runs in its steps.
 
 Terms
     calls     what `model(...)` and `model.backward(...)` do now; None outside of step functions
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """What one rank measures before the model is cut, see `smp.DistributedModel`."""
+    """The measurements of one rank before the model is cut, see `smp.DistributedModel`."""
 
     times: bool = False
     memory: bool = False
@@ -42,8 +42,8 @@ class Measures:
 
 @dataclass(slots=True)
 class StepContext:
-    """Of one model. `tensors`: None unless the compiler splits tensors over ranks. `sequences`: None unless ranks share sequences.
-    `experts`: None unless ranks divide them. `join`: the one that is around the steps, if any."""
+    """The context of one model. `tensors`: None unless the compiler splits tensors over ranks. `sequences`: None unless ranks
+    share sequences. `experts`: None unless ranks divide them. `join`: the enclosing `join`, if any."""
 
     module: nn.Module
     session: Session
@@ -65,5 +65,5 @@ class StepContext:
 
     @property
     def has_program(self) -> bool:
-        """Whether steps run what the compiler makes of the model, and not the model itself."""
+        """Whether steps run compiled programs and not the model itself."""
         return self.session.mesh.pp_size > 1 or self.tensors is not None or self.sequences is not None

@@ -4,13 +4,13 @@
     model = smp.DistributedModel(AnyModel())                                  # nothing is annotated
     sampler = DistributedSampler(data, num_replicas=smp.data_size(), rank=smp.data_rank())
 
-The ranks of a group have the same parameters and are given the same batch; of every sequence in it each computes its slice
-(`smpc.codegen.rewrite.context_parallel`). They are replicas in all else: gradients are summands of one loss on each, and the average over
-replicas, of which they are some, becomes their sum (`smpc.executor.replicas.context_sums`). So parameters, optimizer state and checkpoints
-are those of replicas, and a step's results are the same on all ranks of a group.
+The ranks of a group have the same parameters and get the same batch; each computes its slice of every sequence
+(`smpc.codegen.rewrite.context_parallel`). In everything else they are replicas, but their gradients are summands of one loss, so the
+average over replicas is turned into a sum over the group (`smpc.executor.replicas.context_sums`). Parameters, optimizer state and
+checkpoints are treated as in replicas, and a step's results are the same on all ranks of a group.
 
-Every step compares what the ranks were given before any of them computes: slices of different samples would make wrong numbers, and
-different programs would wait for each other. Ranks whose program draws random numbers go on from the first one's random state.
+Every step compares the ranks' inputs before any of them computes: slices of different samples would give wrong numbers, and
+different programs would wait for each other. Ranks whose program draws random numbers continue from the first rank's random state.
 """
 
 from __future__ import annotations
@@ -45,18 +45,16 @@ _DIVIDE = (
 
 
 class SharedSequences:
-    """One rank's part of it. `is_begun`: whether the first program is made; later ones may lack the outputs that were asked for."""
+    """One rank's part. `is_begun`: whether the first program is made; later ones may lack the requested outputs."""
 
     def __init__(self, module: nn.Module, session: Session) -> None:
         self._module = module
         self._session, self._members = session, session.groups[Axis.CP]
         self._group = TensorGroup.of(self._members)
-        options = PipelineOptions.of(
-            session.config, expert_parallel_degree=1
-        )  # which the model that is recorded has already
+        options = PipelineOptions.of(session.config, expert_parallel_degree=1)  # which the recorded model already has
         self._outputs = options.tensor_parallel_outputs
         self.is_begun = False
-        vars(module)[group_attribute(CONTEXT)] = self._group  # what the programs read
+        vars(module)[group_attribute(CONTEXT)] = self._group  # parameters that the programs read
 
     @property
     def sharing(self) -> ContextSharing:
@@ -66,10 +64,10 @@ class SharedSequences:
         return ContextSharing(self._group.size, plan, self._outputs, may_lack_outputs=self.is_begun, experts=experts)
 
     def agree(self, step_name: str, asked: Any, digests: Mapping[str, str], failure: Exception | None) -> None:
-        """Before a step, on pipeline rank 0: whether all ranks run `asked` and were given the same. Collective over the group.
+        """Before a step, on pipeline rank 0: checks that all ranks run `asked` and have the same inputs. Collective over the group.
 
-        `asked`: the function, its program or what one is to be made for, and the form of its arguments, as far as that is new. `digests`:
-        see `digests_of`. `failure`: this rank's. Raises on all ranks what one of them has found wrong, and StepError for what differs.
+        `asked`: the function, its program or the signature to compile, and the form of its arguments, if it is new. `digests`: see
+        `digests_of`. `failure`: this rank's. Raises on all ranks the error of any rank, and StepError for differences.
         """
         found = self._gather((describe(failure), asked, digests))
         raise_first([error for error, _, _ in found], failure)
@@ -89,7 +87,7 @@ class SharedSequences:
             )
 
     def check_model(self, trace: Trace | None, failure: Exception | None) -> None:
-        """Raise what has kept one of the group's ranks from recording, or TraceError for different models, on all. Collective over it."""
+        """Raise one rank's recording error, or TraceError for different models, on all ranks of the group. Collective over it."""
         found = self._gather((describe(failure), "" if trace is None else trace.fingerprint))
         raise_first([error for error, _ in found], failure)
         fingerprints = [text for _, text in found]
@@ -101,7 +99,7 @@ class SharedSequences:
             )
 
     def begin_step(self, trace: Trace) -> None:
-        """Draw as the group's first rank does, where the program draws at all. Modules called whole may. Collective over the group."""
+        """Continue from the first rank's random state, if the program draws. Modules called whole may draw. Collective over the group."""
         if any(node.random or node.kind is NodeKind.CALL_MODULE for node in trace.nodes):
             draw_as_first(self._group, self._session.device)
 
@@ -114,12 +112,12 @@ class SharedSequences:
 
 
 def make_shared_sequences(module: nn.Module, session: Session) -> SharedSequences | None:
-    """None where every rank has whole sequences."""
+    """None if every rank has whole sequences."""
     return None if session.mesh.cp_size == 1 else SharedSequences(module, session)
 
 
 def digests_of(arguments: Arguments, microbatches: Sequence[Inputs]) -> dict[str, str]:
-    """Of what a step is given, by how it is reached: tensors and plain values among its arguments, and tensors that it makes itself."""
+    """Digests of a step's inputs, by path: tensors and plain values among its arguments, and tensors that it makes itself."""
     digests: dict[int, str] = {}
     known: set[tuple[str, int]] = set()
     found: dict[str, str] = {}

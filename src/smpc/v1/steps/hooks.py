@@ -1,4 +1,4 @@
-"""What waits for the cut of a model, and for the end of its steps: states that were loaded before it, and hooks of the script.
+"""Work that waits for the partition of a model, or for the end of its first step: states loaded earlier, and hooks of the script.
 
     register_post_partition_hook, load_state_dict before the first step ... first step: cut, `run`, then the program
     register_post_step_hook                                             ... after the first step
@@ -16,19 +16,19 @@ from torch.utils.hooks import RemovableHandle
 
 from smpc.executor.failure.start import Phase
 from smpc.v1.session.state import Script
-from smpc.v1.session.watched import enter
+from smpc.v1.session.wait_limits import enter
 
 Hook = Callable[[Any, Any], Any]
 
 
 class ModelHooks:
-    """Of `model`, the DistributedModel."""
+    """The hooks of `model`, the DistributedModel."""
 
     def __init__(self, model: Any, script: Script) -> None:
         self._model, self._script = model, script
         self._post_partition: OrderedDict[int, Hook] = OrderedDict()  # RemovableHandle wants this class
         self._post_step: OrderedDict[int, Hook] = OrderedDict()
-        self.deferred: list[Callable[[], object]] = []  # loads of states that came before the cut
+        self.deferred: list[Callable[[], object]] = []  # states loaded before the partition
         self.have_run = self.have_stepped = False
 
     def register_post_partition(self, hook: Hook) -> RemovableHandle:
@@ -57,7 +57,7 @@ class ModelHooks:
         optimizer = self._script.optimizer
         if optimizer is not None:
             optimizer.load_deferred()
-            optimizer.tell_others()  # what was told before this step may be other than what has been loaded
+            optimizer.tell_others()  # the optimizer reported before this step may differ from the loaded one
         for hook in list(self._post_partition.values()):
             hook(self._model, optimizer)
 

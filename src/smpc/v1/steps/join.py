@@ -22,8 +22,8 @@ Terms
     LEFT           raise NonFiniteLossError out of join raise it too
 
 In the end all have the parameters, buffers and optimizer state of the last replica that was over. As in DistributedDataParallel.join,
-gradients are divided by the number of all replicas, or of those that are not over; what a replica has accumulated when it is over and has
-not been averaged (`backward_passes_per_step`) is lost.
+gradients are divided by the number of all replicas, or of those that are not over; gradients that a replica has accumulated but not
+averaged when it is over (`backward_passes_per_step`) are lost.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from smpc.v1.steps.nonfinite import agree, describe_verdict
 
 
 class Phase(IntEnum):
-    """What a rank is about to do."""
+    """A rank's next phase."""
 
     OVER = 0
     ENTER = 1  # and the numbers above it, one for every choice of options
@@ -59,7 +59,7 @@ class Phase(IntEnum):
 
 
 class SharedOptimizer(Protocol):
-    """What replicas share of a DistributedOptimizer."""
+    """The state of a DistributedOptimizer that replicas share."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ class SharedOptimizer(Protocol):
         """As in torch."""
 
     def replicate(self, group: dist.ProcessGroup, source: int) -> None:
-        """Take over what torch does not know of from the group's rank `source`."""
+        """Take masters and loss scale from the group's rank `source`."""
 
 
 class EarlyTerminationError(StepError):
@@ -81,7 +81,7 @@ class Join:
     """One rank's part in one `with model.join()`. `replicas`: its averaging of gradients, None before the partition.
 
     `partition` takes part in the first program of all; None without a pipeline. Methods are collective over the ranks that hold the same
-    stage, and those that steps call raise what all of these ranks have agreed to raise.
+    stage; methods called by steps raise the error that these ranks have agreed on.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class Join:
         self._position = members.index(session.rank)
         self._replica_of = [session.mesh.rdp_rank(member) for member in members]
         self._has_shadowed = False
-        self._error: SmpcError | None = None  # what all ranks raise, with nothing under way
+        self._error: SmpcError | None = None  # the error that all ranks raise, with no transfer in progress
         self._verdict = 0
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """Around the steps of the script. When the body is over here, take part in the others' steps until all are over."""
+        """Around the steps of the script. When this rank's body is over, take part in the others' steps until all are over."""
         context = self._context
         self._guarded(self._enter)
         context.join = self
@@ -215,7 +215,7 @@ class Join:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _lead(self, phases: list[int]) -> None:
-        """What this step needs to know of who takes part."""
+        """The information about participants that this step needs."""
         source = max(replica for replica, phase in zip(self._replica_of, phases, strict=True) if phase)
         count: dist.Work | None = None
         if not self._divides_by_all:
@@ -239,7 +239,7 @@ class Join:
         return phases
 
     def _contradiction(self, phases: list[int], over: Iterable[int]) -> StepError | None:
-        """The error, on all ranks alike, of ranks that do not do the same."""
+        """The error, the same on all ranks, for ranks in different phases."""
         parted = [r for r, phase in zip(self._replica_of, phases, strict=True) if r in over and phase != Phase.OVER]
         if parted:
             return StepError(
@@ -284,7 +284,7 @@ def share_state(optimizer: SharedOptimizer, group: dist.ProcessGroup, source: in
 
 
 class _TensorLike:
-    """What another rank needs to know of a tensor."""
+    """The description of a tensor for other ranks."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device.type

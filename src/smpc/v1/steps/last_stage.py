@@ -1,8 +1,8 @@
-"""What the rank of the last stage does beside its instructions: it runs the step function on the pipeline's outputs.
+"""The rank of the last stage runs the step function on the pipeline's outputs, beside its instructions.
 
     output of microbatch m -> model(...) in the step function -> its loss -> model.backward(loss) -> roots of the backward pass of m
 
-The step function runs whole for every microbatch, as soon as the output is there. A StepError in it is kept until the step is over, so
+The step function runs whole for every microbatch, as soon as the output exists. A StepError in it is kept until the step is over, so
 that every rank comes to the end and all can raise it.
 """
 
@@ -23,7 +23,7 @@ from smpc.v1.steps.results import Returned, take
 class LastRank:
     """The step function in one step.
 
-    `arguments` gives those of every microbatch, once they have arrived.
+    `arguments` returns the arguments of every microbatch, once they have arrived.
     """
 
     def __init__(
@@ -75,5 +75,5 @@ class LastRank:
         return tail.roots
 
     def values(self) -> list[Returned]:
-        """What the microbatches returned, in order."""
+        """The results of the microbatches, in order."""
         return [self._values[i] for i in range(len(self._values))]

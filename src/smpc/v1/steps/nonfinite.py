@@ -1,4 +1,4 @@
-"""Losses that are NaN or infinite: all ranks hear of them at the end of the step, and do the same.
+"""Losses that are NaN or infinite: all ranks learn of them at the end of the step, and react alike.
 
 Terms
     loss      a tensor of one element that was given to `model.backward` without a gradient
@@ -6,13 +6,13 @@ Terms
               microbatch) + kind. The greatest counts where replicas differ: gradients are averaged over replicas, so a NaN in one
               is in all. It is 0, too, where the loss may owe it to a loss scale in use, which the optimizer's step will lower
 
-What happens then is the key `nan_policy`: `raise` NonFiniteLossError on all ranks, `skip` the step, or `ignore` it. The first two drop the
-gradients that have accumulated, so that the optimizer changes nothing; training can go on after either.
+The key `nan_policy` decides: `raise` NonFiniteLossError on all ranks, `skip` the step, or `ignore` it. The first two drop the gradients
+that have accumulated, so that the optimizer changes nothing; training can go on after either.
 
-Losses stay where they were computed until the step ends: one look at them, not one for every microbatch.
+Losses stay on their device until the step ends: they are read once, not for every microbatch.
 
 The message that brings the verdict to all ranks also says which step function each tensor-parallel group runs: ranks of a group that run
-different ones of equal shapes would exchange each other's values, and add up gradients of different losses.
+different functions of equal shapes would mix their values, and sum gradients of different losses.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Losses:
         self.mean: float | None = None  # over the microbatches, once there is a verdict
 
     def add(self, microbatch: int, losses: Sequence[Tensor]) -> None:
-        """Those of one microbatch."""
+        """Notes the losses of one microbatch."""
         for loss in losses:
             self._values.append(loss.detach().reshape(()).to(torch.float32))
             self._microbatches.append(microbatch)
 
     def verdict(self, session: Session) -> int:
-        """This replica's."""
+        """This replica's verdict."""
         if not self._values or session.config.nan_policy == "ignore":
             return 0
         values = torch.stack(self._values).tolist()
@@ -68,9 +68,10 @@ class Losses:
 
 
 def agree(verdict: int, body: StepBody | None, session: Session) -> int:
-    """The verdict of all ranks whose gradients are averaged. Collective over those that run the same stage, in steps that train.
+    """The verdict of all ranks whose gradients are averaged. Collective over the ranks that run the same stage, in steps that train.
 
-    `body` is None on a rank that takes part in others' steps. Raises UsageError on all ranks where a tensor-parallel group runs several.
+    `body` is None on a rank that takes part in others' steps. Raises UsageError on all ranks if a tensor-parallel group runs several
+    functions.
     """
     mesh = session.mesh
     if mesh.dp_size == 1 or session.config.nan_policy == "ignore":
@@ -90,7 +91,7 @@ def agree(verdict: int, body: StepBody | None, session: Session) -> int:
 
 
 def _different_functions(body: StepBody | None, session: Session) -> UsageError:
-    """What all ranks raise. Collective over them."""
+    """The error that all ranks raise. Collective over them."""
     names = gather_objects(
         "none" if body is None else body.name, session.groups[Axis.DP], session.message_device, session.device
     )
@@ -103,7 +104,7 @@ def _different_functions(body: StepBody | None, session: Session) -> UsageError:
 
 
 def describe_verdict(verdict: int, step_name: str, session: Session) -> str:
-    """What the user reads of a verdict other than 0."""
+    """The message for a verdict other than 0."""
     place, kind = divmod(verdict - 1, 3)
     replica, microbatch = divmod(place, session.config.microbatches)
     where = f"microbatch {microbatch}" + (f" of replica {replica}" if session.mesh.rdp_size > 1 else "")

@@ -1,11 +1,11 @@
-"""Calls of the model outside of steps, where there is no pipeline: tensor and data parallelism alone.
+"""Calls of the model outside steps, without a pipeline: tensor and data parallelism only.
 
     loss = model(ids, labels=ids).loss
     loss.backward()                          # or model.backward(loss)
     optimizer.step()
 
-The first gradient that comes back to an output of the model has gradients reduced at the end of that backward pass. The whole batch is
-one microbatch. All replicas call the model equally often, and differentiate the same of its outputs.
+The first gradient that reaches an output of the model schedules the reduction of gradients at the end of that backward pass. The whole
+batch is one microbatch. All replicas must call the model equally often, and differentiate the same outputs.
 
 Source: public SMP v1 API ("using @smp.step decorators is not required when tensor parallelism is used by itself").
 """
@@ -26,7 +26,7 @@ from smpc.v1.steps.context import StepContext
 
 
 class Direct:
-    """Runs the whole module. `hooks`: what reduces gradients over replicas and tensor-parallel ranks, where there are any."""
+    """Runs the whole module. `hooks`: the reduction of gradients over replicas and tensor-parallel ranks, if there are any."""
 
     def __init__(self, context: StepContext, hooks: StepHooks | None) -> None:
         self._context, self._module, self._hooks = context, context.module, hooks
@@ -60,14 +60,14 @@ class Direct:
 
     @contextlib.contextmanager
     def _supervised(self) -> Iterator[None]:
-        """Ranks that wait for one that has failed are told."""
+        """A failing rank tells the ranks that wait for it."""
         supervision = self._context.supervision
         with supervision.step(), supervision.guard():
             yield
         supervision.end_start()
 
     def _note(self, grad: Tensor) -> None:
-        """Called whenever a gradient comes back: reduce at the end of this backward pass, after what else waits for its end."""
+        """Called whenever a gradient reaches an output: reduce at the end of this backward pass, after other callbacks of its end."""
         if not self._is_reducing:
             if not self._is_open:  # differentiated once more
                 self._start()

@@ -1,4 +1,4 @@
-"""One replica's pipeline: what a step does when the model is cut over several ranks.
+"""One replica's pipeline: a step of a model that is cut over several ranks.
 
     pipeline rank 0             others                      rank of the last stage
     ---------------------------------------------------------------------------------------------
@@ -9,7 +9,7 @@
                                                             where its outputs appear
     results                     results                  <- results
 
-By hand (`smp.partition`) a model may be cut so that rank 0 has the last stage too: it then does what its column and the last say.
+A manual partition (`smp.partition`) may give rank 0 the last stage too: it then does the work of the first and the last column.
 
 Terms
     header      which program runs, and whether the form of the arguments is the last one of this step function
@@ -18,8 +18,8 @@ Terms
     evaluation  a step without backward. The first call of a function in a signature runs a training program, which can do without
                 gradients; from then on it is known, and the forward-only program runs
 
-Errors that pipeline rank 0 finds before the step, and StepErrors of the step function on the last rank, travel in the header and with the
-results: all ranks of the pipeline raise them, nothing is left under way, and the next step may go on.
+Errors that pipeline rank 0 finds before the step, and StepErrors of the step function on the last rank, are sent in the header and with
+the results: all ranks of the pipeline raise them, no transfer stays in progress, and the next step may run.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ _FAILED = -2
 
 @dataclass(slots=True)
 class Memory:
-    """What all ranks know of a step function from its earlier calls."""
+    """Knowledge of a step function from its earlier calls, the same on all ranks."""
 
     arguments: ArgumentForm | None = None
     results: ResultForm | None = None
     trains: dict[int, bool] = field(default_factory=dict)  # program -> whether it was ever followed by a backward
-    trained: bool | None = None  # the same of all programs with gradients that there ever were; None: there was none
+    trained: bool | None = None  # the same for all programs with gradients so far; None: there was none
 
 
 @dataclass(frozen=True)
 class Request:
-    """A step as pipeline rank 0 begins it. `program`: by number, or that there is none yet. `arguments`: of the step function, whole."""
+    """A step as pipeline rank 0 begins it. `program`: its number, None if there is none yet. `arguments`: the step function's."""
 
     inputs: list[Inputs]
     signature: Signature
@@ -88,7 +88,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step returns on every rank, or the StepError that all of them raise. `verdict`: see `smpc.v1.steps.nonfinite`."""
+    """A step's result on every rank, or the StepError that all of them raise. `verdict`: see `smpc.v1.steps.nonfinite`."""
 
     value: Any
     verdict: int = 0
@@ -99,7 +99,7 @@ class Outcome:
 
 
 class Pipeline:
-    """One rank's part of it. `hooks` makes the data-parallel hooks of its stages."""
+    """One rank's part of the pipeline. `hooks` makes the data-parallel hooks of its stages."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Pipeline:
         session = context.session
         self._context, self._session, self._transport, self._control = context, session, transport, control
         self._num_microbatches = session.config.microbatches
-        self._judges_alone = session.mesh.dp_size == 1  # what `agree` has nothing to do for
+        self._judges_alone = session.mesh.dp_size == 1  # signatures that `agree` need not check again
         self._versions = DictVersions()
         self._modes = ModeReader(context.module, self._versions)
         self._compiler = Compiler(context, transport, control, self._modes, self._versions)
@@ -128,13 +128,13 @@ class Pipeline:
         self.first: Compilation | None = None
         self._last = -1  # the pipeline rank of the last stage, once there is a plan
         self._is_last = False  # whether this is it, which runs the step function
-        self.saved_plan: Plan | None = None  # that of the checkpoint to resume from
+        self.saved_plan: Plan | None = None  # of the checkpoint to resume from
         self._phase = "between steps"
         self._is_done = False  # the instructions of this step
 
     @property
     def where(self) -> str:
-        """What this rank is doing, for reports of a stall."""
+        """This rank's current activity, for reports of a stall."""
         instruction = self._runtime.where()
         return f"{self._phase}: {instruction}" if instruction else self._phase
 
@@ -150,7 +150,7 @@ class Pipeline:
         return self.first.plan
 
     def own_modules(self) -> tuple[str, ...]:
-        """The modules that lie wholly on this rank; what is in them does not occur by itself."""
+        """The modules that are wholly on this rank, without their submodules."""
         return tuple(name for stage in self.plan.stages if stage.rank == self._control.rank for name in stage.modules)
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class Pipeline:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def step(self, body: StepBody, own: OwnArguments, watch: Watch) -> tuple[Any, int]:
-        """One step; what it returns, and the verdict on its losses."""
+        """One step; returns its result and the verdict on its losses."""
         context = self._context
         supervision, join = context.supervision, context.join
         if self.first is not None and not context.placement.is_spread:
@@ -190,9 +190,9 @@ class Pipeline:
         return outcome.value, outcome.verdict
 
     def _begin(self, body: StepBody, own: OwnArguments) -> tuple[int, Request | None]:
-        """Agree on the program of a step, compiling it where it is new; (program, rank 0's request).
+        """Agree on the program of a step, compiling it if it is new; (program, rank 0's request).
 
-        Raises on all ranks what rank 0 finds wrong.
+        Raises rank 0's errors on all ranks.
         """
         self._phase = f"the start of step function {body.name}"
         self._is_done = False
@@ -277,7 +277,7 @@ class Pipeline:
         context, device = self._context, self._session.device
         arguments = on_device(own(), device)
         microbatches = body.split(arguments, self._num_microbatches, device)
-        with torch._C.DisableTorchFunctionSubclass():  # absent parameters are asked like others, and as fast
+        with torch._C.DisableTorchFunctionSubclass():  # absent parameters are read like others, and as fast
             modes = self._modes.read()
         inputs: list[Inputs] = []
         signatures: list[Signature] = []
@@ -310,7 +310,7 @@ class Pipeline:
     def _agree_on(
         self, sequences: SharedSequences, body: StepBody, request: Request | None, failure: Exception | None
     ) -> Exception | None:
-        """Rank 0: the failure of this step, which is that of all ranks that share sequences."""
+        """Rank 0: the failure of this step, the same on all ranks that share sequences."""
         asked: Any = None
         digests: dict[str, str] = {}
         try:
@@ -326,7 +326,7 @@ class Pipeline:
         return None
 
     def _announce(self, body: StepBody, request: Request | None, failure: Exception | None) -> int:
-        """The header, and what it says is to follow."""
+        """The header, and the messages that it announces."""
         control = self._control
         memory = self._memories.setdefault(body.number, Memory())
         numbers = [_FAILED, body.number, 0]
@@ -354,7 +354,7 @@ class Pipeline:
     def _arguments(
         self, body: StepBody, own: OwnArguments, form: ArgumentForm, request: Request | None
     ) -> Callable[[], list[Arguments]]:
-        """Last rank: post the receives now, wait when the first output is there."""
+        """Last rank: post the receives now, wait when the first output exists."""
         formats = form.formats
         receipts = [] if request is not None else self._control.receive(formats, 0)
 
@@ -418,7 +418,7 @@ class Pipeline:
     def _add(self, signature: Signature, microbatch: Inputs | None = None) -> int:
         """Compile and install a program; collective over the pipeline. Raises the same on all its ranks.
 
-        `microbatch`: of the first program of all, on rank 0, what it may be verified on.
+        `microbatch`: for the first program of all, on rank 0, the inputs to verify it on.
         """
         context = self._context
         if self.programs.entries and self._session.mesh.rdp_size > 1:
@@ -441,16 +441,16 @@ class Pipeline:
                 context.sequences.is_begun = True
         program = self.programs.next_number()
         for memory in self._memories.values():
-            memory.trains.pop(program, None)  # what was known of the program that gives way
+            memory.trains.pop(program, None)  # knowledge of the replaced program
         self._runtime.install(compilation, program)
         if not self.programs.entries:
-            self._modes.rebase()  # others may have taken the parameters' places
+            self._modes.rebase()  # the parameters may have been replaced
         self.programs.put(program, signature, recording)
         return program
 
 
 def _check_environment(environment: Environment) -> None:
-    """Raise StepError if what the model's Python reads is not what it was when the program was recorded."""
+    """Raise StepError if values that the model's Python reads have changed since the program was recorded."""
     difference = environment.difference()
     if difference is not None:
         raise StepError(

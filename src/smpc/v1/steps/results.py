@@ -1,4 +1,4 @@
-"""Return values of a step function: from one for each microbatch to one for the step, and from the last rank to all.
+"""Return values of a step function: joined over microbatches, and sent from the last rank to all.
 
     returned in microbatches 0, 1     {"loss": tensor, "n": 3, "extra": None}, {"loss": tensor, "n": 4, "extra": None}
     returned by the step              {"loss": StepOutput of both, "n": [3, 4], "extra": [None, None]}
@@ -9,9 +9,8 @@ A function that returns nothing, None itself, makes a step that returns None.
     >>> output.reduce_mean()
     tensor(2.)
 
-What a microbatch has returned is taken apart at once, and its tensors lose their history: the history of a loss holds the stage's input
-and that one's gradient, of every microbatch until the step ends. For the same reason a small part of a large tensor (`logits[:, -1]`) is
-copied.
+A microbatch's result is flattened at once, and its tensors lose their history: the history of a loss would keep the stage's input and
+its gradient, for every microbatch, until the step ends. For the same reason a small part of a large tensor (`logits[:, -1]`) is copied.
 
 Terms
     returned  what one microbatch has returned, taken apart
@@ -46,7 +45,13 @@ Place = tuple[int, int, torch.dtype, tuple[int, ...]]  # of a tensor in a payloa
 
 
 class StepOutput:
-    """One tensor for each microbatch, in order."""
+    """One tensor for each microbatch, in order: `outputs`. On every rank.
+
+    The tensors have the shapes that the step function returned. `reduce_mean` and `reduce_sum` combine them, `concat` joins them along
+    axis 0, `stack` along a new axis 0.
+
+    Source: public SMP v1 API (`StepOutput`).
+    """
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
         self.outputs = list(outputs)
@@ -64,7 +69,7 @@ class StepOutput:
         return functools.reduce(operator.add, self.outputs)
 
     def concat(self) -> Tensor:
-        """The tensors joined along axis 0, which they must have."""
+        """The tensors joined along axis 0; each must have one."""
         if any(not output.dim() for output in self.outputs):
             raise StepError("concat: expected tensors with at least one axis, found scalars; use stack()")
         return torch.cat(self.outputs)
@@ -99,7 +104,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What the step function returned in one microbatch."""
+    """The step function's result in one microbatch."""
 
     leaves: list[Any]
     structure: Structure
@@ -154,7 +159,7 @@ class ResultForm:
 
 @dataclass(frozen=True)
 class Results:
-    """What the microbatches returned. `columns[i]`: leaf i in every microbatch, tensors in all of them or in none."""
+    """The results of the microbatches. `columns[i]`: leaf i in every microbatch, tensors in all of them or in none."""
 
     step_name: str
     structure: Structure
@@ -180,7 +185,7 @@ class Results:
             ) from error
 
     def form(self) -> ResultForm:
-        """What other ranks need to build the return value. Raises StepError for leaves that cannot be sent."""
+        """The form from which other ranks build the return value. Raises StepError for leaves that cannot be sent."""
         wrong: list[str] = []
         leaves = [
             tuple(_describe(leaf, path, wrong) for leaf in column)
@@ -195,9 +200,9 @@ class Results:
 
 
 def read_results(values: Sequence[Returned], step_name: str) -> Results:
-    """What the microbatches returned, leaf by leaf.
+    """The results of the microbatches, leaf by leaf.
 
-    Raises StepError unless all of them returned the same structure, without sets: members of those have no place to be known by.
+    Raises StepError unless all of them returned the same structure, without sets: their members have no position.
     """
     structure = values[0].structure
     sets = [f"{_place(path)} a {part.kind}" for path, part in structure.containers() if part.kind in _SETS]
@@ -264,7 +269,7 @@ def _join(structure: Structure, columns: Sequence[Sequence[Any]]) -> Any:
 
 
 def _describe(leaf: Any, path: str, wrong: list[str]) -> TensorSpec | bytes:
-    """A leaf as a form has it; what keeps it from being sent is added to `wrong`."""
+    """A leaf as stored in a form; a reason why it cannot be sent is added to `wrong`."""
     if isinstance(leaf, Tensor):
         return TensorSpec.of(leaf.detach())
     try:
@@ -287,7 +292,7 @@ def _tensor_paths(structure: Structure, kinds: Sequence[bool]) -> str:
 
 
 def loss_to_bits(mean: float | None) -> int:
-    """A mean loss as a whole number, which travels among others; None if there is none."""
+    """A mean loss as an integer, to send among others; None if there is none."""
     return int.from_bytes(struct.pack("<d", math.nan if mean is None else mean), "little", signed=True)
 
 

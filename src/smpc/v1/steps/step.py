@@ -11,9 +11,9 @@
 
 With a pipeline, the tensors of pipeline rank 0 count, whatever the others pass in their place (empty tensors, None). That rank runs the
 function up to `model(...)`; the rank of the last stage runs all of it, once for every microbatch; the others run none of it. So a step
-function may have no effect but `model.backward` and what it returns, and calls the model once. Functions without `model.backward` evaluate.
+function may have no effect but `model.backward` and its result, and calls the model once. Functions without `model.backward` evaluate.
 
-What a model does with every step, with a pipeline or without one, is `StepRunner`:
+`StepRunner` does the following with every step, with a pipeline or without one:
 
     before    steps do not nest; a save in the background that has failed; what optimizers tell each other before the first update
     step      `Pipeline` or `Single`
@@ -52,7 +52,7 @@ class StepFunction:
         functools.update_wrapper(self, body.function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step. Returns what the function returns, with a StepOutput for every tensor and a list for any other value."""
+        """Run the step. Returns the function's result, with a StepOutput for every tensor and a list for any other value."""
         script = state.scripts[0] if len(state.scripts) == 1 else self._script(args, kwargs)
         if script is None or script.model is None:
             raise UsageError(
@@ -70,7 +70,7 @@ class StepFunction:
             raise
 
     def _script(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Script | None:
-        """That of the model among the arguments, where there are several models; None where there is none."""
+        """The script of the model among the arguments, if there are several models; None if there is none."""
         scripts = state.with_models
         if not scripts:
             return None
@@ -126,11 +126,11 @@ class Steps(Protocol):
     """`Pipeline` or `Single`."""
 
     def step(self, body: StepBody, own: Callable[[], Arguments], watch: Watch) -> tuple[Any, int]:
-        """One step; what it returns, and the verdict on its losses."""
+        """One step; returns its result and the verdict on its losses."""
 
 
 class StepRunner:
-    """Of one model. `single`: its `steps`, where there is no pipeline."""
+    """The steps of one model. `single`: its `steps` without a pipeline."""
 
     def __init__(self, context: StepContext, steps: Steps, single: Single | None) -> None:
         self._context, self._steps, self._single = context, steps, single
@@ -167,7 +167,7 @@ class StepRunner:
         return result
 
     def outside(self, what: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModelCalls:
-        """What runs the model outside of steps. Raises StepError with a pipeline, and in join."""
+        """Runs the model outside steps. Raises StepError with a pipeline, and in join."""
         context = self._context
         if self._single is None or context.join is not None:
             why = "there is a pipeline" if self._single is None else "of join"
@@ -183,13 +183,13 @@ class StepRunner:
         return self._single.direct
 
     def _checked(self, body: StepBody, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        """The arguments, which the ranks of a tensor-parallel group must have alike."""
+        """The arguments, which must be equal on the ranks of a tensor-parallel group."""
         arguments = body.bind(args, kwargs)
         self._context.distribution.check_batch(arguments, body.name)
         return arguments
 
     def _check_saving(self) -> None:
-        """Raise what a save in the background has failed with; ranks that do not know it yet are told."""
+        """Raise the error of a failed background save, on all ranks."""
         try:
             self._context.script.job.checkpointer.check()
         except CheckpointError as error:
@@ -197,7 +197,7 @@ class StepRunner:
             raise
 
     def _judge(self, verdict: int, body: StepBody) -> None:
-        """Do what `nan_policy` says where a loss is not finite; the verdict is the same on all ranks."""
+        """Apply `nan_policy` if a loss is not finite; the verdict is the same on all ranks."""
         for parameter in self._context.module.parameters():
             parameter.grad = None
         session = self._context.session

@@ -26,7 +26,7 @@ from smpc.v1.steps.results import read_results, take
 
 
 class Single:
-    """Runs steps on the whole module. `replicas`: what averages gradients, where there are replicas."""
+    """Runs steps on the whole module. `replicas`: averages gradients, if there are replicas."""
 
     def __init__(self, context: StepContext, replicas: StepHooks | None) -> None:
         self._context, self._session, self._replicas = context, context.session, replicas
@@ -36,14 +36,14 @@ class Single:
         self.direct = Direct(context, replicas)  # outside of steps
 
     def settle(self) -> None:
-        """Before the model runs: put it to where it computes, after cpu(); run what waits for the first call."""
+        """Before the model runs: move it to its device, after cpu(); run the hooks that wait for the first call."""
         if not self._context.placement.is_spread:
             self._context.placement.spread()
         if not self._context.hooks.have_run:
             self._context.hooks.run()
 
     def step(self, body: StepBody, own: Callable[[], Arguments], watch: Watch) -> tuple[Any, int]:
-        """One step; what it returns, and the verdict on its losses. Raises StepError for a batch that does not divide."""
+        """One step; returns its result and the verdict on its losses. Raises StepError for a batch that does not divide."""
         self.settle()
         supervision, join, experts = self._context.supervision, self._context.join, self._context.experts
         if join is not None and self._may_train(body):

@@ -1,1 +1,1 @@
-"""What scripts use around checkpoints."""
+"""Functions that scripts use around checkpoints."""

@@ -1,1 +1,1 @@
-"""Checkpoints, and what scripts call of FSDP."""
+"""Checkpoints, and the FSDP functions that scripts call."""

@@ -1,1 +1,1 @@
-"""What `tsm.init` decides: configuration, degrees, groups."""
+"""The session that `tsm.init` makes: configuration, degrees, groups."""

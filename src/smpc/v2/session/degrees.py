@@ -27,7 +27,7 @@ def broken_rules(
     context_parallel_degree: int = 1,
     expert_parallel_degree: int = 1,
 ) -> Iterator[str]:
-    """What is wrong with degrees on so many ranks, a line each. They are at least 1 (`hybrid_shard_degree`: 0)."""
+    """The violations of degrees on this many ranks, a line each. They are at least 1 (`hybrid_shard_degree`: 0)."""
     world, shard, tensor = world_size, hybrid_shard_degree, tensor_parallel_degree
     if world % tensor:
         yield (

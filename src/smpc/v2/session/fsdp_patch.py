@@ -1,10 +1,10 @@
-"""What `tsm.init` changes in torch, in place, so that scripts may import FSDP before it; `tsm.state.reset()` takes it back.
+"""The changes of `tsm.init` to torch, in place, so that scripts may import FSDP earlier; `tsm.state.reset()` undoes them.
 
     FullyShardedDataParallel(...)      takes `post_param_init_fn`; without a process group of its own it shards over the shard degree
     fully_shard(module)                without a mesh it shards over the shard degree
     offload_wrapper(module)            with sm_activation_offloading: activations come back before they are needed
 
-In native mode (see `tsm.state`) only `post_param_init_fn` and offloading are there.
+In native mode (see `tsm.state`) only `post_param_init_fn` and offloading are added.
 
     degree                   FSDP1's sharding_strategy                              process groups
     2 or more                none, FULL_SHARD: HYBRID_SHARD                         (shards, replicas) of this tensor-parallel rank
@@ -82,7 +82,7 @@ def _sharding_axes(session: Session) -> tuple[Axis, ...]:
 
 
 def _whole_mesh(session: Session) -> DeviceMesh:
-    """The mesh that all parameters of a session lie on, made once: with tensor parallelism its ranks are the last dimension."""
+    """The mesh of all parameters of a session, made once: with tensor parallelism its ranks are the last dimension."""
     if session.meshes:
         return session.meshes[0]
     axes = _sharding_axes(session) + ((Axis.TP,) if session.mesh.tp_size > 1 else ())
@@ -92,7 +92,7 @@ def _whole_mesh(session: Session) -> DeviceMesh:
 
 
 def _patch_fsdp2(session: Session) -> list[Callable[[], None]]:
-    """Without a mesh of the script's own, `fully_shard` takes that of the session; slices of weights become DTensors first."""
+    """Without a mesh of the script's own, `fully_shard` takes the session's; slices of weights become DTensors first."""
     find, taken = (vars(_fully_shard)[name] for name in ("_get_mesh_info", "_get_modules_and_states"))
     meshes: list[Any] = []
 

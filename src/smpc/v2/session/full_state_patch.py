@@ -1,4 +1,4 @@
-"""What `tsm.init` changes in torch about full state dicts; part of `fsdp_patch`.
+"""The changes of `tsm.init` to torch's full state dicts; part of `fsdp_patch`.
 
     who makes or takes one                            what is changed
     FSDP1, with parameters on the CPU                 they are copies: torch takes tensors whose memory it then frees
@@ -39,7 +39,7 @@ def patch_full_state(session: Session) -> list[_Undo]:
 
 
 def replace(owner: Any, name: str, value: Any) -> _Undo:
-    """Put a value in the place of an attribute; the function that takes it back."""
+    """Replace an attribute by a value; returns the function that undoes it."""
     original = vars(owner)[name]
     setattr(owner, name, value)
     return lambda: setattr(owner, name, original)
@@ -93,7 +93,7 @@ def _patch_optimizers() -> Iterator[_Undo]:
 
 
 def _patch_checkpoint() -> Iterator[_Undo]:
-    """Full state dicts that torch.distributed.checkpoint makes of models and optimizers, and what it takes."""
+    """Full state dicts that torch.distributed.checkpoint makes and loads, for models and optimizers."""
     owner = torch_state_dict
     names = ("_maybe_full_or_cpu_state_dict", "_distribute_state_dict", "_broadcast_state_dict")
     make, distribute, broadcast = (vars(owner)[name] for name in names)
@@ -137,7 +137,7 @@ def _patch_group(session: Session) -> _Undo:
 
 
 def _cut_for(full: Mapping[str, Any], local: Mapping[str, Any]) -> dict[str, Any]:
-    """What a rank's own state dict takes of a full one."""
+    """The part of a full state dict for a rank's own one."""
     parts = _sliced(local)
     return {
         name: parts[name].of(value) if name in parts and is_whole(value, parts[name]) else value

@@ -71,7 +71,7 @@ def is_initialized() -> bool:
 
 
 def mesh_of(config: Config, world_size: int) -> Mesh:
-    """The mesh that a configuration describes: tensor-parallel ranks vary fastest, then those of a sequence, shards and replicas."""
+    """The mesh that a configuration describes: tensor-parallel ranks vary fastest, then context-parallel ranks, shards and replicas."""
     return Mesh(
         world_size,
         tensor_parallel_degree=config.tensor_parallel_degree,

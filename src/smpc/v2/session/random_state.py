@@ -5,7 +5,7 @@
     with tracker.fork("model-parallel-rng"):
         scores = F.dropout(scores)            drawn from that state, which goes on from here the next time
 
-A state is that of the run's device: the GPU's generator, or the CPU's.
+A state belongs to the generator of the run's device: the GPU's, or the CPU's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RngStateTracker:
         self._seeds.clear()
 
     def add(self, name: str, seed: int) -> None:
-        """A state under a new name, started from a new seed. UsageError for a name or seed that is there already."""
+        """A state under a new name, started from a new seed. UsageError for a name or seed that exists already."""
         if name in self._states:
             raise UsageError(
                 f"add: expected a new name, found {name!r}, which has a state already; use set_states to replace it"
@@ -57,7 +57,7 @@ class RngStateTracker:
         return {name: state.clone() for name, state in self._states.items()}
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
-        """Go on from what `get_states` returned."""
+        """Continue from a result of `get_states`."""
         self._states = {name: state.clone() for name, state in states.items()}
 
     @contextmanager

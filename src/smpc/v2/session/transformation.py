@@ -1,7 +1,7 @@
 """`tsm.transform`: a model as it is to be wrapped with FSDP.
 
-The model stays what it is: its module, the names of its parameters, and so its state dict. Without tensor, context and expert parallelism
-nothing is left to change in it but its device and dtype.
+The model keeps its class, the names of its parameters, and so its state dict. Without tensor, context and expert parallelism only its
+device and dtype change.
 
 Source: "torch.sagemaker.transform" in the public reference of SMP v2.
 """
@@ -37,12 +37,13 @@ def transform(
 ) -> nn.Module:
     """The model, to be wrapped with FSDP; it is changed in place.
 
-    `device`, `dtype`: where its parameters are to be, and of what kind; a model with parameters on the meta device stays there.
-    `load_state_dict_from_rank0`: rank 0 keeps its weights, for FSDP's `sync_module_states` to spread; the others may be on the meta device.
-    `cp_comm_type`: p2p, all_gather, a2a or auto; ignored without context parallelism.
+    `device`, `dtype`: of its parameters; a model with parameters on the meta device stays there. `config`: a MoEConfig for expert
+    parallelism, or a dict with `sample_inputs`, a batch from which the cut is chosen. `load_state_dict_from_rank0`: rank 0 keeps its
+    weights, which FSDP's `sync_module_states` sends to the others; these may be on the meta device. `cp_comm_type`: p2p, all_gather,
+    a2a or auto; ignored without context parallelism.
 
-    Raises UsageError (a ValueError) for arguments that are wrong, and if `tsm.init` has not been called; TraceError for a model that
-    cannot be recorded, ConfigError for one without experts to divide.
+    Raises UsageError (a ValueError) for wrong arguments, and if `tsm.init` has not been called; TraceError for a model that cannot be
+    recorded, ConfigError for one without experts to divide.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"transform: expected an nn.Module, found {type(model).__name__}")

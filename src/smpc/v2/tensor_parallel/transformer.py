@@ -2,7 +2,7 @@
 
     policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={TransformerLayer})
 
-A layer stays of its own class. A layer is what lies in a list of modules (`nn.ModuleList`) that are of one class, and not in another layer.
+A layer keeps its own class. A layer is a member of a list of modules (`nn.ModuleList`) of one class that is not inside another layer.
 
 Source: public training scripts for SMP v2.
 """

@@ -1,1 +1,1 @@
-"""What `tsm.transform` makes of a model: slices of its weights, slices of its sequences, some of its experts."""
+"""The effects of `tsm.transform` on a model: slices of its weights, slices of its sequences, some of its experts."""

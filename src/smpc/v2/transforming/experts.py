@@ -45,7 +45,7 @@ _TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where in a router's output logits, weights and experts are, and how many experts there are."""
+    """The positions of logits, weights and experts in a router's output, and the number of experts."""
 
     logits: int
     weights: int
@@ -71,10 +71,10 @@ class _Shuffling:
 
 
 class Router(nn.Module):
-    """The forward of a router that balances as it is told."""
+    """The forward of a router that balances by the given rule."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model's own router returns, with other experts and weights where they are to be others."""
+        """The output of the model's own router, with the replaced experts and weights."""
         found = list(self.own(*args, **kwargs))
         routing: _Routing = vars(self)[_ROUTER]
         config, places = routing.config, routing.places
@@ -92,12 +92,12 @@ class Router(nn.Module):
         return tuple(found)
 
     def own(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """What the model's own router returns."""
+        """The output of the model's own router."""
         return tuple(super().forward(*args, **kwargs))
 
 
 def _recorded(router: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """What a recorder runs in place of a router's forward: what is balanced, and how, depends on values, so it is called whole."""
+    """Replaces a router's forward while recording: balancing depends on values, so the router is called whole."""
     return cast(Router, router).own(*args, **kwargs)
 
 
@@ -105,10 +105,10 @@ register_shape_rule(Router, _recorded)
 
 
 class Shuffled(nn.Module):
-    """The forward of a block whose tokens are shuffled over the ranks first, and come back after."""
+    """The forward of a block whose tokens are shuffled over the ranks first, and return afterwards."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What the block returns. All ranks of the group call it."""
+        """The block's output. All ranks of the group call it."""
         shuffling: _Shuffling = vars(self)[_SHUFFLE]
         shuffling.seed += 1
         mixed, ticket = shuffle(hidden.reshape(-1, hidden.shape[-1]), shuffling.seed, shuffling.group)
@@ -241,7 +241,7 @@ def _routers(model: nn.Module, experts: list[Found], config: MoEConfig) -> list[
 
 
 def _places(module: nn.Module, num_experts: int) -> _Places | None:
-    """Where a router's output has what, found by running it on invented tokens on the meta device; None for another module."""
+    """The layout of a router's output, found by running it on invented tokens on the meta device; None for another module."""
     for parameter in module.parameters():
         if parameter.dim() != 2 or num_experts not in parameter.shape:
             continue

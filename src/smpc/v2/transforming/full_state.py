@@ -24,7 +24,7 @@ from smpc.v2.transforming.slices import Part, map_parts, plain_name, slices_of
 def put_together(state: Any, device: torch.device | None = None, *, keep: bool = True) -> Any:
     """A state dict with whole tensors in place of slices. Collective over the ranks that share the model.
 
-    `device`: where the whole tensors lie; None: where the slices do. `keep`: otherwise they are empty, on a rank that throws them away.
+    `device`: of the whole tensors; None: the slices' device. `keep`: False on a rank that drops the whole tensors; they are empty there.
     """
 
     def whole(path: str, value: Any, part: Part) -> Any:
@@ -48,7 +48,7 @@ def is_whole(value: Any, part: Part) -> bool:
 
 
 def give_whole_state(model: FullyShardedDataParallel) -> None:
-    """Has full state dicts of a model that FSDP1 wraps be those of whole tensors."""
+    """Makes full state dicts of a model that FSDP1 wraps have whole tensors."""
     if slices_of(model) is not None:
         model._register_state_dict_hook(_give)  # type: ignore[no-untyped-call]
         model._register_load_state_dict_pre_hook(_take, with_module=True)  # type: ignore[no-untyped-call]

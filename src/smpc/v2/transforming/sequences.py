@@ -1,10 +1,10 @@
-"""Sequences that scripts cut themselves: what a rank passes is made whole before the model runs, and what it returns is cut as that was.
+"""Sequences that scripts cut themselves: a rank's inputs are gathered before the model runs, and its outputs are cut like the inputs.
 
     the script      cuts dimension 1 of its inputs into 2n chunks, and passes chunks r and 2n - 1 - r on rank r of n
-    before          the ranks gather the inputs, so that positions, masks and shifted labels are those of the whole sequence
-    after           outputs that have the sequence as dimension 1 come back as this rank's chunks; losses are those of the whole sequence
+    before          the ranks gather the inputs, so that positions, masks and shifted labels are right for the whole sequence
+    after           outputs that have the sequence as dimension 1 come back as this rank's chunks; losses are of the whole sequence
 
-Every input tensor of two or three dimensions is cut so; those of one dimension or none are the same on all ranks.
+Every input tensor of two or three dimensions is cut so; tensors of one dimension or none are the same on all ranks.
 
 The scale of gradients. Scripts average over all ranks, as FSDP does. All ranks of a sequence return the same loss, and each has the
 gradients of all of it; of an output that is cut, every rank has a loss of its own chunks, and the mean of those counts. So gradients that

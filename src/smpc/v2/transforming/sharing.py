@@ -85,7 +85,7 @@ class Shared(InPlace):
         return any(name.startswith(f"{module}.") for module in self._called)
 
     def otherwise(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for the whole sequence, cut as the inputs are."""
+        """The model's output for the whole sequence, cut like the inputs."""
         if self.context is not None:
             args, kwargs = whole_inputs(args, kwargs, self.context)
         return super().otherwise(*args, **kwargs)

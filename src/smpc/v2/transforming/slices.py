@@ -1,4 +1,4 @@
-"""What a tensor-parallel rank holds of a transformed model, and how wrappers around it give and take whole tensors.
+"""The slices of a transformed model on a tensor-parallel rank, and how wrappers around it exchange whole tensors.
 
 FSDP1    parameters are slices, which it shards as if each were the whole
 FSDP2    parameters are DTensors of (replica, shard, tensor), as torch makes them for tensor parallelism. A slice that cannot be one is
@@ -41,7 +41,7 @@ _WRAPPED = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What the ranks of a group make of a tensor of this shape: each has its slice in the layout. `is_even`: slices are of one size."""
+    """How the ranks of a group slice a tensor of this shape in the layout. `is_even`: slices have one size."""
 
     layout: Layout
     shape: tuple[int, ...]
@@ -92,7 +92,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank has of a parameter: a slice of it, or of that slice another one. Expert-parallel ranks cut before tensor-parallel ones.
+    """A rank's part of a parameter: a slice, or a slice of a slice. Expert-parallel ranks cut before tensor-parallel ones.
 
     `is_expert`: of experts, which ranks divide that have other samples. `is_inside`: it is used by a module that is called whole, whose
     own Python computes with plain tensors.
@@ -109,7 +109,7 @@ class Part:
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """The shape of what the rank has."""
+        """The shape of the rank's part."""
         return self.cuts[-1].own_shape
 
     @property
@@ -136,7 +136,7 @@ class Part:
         return functools.reduce(lambda tensor, cut: cut.whole(tensor), reversed(self.cuts), own)
 
     def boxes(self, boxes: Iterator[Box]) -> Iterator[Box]:
-        """Boxes of what the rank has as boxes of the whole tensor."""
+        """Boxes of the rank's part as boxes of the whole tensor."""
         return functools.reduce(lambda found, cut: cut.boxes(found), reversed(self.cuts), boxes)
 
 
@@ -151,7 +151,7 @@ _transformed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def note_slices(model: nn.Module, slices: Slices) -> None:
-    """Says what this rank has of a model, beside what has been said: a slice of what was a part already is a part of it."""
+    """Registers this rank's slices of a model; a slice of an earlier part is a part of that part."""
     known = vars(model).setdefault(_SLICES, Slices())
     for name, part in slices.items():
         before = known.get(name)
@@ -160,7 +160,7 @@ def note_slices(model: nn.Module, slices: Slices) -> None:
 
 
 def slices_of(model: nn.Module) -> Slices | None:
-    """What this rank has of a model, whatever is around it; None if all of it."""
+    """This rank's slices of a model, whatever wraps it; None if it has all of it."""
     found: Slices | None = vars(unwrapped(model)).get(_SLICES)
     return found
 
@@ -180,7 +180,7 @@ def is_sliced(module: nn.Module) -> bool:
 def make_distributed(module: nn.Module, mesh: DeviceMesh) -> None:
     """Makes DTensors of the slices of the model that a module belongs to. `mesh`: of the tensor-parallel ranks.
 
-    Those that cannot be stay what they are: of weights that are several in one, each cut by itself, and of modules that are called whole.
+    These stay unchanged: fused weights, whose parts are cut separately, and parameters of modules that are called whole.
     """
     model = _model_of(module)
     slices = None if model is None else slices_of(model)
@@ -205,9 +205,9 @@ def _model_of(module: nn.Module) -> nn.Module | None:
 
 
 def map_parts(state: Any, change: Callable[[str, Any, Part], Any]) -> Any:
-    """A state dict with `change(path, value, part)` in place of what belongs to parameters that this rank has parts of.
+    """A state dict with `change(path, value, part)` in place of values of parameters that this rank has parts of.
 
-    Dicts and lists are new ones; everything else is what it was.
+    Dicts and lists are copied; other objects are the same.
     """
     parts = {name: part for model in _transformed for name, part in (slices_of(model) or {}).items()}
     return _mapped(state, "", parts, change) if parts else state

@@ -1,7 +1,7 @@
 """Parts of weights: the ranks of a tensor- or expert-parallel group agree on the weights, and each keeps its slices.
 
 load_state_dict_from_rank0    sources                    who has weights afterwards
-False                         None                       everybody who had some: those of the first rank of each group, in slices
+False                         None                       all ranks that had some: the first rank's of each group, in slices
 True                          the ranks that have some   the groups whose first rank is a source; others wait for `sync_module_states`
 
 From rank 0 its expert-parallel group gets weights, of which each rank has experts of its own; from each of these its tensor-parallel group.
@@ -31,7 +31,7 @@ def keep_slices(
 
 
 def agree_on_weights(model: nn.Module, group: TensorGroup, sources: Sequence[int] | None) -> None:
-    """Everybody in the group has the weights of its first rank, or, with `sources`, nobody has any if that is none. Collective."""
+    """Gives all ranks of the group its first rank's weights; with `sources`, none if that rank is not a source. Collective."""
     assert group.process_group is not None
     if sources is not None and dist.get_global_rank(group.process_group, 0) not in sources:
         _to_meta(model)
@@ -68,7 +68,7 @@ def _to_meta(model: nn.Module) -> None:
 
 
 def _make_room(model: nn.Module) -> None:
-    """Empty tensors in the places of those on the meta device; names of one tensor stay names of one."""
+    """Replaces tensors on the meta device by empty ones; shared tensors stay shared."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):

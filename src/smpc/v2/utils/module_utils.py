@@ -14,9 +14,9 @@ __all__ = ["empty_module_params", "move_buffers_to_device"]
 
 
 def empty_module_params(module: nn.Module, device: torch.device | None = None, recurse: bool = False) -> nn.Module:
-    """Gives the parameters of a module memory without values on a device, those of its children too with `recurse`; the module.
+    """Gives the parameters of a module (and with `recurse`, of its children) memory without values on a device. Returns the module.
 
-    `device`: that of each parameter by default, and the run's device for those on the meta device. Names of one parameter stay so.
+    `device`: by default each parameter's own, or the run's device for parameters on the meta device. Shared parameters stay shared.
     """
     made: dict[int, nn.Parameter] = {}
     for each in module.modules() if recurse else (module,):
@@ -31,9 +31,9 @@ def empty_module_params(module: nn.Module, device: torch.device | None = None, r
 
 
 def move_buffers_to_device(module: nn.Module, device: torch.device, recurse: bool = False) -> nn.Module:
-    """Moves the buffers of a module to a device, those of its children too with `recurse`; the module.
+    """Moves the buffers of a module (and with `recurse`, of its children) to a device. Returns the module.
 
-    Those on the meta device get memory without values: give them some.
+    Buffers on the meta device get memory without values: fill them.
     """
     for each in module.modules() if recurse else (module,):
         for name, buffer in each._buffers.items():
@@ -43,5 +43,5 @@ def move_buffers_to_device(module: nn.Module, device: torch.device, recurse: boo
 
 
 def default_device() -> torch.device:
-    """Where the run computes: this process's GPU, or the CPU."""
+    """The run's device: this process's GPU, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Translates state dicts of Hugging Face's models to those of models with distributed layers, and back; one module for each family.
+"""Translates state dicts between Hugging Face's models and models with distributed layers; one module for each family.
 
 from smpc.v1.nn.huggingface.gptneox import translate_state_dict_to_hf_gptneox
 """

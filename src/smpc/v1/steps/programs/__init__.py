@@ -1,1 +1,1 @@
-"""Which program a step runs: the signature of its inputs, the programs there are, and how the ranks come to a new one."""
+"""Which program a step runs: the signature of its inputs, the existing programs, and how the ranks make a new one."""

@@ -1,4 +1,4 @@
-"""How the ranks of a pipeline come to the programs of a signature: every rank records the model, rank 0 plans, all compile.
+"""How the ranks of a pipeline make the programs of a signature: every rank records the model, rank 0 plans, all compile.
 
     rank 0                                  others
     ---------------------------------------------------------------------------------------------
@@ -8,8 +8,8 @@
     plan                     ->             plan
     writes all programs                     write all programs
 
-Before the first plan of all, the ranks of all replicas agree on the signature, and what is to be measured is measured, by one rank for
-all: so all replicas are cut alike.
+Before the first plan of all, the ranks of all replicas agree on the signature, and one rank measures for all: so all replicas are cut
+alike.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from smpc.v1.session.control import Control
 from smpc.v1.session.precision import planned_optimizer
 from smpc.v1.session.state import Session
 from smpc.v1.session.step_errors import describe, raise_everywhere, raise_first
-from smpc.v1.session.watched import enter, exchange
+from smpc.v1.session.wait_limits import enter, exchange
 from smpc.v1.steps.context import Measures, StepContext
-from smpc.v1.steps.programs.one_trace import one_trace
+from smpc.v1.steps.programs.common_trace import one_trace
 from smpc.v1.steps.programs.signature import ModeReader, Signature, broken
 
 
 class Compiler:
-    """One rank's part of it."""
+    """One rank's part of the compilation."""
 
     def __init__(
         self, context: StepContext, transport: Transport, control: Control, modes: ModeReader, versions: DictVersions
@@ -64,13 +64,13 @@ class Compiler:
         self._transport, self._control, self._modes, self._versions = transport, control, modes, versions
         self._options = _options(context.session, context.measures)
         self._times: NodeTimes | None = None  # measured before the first plan
-        self._traced: Traced | None = None  # what the last recording became
+        self._traced: Traced | None = None  # the rewritten form of the last recording
         self._recorded: tuple[Signature, Recording, Traced] | None = None  # rank 0's last recording on real inputs
         self._num_recorded = 0  # on real inputs
         self._latest: Recording | None = None  # of the last program that was compiled
 
     def answered(self, signature: Signature, inputs: Sequence[Inputs]) -> Signature:
-        """Rank 0: the whole signature of inputs that no program is for: the model is recorded on the first microbatch."""
+        """Rank 0: the whole signature of inputs that have no program: records the model on the first microbatch."""
         self._context.supervision.allow_compilation()
         recording = self._record(signature, inputs[0], None)
         trace = recording.trace
@@ -87,10 +87,10 @@ class Compiler:
         return signature
 
     def first_signature(self, own: tuple[Signature, Inputs] | None, failure: Exception | None) -> Signature:
-        """What the first program of all is for, on all ranks of all replicas: that of replica 0, or of the first one that has data.
+        """The signature of the first program of all, on all ranks of all replicas: from replica 0, or the first replica that has data.
 
-        `own`: rank 0's, with its first microbatch; None on others, and without data. What is to be measured is measured here. Raises
-        on all ranks what one of them finds wrong.
+        `own`: rank 0's, with its first microbatch; None on others, and without data. Requested measurements are made here. Raises
+        any rank's error on all ranks.
         """
         session, measures = self._session, self._context.measures
         mesh = session.mesh
@@ -100,7 +100,7 @@ class Compiler:
         times: list[list[float]] | None = None
         if measures and own is not None and session.rank == leader:
             try:
-                self._context.placement.draw()  # what is measured runs for real
+                self._context.placement.draw()  # measured operations run for real
                 times = self._measure(own[1])
             except Exception as error:
                 failure = error
@@ -124,7 +124,8 @@ class Compiler:
     ) -> tuple[Compilation, Recording]:
         """The programs of a signature; collective over the pipeline. Raises the same on all its ranks.
 
-        `like`: what fixed which rank holds which parameter; None for the first of all, which may follow the plan `saved` by an earlier job.
+        `like`: the compilation that fixed the placement of parameters; None for the first of all, which may follow the plan `saved` by an
+        earlier job.
         """
         self._context.supervision.allow_compilation()
         recording = self._recording_of_group(signature)
@@ -137,7 +138,7 @@ class Compiler:
         return compilation, recording
 
     def _recording_of_group(self, signature: Signature) -> Recording:
-        """This rank's recording, whose trace is that of all, ranks of other pipelines that share sequences with this one included."""
+        """This rank's recording with the trace that all ranks share, including ranks of other pipelines that share its sequences."""
         sequences = self._context.sequences
         if sequences is None:
             return self._agreed_recording(signature)
@@ -154,7 +155,7 @@ class Compiler:
         return recording
 
     def _agreed_recording(self, signature: Signature) -> Recording:
-        """This rank's recording, whose trace is that of all."""
+        """This rank's recording, with the trace that all ranks share."""
         recording: Recording | None = None
         failure: Exception | None = None
         change = None if self._latest is None else self._latest.environment.difference()
@@ -170,7 +171,7 @@ class Compiler:
         fingerprint = None if recording is None else recording.trace.fingerprint
         found = self._control.gather((describe(failure), fingerprint, str(change or "nothing has changed")))
         errors = [error for error, _, _ in found]
-        if None in errors:  # it is not the model: say whose recording has failed
+        if None in errors:  # the error is not the model's: say whose recording has failed
             errors = [
                 error and (error[0], f"{error[1]}\n(on pipeline rank {rank})", error[2])
                 for rank, error in enumerate(errors)
@@ -219,7 +220,7 @@ class Compiler:
 
     @property
     def _experts_apart(self) -> tuple[frozenset[str], Optimizer] | None:
-        """The parameters that fewer ranks hold than others, and what their optimizer keeps."""
+        """The parameters that fewer ranks hold than others, and their optimizer state."""
         experts = self._context.experts
         if experts is None:
             return None
@@ -243,7 +244,7 @@ class Compiler:
         return [numbers.tolist() for part in parts for numbers in (part.forward, part.backward)]
 
     def _measure_wire(self, leader: int) -> None:
-        """Plan with messages as they are here: those of the leader's pipeline, for all. Collective over all ranks."""
+        """Plan with measured messages: the leader's pipeline measures for all. Collective over all ranks."""
         session, control = self._session, self._control
         mine = measure_wire(self._transport, control.rank, control.size, session.device)
         wire = gather_objects(mine, session.groups[Axis.WORLD], session.message_device, session.device)[leader]
@@ -251,7 +252,7 @@ class Compiler:
         self._options = dataclasses.replace(self._options, device=device)
 
     def _record(self, signature: Signature, inputs: Inputs, answers: Answers | None) -> Recording:
-        """The recording of a signature, on real inputs or with the answers to what it asks of them."""
+        """The recording of a signature, on real inputs or with known answers to its questions about their values."""
         enter(Phase.STEP, "recording the model")
         context = self._context
         context.script.job.tracing = True
@@ -308,7 +309,7 @@ def _options(session: Session, measures: Measures) -> PipelineOptions:
 
 
 def _device_name(device: torch.device) -> str:
-    """What times and memory are predicted for: see `smpc.partitioner.costs.device`."""
+    """The device for which times and memory are predicted: see `smpc.partitioner.costs.device`."""
     if device.type != "cuda":
         return "cpu"
     words = re.split(r"[^a-z0-9]+", torch.cuda.get_device_name(device).lower())

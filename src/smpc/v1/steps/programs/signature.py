@@ -1,4 +1,4 @@
-"""What a compiled program depends on, the model's inputs for one microbatch and the modes that the model is in; and the programs by it.
+"""The signature that a compiled program depends on: the model's inputs for one microbatch, and its modes; and the table of programs.
 
 Terms
     modes       `training` of every module and `requires_grad` of every parameter, as bytes; and whether autograd is on
@@ -8,14 +8,14 @@ Terms
     signature   structure, tensor specs and constants of the inputs, the modes, the ones, the answers and the environment. Equal
                 signatures run the same program
 
-Pipeline rank 0 captures signatures; the others get them, with everything that is needed to record the model: tensors become meta tensors.
-On rank 0 a signature is not whole until it is known what the model's Python asks of the inputs' values: `ProgramTable.lookup` finds a
-program whose recording has asked the same, and got the same answers.
+Pipeline rank 0 captures signatures; the others get them, with everything needed to record the model: tensors become meta tensors. On rank
+0 a signature is complete only once the questions of the model's Python about the inputs' values are known: `ProgramTable.lookup` finds a
+program whose recording asked the same questions and got the same answers.
 
-A model that meets ever new shapes would compile ever new programs, so a table holds no more than `program_cache_size`. Beyond that a new
-one takes the number of the one that has not run for the longest time; that is compiled again if its inputs come back. The first one,
-number 0, stays: its stages are those that replicas average the gradients of. All ranks of a replica run the same programs in the same
-order, so they replace the same ones without a word.
+A model that keeps getting new shapes would keep compiling new programs, so a table holds at most `program_cache_size`. Beyond that a new
+program takes the number of the least recently used one, which is compiled again if its inputs return. The first program, number 0,
+stays: replicas average the gradients of its stages. All ranks of a replica run the same programs in the same order, so they replace the
+same ones without communication.
 
     bound 3, steps with signatures a b c b d     numbers 0 1 2 1 2: d replaces c
 """
@@ -54,14 +54,14 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a program is compiled for."""
+    """The key of a program."""
 
     structure: Structure
     leaves: tuple[TensorSpec | Constant, ...]
     modes: bytes
     grad_enabled: bool
     answers: str = ""
-    autocast: Autocast | None = None  # that of the step function, around the model
+    autocast: Autocast | None = None  # the step function's autocast around the model
     ones: tuple[str, ...] = ()  # paths of inputs
     environment: int = 0
 
@@ -101,9 +101,9 @@ class Signature:
 
 
 class ModeReader:
-    """Reads the modes of a model. Modules may come and go between steps; parameters may not, for ranks hold them by name.
+    """Reads the modes of a model. Modules may be added and removed between steps; parameters may not, since ranks hold them by name.
 
-    `versions` tells which modules have been written to, and is polled by whoever begins a step.
+    `versions` says which modules have been written to; the caller of a step polls it.
     """
 
     def __init__(self, model: nn.Module, versions: DictVersions | None = None) -> None:
@@ -116,7 +116,7 @@ class ModeReader:
         self.rebase()
 
     def rebase(self) -> None:
-        """From now on the parameters that the model has are those that it must keep."""
+        """From now on the model must keep its present parameters."""
         self._parameters = list(self._model.named_parameters())
         self._read_trained = trained_reader([parameter for _, parameter in self._parameters])
         self._read_modules()
@@ -134,7 +134,7 @@ class ModeReader:
         self._seen = self._versions.generation
 
     def read(self) -> bytes:
-        """The modes now. Raises StepError if the model has not the parameters that it had."""
+        """The modes now. Raises StepError if the model's parameters have changed."""
         if self._polls:
             self._versions.poll()
         changed, seen = self._versions.changed_in, self._seen
@@ -172,7 +172,7 @@ class ModeReader:
             )
 
     def check(self, expected: bytes) -> None:
-        """Raise StepError, naming the first difference, if the modes are not those of pipeline rank 0."""
+        """Raise StepError, naming the first difference, if the modes differ from pipeline rank 0's."""
         found = self.read()
         if found == expected:
             return
@@ -194,7 +194,7 @@ class ModeReader:
 def read_signature(inputs: Inputs, modes: bytes, grad_enabled: bool, autocast: Autocast | None = None) -> Signature:
     """The signature of one microbatch's model inputs.
 
-    Raises StepError for tensors that want gradients, and for objects that other ranks cannot be sent.
+    Raises StepError for tensors that require gradients, and for objects that cannot be sent to other ranks.
     """
     leaves, structure = flatten(inputs)
     described: list[TensorSpec | Constant] = []
@@ -213,7 +213,7 @@ def read_signature(inputs: Inputs, modes: bytes, grad_enabled: bool, autocast: A
 
 @functools.lru_cache(maxsize=64)
 def _masks(structure: Structure) -> tuple[tuple[int, str], ...]:
-    """Position and path of what the caller of the model calls a mask."""
+    """Position and path of the inputs that the caller names a mask."""
     return tuple((position, path) for position, path in enumerate(structure.paths()) if "mask" in path)
 
 
@@ -273,7 +273,7 @@ class ProgramTable:
         self._num_uses = 0
 
     def lookup(self, signature: Signature, inputs: Sequence[Inputs], model: nn.Module) -> int | None:
-        """The number of a program for these inputs: its guards hold on all microbatches, in the environment of now."""
+        """The number of a program for these inputs: its guards hold on all microbatches, in the present environment."""
         for number, (known, recording) in enumerate(self.entries):
             if dataclasses.replace(known, answers=signature.answers, environment=signature.environment) != signature:
                 continue
@@ -290,7 +290,7 @@ class ProgramTable:
         self._last_use[number] = self._num_uses
 
     def next_number(self) -> int:
-        """The number that the next new program gets: a free one, or that of the program which gives way."""
+        """The number that the next new program gets: a free one, or the number of the replaced program."""
         if len(self.entries) < self._bound:
             return len(self.entries)
         return min(range(1, self._bound), key=self._last_use.__getitem__)

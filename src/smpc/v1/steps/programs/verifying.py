@@ -1,4 +1,5 @@
-"""The key `verify`: pipeline rank 0 runs the first microbatch in plain PyTorch and as compiled, and all ranks learn whether they agree.
+"""The key `verify`: pipeline rank 0 runs the first microbatch in plain PyTorch and as compiled, and all ranks learn whether the results
+agree.
 
 It happens in the first step, after its programs are made and before the model is divided among the ranks: the one moment at which a rank
 has the whole model and its programs. Nothing of the model, of the script's data or of the random generators is changed by it.
@@ -8,8 +9,8 @@ has the whole model and its programs. Nothing of the model, of the script's data
     eager, loopback, comparison                         wait
     result                                      <->     result          VerificationError on all of them, or the step goes on
 
-The step function is not called: what it does around the model is not compiled, it runs as it is written. Backward starts from the model's
-outputs (`smpc.verification.runs`).
+The step function is not called: its code around the model is not compiled. Backward starts from the model's outputs
+(`smpc.verification.runs`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from smpc.tracer.record import Recording
 from smpc.v1.session.control import Control
 from smpc.v1.session.state import Session
 from smpc.v1.session.step_errors import describe, raise_first
-from smpc.v1.session.watched import enter
+from smpc.v1.session.wait_limits import enter
 from smpc.v1.steps.programs.signature import Signature
 from smpc.verification import Conditions, verify_compilation
 
@@ -44,7 +45,7 @@ def verify_first(
 ) -> None:
     """Compare the first program with the model, on pipeline rank 0's first microbatch; None elsewhere, and without data. Collective.
 
-    Raises VerificationError on all ranks of the pipeline. Where it cannot be done, rank 0 warns, and training goes on.
+    Raises VerificationError on all ranks of the pipeline. If it cannot be done, rank 0 warns, and training continues.
     """
     enter(Phase.STEP, "verifying the programs on pipeline rank 0")
     failure: Exception | None = None

@@ -1,4 +1,4 @@
-"""Saves that go on in the background, and their end on all ranks.
+"""Background saves, and their completion on all ranks.
 
     queue = AsyncCallsQueue()
     async_save(state_dict, checkpoint_id="run/step_100", queue=queue)      returns when tensors may change
@@ -6,7 +6,7 @@
     queue.maybe_finalize_async_calls(blocking=True)                        before the end
 
 A queue saves one checkpoint after the other; the next `async_save` waits for the last. A save that fails on one rank is an error at the
-next call on every rank of its group. A process that ends waits for its saves, and has status 1 if one has failed that nobody heard of.
+next call on every rank of its group. A process waits for its saves before it exits, with status 1 if a failure was never reported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TIMEOUT = datetime.timedelta(minutes=30)
 
 @dataclass(frozen=True, slots=True)
 class _Background:
-    """What saves of the ranks of one process group."""
+    """Saves for the ranks of one process group."""
 
     world: dist.ProcessGroup | None  # the world that the group was made in: a script may end it, and make another
     group: dist.ProcessGroup | None
@@ -104,7 +104,7 @@ class AsyncCallsQueue:
         self._calls = [call for call in self._calls if call[1] is not background]
 
     def _background(self, process_group: dist.ProcessGroup | None) -> _Background:
-        """What saves of a group; its own process group is made at the first call. Collective then."""
+        """The saver of a group; its own process group is made at the first call, which is collective."""
         world = dist.group.WORLD if dist.is_initialized() else None
         given = process_group or world
         name = "" if given is None else given.group_name
@@ -121,7 +121,7 @@ AsyncRequestQueue = AsyncCallsQueue
 
 
 def _gloo_group(given: dist.ProcessGroup, is_world: bool) -> dist.ProcessGroup:
-    """A group of the same ranks that nobody else uses, so that a thread may talk over it."""
+    """A group of the same ranks for this use only, so that a thread may communicate over it."""
     ranks = dist.get_process_group_ranks(given)
     made: dist.ProcessGroup = dist.new_group(
         ranks, backend="gloo", timeout=_TIMEOUT, use_local_synchronization=not is_world

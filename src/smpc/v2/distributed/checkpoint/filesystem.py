@@ -17,5 +17,5 @@ __all__ = ["DistributedFileSystemReader", "DistributedFileSystemWriter", "path_t
 
 
 def path_to_file_system(path: str | os.PathLike[str]) -> FileSystemBase:
-    """The file system that a folder or a URL lies in."""
+    """The file system of a folder or a URL."""
     return place_of(path)[0]

@@ -65,14 +65,14 @@ def format_s3_path(bucket: str, key: str = "") -> str:
 
 
 def get_s3_region_from_uri(uri: str) -> str:
-    """The region that a bucket lies in; asks the storage."""
+    """The region of a bucket; asks the storage."""
     bucket, _ = parse_s3_uri(uri)
     found = S3FileSystem().fs.call_s3("get_bucket_location", Bucket=bucket)
     return found.get("LocationConstraint") or "us-east-1"
 
 
 def s3_options(region: str | None = None, config: Any = None) -> dict[str, Any]:
-    """What fsspec is told for a region, and an S3ClientConfig (or anything with a `part_size`)."""
+    """The fsspec options for a region, and an S3ClientConfig (or anything with a `part_size`)."""
     options: dict[str, Any] = {"default_block_size": getattr(config, "part_size", S3ClientConfig().part_size)}
     if region is not None:
         options["client_kwargs"] = {"region_name": region}

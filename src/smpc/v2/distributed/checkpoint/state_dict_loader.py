@@ -43,7 +43,7 @@ def load(
     """
     if storage_reader is None and checkpoint_id is None:
         raise UsageError(
-            "load: expected a checkpoint_id or a storage_reader, found neither; pass where the checkpoint lies"
+            "load: expected a checkpoint_id or a storage_reader, found neither; pass the location of the checkpoint"
         )
     if storage_reader is None:
         assert checkpoint_id is not None, "checked above"
@@ -61,7 +61,7 @@ def load(
 
 
 def _take_over(target: Any, found: Any) -> None:
-    """Put what is no tensor of what was loaded where the script looks for it."""
+    """Put loaded values that are not tensors into the script's state dict."""
     for key, value in found.items():
         old = target.get(key)
         if hasattr(old, "load_state_dict") and hasattr(old, "state_dict"):

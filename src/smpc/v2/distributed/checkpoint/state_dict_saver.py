@@ -4,8 +4,8 @@
     async_save(state_dict, checkpoint_id="s3://bucket/run/step_200")
     maybe_finalize_async_calls(blocking=True)
 
-What is saved is in the format of torch.distributed.checkpoint, whose `load` reads it. A checkpoint that is saved over another replaces it
-when it is complete. Ranks that pass different ids save checkpoints of their own parts: the local kind.
+Checkpoints are in the format of torch.distributed.checkpoint, whose `load` reads them. A new checkpoint replaces an old one when it is
+complete. Ranks that pass different ids save checkpoints of their own parts: the local kind.
 
 Source: "torch.sagemaker.distributed.checkpoint.state_dict_saver" in the public reference of SMP v2.
 """
@@ -69,7 +69,7 @@ def async_save(
 ) -> None:
     """Start to save a state dict; returns when its tensors may change. Every rank of the group calls it.
 
-    What this rank writes is copied to CPU memory first, which the next save uses again. An earlier save of the queue is waited for.
+    This rank's data is copied to CPU memory first, which the next save reuses. The call waits for an earlier save of the queue.
     `coordinator_rank` is a rank of the group. Raises CheckpointError if this save cannot begin, or the one before it failed.
     """
     _check_strategy(sharded_strategy)
@@ -96,7 +96,7 @@ def save(
     s3_region: str | None = None,
     s3client_config: S3ClientConfig | None = None,
 ) -> None:
-    """Save a state dict, and return when the checkpoint stands. Every rank of the group calls it.
+    """Save a state dict, and return when the checkpoint is complete. Every rank of the group calls it.
 
     Raises CheckpointError on every rank if it fails on one, and an older checkpoint of the same id stays.
     """
@@ -120,10 +120,10 @@ def _parts_of(state_dict: dict[str, Any], writer: StorageWriter, ranks: Ranks) -
 
 
 def at_place(state_dict: dict[str, Any], place: str, ranks: Ranks) -> dict[str, Any]:
-    """What this rank saves to a place, or loads from there. Collective.
+    """This rank's storage for saving to a place, or loading from it. Collective.
 
-    If it is there alone, while others are elsewhere: what it has of everything. If all ranks are there that have slices of something: whole
-    tensors. Otherwise each folder has the tensors of one rank of each tensor-parallel group: slices. Memory is shared.
+    If it saves alone there, while others save elsewhere: its own parts. If all ranks with slices of a tensor save there: whole tensors.
+    Otherwise each folder has the tensors of one rank of each tensor-parallel group: slices. Memory is shared.
     """
     own = (place, state.tp_rank, state.ep_rank) if state.is_initialized else (place, 0, 0)
     everybody = ranks.everybody(own)
@@ -147,13 +147,13 @@ def _writer(
         return writer
     if checkpoint_id is None:
         raise UsageError(
-            "save: expected a checkpoint_id or a storage_writer, found neither; pass where the checkpoint is to lie"
+            "save: expected a checkpoint_id or a storage_writer, found neither; pass a location for the checkpoint"
         )
     return Writer(checkpoint_id, options=options_of(checkpoint_id, region, config))
 
 
 def options_of(place: str | os.PathLike[str], region: str | None, config: S3ClientConfig | None) -> dict[str, Any]:
-    """What fsspec is told of a place."""
+    """The fsspec options of a place."""
     return s3_options(region, config) if is_url(place) and is_s3_uri(place) else {}
 
 

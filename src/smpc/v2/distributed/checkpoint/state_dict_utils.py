@@ -1,4 +1,4 @@
-"""State dicts of what one rank has, and optimizers that have their state before the first step.
+"""State dicts of one rank's part, and optimizers that have their state before the first step.
 
     with sm_state_dict_type(model, SMStateDictType.SM_LOCAL_STATE_DICT):
         save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=f"run/tp0_ep0_fsdp{rank}")
@@ -23,14 +23,14 @@ __all__ = ["SMStateDictType", "init_optim_state", "sm_state_dict_type"]
 
 
 class SMStateDictType(Enum):
-    """Kinds of state dicts beside those of torch."""
+    """Kinds of state dicts beside torch's."""
 
     SM_LOCAL_STATE_DICT = "local"
 
 
 @contextmanager
 def sm_state_dict_type(module: nn.Module, state_dict_type: SMStateDictType) -> Iterator[None]:
-    """Inside, `state_dict` and `load_state_dict` of a model are of what this rank has, by the names of its parameters now.
+    """Inside, `state_dict` and `load_state_dict` of a model cover this rank's part, by the present names of its parameters.
 
     Nothing is communicated. Such a state is loaded by as many shards as saved it.
     """

@@ -1,1 +1,1 @@
-"""What scripts for SMP v2 import for FSDP."""
+"""Names that scripts for SMP v2 import for FSDP."""

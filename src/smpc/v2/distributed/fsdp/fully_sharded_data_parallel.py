@@ -15,7 +15,7 @@ __all__ = ["register_tp_processing_pre_comm_hook"]
 def register_tp_processing_pre_comm_hook(model: nn.Module) -> None:
     """Changes nothing: gradients of weights that tensor-parallel ranks have whole are the whole ones already, on each of them.
 
-    Where SMP v2 has partial ones it sums them here. Raises UsageError for what is no module.
+    SMP v2 sums partial gradients here. Raises UsageError for anything but a module.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"register_tp_processing_pre_comm_hook: expected a model, found {type(model).__name__}")

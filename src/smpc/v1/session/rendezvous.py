@@ -1,11 +1,11 @@
-"""How the processes of a job find each other: this process's place, the store they share, and who has come.
+"""How the processes of a job find each other: this process's place, the store they share, and which processes have arrived.
 
-A process's place comes from what started it (`smpc.places`): torchrun, `smpc run`, mpirun, srun, or variables set by hand. Where nothing
-says that there are others, it is a job of one process.
+A process's place comes from its launcher (`smpc.places`): torchrun, `smpc run`, mpirun, srun, or variables set by hand. If nothing names
+other processes, it is a job of one process.
 
-The store is the launcher's, where it serves one (torchrun, `smpc run`); otherwise rank 0 makes it, at MASTER_ADDR and MASTER_PORT. On one
-host the address may be left out, and the port where mpirun or srun has a number for the job, from which all ranks take the same one.
-Rank 0's store serves the later sessions of the same processes too.
+The launcher serves the store (torchrun, `smpc run`), or else rank 0 does, at MASTER_ADDR and MASTER_PORT. On one host the address may be
+left out, and also the port if mpirun or srun has a number for the job, from which all ranks derive the same port. Rank 0's store serves
+the later sessions of the same processes too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from smpc.errors import ConfigError, PeerError, TransportError
 from smpc.launch.store import job_store, of_job
 from smpc.places import Launch
 from smpc.v1.session.state import state
-from smpc.v1.session.watched import ended
+from smpc.v1.session.wait_limits import ended
 
 _HERE = "smpc_here"  # store key: which processes have called smp.init
 _MANY = 8
@@ -28,16 +28,14 @@ _SHORTEST_LOOK, _LONGEST_LOOK = 0.01, 1.0  # seconds between two looks at who is
 
 
 def meet(launch: Launch, timeout: datetime.timedelta) -> Store:
-    """The store of this session, once all processes are here; of a job that has several."""
+    """The store of this session, once all processes have arrived; for a job of several processes."""
     base = _connect(launch, timeout)
     store = PrefixStore(f"smpc_session_{state.session_number}", base)
     try:
         await_all(store, launch, timeout)
     except TransportError:
         if launch.rank == 0 and not launch.has_store:
-            time.sleep(
-                2 * _LONGEST_LOOK
-            )  # the others find out by themselves, and look into the store that this process has
+            time.sleep(2 * _LONGEST_LOOK)  # the others notice by themselves, by reading this process's store
         raise
     return store
 
@@ -58,7 +56,7 @@ def _connect(launch: Launch, timeout: datetime.timedelta) -> Store:
 def await_all(store: Store, launch: Launch, timeout: datetime.timedelta) -> None:
     """Wait until all processes are here.
 
-    Raises TransportError, naming those that are not; PeerError once the launcher says that one of those has ended with status 0;
+    Raises TransportError, naming missing processes; PeerError once the launcher says that one of them has ended with status 0;
     ConfigError if another process has this one's place.
     """
     if store.add(f"{_HERE}/{launch.rank}", 1) > 1:

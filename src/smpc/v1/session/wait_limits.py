@@ -1,11 +1,11 @@
-"""How long a session's ranks wait for each other, and what they are told of one that does not come.
+"""How long a session's ranks wait for each other, and the error for a rank that does not come.
 
     make_monitor(...)                           in `smp.init`, as soon as the ranks have met
     with exchange("smp.barrier(WORLD)"): ...    a call of torch.distributed, which waits for other ranks
     enter(Phase.MODEL)                          what this rank does, until its first step is done
 
-The work is that of `smpc.executor.FailureMonitor`, one for each session. A rank that is alone waits for nobody: then nothing here does
-anything.
+`smpc.executor.FailureMonitor` does the work, one for each session. A rank that is alone waits for nobody, so nothing here has an
+effect.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def make_monitor(store: Store, config: Config, mesh: Mesh, rank: int, session: i
 
 
 def ended(launcher: Store) -> Sequence[int]:
-    """The ranks that have ended with status 0, as far as a launcher tells."""
+    """The ranks that have ended with status 0, if a launcher reports them."""
     told = launcher.get(ENDED).decode() if launcher.check([ENDED]) else ""
     return [int(number) for number in told.split(",") if number.isdecimal()]
 

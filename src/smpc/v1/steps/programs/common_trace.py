@@ -8,9 +8,9 @@ from smpc.v1.session.control import Control
 
 
 def one_trace(trace: Trace, control: Control) -> Trace | None:
-    """Pipeline rank 0's trace, if the others differ from it in order alone; else None. Collective, and the same on all ranks.
+    """Pipeline rank 0's trace, if the others differ from it only in order; else None. Collective, and the same on all ranks.
 
-    The order of a set's strings is another one in every process, so it is only where traces differ that more is sent than fingerprints.
+    The order of a set's strings differs between processes. More than fingerprints is sent only if traces differ.
     """
     text = control.broadcast_object(trace.to_json() if control.rank == 0 else None, 0)
     first = trace if control.rank == 0 else Trace.from_json(text)

@@ -1,9 +1,9 @@
-"""Whether a rank that others wait for, to save, load or gather state, has gone on without them.
+"""Detects that a rank which others wait for, to save, load or gather state, has continued without them.
 
 Every rank runs the same script, and all ranks of a replica the same steps. So a rank of this replica that has begun a later step than this
-one has passed the call that this one is in, and will not make it. So has one that waits in a collective call while all others wait as
-well. Then the call fails in seconds, naming that rank, and not after `checkpoint_timeout`. A rank that computes, reads data or writes
-files is waited for.
+one has passed the call that this one is in, and will not make it. The same holds for a rank that waits in a collective call while all
+others wait as well. Then the call fails in seconds, naming that rank, and not after `checkpoint_timeout`. A rank that computes, reads data
+or writes files is waited for.
 
     whereabouts.answer()          looks whether somebody asks for this rank, and answers; the monitor's thread calls it twice a second
     whereabouts.are_silent(ranks) whether one of these has been asked in vain, so that it may have died
@@ -46,7 +46,7 @@ class Answer:
 
     @staticmethod
     def read(payload: bytes) -> Answer | None:
-        """None of what is no answer: anybody who reaches the store can write to it."""
+        """None for text that is not an answer: anybody who reaches the store can write to it."""
         try:
             fields = json.loads(payload[:_MAX_ANSWER])
             return Answer(int(fields["steps"]), str(fields["stack"]))
@@ -61,7 +61,7 @@ class Whereabouts:
         self._rank, self._size = session.rank, session.mesh.world_size
         self._replica = frozenset(session.mesh.group(Axis.MP, session.rank))
         self._monitor, self._main = monitor, threading.get_ident()
-        # A connection for each thread: one that waits keeps the other from it.
+        # A connection for each thread: a waiting thread would block the other.
         self._answering, self.store = (_store() for _ in range(2))
         self._unanswered: dict[int, float] = {}  # since when
         self._seen: dict[int, tuple[str, float]] = {}  # where ranks are in collective calls, and since when
@@ -69,7 +69,7 @@ class Whereabouts:
     def answer(self) -> None:
         """See the module's docstring."""
         key = f"asked/{self._rank}"
-        with contextlib.suppress(RuntimeError):  # the store's host has died, of which the monitor tells
+        with contextlib.suppress(RuntimeError):  # the store's host has died; the monitor reports it
             if self._answering.check([key]):
                 self._answering.delete_key(key)
                 frame = frame_of(self._main)
@@ -84,7 +84,7 @@ class Whereabouts:
                 self._answering.set(f"answer/{self._rank}", json.dumps(said))
 
     def skipped(self, ranks: Sequence[int]) -> str | None:
-        """What is known of one of these ranks that will not come; None if they may. To be called again, every second or so."""
+        """A report on one of these ranks that will not come; None if they may. Call it every second or so."""
         answers = {rank: self._ask(rank) for rank in range(self._size) if rank != self._rank}
         for rank in ranks:
             found = answers.get(rank)
@@ -107,7 +107,7 @@ class Whereabouts:
         return any(now - self._unanswered.get(rank, now) > _SILENT_SECONDS for rank in ranks)
 
     def _ask(self, rank: int) -> Answer | None:
-        """The last answer of a rank, which is asked for the next."""
+        """The last answer of a rank; also requests the next."""
         if self.store.check([f"asked/{rank}"]):
             self._unanswered.setdefault(rank, time.monotonic())
         else:

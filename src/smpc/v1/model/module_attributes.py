@@ -1,11 +1,11 @@
-"""What a distributed model shows of the module in it, so that code which looks at a model finds what it looks for.
+"""Attributes of the wrapped module that a distributed model shows, for code that inspects a model.
 
     inspect.signature(model.forward)      the module's own, which libraries read to know the columns of a batch
     model.config, model.generation_config any plain value of the module
     model.device, model.dtype             where this rank computes; the dtype of the module's parameters
     model.generate(...)                   the whole model, gathered for the call
 
-The module's methods and submodules are not shown. A method would run on this rank's part alone; `model.get_module()` has them.
+The module's methods and submodules are not shown. A method would run on this rank's part only; `model.get_module()` has them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _GENERATE = "generate"
 
 
 class ShownModel(StatefulModel):
-    """Base of what looks like the module in it."""
+    """Base of a wrapper that looks like the module in it."""
 
     def show_signature(self, module: nn.Module) -> None:
         """Let `model` and `model.forward` have the signature of the module's forward; on the object, as models differ."""
         try:
             signature = inspect.signature(module.forward)
-        except (TypeError, ValueError):  # a forward of which Python knows none
+        except (TypeError, ValueError):  # a forward without a signature
             return
         forward: Any = functools.update_wrapper(functools.partial(self.forward), self.forward)
         forward.__signature__ = signature
@@ -47,7 +47,7 @@ class ShownModel(StatefulModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the module's first floating-point parameter; torch's default where there is none."""
+        """The dtype of the module's first floating-point parameter; torch's default if there is none."""
         found = (p.dtype for p in self._context.module.parameters() if p.is_floating_point())
         return next(found, torch.get_default_dtype())
 
@@ -70,8 +70,8 @@ class ShownModel(StatefulModel):
     def _generate(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the module's `generate` with the whole model in place; on all ranks of a replica, each of which gets the result.
 
-        With a pipeline the whole model is gathered on the CPU of every rank, where the first one generates; the others' arguments do not
-        count. Gradients are kept. Raises StepError in a step function, ConfigUnsupportedError where a rank has slices of parameters.
+        With a pipeline the whole model is gathered on the CPU of every rank, and the first rank generates; the arguments of other ranks
+        are ignored. Gradients are kept. Raises StepError in a step function, ConfigUnsupportedError if a rank has slices of parameters.
         """
         session, context = self._context.session, self._context
         state.check_current(session, "smp.DistributedModel")

@@ -1,5 +1,4 @@
-"""What ranks must have alike, checked or shared: arguments and parameters all of them; batches and random numbers those that slice layers
-together."""
+"""Values that must be equal on ranks, checked or shared: on all ranks, or on the ranks that slice layers together."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def check_alike(given: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
 
 
 def _plain(value: Any) -> Any:
-    """What of a value is compared: plain ones, also inside of dictionaries, and the classes of others."""
+    """The compared part of a value: plain values, also inside dictionaries, and the classes of others."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in sorted(value.items(), key=lambda item: str(item[0]))}
     return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
