@@ -101,10 +101,9 @@ def prepare(
 ) -> Prepared:
     """Shard the children of a model in place, with rank 0's values. Collective.
 
-    `config`: what to shard, and how. `precision`: `fp32`, `amp_fp16` or `amp_bf16`, which named mixed precisions refer to. `optimizer`:
-    gets the sharded parameters in place of the whole ones. `device_type`: "cpu" or "cuda", where the model computes. `tensor`: the
-    layers that are sliced first, over groups of ranks; FSDP shards over the ranks with the same slices. Raises ConfigError for fields
-    that do not fit the model or the ranks, before any process group is made.
+    `precision`: `fp32`, `amp_fp16` or `amp_bf16`, which named mixed precisions refer to. `optimizer`: gets the sharded parameters in place
+    of the whole ones. `device_type`: "cpu" or "cuda". `tensor`: layers that are sliced first; FSDP shards over the ranks with the same
+    slices. Raises ConfigError for fields that do not fit the model or the ranks, before any process group is made.
     """
     roots = _roots(model, config)
     units = {name: units_of(root) for name, root in roots.items()}
