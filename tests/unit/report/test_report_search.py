@@ -20,13 +20,13 @@ SHORT = "a + b"
 
 @pytest.fixture(scope="module")
 def found():
-    """A search, with other names in the place of what three of its ways compute again."""
+    """A search, with other names in the place of what three of its ways compute again, as if each of them had been planned."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     found = smpc.search(model, (torch.zeros(8, 16, device="meta"),), world_size=2)
     assert len(found.results) >= 3
     named = [
-        dataclasses.replace(result, candidate=dataclasses.replace(result.candidate, recompute=name))
+        dataclasses.replace(result, candidate=dataclasses.replace(result.candidate, recompute=name), ways=1)
         for result, name in zip(found.results, (LONG, LONGER, SHORT), strict=False)
     ]
     return dataclasses.replace(found, results=tuple(named))
