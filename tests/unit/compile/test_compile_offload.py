@@ -247,6 +247,17 @@ def test_the_command_finds_it(target, tmp_path, capsys, monkeypatch):
     assert max(rank_peaks(plan).values()) <= limit
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
+def test_what_a_weight_backward_reads_counts_until_then(target, schedule):
+    """The peak of a rank that offloads nothing was less than without offloading: W holds what its B has left."""
+    asked = {**OFFLOADED, "schedule": schedule, "activation_loading_horizon": 100}
+    moved, plain = (
+        compile_model(*target, **{**asked, "offload_activations": moves}, device=DEVICE) for moves in (True, False)
+    )
+    assert moved.timeline().copies == ()
+    assert rank_peaks(moved.plan) == rank_peaks(plain.plan)
+
+
 class Frozen(nn.Module):
     """Its blocks read what needs no gradient: there is nothing to offload."""
 
