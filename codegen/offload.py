@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
-from smpc.codegen.program import Action, Instruction, Op, Schedule
+from smpc.codegen.program import Action, Instruction, Op, Schedule, split_backwards
 from smpc.partitioner.memory.peak import Resident
 
 _TASKS = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
@@ -34,9 +34,13 @@ def insert_offloads(
 
 
 def resident(schedule: Schedule, num_stages: int, horizon: int) -> tuple[Resident, ...]:
-    """By stage, how many microbatches at once are in flight and not offloaded."""
+    """By stage, how many microbatches at once are in flight and not offloaded.
+
+    One whose backward is split is there until W: what that reads may be what a region reads.
+    """
     most, last = [0] * num_stages, [0] * num_stages
     for actions in schedule:
+        split = split_backwards(actions)
         before = moves(actions, horizon)
         now, in_flight = [0] * num_stages, [0] * num_stages
         forwards = Counter(action.stage for action in actions if action.op is Op.FORWARD)
@@ -50,8 +54,9 @@ def resident(schedule: Schedule, num_stages: int, horizon: int) -> tuple[Residen
             if not forwards[stage] and now[stage] == in_flight[stage]:
                 last[stage] = max(last[stage], now[stage])
             forwards[stage] -= action.op is Op.FORWARD
+            ends = Op.WEIGHT if (stage, action.microbatch) in split else Op.BACKWARD
             for counts in (now, in_flight):
-                counts[stage] -= action.op is Op.BACKWARD
+                counts[stage] -= action.op is ends
     return tuple(map(Resident, most, last))
 
 

@@ -118,7 +118,7 @@ def find_stalled(standings: Sequence[Standing]) -> Standing:
 
 
 def report_of(standings: Sequence[Standing], timeout: float, *, key: str = "", gone: Sequence[int] = ()) -> Report:
-    """The report that all ranks show. `key`: of the configuration, which limits the wait. `gone`: ranks that have ended meanwhile."""
+    """The report that all ranks show. `key`: the key of the configuration that limits the wait. `gone`: ranks that have ended meanwhile."""
     stalled = find_stalled([standing for standing in standings if not gone or standing.rank in gone])
     details = ["the ranks stand at", *(f"  {standing}" for standing in standings)]
     if stalled.stack:

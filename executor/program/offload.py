@@ -101,7 +101,7 @@ def restore_sizes(away: list[Away]) -> None:
 
 
 def addresses(values: Iterable[Tensor]) -> frozenset[int]:
-    """The bytes of the values' storages."""
+    """The addresses of the values' storages."""
     return frozenset(value.untyped_storage().data_ptr() for value in values)
 
 

@@ -6,7 +6,8 @@
 The names say nothing of how forward reads them: first may come all of the gate and then all of up, or the two may alternate (every other
 column), or there may be more between them. So a module is run with few columns (I = 32). Their order must not matter, and on two pretended
 ranks with half of them each, what these return must add up to what the whole one returns. The second rank has zeros for the last bias, as
-that is added once. Modules that cannot be run, or return something else, stay whole where they are called whole.
+that is added once, and where it does their backward passes must add up as well. Modules that cannot be run, or return something else, stay
+whole where they are called whole.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from smpc.codegen.rewrite.expert_parallel import PARTS
 
@@ -95,29 +97,60 @@ def _alternates(module: nn.Module, dim: int) -> bool | None:
     weights = torch.rand(_TOKENS, _CHOSEN, generator=generator)
     biases = [torch.randn(num_experts, size, generator=generator) for size in (_INNER, _INNER, hidden)]
 
-    def run(columns: Tensor, alternate: bool, last_bias: float = 1.0) -> Tensor:
+    def run(columns: Tensor, alternate: bool, *, has_zeros: bool = False) -> _Run:
         join = _alternating if alternate else _one_after_the_other
         first, last = join(gate[:, columns], up[:, columns]), back[:, columns].transpose(1, 2).contiguous()
         if dim == 2:
             first, last = (value.transpose(1, 2).contiguous() for value in (first, last))
-        own = (last, first, last_bias * biases[2], join(biases[0][:, columns], biases[1][:, columns]))
-        result: Tensor = _with(module, dict(zip(NAMES + BIASES, own, strict=True)))(tokens, index, weights)
-        return result
+        own = (last, first, biases[2], join(biases[0][:, columns], biases[1][:, columns]))
+        made = _with(module, dict(zip(NAMES + BIASES, own, strict=True)))
+        zeros = {BIASES[0]: torch.zeros_like(biases[2])} if has_zeros and BIASES[0] in made._parameters else {}
+        return _Run.of(made, zeros, tokens, index, weights, BIASES[0] in made._parameters)
 
     def adds_up(alternate: bool) -> bool:
         columns = torch.arange(_INNER)
         whole, turned = run(columns, alternate), run(columns.flip(0), alternate)
-        halves = run(columns[: _INNER // 2], alternate) + run(columns[_INNER // 2 :], alternate, last_bias=0.0)
-        return all(
-            whole.shape == found.shape and torch.allclose(whole, found, rtol=1e-4, atol=1e-5)
-            for found in (turned, halves)
-        )
+        parts = run(columns[: _INNER // 2], alternate), run(columns[_INNER // 2 :], alternate, has_zeros=True)
+        return all(whole.equals(found) for found in (turned, parts[0] + parts[1]))
 
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             return next((alternate for alternate in (False, True) if adds_up(alternate)), None)
     except Exception:  # whatever its forward raises
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What a module returned, and the gradient of its weights of experts; 0 where that does not count."""
+
+    result: Tensor
+    gradient: Tensor
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, others: dict[str, Tensor], tokens: Tensor, index: Tensor, weights: Tensor, back: bool
+    ) -> _Run:
+        """With other parameters for the time of the call, as `smpc.executor.tensor_ops.on_summands` has them.
+
+        What the module computes again in its backward, by checkpoints of its own, it would compute with its own ones. So with `back` its
+        backward counts.
+        """
+        with torch.set_grad_enabled(back):
+            leaves = [value.clone().requires_grad_(back) for value in (tokens, weights)]
+            result: Tensor = functional_call(module, others, (leaves[0], index, leaves[1]))
+        if back and result.requires_grad:
+            torch.autograd.backward(result, torch.linspace(-1.0, 1.0, result.numel()).view(result.shape))
+        gradient = leaves[1].grad
+        return cls(result.detach(), torch.zeros(()) if gradient is None else gradient)
+
+    def __add__(self, other: _Run) -> _Run:
+        return _Run(self.result + other.result, self.gradient + other.gradient)
+
+    def equals(self, other: _Run) -> bool:
+        """But for rounding."""
+        pairs = (self.result, other.result), (self.gradient, other.gradient)
+        return all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
 
 
 def _one_after_the_other(gate: Tensor, up: Tensor) -> Tensor:

@@ -180,10 +180,10 @@ def host_lines(plan: Plan, timeline: Timeline) -> tuple[tuple[str, str], ...]:
     if not plan.loading_horizon:
         return ()
     if not timeline.copies:
-        tasks = plan.loading_horizon + 2
-        text = (
-            f"nothing is offloaded: no backward of a checkpointed module is more than {tasks} tasks behind its forward"
-        )
+        why = f"no backward of a checkpointed module is more than {plan.loading_horizon + 2} tasks behind its forward"
+        if not any(stage.offloaded_bytes_per_microbatch for stage in plan.stages):
+            why = "no checkpointed module keeps an activation that can be"
+        text = f"nothing is offloaded: {why}"
         return (("Host", text),)
     by_rank = [[copy for copy in timeline.copies if copy.rank == rank] for rank in range(timeline.num_ranks)]
     sent = [sum(copy.num_bytes for copy in copies if copy.op is Op.OFFLOAD) for copies in by_rank]

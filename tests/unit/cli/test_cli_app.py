@@ -415,8 +415,12 @@ kept = Kept()
 kept_file = open("kept.txt", "w")
 kept_file.write(sys.argv[1])
 temporary = tempfile.NamedTemporaryFile(dir=".")
-threading.Thread(target=lambda: (time.sleep(0.3), print("a thread"))).start()
+shown = threading.Event()  # else "a thread" may come before what the command prints, where that takes long
+threading.Thread(target=lambda: (shown.wait(), time.sleep(0.3), print("a thread"))).start()
 atexit.register(print, "registered last")
+import smpc.cli.app as app
+end = app._end
+app._end = lambda status: (shown.set(), end(status))
 sys.exit(main())
 """
     for arguments, status in ((["--version"], 0), (["nothing"], 2)):

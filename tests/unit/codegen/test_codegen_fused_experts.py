@@ -7,6 +7,7 @@ import torch
 from tensor_ranks import run_ranks, tensor_groups
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from smpc.codegen.rewrite.tensor_parallel.fused_experts import fused_experts
 from smpc.tensor_parallel import shard
@@ -95,6 +96,38 @@ def test_experts_are_divided_where_slices_add_up(form):
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, wanted[name], rtol=0, atol=1e-5 * wanted[name].abs().max().item())
     assert (modules[0].model.experts.down_proj.numel() < model.experts.down_proj.numel()) == divided
+
+
+class Again(Experts):
+    """Computes itself again in the backward."""
+
+    def __init__(self, form, reentrant):
+        super().__init__(form)
+        self.reentrant = reentrant
+
+    def forward(self, hidden, index, weights):
+        return checkpoint(super().forward, hidden, index, weights, use_reentrant=self.reentrant)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_experts_with_a_bias_that_compute_themselves_again_stay_whole(reentrant):
+    """The second rank had zeros for the last bias in the forward, and the bias itself in the backward: wrong gradients of the router."""
+    torch.manual_seed(0)
+    modules = nn.ModuleList([Again("biased", reentrant), Again("halves", reentrant)])
+    assert fused_experts(modules).undivided == ("0",)
+    model, ids = Model("biased"), torch.randint(0, 32, (2, 8))
+    model.experts = Again("biased", reentrant)
+    model(ids).backward()
+    sharded = [shard(copy.deepcopy(model), {"ids": ids}, group) for group in tensor_groups(2)]
+
+    def work(rank):
+        sharded[rank](ids=ids).backward()
+        return sharded[rank].whole_gradients()
+
+    for gradients in run_ranks(2, work):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-7)
 
 
 class Between(Experts):

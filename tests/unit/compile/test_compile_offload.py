@@ -247,6 +247,17 @@ def test_the_command_finds_it(target, tmp_path, capsys, monkeypatch):
     assert max(rank_peaks(plan).values()) <= limit
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
+def test_what_a_weight_backward_reads_counts_until_then(target, schedule):
+    """The peak of a rank that offloads nothing was less than without offloading: W holds what its B has left."""
+    asked = {**OFFLOADED, "schedule": schedule, "activation_loading_horizon": 100}
+    moved, plain = (
+        compile_model(*target, **{**asked, "offload_activations": moves}, device=DEVICE) for moves in (True, False)
+    )
+    assert moved.timeline().copies == ()
+    assert rank_peaks(moved.plan) == rank_peaks(plain.plan)
+
+
 class Frozen(nn.Module):
     """Its blocks read what needs no gradient: there is nothing to offload."""
 
@@ -261,8 +272,11 @@ class Frozen(nn.Module):
 
 
 def test_what_needs_no_gradient_stays():
-    plan = compile_model(
+    compilation = compile_model(
         Frozen(), torch.zeros(16, 8), pipeline_parallel_degree=2, microbatches=16, pipeline="simple", recompute=("blocks.*",),
         offload_activations=True, activation_loading_horizon=1,
-    ).plan  # fmt: skip
+    )  # fmt: skip
+    plan = compilation.plan
     assert all(stage.offloaded_bytes_per_microbatch == 0 for stage in plan.stages)
+    ((_, text),) = host_lines(plan, compilation.timeline())  # it said that no backward is late enough, and all are
+    assert text == "nothing is offloaded: no checkpointed module keeps an activation that can be"

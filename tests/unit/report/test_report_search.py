@@ -11,6 +11,7 @@ from torch import nn
 import smpc
 from smpc.compile.search import Verdict
 from smpc.config import Config
+from smpc.partitioner.costs.device import find_device
 from smpc.report.search import search_summary, search_table
 
 LONG = "input_layernorm + post_attention_layernorm"
@@ -20,13 +21,13 @@ SHORT = "a + b"
 
 @pytest.fixture(scope="module")
 def found():
-    """A search, with other names in the place of what three of its ways compute again."""
+    """A search, with other names in the place of what three of its ways compute again, as if each of them had been planned."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     found = smpc.search(model, (torch.zeros(8, 16, device="meta"),), world_size=2)
     assert len(found.results) >= 3
     named = [
-        dataclasses.replace(result, candidate=dataclasses.replace(result.candidate, recompute=name))
+        dataclasses.replace(result, candidate=dataclasses.replace(result.candidate, recompute=name), ways=1)
         for result, name in zip(found.results, (LONG, LONGER, SHORT), strict=False)
     ]
     return dataclasses.replace(found, results=tuple(named))
@@ -39,6 +40,20 @@ def test_a_row_of_several_ways_says_how_many_in_place_of_one(found):
     row = dict(zip(table.headers, table.rows[1], strict=True))
     assert (row["Schedule"], row["Shared"], row["Again"]) == ("40 ways", "", "")
     assert row["Step"].startswith("> ")
+
+
+def test_the_parts_of_a_way_are_all_of_its_step():
+    """The time of the executor, of devices that say how long it takes, was in none of them."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    h100 = find_device("h100")
+    device = dataclasses.replace(h100, kernels=dataclasses.replace(h100.kernels, action=1e-3, step=0.1, unit=0.2))
+    found = smpc.search(model, (torch.zeros(8, 16, device="meta"),), world_size=2, device=device)
+    planned = [result for result in found.results if result.parts]
+    assert len(planned) > 1
+    for result in planned:
+        assert sum(result.parts) == pytest.approx(result.step_time)
+    assert any("slower: executor +" in result.reason for result in planned)
 
 
 def with_best(found, **fields):

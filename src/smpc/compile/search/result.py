@@ -30,7 +30,7 @@ from smpc.partitioner.graph.plan import Plan
 from smpc.tracer.ir import Trace
 
 _SHARDED = {"tensor_parallel_plan": "auto", "prescaled_batch": True}  # settings that tensor-parallel ranks need
-_PARTS = ("compute", "bubble", "waiting", "tensor", "data", "optimizer", "context", "expert", "offload")
+_PARTS = ("compute", "bubble", "waiting", "tensor", "data", "optimizer", "context", "expert", "offload", "executor")
 
 
 class Verdict(StrEnum):
