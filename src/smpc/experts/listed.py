@@ -198,7 +198,8 @@ class Block:
                 with torch.random.fork_rng(devices=_devices(rows)):
                     found.append(own_forward(self.members[expert], rows.new_ones(1, rows.shape[1]))[:0])
         if found:
-            return torch.cat(found)
+            served = torch.cat(found)
+            return served if rows.shape[0] else touched(served, rows)
         like: Tensor = self._of_one(rows)
         return rows.sum(1, keepdim=True).expand(0, *width).to(like.dtype)
 
