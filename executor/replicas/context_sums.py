@@ -47,6 +47,14 @@ class ContextSums(GroupHooks):
                 grad.div_(self._group.size)
         self._is_divided = True
 
+    def did_not_train(self) -> None:
+        """The step that has ended did no backward: it does not count, and gradients are again what they were before it."""
+        super().did_not_train()
+        if self._is_divided and self._is_complete:
+            for grad in self._gradients():
+                grad.mul_(self._group.size)
+            self._is_divided = False
+
     def _combine(self) -> None:
         self._is_divided = False
         small: dict[torch.dtype, list[Tensor]] = {}

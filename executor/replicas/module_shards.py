@@ -36,6 +36,10 @@ class ModuleShards:
         self._sharded = shard(module, units(module), mesh, options)
         self.exchanged = self._sharded.exchanged
 
+    def release(self) -> None:
+        """Free whole parameters: a backward of what has run gathers them again."""
+        self._sharded.release()
+
     def start_of_step(self) -> None:
         """Broadcast buffers."""
         if self._has_buffers:

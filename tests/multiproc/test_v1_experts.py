@@ -188,6 +188,12 @@ def test_experts_that_are_modules_of_their_own(tmp_path):
     check_resumed(tmp_path, folder, "listed", 2, 1, 4, 2, "whole")
 
 
+@pytest.mark.parametrize("config", [{}, {"fully_shard": True}], ids=str)
+def test_parameters_that_no_expert_uses_have_no_gradients_and_ranks_may_serve_nothing(tmp_path, config):
+    """A gradient of zero would let weight decay change the parameter."""
+    check(tmp_path, "lopsided", 1, 2, 2, config)
+
+
 def test_experts_that_are_modules_of_their_own_in_a_pipeline_and_in_parts(tmp_path):
     """No token ever chooses one of them, which is called without rows: it has a gradient of zero, as in one process, and decays."""
     folder = check(tmp_path, "sorted", 2, 2, 4, {"fully_shard": True})

@@ -133,3 +133,41 @@ def test_steps_and_calls_without_steps(tmp_path):
                     torch.testing.assert_close(
                         values[name], value, rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
                     )
+
+
+def with_calls_between(rank, folder):
+    """Validation that forgets no_grad, between a backward and the update, and before the next step."""
+    found = []
+    for more in ({}, {"sdp_param_persistence_threshold": 0}):  # whole for the step, and from forward to backward
+        smp.init({"ddp": True, "fully_shard": True, "microbatches": 2, **more})
+        model = smp.DistributedModel(make().eval())
+        optimizer = smp.DistributedOptimizer(optimizer_of(model))
+        outputs = []
+        for step in range(3):
+            optimizer.zero_grad()
+            train_step(model, *data(step, rank))
+            model(data(7, rank)[0])
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+            optimizer.step()
+            with torch.no_grad():
+                outputs.append(model(data(8, 0)[0]))
+            outputs.append(model(data(9, 0)[0]).detach())
+            model.zero_grad()
+        found.append(outputs)
+        smp.shutdown()
+    return found
+
+
+def test_calls_without_a_backward_leave_nothing_whole(tmp_path):
+    model = make().eval()
+    optimizer, expected = optimizer_of(model), []
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(2):
+            x, y = data(step, part)
+            (nn.functional.cross_entropy(model(x), y) / 2).backward()
+        optimizer.step()
+        expected += [model(data(8, 0)[0]).detach(), model(data(9, 0)[0]).detach()]
+    for found in run_workers(with_calls_between, 2, tmp_path):
+        for outputs in found:
+            torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=2e-6)

@@ -56,6 +56,17 @@ class Listing(nn.Module):
         return hidden + self.mixture(self.norm(hidden).square())[0]
 
 
+class Lopsided(Listing):
+    """No token ever chooses the first half, so that a rank of two serves no rows; experts have a parameter that they never use."""
+
+    def __init__(self, width, num_experts):
+        super().__init__(width, num_experts)
+        with torch.no_grad():
+            self.mixture.router.weight.abs_()[: num_experts // 2] = -1
+        for expert in self.mixture.experts:
+            expert.spare = nn.Parameter(torch.ones(3))
+
+
 class Sorting(nn.Module):
     """Experts that are modules of their own, all of them called, though it be without rows; no token ever chooses the last."""
 
@@ -94,7 +105,7 @@ def made(name, dtype=torch.float32):
     torch.manual_seed(5)
     if name == "by hand":
         return ByHand().to(dtype)
-    block = {"listed": Listing, "sorted": Sorting}.get(name)
+    block = {"listed": Listing, "sorted": Sorting, "lopsided": Lopsided}.get(name)
     return ByHand(block=block).to(dtype) if block is not None else expert_models.hugging_face(name, dtype)
 
 

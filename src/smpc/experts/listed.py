@@ -73,7 +73,8 @@ class Block:
     wanted: set[int] = field(default_factory=set)  # the experts that were called where gradients are wanted
     calls: list[_Call] | None = None
     position: int | None = None
-    widths: dict[tuple[object, ...], torch.Size] = field(default_factory=dict)
+    widths: dict[tuple[int, torch.dtype], torch.Size] = field(default_factory=dict)
+    reached: frozenset[str] | None = None  # see `_reached`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Block:
         copied = Block(self.name, [], self.group, self.options, [], self.keeps, is_invented=self.is_recorded)
@@ -157,6 +158,25 @@ class Block:
         with torch.no_grad(), torch.random.fork_rng(devices=_devices(rows)):
             return own_forward(self.members[self.mine.start], rows.new_zeros(1, rows.shape[-1]))
 
+    def wanted_parameters(self) -> Iterator[nn.Parameter]:
+        """Of the experts that were called where gradients are wanted, the parameters that gradients reach."""
+        names = self._reached() if self.wanted else ()
+        return (p for expert in self.wanted for name, p in self.members[expert].named_parameters() if name in names)
+
+    def _reached(self) -> frozenset[str]:
+        """The parameters that an expert's result depends on, by their names in it: one may have others, which stay without gradients."""
+        if self.reached is None:
+            width, dtype = next(iter(self.widths))
+            copied = (self.absent or _sharing_memory(self.members[self.mine.start], self)).to(dtype)
+            own = {name: parameter for name, parameter in copied.named_parameters() if parameter.requires_grad}
+            row = torch.zeros(1, width, dtype=dtype, device=next(copied.parameters()).device)
+            with torch.enable_grad(), torch.random.fork_rng(devices=_devices(row)):
+                found = own_forward(copied, row) if self.absent is None else copied.forward(row)
+                total = found.sum() + row.new_zeros(()).requires_grad_()
+            grads = torch.autograd.grad(total, [*own.values()], allow_unused=True)
+            self.reached = frozenset(name for name, grad in zip(own, grads, strict=True) if grad is not None)
+        return self.reached
+
     def exchange(self, like: Tensor | None) -> Tensor:
         """Serves all calls; returns what came back, whole. `like`: a tensor of the block's inputs, for a rank without calls."""
         calls, count = self.calls or [], len(self.members)
@@ -198,7 +218,8 @@ class Block:
                 with torch.random.fork_rng(devices=_devices(rows)):
                     found.append(own_forward(self.members[expert], rows.new_ones(1, rows.shape[1]))[:0])
         if found:
-            return torch.cat(found)
+            served = torch.cat(found)
+            return served if rows.shape[0] else touched(served, rows)
         like: Tensor = self._of_one(rows)
         return rows.sum(1, keepdim=True).expand(0, *width).to(like.dtype)
 
@@ -293,10 +314,18 @@ def spread_out(
 
 def _on_meta(member: nn.Module) -> nn.Module:
     """A copy without memory."""
-    memo: dict[int, Any] = {
-        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-        for parameter in member.parameters()
-    }
+    return _with_parameters(member, lambda parameter: torch.empty_like(parameter, device="meta"), {})
+
+
+def _sharing_memory(member: nn.Module, block: Block) -> nn.Module:
+    """A copy with the same values."""
+    return _with_parameters(member, torch.detach, {id(block): block})
+
+
+def _with_parameters(member: nn.Module, make: Callable[[Tensor], Tensor], memo: dict[int, Any]) -> nn.Module:
+    """A copy with other parameters, all of which may have gradients."""
+    for parameter in member.parameters():
+        memo[id(parameter)] = nn.Parameter(make(parameter.detach()), requires_grad=parameter.is_floating_point())
     return copy.deepcopy(member, memo)
 
 

@@ -201,7 +201,7 @@ class _Called:
 
     def parameters(self) -> set[int]:
         """The parameters of the experts that this rank's tokens have called, by identity."""
-        return {id(p) for block in self.blocks for expert in block.wanted for p in block.members[expert].parameters()}
+        return {id(parameter) for block in self.blocks for parameter in block.wanted_parameters()}
 
     def forget(self) -> None:
         """Begin anew."""

@@ -7,6 +7,8 @@
 The first gradient that reaches an output of the model schedules the reduction of gradients at the end of that backward pass. The whole
 batch is one microbatch. All replicas must call the model equally often, and differentiate the same outputs.
 
+A call without a backward counts as no step. Where parameters lie in parts, it leaves none of them whole: they may change before the next.
+
 Source: public SMP v1 API ("using @smp.step decorators is not required when tensor parallelism is used by itself").
 """
 
@@ -20,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from smpc.executor.replicas.group_hooks import innermost
+from smpc.executor.replicas.module_shards import ModuleShards
 from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.v1.steps.calls import Gradients, Tensors, make_roots, tensors_within
 from smpc.v1.steps.context import StepContext
@@ -42,15 +46,22 @@ class Direct:
         hooks = self._hooks
         if hooks is None or not torch.is_grad_enabled():
             return self._module(*args, **kwargs)
-        if self._is_open:
-            hooks.did_not_train()
-        self._is_reducing = False  # of a backward pass that has failed
+        self.close()
         self._start()
         output = self._module(*args, **kwargs)
+        shards = innermost(hooks)
+        if isinstance(shards, ModuleShards):
+            shards.release()
         for tensor in tensors_within(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._note)  # type: ignore[no-untyped-call]
         return output
+
+    def close(self) -> None:
+        """A new step begins: a call that no backward has followed, or whose backward has failed, counts as none."""
+        if self._is_open and self._hooks is not None:
+            self._hooks.did_not_train()
+        self._is_open = self._is_reducing = False
 
     def backward(self, tensors: Tensors, gradients: Gradients) -> None:
         """The backward pass, with the loss scaled as in a step."""

@@ -64,6 +64,7 @@ class Single:
         microbatches = body.split(on_device(arguments, device), self._session.config.microbatches, device)
         replicas = self._replicas if self._may_train(body) else None
         if replicas is not None:
+            self.direct.close()
             self._modes.check_none_unfrozen(self._first_modes, self._modes.read())
             replicas.start_of_step()
         values, backwards, losses = [], [], Losses(context.precision)
