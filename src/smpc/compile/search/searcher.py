@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -169,7 +169,6 @@ class _Searcher:
             self._enter(shape)
         left = self._go_on()
         if self.best is None:
-            self.is_least = all(waiting.candidate is not None for waiting in left)
             self._least_memory()
         if self.best is None:
             raise nothing_fits(self.setting, self.results, self.total, self.least, is_least=self.is_least)
@@ -504,27 +503,30 @@ class _Searcher:
         return result, plan
 
     def _least_memory(self) -> None:
-        """Plans in the order of the bounds on the peak, until none can need less, or the budget is spent; one that fits is the best."""
-        pending: list[tuple[int, int, Candidate, float]] = []
-        for shape in self.shapes:
-            traced = self.loads.known.get(Load.of(shape))
-            if not isinstance(traced, Traced):
-                continue
-            plain, (bound, _) = self.forecast.sample(shape), self.forecast.least(shape)
-            for candidate in ways(shape, self.forecast.tried):
-                known = plain if candidate.recompute == "model" and not traced.trace.regions else _without(plain)
-                if candidate.num_stages <= len(traced.trace.nodes):
-                    pending.append((least_peak(known, candidate), len(pending), candidate, bound))
-        self.spent, enough = 0.0, _WITHOUT_PLAN * self._budget / min(1.0, self.setting.effort)
-        for done, (peak, _, candidate, bound) in enumerate(sorted(pending)):
-            self.show("Searching for the least memory", done, len(pending))
+        """Plans in the order of the bounds on the peak, until none can need less, or the budget is spent; one that fits is the best.
+
+        Shapes that the search has rejected by their bounds are among them: one of these may need the least.
+        """
+        queue: list[tuple[int, int, Shape, Candidate | None]] = []  # with bounds on the peak
+        for number, shape in enumerate(self.shapes):
+            heapq.heappush(queue, (self.forecast.least(shape)[1], number, shape, None))
+        self.spent, enough, turns = 0.0, _WITHOUT_PLAN * self._budget / min(1.0, self.setting.effort), len(queue)
+        while queue:
+            peak, _, shape, candidate = heapq.heappop(queue)
+            self.show("Searching for the least memory", turns - len(queue), turns)
             if peak >= (self.least[0] if self.least else math.inf):
                 break
-            cost = self._cost(Waiting(candidate.shape, bound, peak, Guess(0.0, 0.0), candidate))
-            if self.least is not None and self.spent + cost > enough:
+            bound = self.forecast.least(shape)[0]
+            cost = self._cost(Waiting(shape, bound, peak, Guess(0.0, 0.0), candidate))
+            if self.spent + cost > enough and (candidate is None or self.least is not None):
                 self.is_least = False
-                break
+                continue
             self.spent += cost
+            if candidate is None:
+                for at_least, found in self._least_peaks(shape):
+                    turns += 1
+                    heapq.heappush(queue, (at_least, turns, shape, found))
+                continue
             self._plan(candidate, bound, 1)
             traced = self.plans.traced(candidate)
             if candidate.recompute != "model" or traced.trace.regions:
@@ -537,6 +539,17 @@ class _Searcher:
                     self.results.append(result)
                     self.best = result, plan
                     return
+
+    def _least_peaks(self, shape: Shape) -> Iterator[tuple[int, Candidate]]:
+        """A shape's candidates, each with a bound on its peak; none of a shape that the model does not have."""
+        traced = self.loads.get(Load.of(shape))
+        if isinstance(traced, str):
+            return
+        plain = self.forecast.sample(shape)
+        for candidate in ways(shape, self.forecast.tried):
+            known = plain if candidate.recompute == "model" and not traced.trace.regions else _without(plain)
+            if candidate.num_stages <= len(traced.trace.nodes):
+                yield least_peak(known, candidate), candidate
 
 
 def _without(sample: Sample) -> Sample:
