@@ -42,6 +42,12 @@ class LoadProblem:
     in_row: bool = True  # stages lie on the devices in the order given, not in any
     may_idle: bool = False  # devices may have no stage
 
+    def __post_init__(self) -> None:
+        if {*self.kind_of} != {*range(len(self.costs))}:
+            raise ValueError(
+                f"expected a device of each of {len(self.costs)} kinds, found devices of kinds {sorted({*self.kind_of})}"
+            )
+
     @property
     def num_devices(self) -> int:
         """Devices in all."""

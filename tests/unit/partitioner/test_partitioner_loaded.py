@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -379,3 +380,10 @@ def test_rows_are_narrow_where_the_numbering_is_not():
     )
     found = solve_instance(instance, time_limit=0)
     assert found.lower_bound * 90 == pytest.approx(30 + 3 * 0.5, rel=2e-3)
+
+
+def test_a_kind_without_a_device_is_an_error():
+    """Its weight would be 0 / 0, and every bound no number."""
+    problem = load_problem(line(4, (Processor(bandwidth=1.0),) * 2))
+    with pytest.raises(ValueError, match="a device of each of 2 kinds"):
+        dataclasses.replace(problem, costs=np.repeat(problem.costs[:1], 2, axis=0), kind_of=(0,))
