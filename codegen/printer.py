@@ -23,10 +23,9 @@ from typing import Any
 import torch
 
 from smpc.tracer import targets
-from smpc.tracer.constants import Ref, to_source
+from smpc.tracer.constants import Ref, is_plain_name, to_source
 from smpc.tracer.ir import Autocast, Node, NodeKind
-from smpc.tracer.paths import is_index, is_plain_name, split_item
-from smpc.tracer.structure import LEAF, Structure
+from smpc.tracer.structure import LEAF, Structure, is_index, split_item
 
 Namer = Callable[[str], str]
 

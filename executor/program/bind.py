@@ -35,7 +35,7 @@ from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.executor.split_backward.intercept import Deferral
 from smpc.executor.transport import Transport
 from smpc.partitioner.graph.plan import INPUTS
-from smpc.tracer.effects.surroundings import uncompiled
+from smpc.tracer.effects.torch_calls import uncompiled
 
 
 class Split:

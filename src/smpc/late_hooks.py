@@ -18,8 +18,8 @@ from smpc.codegen.printer import attribute_source
 from smpc.codegen.program import StageCode
 from smpc.errors import PartitionError, StepError
 from smpc.executor.sharded_state import has_hooks
-from smpc.tracer.effects.module_hooks import check_hooks, hook_of
 from smpc.tracer.ir import Trace
+from smpc.tracer.recording.untraceable import check_hooks, hook_of
 
 
 class LateHooks:

@@ -18,7 +18,7 @@ from torch import nn
 from smpc.tracer.environment.frozen import MISSING
 from smpc.tracer.environment.guarded import Difference, Guard
 from smpc.tracer.ir import NodeKind, Trace
-from smpc.tracer.paths import item_path
+from smpc.tracer.structure import item_path
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 

@@ -22,7 +22,7 @@ from torch import nn
 from smpc.errors import TraceError
 from smpc.tracer.attempt import Request
 from smpc.tracer.environment import asked, outside_reads, reads
-from smpc.tracer.environment.call_hook import PLAIN
+from smpc.tracer.environment.outside_reads import PLAIN
 from smpc.tracer.ir import NodeKind
 from smpc.tracer.record import record_guarded
 
