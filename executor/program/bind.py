@@ -25,8 +25,7 @@ from smpc.codegen.recompute import Checkpointing
 from smpc.codegen.stage import StageModule
 from smpc.errors import StepError
 from smpc.executor.program.bind_channels import ChannelBinder
-from smpc.executor.program.frame import Frame, Root
-from smpc.executor.program.handler import Handler, Inputs, Step
+from smpc.executor.program.frame import Frame, Handler, Inputs, Root, Step
 from smpc.executor.program.offload import Mover, addresses
 from smpc.executor.program.receive_order import Points, posting_points
 from smpc.executor.program.reduce import Reduction

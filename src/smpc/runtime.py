@@ -35,8 +35,7 @@ from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, GROUP, group_a
 from smpc.codegen.stage import StageModule, build_stage, compile_stage
 from smpc.compile.result import Compilation
 from smpc.errors import StepError, UsageError
-from smpc.executor.program.interpreter import Interpreter
-from smpc.executor.program.loopback import run_loopback
+from smpc.executor.program.interpreter import Interpreter, run_loopback
 from smpc.executor.replicas.context_sums import ContextSums
 from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.replicas.group_hooks import innermost

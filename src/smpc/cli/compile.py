@@ -213,7 +213,7 @@ def _check_counts(counts: dict[str, int], world_size: int | None) -> None:
 
 def _check_names(target: str, settings: Config, given: dict[str, Any]) -> None:
     """Raise ConfigError for what is wrong whatever the model is, before torch is imported, which takes seconds."""
-    from smpc.config.sizes import parse_bytes
+    from smpc.config.limits import parse_bytes
     from smpc.partitioner.costs.device import find_devices
     from smpc.partitioner.costs.optimizers import find_optimizer
 

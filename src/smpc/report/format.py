@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from smpc.config.numbers import format_bytes, scaled
+from smpc.config.limits import format_bytes, scaled
 from smpc.errors import printable
 
 __all__ = [

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from smpc.errors import StepError
+from smpc.executor.replicas.group_hooks import TensorReplicas
 from smpc.executor.replicas.step_hooks import StepHooks
-from smpc.executor.replicas.tensor_replicas import TensorReplicas
 from smpc.mesh import Axis
 from smpc.nn.distribution.distribute import distribute
 from smpc.nn.distribution.registry import Registry

@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smpc.errors import ConfigError, ConfigUnsupportedError, UsageError
 from smpc.executor import StageReplicas
-from smpc.executor.replicas.fully_shard import StageShards
-from smpc.executor.replicas.module_shards import ModuleShards
+from smpc.executor.replicas.fully_shard import ModuleShards, StageShards
 from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.mesh import Axis
 from smpc.mesh.device_mesh import device_mesh

@@ -60,7 +60,7 @@ def save_checkpoint(
     """Save a checkpoint. Collective: every rank of the job calls this.
 
     `user_content`: rank 0's counts. Plain values, lists, dicts and tensors come back as they are; other objects as mappings of their
-    attributes (`smpc.checkpoint.format.saved_object`). `pickle`: keys of it that are to be pickled instead. `translate_if_full`: write a
+    attributes (`smpc.checkpoint.format.plain_json`). `pickle`: keys of it that are to be pickled instead. `translate_if_full`: write a
     Hugging Face model under its own names, not under the names of distributed layers. `full_format`: "torch" for a file like
     torch.save's, "safetensors" for a safetensors file; for a translated Hugging Face model it is a folder with its configuration, for
     from_pretrained. `num_kept_partial_checkpoints`: afterwards remove all but this many of the newest partial ones; with partial=False it

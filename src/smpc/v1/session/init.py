@@ -38,7 +38,7 @@ from smpc.executor import FailureMonitor
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.failure.processes import Process
 from smpc.executor.failure.start import Phase
-from smpc.executor.measure.clocks import clock_offset
+from smpc.executor.measure.link_measurement import clock_offset
 from smpc.launch.store import of_job
 from smpc.mesh import Axis, Mesh
 from smpc.mesh.device_mesh import make_groups

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from smpc.executor.replicas.fully_shard import ModuleShards
 from smpc.executor.replicas.group_hooks import innermost
-from smpc.executor.replicas.module_shards import ModuleShards
 from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.v1.steps.calls import Gradients, Tensors, make_roots, tensors_within
 from smpc.v1.steps.context import StepContext
