@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from smpc.codegen.program import RankProgram
 from smpc.errors import PartitionError
-from smpc.kept_parameters import changed_parameter
+from smpc.late_changes import changed_parameter
 from smpc.partitioner.graph.plan import Plan
 from smpc.rank_values import Print, is_atom, paired, reached, shareable
 from smpc.tracer.effects.randomness import generators_of

@@ -41,8 +41,7 @@ from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.replicas.group_hooks import innermost
 from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.executor.transport import Transport, loopback_transports
-from smpc.kept_parameters import KeptParameters
-from smpc.late_hooks import LateHooks
+from smpc.late_changes import KeptParameters, LateHooks
 from smpc.observe.observer import Observer, RankRecord, StepCallback, Watch, batch_of
 from smpc.observe.window import Window
 from smpc.partitioner.costs.cost import useful_flops

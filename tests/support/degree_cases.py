@@ -26,7 +26,7 @@ from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.sharded_state import whole_of
 from smpc.executor.transport.gloo import GlooTransport
 from smpc.expert_parallel import shard
-from smpc.experts.roles import take_role
+from smpc.experts.stacked import take_role
 from smpc.mesh import Axis, Mesh
 from smpc.mesh.degrees import Degrees
 from smpc.mesh.device_mesh import device_mesh, make_groups

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from smpc.codegen.rewrite.tensor_parallel.fused_experts import experts
+from smpc.codegen.rewrite.tensor_parallel.expert_rules import experts
 from smpc.codegen.rewrite.tensor_parallel.image_rules import IMAGE_RULES
 from smpc.codegen.rewrite.tensor_parallel.layouts import BROADCAST, PARTIAL, REPLICATED, Kind, Layout
 from smpc.codegen.rewrite.tensor_parallel.strategy import (

@@ -261,7 +261,7 @@ def _verify_full(folder: str, tag: str) -> list[str]:
 
 def _verify_files(path: str) -> list[str]:
     """Safetensors files without a manifest."""
-    from smpc.checkpoint.format.open_file import safetensors_files, verify_file, wrong_set
+    from smpc.checkpoint.sources.verify_files import safetensors_files, verify_file, wrong_set
     from smpc.report.format import format_bytes
 
     try:

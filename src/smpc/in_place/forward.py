@@ -23,9 +23,9 @@ from smpc.in_place.view import Installed, Root, install
 from smpc.in_place.wrappers import is_wrapped, own_modules
 from smpc.recorded import OPTIONS, outputs_of
 from smpc.tracer.attempt import Request
+from smpc.tracer.environment.aliased import moved
 from smpc.tracer.environment.guarded import Environment
 from smpc.tracer.environment.memory_words import DictVersions
-from smpc.tracer.environment.moved import moved
 from smpc.tracer.guards import broken_guard
 from smpc.tracer.ir import Trace
 from smpc.tracer.record import record_guarded

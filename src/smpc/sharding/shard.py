@@ -13,7 +13,7 @@ How long gathered parameters stay in a step of several microbatches, and what th
 
 Outside of steps every backward averages, and gathered parameters go with it.
 
-Gradients are averaged in their own dtype: the parameters' (or `reduce_dtype`), or fp32 if `smpc.sharding.wide_gradients` has widened them.
+Gradients are averaged in their own dtype: the parameters' (or `reduce_dtype`), or fp32 if `smpc.sharding.tensors` has widened them.
 They are divided by the number of ranks of the mesh, or by a unit's `divisor`: experts see the tokens of all expert ranks, so their
 gradients are sums over these and must be divided by more than the ranks of their own mesh.
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from smpc.checkpoint import Alone, Content, Root, Shard, open_source, save
 from smpc.checkpoint.format.header_checksums import KEY, Seal, sealed, unsealed
-from smpc.checkpoint.format.open_file import Verified, safetensors_files, verify_file
 from smpc.checkpoint.sources.export import write_file_of, write_folder
+from smpc.checkpoint.sources.verify_files import Verified, safetensors_files, verify_file
 from smpc.cli import main
 from smpc.errors import CheckpointError
 

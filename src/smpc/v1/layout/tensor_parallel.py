@@ -28,8 +28,7 @@ from smpc.nn.distribution.registry import Registry
 from smpc.nn.parallel import DistributedModule, distributed_modules
 from smpc.nn.registration import StateHook, Translation
 from smpc.v1.layout.compiled_tensors import CompiledTensors
-from smpc.v1.layout.same_batch import digest_of
-from smpc.v1.layout.slices import Slices
+from smpc.v1.layout.slices import Slices, digest_of
 from smpc.v1.session.comm import gather_objects
 from smpc.v1.session.state import Session, state
 

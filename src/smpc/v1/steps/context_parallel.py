@@ -32,7 +32,7 @@ from smpc.mesh import Axis
 from smpc.sample_inputs import Inputs
 from smpc.tracer.constants import is_constant, normalise
 from smpc.tracer.ir import NodeKind, Trace
-from smpc.v1.layout.same_batch import digest_of
+from smpc.v1.layout.slices import digest_of
 from smpc.v1.session.comm import gather_objects
 from smpc.v1.session.state import Session
 from smpc.v1.session.step_errors import describe, raise_first

@@ -28,8 +28,7 @@ from smpc.sample_inputs import Inputs
 from smpc.tracer.ir import NodeKind, Trace
 from smpc.tracer.record import record
 from smpc.v2.transforming.sequences import own_output, whole_inputs
-from smpc.v2.transforming.slices import Cut, Part, Slices, note_slices
-from smpc.v2.transforming.weights import keep_slices
+from smpc.v2.transforming.slices import Cut, Part, Slices, keep_slices, note_slices
 
 _OPTIONS = dataclasses.replace(OPTIONS, draw_as_one_process=True)  # as the reference asks
 
@@ -121,7 +120,7 @@ def share(
 ) -> Shared:
     """Has the ranks of the groups share a model, in place. `samples`: batches, one of which can be recorded. Collective.
 
-    `sources`: see `smpc.v2.transforming.weights`.
+    `sources`: see `smpc.v2.transforming.slices`.
 
     Raises TraceError if no sample can be recorded, ConfigError if the model is shared already.
     """
