@@ -1,4 +1,4 @@
-"""Hooks that a script registers after its model was compiled, where a program would not run them.
+"""Changes of a model after it was compiled: hooks where a program would not run them, and parameters that were replaced.
 
     on a module that is cut          it is computed node by node, and never called; or in one of its calls, and called in another
     on a parameter of several ranks  each rank would see its own part of the gradient
@@ -8,9 +8,9 @@ Torch numbers all hooks of a process, so a step after which no hook was added ch
 Checks that a model still has the parameters that it had when it was placed on its ranks: stages and optimizers hold
 these objects.
 
-kept = KeptParameters(model)
-model.layer.weight = nn.Parameter(...)
-kept.check()                                    # StepError: parameter 'layer.weight' was replaced by another one ...
+    kept = KeptParameters(model)
+    model.layer.weight = nn.Parameter(...)
+    kept.check()                                    # StepError: parameter 'layer.weight' was replaced by another one ...
 """
 
 from __future__ import annotations

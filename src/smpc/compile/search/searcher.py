@@ -46,14 +46,16 @@ from smpc.compile.search.estimate import Guess, Sample, least_peak, least_step
 from smpc.compile.search.forecast import Forecast
 from smpc.compile.search.plans import Plans
 from smpc.compile.search.result import Result, Search, Verdict, nothing_fits, ordered
-from smpc.compile.search.setting import Setting, expert_degrees, sharding_kinds
 from smpc.compile.search.space import (
     ALL_SCHEDULES,
     Candidate,
+    Setting,
     Shape,
     Tried,
     context_degrees,
+    expert_degrees,
     shapes,
+    sharding_kinds,
     tensor_degrees,
     ways,
 )

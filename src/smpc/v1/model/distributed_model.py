@@ -55,9 +55,8 @@ from smpc.v1.session.supervision import Supervision
 from smpc.v1.session.wait_limits import enter
 from smpc.v1.steps.arguments import StepBody
 from smpc.v1.steps.calls import Gradients, ModelCalls, Tensors, cast_inputs, cast_outputs
-from smpc.v1.steps.context import Measures, StepContext
+from smpc.v1.steps.context import Hook, Measures, ModelHooks, StepContext
 from smpc.v1.steps.context_parallel import make_shared_sequences
-from smpc.v1.steps.hooks import Hook, ModelHooks
 from smpc.v1.steps.join import Join
 from smpc.v1.steps.pipeline import Pipeline
 from smpc.v1.steps.step import StepRunner

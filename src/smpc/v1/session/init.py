@@ -31,8 +31,8 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from smpc.config import Config
-from smpc.dist.ending import watch_end
 from smpc.dist.sampling import divide_data
+from smpc.dist.start import watch_end
 from smpc.errors import ConfigError
 from smpc.executor import FailureMonitor
 from smpc.executor.collectives import TensorGroup
