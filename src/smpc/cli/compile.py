@@ -102,7 +102,7 @@ def _print(compilation: Compilation, found: Search | None, outlook: Outlook | No
         sys.stdout.write(compilation.plan.to_json())
         return
     from smpc.report import print_report
-    from smpc.report.files import sharing_texts
+    from smpc.report.notebook import sharing_texts
 
     if found is not None:
         from smpc.report.search import print_search
@@ -213,7 +213,7 @@ def _check_counts(counts: dict[str, int], world_size: int | None) -> None:
 
 def _check_names(target: str, settings: Config, given: dict[str, Any]) -> None:
     """Raise ConfigError for what is wrong whatever the model is, before torch is imported, which takes seconds."""
-    from smpc.config.sizes import parse_bytes
+    from smpc.config.limits import parse_bytes
     from smpc.partitioner.costs.device import find_devices
     from smpc.partitioner.costs.optimizers import find_optimizer
 
@@ -315,7 +315,7 @@ def _writable_folder(out: str) -> Path:
 
 def _write(compilation: Compilation, folder: Path, found: Search | None, outlook: Outlook | None) -> None:
     """The plan, its report, a program for every rank, and the search."""
-    from smpc.report.files import plan_files, write_files
+    from smpc.report.notebook import plan_files, write_files
 
     files = plan_files(compilation, outlook)
     if found is not None:

@@ -32,8 +32,7 @@ from smpc.rank_models import copied_model, own_parameter
 from smpc.runtime import LoopbackRuntime
 from smpc.sample_inputs import Inputs
 from smpc.tracer.effects.randomness import generators_of
-from smpc.tracer.effects.surroundings import kept as kept_settings
-from smpc.tracer.effects.surroundings import uncompiled
+from smpc.tracer.effects.torch_calls import kept_settings, uncompiled
 from smpc.tracer.ir import Autocast, NodeKind, Trace
 from smpc.tracer.replay import context, replay
 from smpc.tracer.structure import flatten
