@@ -62,7 +62,7 @@ def compiled(layers: int, length: int, options: dict[str, Any]) -> tuple[float, 
 
     from smpc.compile import compile_model
     from smpc.report import print_report
-    from smpc.report.files import sharing_texts
+    from smpc.report.notebook import sharing_texts
 
     model = build(layers)
     ids = torch.zeros(options["microbatches"], length, dtype=torch.int64, device="meta")

@@ -17,7 +17,7 @@ ranks follow each other on the wire:
     arrival = max(handed over, wire free) + bytes / bandwidth + latency
 
 Values that stay on a rank arrive at once, and so do the model's inputs, which are sent ahead of need (see `lower`). What a plan offloads
-is copied to the host and back meanwhile: see `smpc.codegen.host_copies`.
+is copied to the host and back meanwhile: see `smpc.codegen.offload`.
 
 Example: two stages, three microbatches, 1F1B, backward twice as long as forward (`timeline_text`; one column is one
 second, `--` goes on, `..` is idle):
@@ -34,7 +34,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from smpc.codegen.host_copies import Copy, HostCopies, Offloading
+from smpc.codegen.offload import Copy, HostCopies, Offloading
 from smpc.codegen.program import Action, Channel, Op, Schedule, backward, forward, split_backwards, weight
 from smpc.errors import ScheduleError
 from smpc.partitioner.graph.plan import INPUTS, Plan

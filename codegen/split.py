@@ -45,7 +45,7 @@ from smpc.partitioner.graph.plan import INPUTS, Plan
 from smpc.partitioner.graph.recompute import changing_buffers
 from smpc.tracer.constants import Ref, is_writable, references
 from smpc.tracer.ir import ModuleCall, Node, NodeKind, Region, Trace
-from smpc.tracer.paths import is_index, split_item
+from smpc.tracer.structure import is_index, split_item
 
 _IN_SCOPE = ("F", "StageModule", "function", "importlib", "self", "tensor_ops", "torch")
 _COMPUTES = (NodeKind.CALL_FUNCTION, NodeKind.CALL_MODULE, NodeKind.SET_ATTR)

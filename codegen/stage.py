@@ -35,7 +35,7 @@ from smpc.codegen.printer import uses_tensor_ops
 from smpc.codegen.program import StageCode
 from smpc.codegen.recompute import buffer_owners, run_checkpointed
 from smpc.errors import CodegenError
-from smpc.tracer.paths import split_item
+from smpc.tracer.structure import split_item
 from smpc.tracer.targets import TENSOR_OPS, function
 
 

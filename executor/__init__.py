@@ -6,8 +6,7 @@ if not __name__.startswith("smpc."):
     )
 
 from smpc.executor.failure.monitor import FailureMonitor
-from smpc.executor.program.interpreter import Interpreter
-from smpc.executor.program.loopback import run_loopback
+from smpc.executor.program.interpreter import Interpreter, run_loopback
 from smpc.executor.replicas.data_parallel import StageReplicas
 
 __all__ = ["FailureMonitor", "Interpreter", "StageReplicas", "run_loopback"]

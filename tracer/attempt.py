@@ -24,8 +24,7 @@ from torch.utils import checkpoint
 
 from smpc.errors import SmpcError, TraceError
 from smpc.tracer.effects.randomness import ModuleGenerators, kept
-from smpc.tracer.effects.surroundings import uncompiled
-from smpc.tracer.effects.torch_calls import tensors_in
+from smpc.tracer.effects.torch_calls import tensors_in, uncompiled
 from smpc.tracer.environment.frozen import AnyTensor, Frozen, freeze
 from smpc.tracer.environment.guarded import Guard, Names
 from smpc.tracer.environment.outside_reads import PARALLEL, OutsideRead

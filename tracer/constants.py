@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import importlib
+import keyword
 import math
 import sys
+import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -18,8 +20,6 @@ from typing import Any, TypeVar
 
 import numpy
 import torch
-
-from smpc.tracer.paths import is_plain_name
 
 T = TypeVar("T")
 
@@ -137,6 +137,15 @@ def _number_or_text(value: str | complex) -> str:
     if isinstance(value, complex) and not (math.isfinite(value.real) and math.isfinite(value.imag)):
         return f"complex({to_source(value.real, str)}, {to_source(value.imag, str)})"
     return next(base.__repr__(value) for base in (bool, str, int, float, complex) if isinstance(value, base))
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether `x.name` in a class reads the attribute of exactly that name.
+
+    Python reads identifiers in their NFKC form, and those that begin with two underscores as `_Class__name`.
+    """
+    is_name = name.isidentifier() and not keyword.iskeyword(name) and unicodedata.normalize("NFKC", name) == name
+    return is_name and not (name.startswith("__") and not name.endswith("__"))
 
 
 def qualified_source(value: Any) -> str:

@@ -25,7 +25,6 @@ from torch import nn
 
 from smpc.errors import TraceError
 from smpc.tracer.attempt import LookCloselyError, Request, Run, Subject, record_once
-from smpc.tracer.effects.module_hooks import check_hooks, hook_of
 from smpc.tracer.environment.aliased import Aliases, read_tensors
 from smpc.tracer.environment.guarded import Environment, TableLike, tables_of
 from smpc.tracer.environment.memory_words import DictVersions
@@ -37,7 +36,7 @@ from smpc.tracer.guards import Answers
 from smpc.tracer.ir import Autocast, Trace
 from smpc.tracer.operations.opaque import shape_rule
 from smpc.tracer.operations.values import DataSized, SizeAskedError
-from smpc.tracer.recording.untraceable import UntraceableError
+from smpc.tracer.recording.untraceable import UntraceableError, check_hooks, hook_of
 
 _LEAF_MARK = "_smpc_leaf"
 

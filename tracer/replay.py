@@ -18,8 +18,7 @@ from smpc.errors import TraceError
 from smpc.tracer import targets
 from smpc.tracer.constants import Opaque, Ref, TraceDevice, map_references, normalise
 from smpc.tracer.ir import Autocast, Node, NodeKind, TensorSpec, Trace
-from smpc.tracer.paths import item_of, split_item
-from smpc.tracer.structure import flatten
+from smpc.tracer.structure import flatten, item_of, split_item
 
 
 def input_values(trace: Trace, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

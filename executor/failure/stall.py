@@ -33,7 +33,7 @@ from types import FrameType
 
 import torch
 
-from smpc.executor.failure.record import Report
+from smpc.executor.failure.processes import Report
 
 
 def _own(*names: str) -> tuple[str, ...]:

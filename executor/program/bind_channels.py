@@ -17,8 +17,7 @@ from torch import Tensor
 
 from smpc.codegen.program import Channel, Instruction, RankProgram
 from smpc.errors import StepError
-from smpc.executor.program.frame import Frame
-from smpc.executor.program.handler import Handler, Step
+from smpc.executor.program.frame import Frame, Handler, Step
 from smpc.executor.program.inbox import MASK_DTYPE, Delivery, Inbox, Presence, mask_form
 from smpc.executor.program.send_completion import awaited_by_sends, told_by_receives
 from smpc.executor.transport import Transport, WireFormat

@@ -16,16 +16,24 @@
 An input that the stage passes on is one tensor, both input and output: its edge is the leaf itself, so
 autograd adds the gradient that comes from further down first and the stage's own contributions after it, as
 in an unsplit run.
+
+The bound form of a program: handlers, and the inputs that the caller of a step passes to them.
+
+A `Handler` is an instruction with its operands looked up. It reads everything that differs from step to step from its program's `Step`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from smpc.codegen.program import Instruction
+from smpc.executor.program.inbox import Inbox
 from smpc.executor.program.offload import Away, restore_sizes
 from smpc.executor.split_backward.pending import Pending
 
@@ -61,3 +69,25 @@ class Frame:
             self.loaded.synchronize()
             self.loaded = None
         restore_sizes(self.away)
+
+
+Inputs = Sequence[Mapping[str, Tensor]]
+OnOutput = Callable[[int, tuple[Tensor, ...]], Sequence[tuple[Tensor, Tensor | None]] | None]
+
+
+@dataclass(slots=True)
+class Step:
+    """The inputs of a step."""
+
+    inputs: Inputs | None = None
+    on_output: OnOutput | None = None
+    state: dict[int, frozenset[int]] = field(default_factory=dict)  # stage -> addresses of its buffers' storages
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """A bound instruction. `inbox`: it first takes the next delivery from there."""
+
+    run: Callable[[], None]
+    instruction: Instruction
+    inbox: Inbox | None = None

@@ -1,15 +1,29 @@
-"""Reduces gradients over a tensor-, context- or expert-parallel group, once a step, around the reduction over replicas."""
+"""Reduces gradients over a tensor-, context- or expert-parallel group, once a step, around the reduction over replicas.
+
+Gradients over the ranks of a tensor-parallel group, after the average over replicas.
+
+    a parameter of a distributed module     acts on the samples of the whole group, and its gradient sums over them: divided by the size
+                                            of the group where each rank has samples of its own, so that it averages the ranks' losses
+    any other parameter                     is held by every rank of the group and saw its samples alone: averaged over the group
+
+The group's part is one all-reduce for each dtype. Where replicas hold parts of parameters, the ranks of a group hold the same part of each.
+A parameter without a gradient on one rank counts there as zero, on all of them it stays without.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from smpc.errors import StepError
 from smpc.executor.collectives import TensorGroup, sum_over
+from smpc.executor.replicas.data_parallel import broadcast
 from smpc.executor.replicas.step_hooks import StepHooks
+from smpc.sharding.tensors import local
+from smpc.sharding.wide_gradients import gradient_dtype
 
 
 class GroupHooks(ABC):
@@ -78,3 +92,83 @@ def sum_together(grads: Sequence[Tensor], group: TensorGroup, divided_by: int = 
     flat = sum_over(flat if divided_by == 1 else flat / divided_by, group)
     for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
         grad.copy_(part.view(grad.shape))
+
+
+class TensorReplicas(GroupHooks):
+    """See `GroupHooks`.
+
+    `scaled`: parameters of distributed modules; `others`: the other ones, with their names; `whole`: parameters and buffers that all
+    ranks of the group hold: construction gives every rank those of the group's first; `own_samples`: whether each rank has its own.
+    """
+
+    def __init__(
+        self,
+        scaled: Iterable[nn.Parameter],
+        others: Iterable[tuple[str, nn.Parameter]],
+        whole: Iterable[Tensor],
+        group: TensorGroup,
+        inner: StepHooks | None,
+        *,
+        own_samples: bool,
+        backward_passes_per_step: int = 1,
+    ) -> None:
+        super().__init__(group, inner, backward_passes_per_step)
+        self._scaled = [parameter for parameter in scaled if parameter.requires_grad]
+        self._others = [(name, parameter) for name, parameter in others if parameter.requires_grad]
+        self._own_samples = own_samples
+        self._scaled_already: dict[int, Tensor] = {}
+        assert group.process_group is not None, "one rank alone has nothing to average"
+        broadcast([local(tensor.detach()) for tensor in whole], group.process_group)
+
+    def _set_aside(self) -> None:
+        if self._own_samples and self._is_complete:
+            self._scaled_already = {id(p): local(p.grad).clone() for p in self._scaled if p.grad is not None}
+
+    def did_not_train(self) -> None:
+        """The step that has ended did no backward: it does not count, and what it may have scaled is not scaled again."""
+        self._set_aside()
+        super().did_not_train()
+
+    def _combine(self) -> None:
+        if self._own_samples:
+            self._scale()
+        self._average()
+
+    def _scale(self) -> None:
+        for parameter in self._scaled:
+            if parameter.grad is not None:
+                old, own = self._scaled_already.pop(id(parameter), None), local(parameter.grad)
+                if old is None:
+                    own.div_(self._group.size)
+                else:
+                    own.sub_(old).div_(self._group.size).add_(old)
+
+    def _average(self) -> None:
+        """Average whole gradients: what earlier steps left is the same on all ranks, and stays so."""
+        present = torch.tensor([p.grad is not None for _, p in self._others], dtype=torch.int32)
+        if not len(present):
+            return
+        device = self._others[0][1].device
+        anywhere = sum_over(present.to(device), self._group).tolist()
+        kinds: dict[torch.dtype, list[nn.Parameter]] = {}
+        for (name, parameter), count in zip(self._others, anywhere, strict=True):
+            if count:
+                _check_dense(name, parameter)
+                kinds.setdefault(gradient_dtype(parameter), []).append(parameter)
+        for dtype, parameters in kinds.items():
+            self._average_together(parameters, dtype)
+
+    def _average_together(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+        grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        sum_together(grads, self._group, divided_by=self._group.size)
+
+
+def _check_dense(name: str, parameter: nn.Parameter) -> None:
+    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+        raise StepError(
+            f"parameter {name!r} is held by several tensor-parallel ranks, so its gradient must be dense, found {parameter.grad.layout}; "
+            "use sparse=False"
+        )

@@ -4,18 +4,93 @@ Keys and values whole, or sliced as the queries are; `smpc.executor.sequence.rin
 
 `causal_rows`: keys and values are whole. Query i sees keys up to i: every run of queries that a rank has is a call of its own, with the
 keys up to its last query.
+
+Slices of one dimension for slices of another, where the slices are pieces (`smpc.executor.pieces`).
+
+Losses and means over a sequence of which each rank has a slice: every rank gives a summand.
+
+    loss = sum over own rows of loss_i / number of all rows that count
+
+A `Cut` says which slice a rank has of which dimension: (dimension, blocks, mirrored), as in `smpc.executor.pieces`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from smpc.executor import collectives, pieces
 from smpc.executor.collectives import TensorGroup
-from smpc.executor.pieces import pieces_of
-from smpc.executor.sequence.exchange import all_to_all
-from smpc.executor.sequence.means import Cut
+from smpc.executor.pieces import own_pieces, pieces_of
+
+Cut = tuple[int, tuple[int, ...], bool]
+
+
+def rows_cross_entropy(
+    group: TensorGroup,
+    cut: Cut,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: None = None,
+    ignore_index: int = -100,
+    reduce: None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """This rank's summand of `torch.nn.functional.cross_entropy`: own rows of the logits `input`, all labels `target`."""
+    dim, blocks, mirrored = cut
+    own = own_pieces(target, max(0, dim - 1), group.rank, group.size, blocks, mirrored) if group.size > 1 else target
+    loss = F.cross_entropy(
+        input, own, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+    )
+    if reduction == "sum":
+        return loss
+    counted = target != ignore_index
+    if weight is None:
+        return loss / counted.sum()
+    return loss / weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0).sum()
+
+
+def mean_part(group: TensorGroup, cut: Cut, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """This rank's summand of `input.mean(...)` over a dimension of which all ranks have equally much."""
+    found: Tensor = input.mean(*args, **kwargs) / group.size
+    return found
+
+
+Pieces = tuple[tuple[int, ...], bool]  # blocks, mirrored
+
+
+def all_to_all(
+    tensor: Tensor,
+    split_dim: int,
+    gather_dim: int,
+    group: TensorGroup,
+    split_pieces: Pieces = ((), False),
+    gather_pieces: Pieces = ((), False),
+) -> Tensor:
+    """`smpc.executor.collectives.all_to_all`, to slices that are these pieces of one dimension, of such of another."""
+    if split_pieces == gather_pieces == ((), False):
+        return collectives.all_to_all(tensor, split_dim, gather_dim, group)
+    there, back = (split_dim, split_pieces), (gather_dim, gather_pieces)
+    return collectives.collective(
+        tensor,
+        group,
+        lambda x: _exchanged(x, there, back, group),
+        lambda grad: _exchanged(grad, back, there, group),
+    )
+
+
+def _exchanged(
+    tensor: Tensor, split_at: tuple[int, Pieces], gather_at: tuple[int, Pieces], group: TensorGroup
+) -> Tensor:
+    (split_dim, sent), (gather_dim, got) = split_at, gather_at
+    ordered = pieces.in_rank_order(tensor, split_dim, group.size, *sent)
+    joined = collectives.exchanged(ordered, split_dim, gather_dim, group)
+    return pieces.in_own_order(joined, gather_dim, group.size, *got)
 
 
 def causal_rows(

@@ -1,8 +1,7 @@
 """How tensors get from rank to rank."""
 
-from smpc.executor.transport.base import Receipt, Transport
 from smpc.executor.transport.gloo import GlooTransport
-from smpc.executor.transport.layout import WireFormat
+from smpc.executor.transport.layout import Receipt, Transport, WireFormat
 from smpc.executor.transport.loopback import LoopbackTransport, loopback_transports
 from smpc.executor.transport.nccl import NcclTransport
 

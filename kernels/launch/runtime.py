@@ -15,6 +15,8 @@ such a file is first imported: set it before the first op runs, for the whole pr
         from smpc.kernels.programs.norms_triton import launch_forward
         with launching_on(x.device):
             return launch_forward(x, weight, eps)      # kernel[grid](..., num_warps=8, **LAUNCH_OPTIONS)
+
+How large a launch is: programs for each device, warps for each program.
 """
 
 from __future__ import annotations
@@ -66,3 +68,21 @@ def backend(device: torch.device) -> Backend:
 def launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Makes `device` the current one: Triton launches on the current device, whatever the tensors' is."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+# Enough programs to take several turns each in small tests.
+_INTERPRETER_PROGRAMS = 4
+_ELEMENTS_PER_WARP = 512  # 16 for each thread
+_MAX_WARPS = 32
+
+
+def num_programs(device: torch.device) -> int:
+    """Programs of a kernel that strides over its work: two for each multiprocessor, so that one computes as the other waits."""
+    if device.type != "cuda":
+        return _INTERPRETER_PROGRAMS
+    return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def warps_for(elements: int) -> int:
+    """Warps of a program that holds `elements` (a power of two) at a time."""
+    return max(1, min(_MAX_WARPS, elements // _ELEMENTS_PER_WARP))

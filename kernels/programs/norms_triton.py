@@ -22,8 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smpc.kernels.launch.launching import num_programs, warps_for
-from smpc.kernels.launch.runtime import LAUNCH_OPTIONS, launching_on
+from smpc.kernels.launch.runtime import LAUNCH_OPTIONS, launching_on, num_programs, warps_for
 from smpc.kernels.launch.variants import KernelVariant, variant
 from smpc.kernels.shared.elements import as_rows
 from smpc.kernels.shared.norms import Normed, NormGradients, NormRule, NormSaved

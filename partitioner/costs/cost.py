@@ -51,8 +51,7 @@ from typing import Protocol
 import numpy as np
 
 from smpc.partitioner.costs.collectives import sent_time
-from smpc.partitioner.costs.description import Device, Group, Kernels
-from smpc.partitioner.costs.known_devices import H100
+from smpc.partitioner.costs.description import H100, Device, Group, Kernels
 from smpc.partitioner.costs.optimizers import ADAM, Optimizer
 from smpc.partitioner.problem import FloatArray, IntArray, whole_times
 from smpc.tracer.ir import Node, NodeKind, Region, StateSpec, Trace

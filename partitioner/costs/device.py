@@ -65,7 +65,7 @@
 `smpc calibrate` writes such files.
 
 Latencies are of the order of what messages between processes take, and only decide about messages of less than a megabyte. What the
-numbers of the named devices are, and where they are from: `smpc.partitioner.costs.known_devices`.
+numbers of the named devices are, and where they are from: `smpc.partitioner.costs.description`.
 """
 
 from __future__ import annotations
@@ -76,9 +76,8 @@ from collections.abc import Sequence
 
 from smpc.config.limits import MAX_RANKS, shown
 from smpc.errors import ConfigError
-from smpc.partitioner.costs.description import Device, Wire
+from smpc.partitioner.costs.description import DEVICES, H100, Device, Wire
 from smpc.partitioner.costs.device_file import read_device, read_table
-from smpc.partitioner.costs.known_devices import DEVICES, H100
 
 __all__ = ["DEVICES", "H100", "Device", "Wire", "find_device", "find_devices"]
 

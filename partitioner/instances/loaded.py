@@ -14,8 +14,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from smpc.partitioner.instances.amounts import totals
-from smpc.partitioner.instances.instance import Instance, Processor
+from smpc.partitioner.instances.instance import Instance, Processor, totals
 from smpc.partitioner.instances.units import Found, joined, values
 from smpc.partitioner.problem import FloatArray, IntArray, in_proportion
 from smpc.partitioner.solvers.cuts import cut_bound

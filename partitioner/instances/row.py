@@ -15,8 +15,7 @@ from fractions import Fraction
 import networkx as nx
 
 from smpc.errors import PartitionError
-from smpc.partitioner.instances.amounts import is_within
-from smpc.partitioner.instances.instance import Instance
+from smpc.partitioner.instances.instance import Instance, is_within
 from smpc.partitioner.instances.units import Found, joined, values
 from smpc.partitioner.problem import Scale, Units, in_proportion, stage_costs
 from smpc.partitioner.solvers.bound import graph_bound

@@ -25,8 +25,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from smpc.errors import MemoryLimitError, PartitionError
-from smpc.partitioner.instances.amounts import largest_load, memory, received_bytes, times
-from smpc.partitioner.instances.instance import Instance, Link
+from smpc.partitioner.instances.instance import Instance, Link, largest_load, memory, received_bytes, times
 from smpc.partitioner.instances.loaded import solve_loaded
 from smpc.partitioner.instances.row import a_cut_fits, solve_row
 from smpc.partitioner.instances.units import Found, joined

@@ -31,12 +31,12 @@ from torch import Tensor, nn
 
 from smpc.codegen.program import RankProgram
 from smpc.errors import PartitionError
-from smpc.kept_parameters import changed_parameter
+from smpc.late_changes import changed_parameter
 from smpc.partitioner.graph.plan import Plan
 from smpc.rank_values import Print, is_atom, paired, reached, shareable
 from smpc.tracer.effects.randomness import generators_of
-from smpc.tracer.paths import split_item
 from smpc.tracer.state.state_use import StateUse, moved_buffer
+from smpc.tracer.structure import split_item
 
 _OWN_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _Seen = tuple[int, int]  # the tensor, and its version

@@ -22,12 +22,12 @@ from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import plan_trace, write_programs
 from smpc.compile.result import Traced
 from smpc.errors import ConfigError, StepError, UsageError
-from smpc.late_hooks import LateHooks
+from smpc.late_changes import LateHooks
 from smpc.sample_inputs import as_inputs
 from smpc.tracer.attempt import Request
 from smpc.tracer.constants import TraceDevice, map_references
+from smpc.tracer.environment.aliased import moved
 from smpc.tracer.environment.guarded import Environment
-from smpc.tracer.environment.moved import moved
 from smpc.tracer.guards import broken_guard
 from smpc.tracer.ir import Trace
 from smpc.tracer.record import Recording, record_guarded

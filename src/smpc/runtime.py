@@ -35,15 +35,13 @@ from smpc.codegen.rewrite.tensor_parallel.rewrite import CONTEXT, GROUP, group_a
 from smpc.codegen.stage import StageModule, build_stage, compile_stage
 from smpc.compile.result import Compilation
 from smpc.errors import StepError, UsageError
-from smpc.executor.program.interpreter import Interpreter
-from smpc.executor.program.loopback import run_loopback
+from smpc.executor.program.interpreter import Interpreter, run_loopback
 from smpc.executor.replicas.context_sums import ContextSums
 from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.replicas.group_hooks import innermost
 from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.executor.transport import Transport, loopback_transports
-from smpc.kept_parameters import KeptParameters
-from smpc.late_hooks import LateHooks
+from smpc.late_changes import KeptParameters, LateHooks
 from smpc.observe.observer import Observer, RankRecord, StepCallback, Watch, batch_of
 from smpc.observe.window import Window
 from smpc.partitioner.costs.cost import useful_flops

@@ -53,7 +53,12 @@ def _named(inputs: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def first_microbatch(inputs: Inputs, microbatches: int) -> Inputs:
-    """The first of `microbatches` equal parts along axis 0 of every tensor that has an axis.
+    """The first of `microbatches` equal parts along axis 0 of every tensor that has an axis. Raises as `microbatch` does."""
+    return microbatch(inputs, microbatches, 0)
+
+
+def microbatch(inputs: Inputs, microbatches: int, number: int) -> Inputs:
+    """One of `microbatches` equal parts along axis 0 of every tensor that has an axis; `number` counts from 0.
 
     Raises ConfigError, naming every input whose size the number of microbatches does not divide.
     """
@@ -68,7 +73,7 @@ def first_microbatch(inputs: Inputs, microbatches: int) -> Inputs:
             wrong.append(
                 f"input {input_path(path)}: batch size {leaf.shape[0]} (axis 0) is not divisible by microbatches = {microbatches}"
             )
-        parts.append(leaf.narrow(0, 0, size))
+        parts.append(leaf.narrow(0, number * size, size))
     if wrong:
         raise ConfigError("\n".join(wrong))
     args, kwargs = structure.unflatten(parts)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from smpc.cli import main
-from smpc.codegen.emit import emit_rank
+from smpc.codegen.printer import emit_rank
 from smpc.codegen.stage import build_stage
 from smpc.compile import compile_model
 from smpc.errors import CodegenError, TraceError

@@ -7,7 +7,7 @@ from torch import nn
 
 from smpc.compile import compile_model
 from smpc.executor import Interpreter
-from smpc.executor.measure.live_bytes import LiveBytes
+from smpc.executor.measure.spans import LiveBytes
 from smpc.executor.transport import GlooTransport, WireFormat
 from smpc.runtime import Runtime
 from smpc.tracer.ir import TensorSpec

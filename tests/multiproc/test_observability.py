@@ -13,8 +13,7 @@ from executor_harness import run_workers
 from torch import nn
 
 from smpc.compile import compile_model
-from smpc.executor.measure.clocks import clock_offset
-from smpc.executor.measure.link_measurement import measure_wire
+from smpc.executor.measure.link_measurement import clock_offset, measure_wire
 from smpc.executor.transport import GlooTransport
 from smpc.partitioner.graph.plan import INPUTS, Plan
 from smpc.runtime import Runtime

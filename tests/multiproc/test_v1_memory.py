@@ -15,7 +15,7 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 import smpc.v1 as smp
-from smpc.executor.measure.live_bytes import LiveBytes
+from smpc.executor.measure.spans import LiveBytes
 
 NUM_SAMPLES = 16
 

@@ -9,7 +9,7 @@ from precision_jobs import Job, batch, differences, gain_at, optimizer_of, whole
 from torch import nn
 
 import smpc.v1 as smp
-from smpc.v1.optimization.elementwise import ELEMENTWISE
+from smpc.v1.optimization.update_targets import ELEMENTWISE
 
 OPTIONS = {
     "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},

@@ -11,7 +11,7 @@ from v1_harness import MB, batches, feed, make_model, reference, start, train_st
 
 import smpc.v1 as smp
 from smpc.errors import VerificationError
-from smpc.v1.steps.programs import compiler, verifying
+from smpc.v1.steps.programs import compiler, signature
 
 
 def train(rank, folder, name, config):
@@ -216,7 +216,7 @@ def too_large(rank, folder):
     def verify_compilation(*args, **kwargs):
         raise torch.OutOfMemoryError("no memory")
 
-    verifying.verify_compilation = verify_compilation
+    signature.verify_compilation = verify_compilation
     return in_half(rank, folder, {}, False)
 
 

@@ -20,13 +20,13 @@ from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED
 from smpc.compile import compile_model
 from smpc.errors import ConfigError
 from smpc.executor.collectives import TensorGroup
+from smpc.executor.replicas.apart import ExpertReplicas
 from smpc.executor.replicas.data_parallel import StageReplicas
-from smpc.executor.replicas.expert_replicas import ExpertReplicas
 from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.sharded_state import whole_of
 from smpc.executor.transport.gloo import GlooTransport
 from smpc.expert_parallel import shard
-from smpc.experts.roles import take_role
+from smpc.experts.stacked import take_role
 from smpc.mesh import Axis, Mesh
 from smpc.mesh.degrees import Degrees
 from smpc.mesh.device_mesh import device_mesh, make_groups

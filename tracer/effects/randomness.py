@@ -36,7 +36,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
-from smpc.tracer.paths import item_path
+from smpc.tracer.structure import item_path
 
 GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)  # torch's: `ModuleGenerators`
 

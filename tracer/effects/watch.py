@@ -2,8 +2,7 @@
 
     smpc.tracer.effects.differentiation     autograd's graph, hooks, gradients
     smpc.tracer.effects.randomness          generators
-    smpc.tracer.effects.surroundings        settings of the process
-    smpc.tracer.effects.torch_calls         what threads do that forward hands work to
+    smpc.tracer.effects.torch_calls         settings of the process, and what threads do that forward hands work to
     smpc.tracer.operations.opaque           modules that are called whole
 
 An effect that a trace cannot hold is an error of the module whose code has it (`Recorder.error`): the module is called whole if that is
@@ -32,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smpc.errors import TraceError
 from smpc.tracer.constants import references
-from smpc.tracer.effects import differentiation, randomness, surroundings, torch_calls
+from smpc.tracer.effects import differentiation, randomness, torch_calls
 from smpc.tracer.ir import Node, StateSpec
 from smpc.tracer.operations.opaque import Run, WholeCall
 from smpc.tracer.recording.nodes import OpenCall
@@ -143,7 +142,7 @@ class Watch:
         self._generators = randomness.UsableGenerators(model)
         self._states = self._generators.states()
         self._has_used_others = False
-        self._settings: surroundings.Settings = ()
+        self._settings: torch_calls.Settings = ()
         self._whole: list[WholeCall] = []
         self._users: dict[str, str] = {}  # generator -> the module called whole that uses it
         self._failure: TraceError | None = None
@@ -158,11 +157,11 @@ class Watch:
         with ExitStack() as stack:
             stack.enter_context(torch_calls.watching_others(mode, self._note_others))
             stack.enter_context(differentiation.watching_backward(self._note_backward))
-            stack.enter_context(surroundings.kept())
+            stack.enter_context(torch_calls.kept_settings())
             stack.enter_context(randomness.watching(self._note_random))
             self._generators.stir()
             self._states = self._generators.states()
-            self._settings = surroundings.settings()
+            self._settings = torch_calls.settings()
             yield
 
     @property
@@ -205,7 +204,7 @@ class Watch:
             self._kept.setdefault(storage, {}).setdefault(name, self._here())
         self._keeping.clear()
         is_inside = torch_calls.in_kernel() or self._recorder.muted  # transforms have settings of their own
-        changed = "" if is_inside else surroundings.changed(self._settings, surroundings.settings())
+        changed = "" if is_inside else torch_calls.changed_setting(self._settings, torch_calls.settings())
         if changed:
             self.refuse(f"forward changes {changed}", _RESTORE)
         if is_random:
@@ -236,7 +235,7 @@ class Watch:
 
     def enter(self, opened: OpenCall) -> None:
         """A module's code starts."""
-        opened.modes, opened.buffers = surroundings.modes(), dict(opened.module._buffers)
+        opened.modes, opened.buffers = torch_calls.modes(), dict(opened.module._buffers)
         opened.is_swapped = bool(self.ownership.swapped(opened.module))
         opened.whole = not opened.is_swapped
         self._check_other_generators()
@@ -284,7 +283,7 @@ class Watch:
             self._generators.stir()
             states, of_torch = self._generators.states(), randomness.torch_state()
             tables = [(inner, dict(inner._buffers)) for inner in tables_in(module)]
-        modes, settings = surroundings.modes(), surroundings.settings()
+        modes, settings = torch_calls.modes(), torch_calls.settings()
         self._whole.append(call)
         try:
             yield call
@@ -351,9 +350,9 @@ class Watch:
         if used:
             self.refuse(f"forward uses {used[0]} generator, here or before", _OWN_RANDOM)
 
-    def _check_left(self, modes: tuple[bool, bool], settings: surroundings.Settings) -> None:
-        now = surroundings.modes()
-        changed = surroundings.changed(settings, surroundings.settings())
+    def _check_left(self, modes: tuple[bool, bool], settings: torch_calls.Settings) -> None:
+        now = torch_calls.modes()
+        changed = torch_calls.changed_setting(settings, torch_calls.settings())
         if now != modes:
             changed = "grad mode" if now[0] != modes[0] else "inference mode"
         if changed:

@@ -5,20 +5,30 @@
 
 After `self.original = other` it would go on reading the first. So which of these are the same is guarded. Two that become the same are
 detected as well: a write into one of them would be seen in the other. Parameters are looked after elsewhere.
+
+The environment of a recording, for other objects than those that were recorded, or for the same ones after a change of our own.
+
+    copied = copy.deepcopy(model)                                # what is recorded
+    trace, environment = ...
+    environment = moved(environment, trace, modules, original)   # what is looked at from now on is the model
+
+Everything is as it was when it was recorded: but a value that violates a guard is in place of the one that was read, such as a module in
+place of its copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from smpc.tracer.environment.frozen import MISSING
-from smpc.tracer.environment.guarded import Difference, Guard
+from smpc.tracer.environment.frozen import MISSING, freeze
+from smpc.tracer.environment.guarded import Difference, Environment, Guard, GuardSource, Names, Table, TableLike
+from smpc.tracer.environment.memory_words import DictVersions
 from smpc.tracer.ir import NodeKind, Trace
-from smpc.tracer.paths import item_path
+from smpc.tracer.structure import item_path
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 
@@ -118,3 +128,44 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[Any, torch.Tensor]]:
     elif name not in _TABLES and isinstance(value, (list, tuple, dict)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         yield from ((key, item) for key, item in items if isinstance(item, torch.Tensor))
+
+
+Original = Callable[[Any], Any]
+
+
+def moved(
+    environment: Environment,
+    trace: Trace,
+    modules: Iterable[tuple[str, nn.Module]],
+    original: Original = lambda value: value,
+    versions: DictVersions | None = None,
+) -> Environment:
+    """Looks at `original(holder)` wherever the environment looks at a holder: a dict, an object, a class or a cell; None: nowhere.
+
+    `modules`: the model's, by name. `versions`: see `Environment`.
+    """
+    guards = list(_guards(environment.guards, original))
+    tables: list[TableLike] = list(_tables(environment.tables, original))
+    return Environment(guards, [*tables, Aliases(modules, read_tensors(trace), guards)], versions)
+
+
+def _guards(guards: Iterable[Guard], original: Original) -> Iterator[Guard]:
+    for guard in guards:
+        place = guard.place
+        holder = original(place.holder)
+        if holder is not None:
+            found = GuardSource(holder, place.key, place.text, place.is_shown, place.is_answer)
+            value = found.read()
+            expected = guard.expected if any(frozen.holds(value) for frozen in guard.expected) else [freeze(value)]
+            yield Guard(found, expected, value, guard.readers, guard.owner)
+
+
+def _tables(tables: Iterable[TableLike], original: Original) -> Iterator[TableLike]:
+    for table in tables:
+        holder = original(table.holder) if isinstance(table, (Table, Names)) else None
+        if holder is not None and isinstance(table, Table):
+            yield Table(table.fqn, table.what, holder)
+        elif holder is not None and isinstance(table, Names):
+            names = Names(holder, table.text, table.owner, are_all_read=table.are_all_read, is_class=table.is_class)
+            names.used = table.used
+            yield names

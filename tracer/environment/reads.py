@@ -41,7 +41,6 @@ from smpc.tracer.environment.asked import (
     question_of,
     question_of_cache,
 )
-from smpc.tracer.environment.call_hook import PLAIN, CallHook
 from smpc.tracer.environment.fake_identity import Identity, Run, TensorClasses, compares_identity
 from smpc.tracer.environment.frozen import (
     MISSING,
@@ -57,6 +56,7 @@ from smpc.tracer.environment.frozen import (
 )
 from smpc.tracer.environment.guarded import BASES, CLASS, Guard, GuardSource, Names, Question, hook_tables
 from smpc.tracer.environment.outside_reads import (
+    CallHook,
     OutsideRead,
     handed_over,
     is_outside,
@@ -257,7 +257,7 @@ class Reads:
                 self._begins(frame)
         elif event == "c_call" and argument not in self._dull:
             owner = getattr(argument, "__self__", None)
-            if type(owner) not in PLAIN:
+            if type(owner) not in CallHook.PLAIN:
                 self._asks(frame, argument, owner)
 
     def _asks(self, frame: FrameType, function: Any, owner: Any) -> None:

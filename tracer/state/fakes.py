@@ -30,7 +30,7 @@ from torch.nn.parameter import is_lazy
 
 from smpc.errors import TraceError
 from smpc.tracer.ir import StateSpec, TensorSpec
-from smpc.tracer.paths import check_module_names, item_path
+from smpc.tracer.structure import check_module_names, item_path
 
 
 @dataclass(slots=True)

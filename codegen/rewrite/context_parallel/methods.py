@@ -17,9 +17,8 @@ import math
 from collections.abc import Iterator, Mapping
 
 from smpc.codegen.rewrite.context_parallel.rules import ATTENTION, EXCHANGE_WAY, can_exchange, heads, is_causal
-from smpc.codegen.rewrite.kernels.graph import Graph
+from smpc.codegen.rewrite.kernels.graph import Graph, Refusal, Replacement, Rewrite
 from smpc.codegen.rewrite.kernels.patterns import flash_attention
-from smpc.codegen.rewrite.kernels.replacement import Refusal, Replacement, Rewrite
 from smpc.codegen.rewrite.kernels.rewrite import rewrite_kernels
 from smpc.codegen.rewrite.tensor_parallel.layout_problem import Weights
 from smpc.codegen.rewrite.tensor_parallel.layouts import Kind

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from smpc.codegen.rewrite.kernels.graph import Graph
-from smpc.codegen.rewrite.kernels.replacement import Replacement
+from smpc.codegen.rewrite.kernels.graph import Graph, Replacement
 from smpc.tracer.constants import Ref, map_references
 from smpc.tracer.ir import Node, NodeKind, TensorSpec
 from smpc.tracer.replay import evaluate

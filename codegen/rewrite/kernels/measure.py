@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from smpc.codegen.rewrite.kernels.replacement import Call, Replacement
+from smpc.codegen.rewrite.kernels.graph import Call, Replacement
 from smpc.tracer import targets
 from smpc.tracer.constants import Ref, map_references, references
 from smpc.tracer.effects.torch_calls import same_memory

@@ -10,7 +10,7 @@ have the kind "model". An optimizer's state is written and read in the form of t
                                                                                    metadata["optimizer"]["param_groups"]
 
 A Trainer's folder, with {"state": {"model": {...}, "optimizers": {class: {"state": ...}}}, "rng": ...}, is read as such a dict, too; for
-where its groups are see `smpc.checkpoint.sources.trained`.
+where its groups are see `smpc.checkpoint.sources.sources`.
 Extra state of modules comes as `metadata["extra_state"]`, other values that are no tensors as
 `metadata["torch.distributed.checkpoint"]`, by key.
 
@@ -42,8 +42,7 @@ from smpc.checkpoint.modules import OPTIMIZER, SEPARATOR
 from smpc.checkpoint.sources.distributed_metadata import Described, Stored, read_metadata
 from smpc.checkpoint.sources.export import new_path
 from smpc.checkpoint.sources.renamed_source import with_tied
-from smpc.checkpoint.sources.sources import Item, Source
-from smpc.checkpoint.sources.trained import groups_of
+from smpc.checkpoint.sources.sources import Item, Source, groups_of
 from smpc.errors import CheckpointError
 
 METADATA = ".metadata"

@@ -31,9 +31,15 @@ if TYPE_CHECKING:
     from smpc.compile.result import Compilation
     from smpc.compile.search import Search
     from smpc.report.advice import Outlook
-    from smpc.verification import Verified
 
 _PLANS = ("auto", "off", "huggingface")
+_OTHER_DEGREES = (
+    "tensor_parallel_degree",
+    "context_parallel_degree",
+    "expert_parallel_degree",
+    "data_parallel_degree",
+    "sharded_data_parallel_degree",
+)
 
 
 @opt.takes_flags
@@ -68,15 +74,6 @@ def compile_command(
         settings = _settings(config, given)
         _check_names(target, settings, given)
         options = _options(settings, given, is_script=config is not None)
-        shared = [name for name in ("tensor_parallel_degree", "context_parallel_degree") if getattr(options, name) > 1]
-        if verify and shared:
-            raise ConfigError(
-                f"--verify: not with {' and '.join(shared)} above 1: one rank's programs cannot run alone; verify without -t and -c"
-            )
-        if verify and options.expert_parallel_degree > 1:
-            raise ConfigError(
-                "--verify: not with expert_parallel_degree above 1: one rank has some of the experts; verify without -e"
-            )
     specs = parse_inputs(inputs or [], MAX_MICROBATCHES if settings is None else settings.microbatches)
     folder = None if out is None else _writable_folder(out)
     if plot is not None:
@@ -102,7 +99,7 @@ def _print(compilation: Compilation, found: Search | None, outlook: Outlook | No
         sys.stdout.write(compilation.plan.to_json())
         return
     from smpc.report import print_report
-    from smpc.report.files import sharing_texts
+    from smpc.report.notebook import sharing_texts
 
     if found is not None:
         from smpc.report.search import print_search
@@ -154,7 +151,7 @@ def _loaded(target: str, specs: tuple[InputSpec, ...], *, real: bool = False) ->
 
 def _compile(
     target: str, specs: tuple[InputSpec, ...], settings: Config, options: PipelineOptions, *, verify: bool
-) -> tuple[Compilation, Verified | None, PipelineOptions]:
+) -> tuple[Compilation, object, PipelineOptions]:
     """The target's compilation, with the phases shown, and what comparing it with the model has given, if it is to be verified;
     and the options with what the model's modules are marked with.
 
@@ -180,10 +177,27 @@ def _compile(
         compilation = compile_batch(model, sample_inputs, options, show)
         if verify:
             show("Verifying the programs")
-            verified = verify_programs(model, sample_inputs, compilation, settings.microbatches, is_drawn=bool(specs))
+            verified = _verify(target, specs, (model, sample_inputs), settings, options, compilation)
     for line in plan_warnings(compilation.plan):
         _warn(line)
     return compilation, verified, options
+
+
+def _verify(
+    target: str,
+    specs: tuple[InputSpec, ...],
+    loaded: tuple[nn.Module, Any],
+    settings: Config,
+    options: PipelineOptions,
+    compilation: Compilation,
+) -> object:
+    """What comparing the programs with the model has given: in this process, or on ranks where one alone cannot run them."""
+    if options.tensor_parallel_degree * options.context_parallel_degree * options.expert_parallel_degree == 1:
+        return verify_programs(*loaded, compilation, settings.microbatches, is_drawn=bool(specs))
+    from smpc.cli.verify_ranks import RanksJob, verify_ranks
+
+    job = RanksJob.of(target, [str(spec) for spec in specs], settings, options)
+    return verify_ranks(job, *loaded, is_drawn=bool(specs))
 
 
 def _search(target: str, specs: tuple[InputSpec, ...], given: dict[str, Any]) -> tuple[Search, Compilation]:
@@ -213,7 +227,7 @@ def _check_counts(counts: dict[str, int], world_size: int | None) -> None:
 
 def _check_names(target: str, settings: Config, given: dict[str, Any]) -> None:
     """Raise ConfigError for what is wrong whatever the model is, before torch is imported, which takes seconds."""
-    from smpc.config.sizes import parse_bytes
+    from smpc.config.limits import parse_bytes
     from smpc.partitioner.costs.device import find_devices
     from smpc.partitioner.costs.optimizers import find_optimizer
 
@@ -288,7 +302,9 @@ def _settings(path: str | None, given: dict[str, Any]) -> Config:
     flags = {name: value for name, value in given.items() if opt.is_setting(name)}
     if "fully_shard" in flags:
         flags["ddp"] = True
-    if path is None and "pipeline_parallel_degree" not in flags:
+    if path is None and any(given.get(name, 1) > 1 for name in _OTHER_DEGREES):
+        flags.setdefault("pipeline_parallel_degree", 1)
+    elif path is None and "pipeline_parallel_degree" not in flags:
         raise ConfigError(
             "-p/--pipeline-parallel-degree: required, the number of ranks to split the model over; try -p 2"
         )
@@ -315,7 +331,7 @@ def _writable_folder(out: str) -> Path:
 
 def _write(compilation: Compilation, folder: Path, found: Search | None, outlook: Outlook | None) -> None:
     """The plan, its report, a program for every rank, and the search."""
-    from smpc.report.files import plan_files, write_files
+    from smpc.report.notebook import plan_files, write_files
 
     files = plan_files(compilation, outlook)
     if found is not None:

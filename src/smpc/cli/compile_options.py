@@ -68,7 +68,8 @@ Verify = Annotated[
     bool,
     typer.Option(
         "--verify",
-        help="Run a microbatch in plain PyTorch and by the programs, and compare; exit status 1 if they differ. The model gets values.",
+        help="Run a microbatch in plain PyTorch and by the programs, and compare; exit status 1 if they differ. The model gets values. "
+        "With -t, -c or -e: a step on so many ranks of this machine.",
     ),
 ]
 Auto = Annotated[

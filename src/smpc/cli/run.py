@@ -4,7 +4,7 @@ Its options have one name each: what typer shows and parses.
 
 `observed` is `--report` and `--trace`: asks the ranks for their records, and turns those into a report and a trace when they have ended.
 
-Every rank writes its measurements to a folder (`smpc.v1.session.launcher_watch`): the one of `--trace`, or a temporary one. Launchers of
+Every rank writes its measurements to a folder (`smpc.v1.session.supervision`): the one of `--trace`, or a temporary one. Launchers of
 several nodes write to the same folder if it is on a shared disk, and the last one to end makes the trace of all ranks; otherwise each
 makes the trace of its own ranks. Files of an earlier job in the folder are removed first, by the launcher of node 0.
 """

@@ -223,6 +223,10 @@ class InputSpec:
             reason = " ".join(str(error).split())
             raise ConfigError(f"--input {self.name}: torch cannot make it: {shown(reason)}") from None
 
+    def __str__(self) -> str:
+        """As `--input` takes it."""
+        return f"{self.name}={self.dtype}[{','.join(map(str, self.shape))}]"
+
     @property
     def is_mask(self) -> bool:
         """Whether the values are ones."""

@@ -1,5 +1,7 @@
 """`smpc compile --verify`: the compiled programs beside the model itself, in one process, on one microbatch.
 
+Where ranks share operations, sequences or experts: see `smpc.cli.verify_ranks`.
+
 Inputs come from the factory. Inputs that `--input` gives by shape are drawn if the program is valid for any values: floats at random,
 tokens of Hugging Face's models from their vocabulary. Other inputs are taken from `--input`.
 """
@@ -25,7 +27,7 @@ _MEMORY = "/proc/meminfo"
 def check_fits(model: nn.Module, what: str) -> None:
     """Raise ConfigError if this machine lacks the memory to run a model (perhaps on the meta device) both ways."""
     needed = _COPIES * sum(p.numel() * p.element_size() for p in model.parameters())
-    free = _available()
+    free = available_memory()
     if free is not None and needed > free:
         raise ConfigError(
             f"--verify: {what} takes {needed / 1e9:.1f} GB, parameters with two sets of gradients, and this machine has "
@@ -33,7 +35,7 @@ def check_fits(model: nn.Module, what: str) -> None:
         )
 
 
-def _available() -> int | None:
+def available_memory() -> int | None:
     """Bytes that are free for programs; None where that is not told."""
     try:
         with open(_MEMORY, encoding="ascii") as file:
@@ -51,6 +53,8 @@ def verify_programs(
 
     from smpc.sample_inputs import as_inputs, first_microbatch
     from smpc.tracer import flatten
+    from smpc.tracer.guards import broken_guard
+    from smpc.tracer.replay import input_values
     from smpc.verification import Conditions, verify_compilation
 
     inputs = first_microbatch(as_inputs(sample_inputs), num_microbatches)
@@ -60,25 +64,21 @@ def verify_programs(
             "--verify: expected a model and inputs with values, found tensors on the meta device; have the factory make them on the CPU"
         )
     if is_drawn:
-        inputs = _drawn(model, compilation, inputs)
+        others = drawn(model, inputs)
+        is_for_these = broken_guard(compilation.trace, model, input_values(compilation.trace, *others)) is None
+        inputs = others if is_for_these else inputs
     device = next((tensor.device for tensor in (*model.parameters(), *tensors)), torch.device("cpu"))
     return verify_compilation(model, compilation, inputs, Conditions(device))
 
 
-def _drawn(model: nn.Module, compilation: Compilation, inputs: Inputs) -> Inputs:
-    """Inputs of the same form with random values, if the program is for these."""
+def drawn(model: nn.Module, inputs: Inputs) -> Inputs:
+    """Inputs of the same form with random values."""
     import torch
-
-    from smpc.tracer.guards import broken_guard
-    from smpc.tracer.replay import input_values
 
     args, kwargs = inputs
     generator = torch.Generator().manual_seed(0)
     size = getattr(getattr(model, "config", None), "vocab_size", 0)
-    drawn = {name: _random(name, value, size, generator) for name, value in kwargs.items()}
-    trace = compilation.trace
-    is_for_these = broken_guard(trace, model, input_values(trace, args, drawn)) is None
-    return (args, drawn) if is_for_these else inputs
+    return args, {name: _random(name, value, size, generator) for name, value in kwargs.items()}
 
 
 def _random(name: str, value: Tensor, vocabulary: int, generator: Any) -> Tensor:

@@ -6,7 +6,7 @@
 
 Sample inputs are one whole batch, in the forms of `smpc.sample_inputs`. Only shapes and dtypes count, so tensors on the meta device will
 do, and so will a model on the meta device: nothing is allocated. `smpc.compile.passes` lists the passes in their order.
-Names are loaded when they are first used, so that `smpc.compile.keys` needs no torch.
+Names are loaded when they are first used, so that `smpc.compile.options` needs no torch.
 """
 
 from __future__ import annotations

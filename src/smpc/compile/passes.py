@@ -27,8 +27,8 @@ from smpc.codegen.lower import lower
 from smpc.codegen.offload import insert_offloads
 from smpc.codegen.program import RankProgram, Schedule, StageCode
 from smpc.codegen.rewrite import whole_draws
-from smpc.codegen.rewrite.context_parallel.calls import CALLS
 from smpc.codegen.rewrite.context_parallel.rewrite import ZIGZAG, ContextPlan, ContextTrace, share_sequence
+from smpc.codegen.rewrite.context_parallel.rules import CALLS
 from smpc.codegen.rewrite.expert_parallel import Experts, divide_experts, parts_of_experts, shares_of
 from smpc.codegen.rewrite.kernels import Rewritten, rewrite_kernels, select_rewrites
 from smpc.codegen.rewrite.outputs import keep_outputs

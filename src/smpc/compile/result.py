@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from smpc.codegen.emit import describe_channel, emit_rank
+from smpc.codegen.printer import describe_channel, emit_rank
 from smpc.codegen.program import Channel, RankProgram, Schedule, of_program
 from smpc.codegen.rewrite.context_parallel.rewrite import ContextTrace
 from smpc.codegen.rewrite.expert_parallel import ExpertTrace

@@ -11,7 +11,7 @@
     data        of the sum of gradients, and of gathering parameters, what no computation hides
     context     collectives over parts of a sequence
     expert      collectives that bring tokens to experts
-    offload     of the copies to the host and back, what makes the step longer (`smpc.codegen.host_copies`)
+    offload     of the copies to the host and back, what makes the step longer (`smpc.codegen.offload`)
     optimizer   reads and writes parameters, gradients and state once
     executor    what the runtime does beside operations and messages, of devices that say how long that takes: for each action, for calls
                 whose backward is in two parts, for each step, and for units in parts where the model runs as it is

@@ -37,9 +37,9 @@ from smpc.checkpoint.torch_format.places import is_url
 from smpc.checkpoint.torch_format.writer import Writer
 from smpc.composer import storage
 from smpc.composer.duration import Timestamp
-from smpc.composer.plain import decoded, encodable, encoded
 from smpc.composer.readers import ANY, Reader
 from smpc.composer.state import State
+from smpc.composer.storage import decoded, encodable, encoded
 from smpc.errors import CheckpointError
 from smpc.sharding.tensors import local, sharded_like, whole
 

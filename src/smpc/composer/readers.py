@@ -33,7 +33,7 @@ from smpc.checkpoint.torch_format.reader import Reader as FolderFiles
 from smpc.composer import storage
 from smpc.composer.duration import Timestamp
 from smpc.errors import CheckpointError
-from smpc.sharding.incoming import Incoming
+from smpc.sharding.shard import Incoming
 from smpc.sharding.tensors import local, own_part
 
 _METADATA = ".metadata"

@@ -28,10 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from smpc import dist
 from smpc.checkpoint.rng import capture_rng, restore_rng
-from smpc.composer.loss_scale import LossScale
 from smpc.composer.microbatches import cut, num_loss_tokens, num_samples, num_tokens
 from smpc.composer.model import ComposerModel
-from smpc.composer.state import State
+from smpc.composer.state import LossScale, State
 from smpc.errors import ConfigError, PeerMemoryError, StepError, TransportError
 from smpc.fsdp import Prepared
 from smpc.fsdp.tensor import check_gradients

@@ -19,13 +19,11 @@ from smpc.checkpoint.rng import capture_rng, restore_rng
 from smpc.composer import arguments as checked
 from smpc.composer import checkpoint
 from smpc.composer.duration import Duration
-from smpc.composer.equal_on_ranks import check_alike, check_same_batch, share_random_state
-from smpc.composer.loss_scale import LossScale
-from smpc.composer.microbatches import moved, num_samples
+from smpc.composer.microbatches import check_alike, check_same_batch, moved, num_samples, share_random_state
 from smpc.composer.model import ComposerModel
 from smpc.composer.readers import open_checkpoint
 from smpc.composer.saving import Saving, named
-from smpc.composer.state import State
+from smpc.composer.state import LossScale, State
 from smpc.composer.step import Stepper
 from smpc.errors import CheckpointError, ConfigError, UsageError
 from smpc.fsdp import prepare

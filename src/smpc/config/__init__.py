@@ -2,8 +2,8 @@
 
 from smpc.config.config import KEYS, PLACEMENT_STRATEGIES, Config
 from smpc.config.files import parse_json, parse_toml, read_text
+from smpc.config.report import read_file
 from smpc.config.rules import MODULES, SCHEDULES
-from smpc.config.sources import read_file
 
 __all__ = [
     "KEYS",

@@ -8,9 +8,9 @@ What is used by other parts of smpc, and stays as it is:
 
     dispatch, combine, Plan              `smpc.experts.dispatch`: all-to-all or all-gather, dropless or with a capacity
     owned                                the experts that a rank holds
-    grouped_linear                       `smpc.experts.grouped`: one linear layer for each expert, in one call
+    grouped_linear                       `smpc.experts.linear`: one linear layer for each expert, in one call
     sinkhorn, balanced, top_k            `smpc.experts.routers`: logits [N, E] to the index [N, k] and weights [N, k] of the experts
-    aux_loss, z_loss, join_loss          `smpc.experts.losses`
+    aux_loss, z_loss, join_loss          `smpc.experts.routers`
     shuffle, unshuffle                   `smpc.experts.shuffle`: tokens permuted over all ranks of the group
     scale_gradient                       `smpc.experts.linear`: for averages of gradients over ranks
 
@@ -19,10 +19,8 @@ tokens, and none. Results do not depend on the number of ranks, but for the roun
 """
 
 from smpc.experts.dispatch import WAYS, Plan, combine, dispatch, owned
-from smpc.experts.grouped import grouped_linear
-from smpc.experts.linear import scale_gradient
-from smpc.experts.losses import aux_loss, join_loss, z_loss
-from smpc.experts.routers import balanced, sinkhorn, top_k
+from smpc.experts.linear import grouped_linear, scale_gradient
+from smpc.experts.routers import aux_loss, balanced, join_loss, sinkhorn, top_k, z_loss
 from smpc.experts.shuffle import Shuffle, shuffle, unshuffle
 
 __all__ = [

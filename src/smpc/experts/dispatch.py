@@ -31,8 +31,8 @@ from torch import Tensor
 
 from smpc.errors import ConfigError, UsageError
 from smpc.executor.collectives import TensorGroup, gather_in, gathered, reduce_scatter
-from smpc.experts.exchange import Traffic, exchange
 from smpc.experts.linear import collected, inverse, permuted, spread
+from smpc.experts.shuffle import Traffic, exchange
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WAYS = ("all_to_all", "all_gather")

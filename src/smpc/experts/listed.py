@@ -39,8 +39,7 @@ from smpc.errors import TraceError, UsageError
 from smpc.executor.collectives import TensorGroup
 from smpc.experts.dispatch import capacity_of, combine, dispatch, owned
 from smpc.experts.linear import scale_gradient, touched
-from smpc.experts.roles import take_role
-from smpc.experts.stacked import Options
+from smpc.experts.stacked import Options, take_role
 from smpc.experts.structure import Listed
 from smpc.tracer import mark_leaf
 

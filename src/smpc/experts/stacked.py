@@ -3,10 +3,13 @@
 The module stays the same object under the same name, with the same hooks. Its class becomes a subclass whose forward sends tokens to the
 ranks of their experts, calls the module's own forward there, with one expert a row and weights of one, and multiplies by the weights
 where the tokens came from. A rank to which no token comes calls it with one row of zeros, so that its parameters get gradients of zero.
+
+A module that stays the same object takes another forward: its class becomes a subclass that a role comes first in.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +24,19 @@ from smpc.executor.sharded_state import replacement
 from smpc.experts.confirm import Confirmed
 from smpc.experts.dispatch import capacity_of, combine, dispatch, owned
 from smpc.experts.linear import scale_gradient
-from smpc.experts.roles import take_role
 from smpc.experts.routers import round_robin
 from smpc.tracer import register_shape_rule
+
+
+def take_role(module: nn.Module, role: type[nn.Module]) -> None:
+    """Makes the module one of its class and of a role, whose forward is called and finds the class's own by `super()`."""
+    classes: Any = (type(module), role)
+    module.__class__ = _with_role(*classes)
+
+
+@functools.cache
+def _with_role(module_class: Any, role: Any) -> Any:
+    return type(module_class.__name__, (role, module_class), {"__module__": module_class.__module__})
 
 
 @dataclass(frozen=True, slots=True)

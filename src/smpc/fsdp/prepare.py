@@ -35,8 +35,7 @@ from smpc.fsdp.tensor import AXIS, TensorConfig, check_beside, data_sizes
 from smpc.fsdp.values import Values
 from smpc.fsdp.wrapping import Wrapped, recomputed, units_of
 from smpc.sharding import Keep, ShardingOptions, Unit, shard
-from smpc.sharding.incoming import Incoming
-from smpc.sharding.shard import own_modules
+from smpc.sharding.shard import Incoming, own_modules
 from smpc.sharding.tensors import as_state_of, local
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from smpc.errors import ConfigUnsupportedError
 from smpc.fsdp.tensor import AXIS, TensorConfig, slice_layers
 from smpc.sharding import exchange
-from smpc.sharding.incoming import Incoming
+from smpc.sharding.shard import Incoming
 from smpc.sharding.tensors import local, own_part
 
 

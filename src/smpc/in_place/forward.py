@@ -23,13 +23,13 @@ from smpc.in_place.view import Installed, Root, install
 from smpc.in_place.wrappers import is_wrapped, own_modules
 from smpc.recorded import OPTIONS, outputs_of
 from smpc.tracer.attempt import Request
-from smpc.tracer.effects.module_hooks import hook_of
+from smpc.tracer.environment.aliased import moved
 from smpc.tracer.environment.guarded import Environment
 from smpc.tracer.environment.memory_words import DictVersions
-from smpc.tracer.environment.moved import moved
 from smpc.tracer.guards import broken_guard
 from smpc.tracer.ir import Trace
 from smpc.tracer.record import record_guarded
+from smpc.tracer.recording.untraceable import hook_of
 from smpc.tracer.replay import input_values
 
 Rewrite = Callable[[Trace], Traced]

@@ -19,24 +19,34 @@ LOCAL_RANK, MASTER_ADDR, ...): the same script runs under plain `torchrun`. What
       would not change, and not after a signal to the launcher. TORCHELASTIC_RESTART_COUNT counts the tries before this one.
 
 OMP_NUM_THREADS is 1 when it is not set and there is more than one rank, as with `torchrun`.
+
+Arguments of a script with the variables of the rank that gets them: what `--expand-args` asks for.
+
+    $NAME, ${NAME}    the value of a variable in the rank's environment; one that is not set stays as it is written
+    ~, ~/...          HOME of that environment, at the beginning of an argument alone
+
+Nothing else is special, and no shell is involved: an argument stays one argument, whatever the value holds.
+
+    >>> expanded(("--log", "${RANK}.txt", "~/data", "$NOWHERE"), {"RANK": "3", "HOME": "/home/me"})
+    ('--log', '3.txt', '/home/me/data', '$NOWHERE')
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from smpc.config.limits import MAX_LOCAL_RANKS, MAX_SECONDS, shown
 from smpc.errors import ConfigError
-from smpc.launch.arguments import expanded
 from smpc.launch.nodes import NodeOptions, Place
 from smpc.launch.output import OutputOptions, RankOutput
 from smpc.launch.processes import Processes, RankCommand
@@ -44,6 +54,21 @@ from smpc.launch.rendezvous import Failure, Rendezvous
 from smpc.launch.report import RankFailure, describe, headline, readable
 from smpc.launch.store import listen
 from smpc.places import LOOPBACK, is_loopback
+
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})", re.ASCII)
+
+
+def expanded(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The arguments of one rank."""
+    return tuple(_expanded(argument, environment) for argument in arguments)
+
+
+def _expanded(argument: str, environment: Mapping[str, str]) -> str:
+    home = environment.get("HOME", "")
+    if home and (argument == "~" or argument.startswith("~/")):
+        argument = home.rstrip("/") + argument[1:]
+    return _VARIABLE.sub(lambda found: environment.get(found[1] or found[2], found[0]), argument)
+
 
 _WORKER = Path(__file__).with_name("worker.py")
 _LAST_WORDS_SECONDS = 3.0  # for the other ranks' and hosts' launchers to read a failure from the store
@@ -58,7 +83,7 @@ class Job:
 
     `is_module`: `script` is the name of a module, as for `python -m`. `is_command`: it is a program, which runs without Python; of a rank
     that fails there is its status alone then. `grace`: seconds that a rank has to end itself after a signal, before it is killed.
-    `variables` are added to the environment of the ranks. `expands`: the arguments may name variables (`smpc.launch.arguments`).
+    `variables` are added to the environment of the ranks. `expands`: the arguments may name variables (`smpc.launch.job`).
     `is_verbose`: the start and the end of every rank is told on stderr.
     """
 

@@ -164,7 +164,7 @@ class Rendezvous:
     def _serve(self, store: Store) -> None:
         if self._num_ranks < self._world_size:
             import_module(
-                "smpc.executor.failure.record"
+                "smpc.executor.failure.processes"
             )  # takes seconds, in which `_publish` would not hear what another node says
         number = store.add(f"{_PREFIX}/nodes", 1) - 1
         beats: dict[int, tuple[int, float]] = {}
@@ -203,7 +203,7 @@ class Rendezvous:
         store.set(f"{_PREFIX}/failure/{number}", json.dumps(fields))
         from torch._C._distributed_c10d import PrefixStore
 
-        from smpc.executor.failure.record import Report, publish
+        from smpc.executor.failure.processes import Report, publish
         from smpc.launch.store import STORE_PREFIX
 
         publish(

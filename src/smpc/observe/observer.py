@@ -33,8 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from smpc.codegen.program import Instruction, Op
 from smpc.errors import ConfigError
-from smpc.executor.measure.live_bytes import LiveBytes
-from smpc.executor.measure.spans import Recorder, Span
+from smpc.executor.measure.spans import LiveBytes, Recorder, Span
 from smpc.observe.window import Window
 
 BUSY = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)

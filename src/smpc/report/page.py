@@ -36,8 +36,7 @@ from smpc.compile.result import Compilation
 from smpc.compile.step import StepParts
 from smpc.partitioner.graph.plan import INPUTS, Plan
 from smpc.report.advice import Outlook
-from smpc.report.colours import LIGHT, hues
-from smpc.report.format import count, format_bytes, format_number, format_time, printable, schedule_name
+from smpc.report.format import LIGHT, count, format_bytes, format_number, format_time, hues, printable, schedule_name
 from smpc.report.memory import memory_curves
 from smpc.report.tables import TextTable, memory_table, message_table, stage_table, summary, title
 from smpc.tracer.ir import Trace

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from smpc.codegen.host_copies import Copy
+from smpc.codegen.offload import Copy
 from smpc.codegen.program import Action, Op, backward, forward
 from smpc.codegen.simulate import Event, Timeline
 from smpc.partitioner.graph.plan import INPUTS, Plan

@@ -12,8 +12,7 @@ from smpc.codegen.program import Op
 from smpc.codegen.simulate import Timeline
 from smpc.errors import ConfigError
 from smpc.partitioner.graph.plan import Plan
-from smpc.report.colours import LIGHT, hues, srgb
-from smpc.report.format import format_bytes
+from smpc.report.format import LIGHT, format_bytes, hues, srgb
 from smpc.report.memory import MemoryCurve, memory_curves
 from smpc.report.tables import title
 

@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from smpc.codegen.host_copies import Copy
+from smpc.codegen.offload import Copy
 from smpc.codegen.program import Op
 from smpc.codegen.simulate import Timeline
 from smpc.compile.step import StepParts

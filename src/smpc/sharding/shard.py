@@ -13,7 +13,7 @@ How long gathered parameters stay in a step of several microbatches, and what th
 
 Outside of steps every backward averages, and gathered parameters go with it.
 
-Gradients are averaged in their own dtype: the parameters' (or `reduce_dtype`), or fp32 if `smpc.sharding.wide_gradients` has widened them.
+Gradients are averaged in their own dtype: the parameters' (or `reduce_dtype`), or fp32 if `smpc.sharding.tensors` has widened them.
 They are divided by the number of ranks of the mesh, or by a unit's `divisor`: experts see the tokens of all expert ranks, so their
 gradients are sums over these and must be divided by more than the ranks of their own mesh.
 
@@ -24,6 +24,13 @@ A model that only one rank has values of (`source`) is divided without them, and
 
     rank 0    whole      unit 0 in parts    w0 -> all, let go of    w1 -> all, ...      unit 1 in parts ...
     rank 1    on meta    unit 0 in parts    own part of w0          own part of w1      at most its parts and one tensor
+
+Tensors of one rank, given to all, one at a time: the others have room for the largest of them, and for no second one.
+
+    incoming = Incoming.of(model.parameters(), source=0)
+    values = incoming.take(weight)                  rank 0's values, on every rank; until the next call
+
+A tensor of its own for each would be two now and then: a communication thread may hold on to the one before.
 """
 
 from __future__ import annotations
@@ -34,16 +41,44 @@ from enum import StrEnum
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from smpc.errors import ConfigUnsupportedError
-from smpc.sharding.incoming import Incoming
 from smpc.sharding.tensors import local, own_part
 from smpc.sharding.wide_gradients import is_wide, keep_wide, widen
+
+
+class Incoming:
+    """`num_bytes`: of the largest tensor. `source`: the rank of the world whose values all get."""
+
+    def __init__(self, num_bytes: int, source: int, device: torch.device | str = "cpu") -> None:
+        self._num_bytes, self._source, self._device = num_bytes, source, torch.device(device)
+        self._room: Tensor | None = None
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor], source: int, device: torch.device | str = "cpu") -> Incoming:
+        """For these tensors, or others that are no larger."""
+        return cls(max((tensor.nbytes for tensor in tensors), default=0), source, device)
+
+    def take(self, own: Tensor) -> Tensor:
+        """The source's values, until the next call. Collective.
+
+        `own`: what this rank has, to be written to; on meta, only its shape counts.
+        """
+        values = self._empty(own) if own.is_meta else own.detach().contiguous()
+        if distributed.is_initialized():
+            distributed.broadcast(values, self._source)
+        return values
+
+    def _empty(self, own: Tensor) -> Tensor:
+        assert own.nbytes <= self._num_bytes, "the largest was told"
+        if self._room is None:
+            self._room = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+        return self._room[: own.nbytes].view(own.dtype).view(own.shape)
 
 
 class Keep(StrEnum):

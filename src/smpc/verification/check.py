@@ -33,8 +33,7 @@ from smpc.tracer.ir import Trace
 from smpc.tracer.structure import flatten, input_path
 from smpc.verification.attributes import Place, settled_places
 from smpc.verification.bounds import Bounds
-from smpc.verification.compare import Found, differences
-from smpc.verification.locate import locate, owner_first
+from smpc.verification.locate import Found, differences, locate, owner_first
 from smpc.verification.random_state import RandomState, kept
 from smpc.verification.runs import Conditions, Results, by_stage, run_compiled, run_eager, run_replayed
 

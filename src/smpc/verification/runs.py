@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from smpc.codegen.program import RankProgram
 from smpc.codegen.verify import verify_programs
 from smpc.compile.result import Compilation
+from smpc.errors import ConfigError
 from smpc.rank_models import copied_model, own_parameter
 from smpc.runtime import LoopbackRuntime
 from smpc.sample_inputs import Inputs
 from smpc.tracer.effects.randomness import generators_of
-from smpc.tracer.effects.surroundings import kept as kept_settings
-from smpc.tracer.effects.surroundings import uncompiled
+from smpc.tracer.effects.torch_calls import kept_settings, uncompiled
 from smpc.tracer.ir import Autocast, NodeKind, Trace
 from smpc.tracer.replay import context, replay
 from smpc.tracer.structure import flatten
@@ -217,6 +217,17 @@ def output_name(path: str) -> str:
     """The name of an output: "loss" for `['loss']`, "output" for the only one, "output[0]" in a tuple."""
     inside = path[2:-2]
     return inside if path == f"['{inside}']" and inside.isidentifier() else f"output{path}"
+
+
+def objective(output: Any) -> Tensor:
+    """A number whose backward pass is that of the runs: the sum over the outputs that require grad, each times the gradient it would get.
+
+    Raises ConfigError where there is none.
+    """
+    terms = [leaf.sum() if gradient is None else (leaf * gradient).sum() for leaf, gradient in _roots(output)]
+    if not terms:
+        raise ConfigError("expected a model with an output that requires grad, found none")
+    return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
 
 
 def _roots(output: Any) -> list[tuple[Tensor, Tensor | None]]:

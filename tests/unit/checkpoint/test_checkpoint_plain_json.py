@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from smpc.checkpoint.format.plain_json import flatten, rebuild
-from smpc.checkpoint.format.saved_object import SavedObject
+from smpc.checkpoint.format.plain_json import SavedObject, flatten, rebuild
 from smpc.errors import CheckpointError
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from smpc.cli import main, verify
+from smpc.cli import main, verify, verify_ranks
 from smpc.compile import passes as compiling
 
 FACTORY = """
@@ -35,11 +35,36 @@ class Net(nn.Module):
 def build():
     return Net(), torch.ones(8, 8)
 
+def drawing():
+    model = Net()
+    model.blocks.append(nn.Dropout(0.5))
+    return model, torch.ones(8, 8)
+
+class Cancelling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 64), nn.Linear(64, 8)
+
+    def forward(self, x):
+        return ((self.second(torch.relu(self.first(x))) + 1e6) - 1e6).square().mean()
+
+def cancelling():
+    return Cancelling(), torch.linspace(-1, 1, 64).view(8, 8)
+
 def meta():
     with torch.device("meta"):
         return Net(), torch.ones(8, 8)
 """
-GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 8}
+SMALL = {
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "intermediate_size": 24, "vocab_size": 32, "max_position_embeddings": 16,
+}  # fmt: skip
+CONFIGS = {
+    "small": SMALL,
+    "mixture": SMALL | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt2": {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 8},
+}
 
 
 @pytest.fixture
@@ -47,10 +72,11 @@ def smpc(tmp_path, capsys, monkeypatch):
     """Runs a target with options in this process; returns status, stdout and stderr."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "verify_factory.py").write_text(FACTORY)
-    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    for name, config in CONFIGS.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
 
     def run(target, *options):
-        path = tmp_path / "config.json" if target == "gpt2" else f"{tmp_path / 'verify_factory.py'}:{target}"
+        path = tmp_path / f"{target}.json" if target in CONFIGS else f"{tmp_path / 'verify_factory.py'}:{target}"
         status = main(["compile", str(path), *options])
         out, err = capsys.readouterr()
         return status, out, err
@@ -122,7 +148,7 @@ def test_programs_that_are_wrong_end_with_status_1_and_write_nothing(smpc, monke
 @pytest.mark.parametrize(
     ("target", "options", "says"),
     [
-        ("build", ("-p", "2", "-t", "2"), "--verify: not with tensor_parallel_degree above 1"),
+        ("drawing", ("-p", "1", "-t", "2"), "--verify: expected a model that draws no random numbers"),
         ("build", ("--auto", "--world-size", "2"), "--auto: chooses these itself or does without: --verify"),
         ("meta", ("-p", "2"), "--verify: expected a model and inputs with values, found tensors on the meta device"),
     ],
@@ -135,9 +161,87 @@ def test_what_cannot_be_verified_is_refused(smpc, target, options, says):
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_made(smpc, monkeypatch):
-    monkeypatch.setattr(verify, "_available", lambda: 1000)
+    monkeypatch.setattr(verify, "available_memory", lambda: 1000)
     status, _, err = smpc("gpt2", "-p", "2", "--input", "input_ids=int64[4,8]", "--verify")
     assert status == 2
     (line,) = errors(err)
-    assert "--verify: config.json takes 0.0 GB" in line
+    assert "--verify: gpt2.json takes 0.0 GB" in line
     assert "verify a configuration of fewer layers" in line
+
+
+def test_ranks_that_share_operations_train_one_step_as_a_script_does(smpc):
+    status, out, err = smpc("build", "-t", "2", "-m", "2", "--verify")
+    assert status == 0, err
+    assert out.splitlines()[-1].startswith(
+        "verified: the loss and 8 gradients and buffers of one step on 2 ranks are those of plain PyTorch, within 1e-05 of the largest"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("-t", "2", "-d", "2", "--fully-shard"),
+        ("-p", "2", "-t", "2", "-d", "2", "--shard-optimizer-state"),
+        ("-p", "2", "-t", "2", "--schedule", "zb-h1"),
+        ("-c", "2", "-p", "2"),
+        ("-c", "2", "-d", "2", "--sharded-data-parallel-degree", "2"),
+    ],
+)
+def test_every_kind_of_degree_is_verified(smpc, options):
+    inputs = ("--input", "input_ids=int64[4,8]", "--input", "labels=int64[4,8]")
+    status, _, err = smpc("small", *inputs, *options, "-m", "2", "--verify", "--json")
+    assert status == 0, err
+    assert "verified: the loss and " in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("-d", "2", "-e", "2"), ("-p", "2", "-c", "2", "-e", "2")])
+def test_experts_on_ranks_are_verified(smpc, options):
+    inputs = ("--input", "input_ids=int64[4,8]", "--input", "labels=int64[4,8]")
+    status, _, err = smpc("mixture", *inputs, *options, "-m", "2", "--verify", "--json")
+    assert status == 0, err
+    assert "verified: the loss and " in err
+
+
+def test_gradients_of_ranks_that_are_wrong_end_with_status_1(smpc, monkeypatch):
+    def ranks(job, model, inputs):
+        found = verify_ranks._of_one_process(model, inputs, 2)
+        found["blocks.1.linear.bias"] = found["blocks.1.linear.bias"] * 1.001
+        return found
+
+    monkeypatch.setattr(verify_ranks, "_of_ranks", ranks)
+    status, out, err = smpc("build", "-t", "2", "-m", "2", "--verify")
+    assert (status, out) == (1, "")
+    lines = errors(err)
+    assert "expected 2 ranks to do what plain PyTorch does, found that 1 of 9 tensors differ" in lines[0]
+    assert "blocks.1.linear.bias: in 3 of 8 elements, by at most 0.00539 where the largest value is 5.39" in lines[1]
+
+
+def test_differences_that_plain_pytorch_has_as_well_are_rounding(smpc, monkeypatch):
+    """A sum of large numbers that cancel: float32 itself is far from float64, and so are ranks that add in another order."""
+
+    def ranks(job, model, inputs):
+        found = verify_ranks._of_one_process(model.double(), verify_ranks._doubled(inputs), 2)
+        model.float()
+        return {name: value.float() for name, value in found.items()}
+
+    monkeypatch.setattr(verify_ranks, "_of_ranks", ranks)
+    status, out, err = smpc("cancelling", "-t", "2", "-m", "2", "--verify")
+    assert status == 0, err
+    assert out.splitlines()[-1].endswith("within rounding, as float64 shows")
+
+
+def test_ranks_that_fail_say_why(smpc, monkeypatch):
+    monkeypatch.setattr(verify_ranks, "_RUN", "import sys; print('no such rank', file=sys.stderr); sys.exit(3)")
+    status, out, err = smpc("build", "-t", "2", "-m", "2", "--verify")
+    assert (status, out) == (1, "")
+    assert "its 2 ranks fail in a first step" in errors(err)[0]
+    assert "no such rank" in err
+
+
+def test_ranks_that_this_machine_cannot_hold_are_refused(smpc, monkeypatch):
+    monkeypatch.setattr(verify_ranks, "available_memory", lambda: 1_000_000_000)
+    status, out, err = smpc("build", "-t", "2", "-m", "2", "--verify")
+    assert (status, out) == (2, "")
+    assert "--verify: 2 ranks take about 1.4 GB, and this machine has 1.0 GB left" in errors(err)[0]

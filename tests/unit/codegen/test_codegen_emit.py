@@ -7,7 +7,7 @@ import torch
 import zoo
 from random_plans import compile_assignment, contiguous
 
-from smpc.codegen.emit import describe_channel, emit_rank
+from smpc.codegen.printer import describe_channel, emit_rank
 from smpc.codegen.program import Instruction
 from smpc.codegen.stage import build_stage
 from smpc.compile import compile_model

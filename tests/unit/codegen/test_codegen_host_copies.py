@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smpc.codegen.host_copies import HostCopies, Offloading
-from smpc.codegen.offload import insert_offloads
+from smpc.codegen.offload import HostCopies, Offloading, insert_offloads
 from smpc.codegen.program import Action, Op
 from smpc.codegen.schedule import interleaved, simple
 from smpc.codegen.schedules.zero_bubble import zb_h1

@@ -13,8 +13,7 @@ from smpc.codegen.schedules.choice import choose
 from smpc.compile.search.forecast import Forecast
 from smpc.compile.search.plans import Plans
 from smpc.compile.search.profile import in_flight, placement
-from smpc.compile.search.setting import Setting
-from smpc.compile.search.space import Tried, shapes, ways
+from smpc.compile.search.space import Setting, Tried, shapes, ways
 from smpc.compile.search.workloads import Load, Workloads
 from smpc.compile.step import Sharding
 from smpc.partitioner.costs.device import find_device

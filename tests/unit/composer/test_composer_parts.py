@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
 from smpc.composer.duration import Duration, Timestamp
-from smpc.composer.loss_scale import LossScale
 from smpc.composer.microbatches import cut, num_samples, num_tokens
+from smpc.composer.state import LossScale
 from smpc.composer.step import is_out_of_memory
 from smpc.composer.trainer import Trainer
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smpc.executor.failure.record import FOREIGN, REPORT, Report, find, publish
+from smpc.executor.failure.processes import FOREIGN, REPORT, Report, find, publish
 from smpc.executor.failure.stall import (
     Activity,
     Standing,

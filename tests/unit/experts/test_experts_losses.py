@@ -2,7 +2,7 @@
 
 import torch
 
-from smpc.experts.losses import aux_loss, join_loss, z_loss
+from smpc.experts.routers import aux_loss, join_loss, z_loss
 
 
 def test_aux_loss_formula():

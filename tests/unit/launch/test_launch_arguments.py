@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from smpc.launch.arguments import expanded
+from smpc.launch.job import expanded
 
 ENVIRONMENT = {"RANK": "3", "HOME": "/home/me", "A_B": "x y", "PATH": "/usr/bin:/bin"}
 

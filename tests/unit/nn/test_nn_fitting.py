@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from smpc.errors import UsageError
-from smpc.nn.distribution.fitting import fitted
+from smpc.nn.distribution.registry import fitted
 
 
 class Block(nn.Module):

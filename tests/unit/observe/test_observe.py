@@ -14,7 +14,7 @@ from torch import nn
 from smpc.codegen.program import Op
 from smpc.compile import compile_model
 from smpc.errors import ConfigError, UsageError
-from smpc.executor.measure.live_bytes import LiveBytes
+from smpc.executor.measure.spans import LiveBytes
 from smpc.executor.transport import loopback_transports
 from smpc.observe.observer import Observer
 from smpc.observe.window import Observation, Window

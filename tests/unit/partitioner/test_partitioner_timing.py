@@ -17,7 +17,7 @@ from torch import nn
 
 from smpc.compile import compile_model
 from smpc.errors import ConfigError
-from smpc.executor.measure.live_bytes import LiveBytes
+from smpc.executor.measure.spans import LiveBytes
 from smpc.partitioner.costs.timing import measure_times, measure_workspace
 from smpc.sample_inputs import first_microbatch
 from smpc.tracer import record

@@ -5,7 +5,7 @@ import threading
 import torch
 import torch._dynamo
 
-from smpc.tracer.effects.surroundings import uncompiled
+from smpc.tracer.effects.torch_calls import uncompiled
 
 
 def compiled_calls(count: int) -> int:

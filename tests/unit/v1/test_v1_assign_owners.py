@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smpc.mesh import Axis
-from smpc.v1.optimization.assign_owners import Cut, Lot, deal
-from smpc.v1.optimization.sharded import Entry
+from smpc.v1.optimization.sharded import Cut, Entry, Lot, deal
 
 LOTS = st.lists(
     st.one_of(

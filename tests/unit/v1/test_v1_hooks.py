@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from smpc.v1.session.state import Script
-from smpc.v1.steps.hooks import ModelHooks
+from smpc.v1.steps.context import ModelHooks
 
 
 def make():

@@ -5,7 +5,7 @@ from torch import nn
 
 from smpc.config import Config
 from smpc.sharding import Keep
-from smpc.v1.model.sharded_names import units_to_keep
+from smpc.v1.model.replication import units_to_keep
 
 
 class Model(nn.Module):

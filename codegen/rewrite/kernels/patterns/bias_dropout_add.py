@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from smpc.codegen.rewrite.kernels.graph import Graph
-from smpc.codegen.rewrite.kernels.replacement import Call, Refusal, Replacement, Rewrite
+from smpc.codegen.rewrite.kernels.graph import Call, Graph, Refusal, Replacement, Rewrite
 from smpc.tracer.constants import Ref
 from smpc.tracer.ir import NodeKind
 

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from smpc.codegen.rewrite.kernels.graph import Graph
-from smpc.codegen.rewrite.kernels.replacement import Call, Refusal, Replacement, Rewrite
+from smpc.codegen.rewrite.kernels.graph import Call, Graph, Refusal, Replacement, Rewrite
 from smpc.tracer.constants import Ref
 from smpc.tracer.ir import NodeKind
 from smpc.tracer.replay import evaluate

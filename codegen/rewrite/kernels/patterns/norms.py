@@ -31,8 +31,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from smpc.codegen.rewrite.kernels.graph import Graph
-from smpc.codegen.rewrite.kernels.replacement import Call, Find, Refusal, Replacement, Rewrite
+from smpc.codegen.rewrite.kernels.graph import Call, Find, Graph, Refusal, Replacement, Rewrite
 from smpc.tracer.constants import Ref
 from smpc.tracer.ir import NodeKind, Trace
 

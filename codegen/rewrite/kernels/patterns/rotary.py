@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from smpc.codegen.rewrite.kernels.graph import Graph
-from smpc.codegen.rewrite.kernels.replacement import Call, Refusal, Replacement, Rewrite
+from smpc.codegen.rewrite.kernels.graph import Call, Graph, Refusal, Replacement, Rewrite
 from smpc.tracer.constants import Ref, references
 
 _OP = "rotary"

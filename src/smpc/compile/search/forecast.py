@@ -25,10 +25,10 @@ from smpc.compile.search.estimate import (
     least_seconds,
 )
 from smpc.compile.search.profile import Profile
-from smpc.compile.search.setting import Setting
 from smpc.compile.search.space import (
     Again,
     Candidate,
+    Setting,
     Shape,
     Tried,
     candidate_of,

@@ -17,10 +17,10 @@ from smpc.compile.options import PipelineOptions
 from smpc.compile.passes import plan_trace, schedule_plan
 from smpc.compile.result import Planned, Traced
 from smpc.compile.search.result import Result
-from smpc.compile.search.setting import Setting
 from smpc.compile.search.space import (
     Again,
     Candidate,
+    Setting,
     offloading,
 )
 from smpc.compile.search.workloads import Load, Workloads

@@ -21,10 +21,9 @@ from smpc.codegen.rewrite.context_parallel.rewrite import ContextTrace
 from smpc.codegen.rewrite.expert_parallel import ExpertTrace
 from smpc.codegen.rewrite.tensor_parallel.rewrite import ShardedTrace
 from smpc.compile.options import PipelineOptions
-from smpc.compile.search.setting import Setting
-from smpc.compile.search.space import Candidate
+from smpc.compile.search.space import Candidate, Setting
 from smpc.compile.step import Sharding, StepParts
-from smpc.config.sizes import at_least
+from smpc.config.limits import at_least
 from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner.graph.plan import Plan
 from smpc.tracer.ir import Trace

@@ -26,6 +26,8 @@ never by a clock: the same search gives the same bytes. The best is then planned
 With t tensor-parallel, c context-parallel and e expert-parallel ranks, what is planned is the trace of one of them: the compiler's best
 layouts, with collectives that take what they send over the wires that these ranks share. Of a model that returns its `loss` and other
 tensors these ranks return the loss alone, so that logits are never gathered; `found.config()` says so (`tensor_parallel_outputs`).
+
+The queue of a search, and its remainder at the end.
 """
 
 from __future__ import annotations
@@ -40,29 +42,25 @@ from torch import nn
 
 from smpc.compile.passes import schedule_plan
 from smpc.compile.result import Traced
-from smpc.compile.search.estimate import (
-    Guess,
-    Sample,
-    least_peak,
-    least_step,
-)
+from smpc.compile.search.estimate import Guess, Sample, least_peak, least_step
 from smpc.compile.search.forecast import Forecast
 from smpc.compile.search.plans import Plans
 from smpc.compile.search.result import Result, Search, Verdict, nothing_fits, ordered
-from smpc.compile.search.setting import Setting, expert_degrees, sharding_kinds
 from smpc.compile.search.space import (
     ALL_SCHEDULES,
     Candidate,
+    Setting,
     Shape,
     Tried,
     context_degrees,
+    expert_degrees,
     shapes,
+    sharding_kinds,
     tensor_degrees,
     ways,
 )
-from smpc.compile.search.waiting import Rest, Waiting
 from smpc.compile.search.workloads import Load, Workloads
-from smpc.config.sizes import parse_bytes
+from smpc.config.limits import parse_bytes
 from smpc.errors import CodegenError, ConfigError, MemoryLimitError, PartitionError
 from smpc.partitioner.costs.description import Device
 from smpc.partitioner.costs.device import find_device
@@ -70,6 +68,35 @@ from smpc.partitioner.costs.optimizers import find_optimizer
 from smpc.partitioner.graph.plan import Plan
 from smpc.partitioner.solve import rank_peaks, with_bound
 from smpc.sample_inputs import as_inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A shape, or one candidate of it, in the queue. `breaks_limit`: its best cut does.
+
+    less: where that is so, the same with the least on the device that offloading leaves, and about how many bytes less that is.
+    """
+
+    shape: Shape
+    bound: float  # seconds that it takes at least
+    peak: int  # bytes that it holds at least
+    guess: Guess
+    candidate: Candidate | None = None
+    breaks_limit: bool = False
+    is_corrected: bool = False  # its place in the queue is, by what others of its kind turned out to be
+    less: tuple[Candidate, int] | None = None
+    without: int = 0  # of one that offloads: bytes that the same cut takes without
+    basis: Load | None = None  # what a shape's guess was made from
+
+
+@dataclass
+class Rest:
+    """What is left of a shape without a plan."""
+
+    ways: int = 0
+    bound: float = math.inf
+    peak: int = 0
+
 
 TOLERANCE = 0.01  # how much faster a way that is not planned could be, where the search has come to its end
 _HOPELESS = 0.1  # by how much a guess may be above the best step, at effort 1

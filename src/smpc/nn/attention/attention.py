@@ -26,8 +26,7 @@ from smpc.nn.attention.scores import (
     with_causality,
     with_position_bias,
 )
-from smpc.nn.attention.tuple_cache import TupleCache
-from smpc.nn.attention.variant import Call, Variant
+from smpc.nn.attention.variant import Call, TupleCache, Variant
 from smpc.nn.layers.layer_norm import make_norm
 from smpc.nn.layers.linear import ColumnLinear, RowLinear, column_products
 from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel

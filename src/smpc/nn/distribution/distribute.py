@@ -32,8 +32,7 @@ from smpc.nn.init.delayed import is_delayed
 from smpc.nn.init.script_fills import hand_on
 from smpc.nn.parallel import DistributedModule, TensorParallel, distributed_modules, whole_shape
 from smpc.nn.registration import ARGUMENTS, Fill, Registration
-from smpc.nn.transformer.chains import link
-from smpc.nn.transformer.seq_layers import name_layers
+from smpc.nn.transformer.chains import link, name_layers
 from smpc.tracer.regions import CheckpointMark, mark_checkpoint
 
 _MARK = "_smpc_tensor_parallelism"

@@ -23,8 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from smpc.errors import ConfigError, UsageError
-from smpc.nn.attention.tuple_cache import TupleCache
-from smpc.nn.attention.variant import Call
+from smpc.nn.attention.variant import Call, TupleCache
 from smpc.nn.huggingface.releases import Result, Signature, is_before
 from smpc.nn.registration import Arguments, Fill, Registration
 from smpc.nn.state_format import Format

@@ -10,6 +10,13 @@ several places, ends a chain.
 
 Other inputs of all layers of a stack (masks, cross states, rotary angles) are converted to the inner layout by the first layer of a
 chain, or of the chain's part in a pipeline stage: see `smpc.nn.transformer.shared_inputs`.
+
+`seq_layers`: the layers of a stack under the name that SMP's own transformers have for them.
+
+    model.transformer.seq_layers      # of GPT-2: model.transformer.h, once its layers are distributed
+
+SMP distributes whole stacks, whose layers scripts reach by this name. Here the layers are distributed one by one and the stack keeps
+its class, so it gets one more name for its list. The list is not a second child: names of parameters do not change.
 """
 
 from __future__ import annotations
@@ -65,3 +72,19 @@ def _refuse_recording(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             f"{_WISH}: a distributed {type(stack).__name__} neither returns nor takes it; leave it out, or keep the layers whole with "
             "smp.set_tensor_parallelism(layers, False)"
         )
+
+
+# Models with a head, whose stack scripts call `transformer`: SMP has one class for all of them.
+_STACK_OF = {"transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXForCausalLM": "gpt_neox"}
+
+
+def name_layers(model: nn.Module, stacks: Mapping[str, str], layers: Collection[int]) -> None:
+    """Give each stack with a distributed layer the name; `stacks` and `layers` as for `smpc.nn.transformer.chains.link`."""
+    for module in model.modules():
+        cls = f"{type(module).__module__}.{type(module).__qualname__}"
+        listed = module._modules.get(stacks.get(cls, ""))
+        if isinstance(listed, nn.ModuleList) and any(id(layer) in layers for layer in listed):
+            vars(module)["seq_layers"] = listed
+        stack = module._modules.get(_STACK_OF.get(cls, ""))
+        if stack is not None:
+            vars(module)["transformer"] = stack

@@ -17,8 +17,8 @@ from torch import Tensor
 from smpc.executor.collectives import all_gather, all_to_all, split
 from smpc.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 from smpc.nn.attention.attention import hidden_dropout, tuple_of
-from smpc.nn.layers.columns import gathered_products
 from smpc.nn.layers.embedding import ChannelEmbedding, VocabularyEmbedding
+from smpc.nn.layers.linear import gathered_products
 from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
 from smpc.nn.transformer.transformer import DistributedTransformer, Exit
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from smpc.nn.attention.attention import DistributedAttentionLayer, check_layer_norms, tuple_of
 from smpc.nn.attention.scores import angles
-from smpc.nn.attention.tuple_cache import returned
-from smpc.nn.attention.variant import Call, Variant
+from smpc.nn.attention.variant import Call, Variant, returned
 from smpc.nn.layers.layer_norm import DistributedLayerNorm
 from smpc.nn.parallel import DistributedModule, TensorParallel, current_parallel
 from smpc.nn.transformer.output_layer import DistributedTransformerOutputLayer

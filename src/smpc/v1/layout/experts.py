@@ -6,7 +6,7 @@
 
 The ranks of a group are replicas, each with a batch of its own. Of every mixture each rank holds only some experts, which serve the tokens
 of all ranks (`smpc.experts`). So gradients of experts are averaged over the ranks that hold the same experts
-(`smpc.executor.replicas.expert_replicas`), all other gradients over all replicas. State dicts, checkpoints and norms see experts as slices
+(`smpc.executor.replicas.apart`), all other gradients over all replicas. State dicts, checkpoints and norms see experts as slices
 along their first dimension.
 
 If experts are modules of their own, each rank has all rows of some, and no rows of the others.
@@ -30,9 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smpc.errors import ConfigError, ConfigUnsupportedError, StepError
 from smpc.executor.collectives import TensorGroup
-from smpc.executor.replicas.apart import Apart
+from smpc.executor.replicas.apart import Apart, ExpertReplicas
 from smpc.executor.replicas.data_parallel import broadcast
-from smpc.executor.replicas.expert_replicas import ExpertReplicas
 from smpc.executor.replicas.step_hooks import StepHooks
 from smpc.executor.sharded_state import has_hooks
 from smpc.experts.confirm import Confirmed, confirm
@@ -195,7 +194,7 @@ class DividedExperts:
 
 @dataclass(frozen=True, slots=True)
 class _Called:
-    """See `smpc.executor.replicas.expert_replicas.Called`: for blocks whose experts are modules of their own."""
+    """See `smpc.executor.replicas.apart.Called`: for blocks whose experts are modules of their own."""
 
     blocks: tuple[Block, ...]
 

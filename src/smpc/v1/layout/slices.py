@@ -6,10 +6,13 @@
 
 A tensor that belongs to a parameter, such as an optimizer moment, is sliced like the parameter if it has the parameter's shape. A tensor of
 one element is the same on all ranks. Other tensors (factored moments) have no known place in the whole, and are refused.
+
+Checks that ranks which must get the same tensors do.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -98,3 +101,10 @@ def place(kind: str, name: str, tensor: Tensor, shard: Shard | None) -> list[che
             part = own.tensor.narrow(shard.dim, min(low - first, end - first), max(0, high - low))
             found.append(checkpoint.Shard.of(kind, name, part, whole, moved))
     return found
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Equal for tensors of equal type, shape and bytes."""
+    data = tensor.detach().cpu().contiguous()
+    content = data.view(torch.uint8).numpy().tobytes() if data.dim() else repr(data.item()).encode()
+    return hashlib.sha256(f"{data.dtype}{tuple(data.shape)}".encode() + content).hexdigest()

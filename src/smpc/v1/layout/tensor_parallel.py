@@ -20,16 +20,15 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from smpc.errors import StepError
+from smpc.executor.replicas.group_hooks import TensorReplicas
 from smpc.executor.replicas.step_hooks import StepHooks
-from smpc.executor.replicas.tensor_replicas import TensorReplicas
 from smpc.mesh import Axis
 from smpc.nn.distribution.distribute import distribute
 from smpc.nn.distribution.registry import Registry
 from smpc.nn.parallel import DistributedModule, distributed_modules
 from smpc.nn.registration import StateHook, Translation
 from smpc.v1.layout.compiled_tensors import CompiledTensors
-from smpc.v1.layout.same_batch import digest_of
-from smpc.v1.layout.slices import Slices
+from smpc.v1.layout.slices import Slices, digest_of
 from smpc.v1.session.comm import gather_objects
 from smpc.v1.session.state import Session, state
 

@@ -34,31 +34,29 @@ from smpc.v1.layout.experts import divide_experts
 from smpc.v1.layout.placement import Placement
 from smpc.v1.layout.tensor_parallel import Distribution
 from smpc.v1.model.checks import (
+    NotWrapped,
     check_arguments,
     check_context,
     check_experts,
     check_fully_shard,
     check_join,
     check_marks,
+    compiled_wrapper,
 )
-from smpc.v1.model.module_attributes import ShownModel
-from smpc.v1.model.observed import ObservedModel, held_tensors
+from smpc.v1.model.names import TensorParallelModel
+from smpc.v1.model.observed import ObservedModel, held_tensors, make_observer
 from smpc.v1.model.replicated import Replicated
 from smpc.v1.model.replication import Replication
-from smpc.v1.model.stateful import StateExchange
-from smpc.v1.model.tensor_parallel import TensorParallelModel
-from smpc.v1.model.wrapping import NotWrapped, compiled_wrapper
+from smpc.v1.model.stateful import ShownModel, StateExchange
 from smpc.v1.session.connections import make_control, make_state_control, make_transport
-from smpc.v1.session.launcher_watch import make_observer
 from smpc.v1.session.precision import Precision, cast_module, half_dtype
 from smpc.v1.session.state import Script, state
 from smpc.v1.session.supervision import Supervision
 from smpc.v1.session.wait_limits import enter
 from smpc.v1.steps.arguments import StepBody
 from smpc.v1.steps.calls import Gradients, ModelCalls, Tensors, cast_inputs, cast_outputs
-from smpc.v1.steps.context import Measures, StepContext
+from smpc.v1.steps.context import Hook, Measures, ModelHooks, StepContext
 from smpc.v1.steps.context_parallel import make_shared_sequences
-from smpc.v1.steps.hooks import Hook, ModelHooks
 from smpc.v1.steps.join import Join
 from smpc.v1.steps.pipeline import Pipeline
 from smpc.v1.steps.step import StepRunner

@@ -45,13 +45,11 @@ from smpc.sharding.tensors import as_state_of
 from smpc.v1.layout.absent import AbsentParameter, reading_gradients
 from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization.agreement import Agreement
-from smpc.v1.optimization.elementwise import is_elementwise
 from smpc.v1.optimization.fused import FusedLamb, FusedNovoGrad, SessionNormGroups
 from smpc.v1.optimization.loss_scale import LossScaler, make_scaler, refuse_torchs_scaler
-from smpc.v1.optimization.sharded import Shards
-from smpc.v1.optimization.sharded_names import ShardedNames, max_norm
+from smpc.v1.optimization.sharded import ShardedNames, Shards, max_norm
 from smpc.v1.optimization.state import OptimizerState
-from smpc.v1.optimization.update_targets import Updates
+from smpc.v1.optimization.update_targets import Updates, is_elementwise
 from smpc.v1.session.connections import make_world_control
 from smpc.v1.session.control import Control
 from smpc.v1.session.precision import found_anywhere, session_half_dtype

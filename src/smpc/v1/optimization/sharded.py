@@ -12,7 +12,7 @@ Terms
     owner     a holder that has the optimizer state of a parameter or of a range of its rows, and their fp32 master
     rows      along dimension 0; of a tensor-parallel rank's slice, along the dimension in which it is sliced
 
-Shares are balanced by bytes; `assign_owners` says how. A parameter is cut only if the optimizer updates every element independently
+Shares are balanced by bytes; see `deal`. A parameter is cut only if the optimizer updates every element independently
 (`elementwise`); otherwise, for example if the optimizer takes norms of parameters, it has one owner. Parameters that require no
 gradient are assigned last, so that both the existing and the possible state are balanced.
 
@@ -23,23 +23,154 @@ without sharding. Cuts are at multiples of a vector of elements, since some CPU 
 differently.
 
 After the step owners send in buckets, two at a time: memory for them is bounded, whatever the parameters' sizes.
+
+Attributes of an optimizer that scripts read under `sharded_data_parallel_degree`, by DeepSpeed's names. Without that key they do not
+exist.
+
+    optimizer.fp16_groups                      for each group, the model's parameters, in parts
+    optimizer.fp32_partitioned_groups_flat     for each group, this rank's parts of what is updated, in one flat fp32 tensor; a copy
+    optimizer._global_grad_norm                the norm of all gradients before the last step, which clips to `sdp_gradient_clipping`
+    optimizer.ds_param_shard_group             the ranks that have the other parts
+
+Source: public training scripts for SMP v1.
+
+Dealing parameters out to owners, so that all own about as many bytes: whole where it must be, in ranges of rows where that may be.
+
+    deal([Lot(60_000, rows=100), Lot(9_000), Lot(600)], loads := [0, 0])
+        [(Cut(owner=0, start=0, stop=43), Cut(owner=1, start=43, stop=100)), (Cut(owner=0),), (Cut(owner=1),)]
+        and the loads are [34_800, 34_800]
+
+Terms
+    lot       a parameter: its bytes, and how many rows it has that may go to different owners; 0 rows: it goes to one owner
+    granule   rows are cut at multiples of it
+    load      the bytes that an owner has
+
+What must stay whole goes first, from the largest to the smallest, each to the owner with the smallest load. Then the large lots that
+may be cut, in their order, fill one owner after the other up to a common level: n owners make at most n - 1 cuts, and what an owner has
+is a few long runs. Small lots, whole, even out what is left.
+
+    level  ---------------------------
+           | head     | head         |
+           | (rest)   |--------------|     what must stay whole lies at the bottom, small lots on top
+           |----------| embedding    |
+           | whole    |              |
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from smpc.mesh import Axis
-from smpc.v1.optimization.assign_owners import Cut, Lot, deal
+from smpc.sharding.tensors import local
 from smpc.v1.optimization.parameter_rows import Range
-from smpc.v1.session.state import Session
+from smpc.v1.session.state import Session, state
+
+_SMALLEST = 1 << 10  # bytes: smaller lots are not worth a cut
+_SHARE = 1024  # nor are those that are less than this part of what each owner gets
+
+
+@dataclass(frozen=True, slots=True)
+class Lot:
+    """What is dealt out; see the module's docstring."""
+
+    size: int
+    rows: int = 0
+    granule: int = 1
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether it has rows for several owners."""
+        return self.rows >= 2 * self.granule
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Rows of a lot that one owner gets; of a lot without rows, all of it."""
+
+    owner: int
+    start: int = 0
+    stop: int = 0
+
+
+def deal(lots: Sequence[Lot], loads: list[int]) -> list[tuple[Cut, ...]]:
+    """The owners of each lot, in order of rows. `loads` of the owners are brought up to date."""
+    share = (sum(loads) + sum(lot.size for lot in lots)) // len(loads)
+    large = [i for i, lot in enumerate(lots) if lot.may_be_cut and lot.size >= max(_SMALLEST, share // _SHARE)]
+    whole = sorted((i for i, lot in enumerate(lots) if not lot.may_be_cut), key=lambda i: -lots[i].size)
+    known = {*large, *whole}
+    small = sorted((i for i in range(len(lots)) if i not in known), key=lambda i: -lots[i].size)
+    # The small ones among them may as well come last.
+    first = [i for i in whole if lots[i].size >= share // _SHARE]
+    last = sorted([*whole[len(first) :], *small], key=lambda i: -lots[i].size)
+    found: dict[int, tuple[Cut, ...]] = {}
+    for i in first:
+        found[i] = (_least(lots[i], loads),)
+    found |= _fill(lots, large, loads)
+    for i in last:
+        found[i] = (_least(lots[i], loads),)
+    return [found[i] for i in range(len(lots))]
+
+
+def _least(lot: Lot, loads: list[int]) -> Cut:
+    owner = min(range(len(loads)), key=lambda owner: (loads[owner], owner))
+    loads[owner] += lot.size
+    return Cut(owner, 0, lot.rows)
+
+
+def _fill(lots: Sequence[Lot], large: Sequence[int], loads: list[int]) -> dict[int, tuple[Cut, ...]]:
+    """Owners one after the other, each up to the level that those left can reach together."""
+    found: dict[int, list[Cut]] = {i: [] for i in large}
+    left = sum(lots[i].size for i in large)
+    queue = [(i, 0) for i in large]  # lot, first row that is left
+    for owner in range(len(loads)):
+        room = _level(loads[owner:], left) - loads[owner]
+        is_last = owner == len(loads) - 1
+        while queue and (room > 0 or is_last):
+            i, start = queue.pop(0)
+            stop = lots[i].rows if is_last else _stop(lots[i], start, room)
+            size = _bytes(lots[i], start, stop)
+            if stop > start:
+                found[i].append(Cut(owner, start, stop))
+                loads[owner] += size
+                left -= size
+                room -= size
+            if stop < lots[i].rows:
+                queue.insert(0, (i, stop))
+                break
+    return {i: tuple(cuts) for i, cuts in found.items()}
+
+
+def _stop(lot: Lot, start: int, room: int) -> int:
+    """Where to cut, so that the rows from `start` on fill the room as closely as possible."""
+    granules = (room * lot.rows / lot.size) / lot.granule
+    stop = start + round(granules) * lot.granule
+    return lot.rows if lot.rows - stop < lot.granule else stop
+
+
+def _bytes(lot: Lot, start: int, stop: int) -> int:
+    return lot.size * stop // lot.rows - lot.size * start // lot.rows
+
+
+def _level(loads: Sequence[int], left: int) -> int:
+    """How high all that is left fills owners with these loads."""
+    ordered = sorted(loads)
+    filled = 0
+    for count, load in enumerate(ordered, start=1):
+        filled += load
+        level = (left + filled) // count
+        if count == len(ordered) or level <= ordered[count]:
+            return level
+    raise AssertionError("the last owner ends the search")
+
 
 _BUCKET = 1 << 23  # elements that are sent at once
 _IN_FLIGHT = 2  # buckets
@@ -223,3 +354,51 @@ def _buckets(tensors: Iterator[Tensor]) -> Iterator[list[Tensor]]:
         size += tensor.numel()
     if bucket:
         yield bucket
+
+
+class ShardedNames(Optimizer):
+    """These attributes, for an optimizer of a sharded model."""
+
+    optimizer: Optimizer
+    parameter_of: Callable[[Tensor], Tensor]
+    _norm: Tensor | None = None
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The model's parameters, whatever their dtype."""
+        _check("fp16_groups")
+        return [[self.parameter_of(entry) for entry in group["params"]] for group in self.optimizer.param_groups]
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[Tensor]:
+        """Masters, or the parameters themselves in fp32: this rank's parts."""
+        _check("fp32_partitioned_groups_flat")
+        groups = [[local(entry.detach()) for entry in group["params"]] for group in self.optimizer.param_groups]
+        return [
+            torch.cat([part.float().reshape(-1) for part in parts]) if parts else torch.zeros(0) for parts in groups
+        ]
+
+    @property
+    def ds_param_shard_group(self) -> dist.ProcessGroup:
+        """The process group over which each parameter is sharded."""
+        _check("ds_param_shard_group")
+        return state.session.groups[Axis.FSDP]
+
+    @property
+    def _global_grad_norm(self) -> Any:
+        """0-dimensional; None before the first step, and without clipping."""
+        _check("_global_grad_norm")
+        return self._norm
+
+
+def max_norm() -> float:
+    """The norm that the optimizer's step clips to; 0: no clipping."""
+    is_sharded = state.initialized and state.session.mesh.shard_size > 1
+    return state.cfg.sdp_gradient_clipping if is_sharded else 0.0
+
+
+def _check(name: str) -> None:
+    if not (state.initialized and state.session.mesh.shard_size > 1):
+        raise AttributeError(
+            f"DistributedOptimizer.{name}: there is one under sharded data parallelism alone (sharded_data_parallel_degree above 1)"
+        )

@@ -9,6 +9,12 @@ Terms
                     has the state of some rows, in this rank's tensor
 
 Parameters that the model does not have are called `#i`, by their number in the optimizer.
+
+Initial state for an optimizer that has made no step yet: the state that it would have after one, to load values into.
+
+    make_state(optimizer, [weight, bias])     optimizer.state has entries for both; neither they nor their gradients have changed
+
+It is made by a step with gradients and learning rates of 0, as torch's own `set_optimizer_state_dict` does.
 """
 
 from __future__ import annotations
@@ -31,7 +37,6 @@ from smpc.nn import parallel
 from smpc.sharding.tensors import as_state_of, local, whole
 from smpc.v1.layout.slices import place
 from smpc.v1.model.distributed_model import DistributedModel
-from smpc.v1.optimization.initial_state import make_state
 from smpc.v1.optimization.loss_scale import LossScaler
 from smpc.v1.optimization.parameter_rows import Range
 from smpc.v1.optimization.update_targets import Updates
@@ -39,6 +44,27 @@ from smpc.v1.session.control import Control
 from smpc.v1.session.state import state
 from smpc.v1.state_dicts.local import PARTIAL
 from smpc.v1.state_dicts.merge import fill, merge, stream, survey
+
+
+@torch.no_grad()
+def make_state(optimizer: Optimizer, wanted: Sequence[Tensor]) -> None:
+    """Let the optimizer create the state of these entries of its groups."""
+    kept = [(entry, entry.grad) for group in optimizer.param_groups for entry in group["params"]]
+    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    try:
+        for entry, _ in kept:
+            entry.grad = None
+        for entry in wanted:
+            entry.grad = torch.zeros_like(entry)
+        for group, rate in rates:
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        optimizer.step()
+    finally:
+        for group, rate in rates:
+            group["lr"] = rate
+        for entry, grad in kept:
+            entry.grad = grad
+
 
 KIND, SEPARATOR = "optimizer", "::"  # of the tensors in a checkpoint
 MASTER, SCALER, SHARDED, RANGES = "master", "loss_scaler", "_smp_is_sharded", "_smp_ranges"

@@ -15,16 +15,36 @@ Before the first step of a pipeline the model is not partitioned. A checkpoint l
 is partitioned; with as many stages and the same model, the partition is the saving job's. Nothing is unpickled: see docs/checkpoints.md.
 
 Source: public SMP v1 API ("APIs for Saving and Loading"). The keyword-only arguments are additions.
+
+How this session's ranks save and load together: one channel for calls that scripts wait for, one for background saves.
+
+The ranks meet in the job's store, not in a process group: creating a channel then needs no collective call, and if a rank does not
+come, the others raise an error with its number after `checkpoint_timeout`.
 """
 
 from __future__ import annotations
 
+import datetime
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
-from smpc.checkpoint import Checkpoint, Content, Root, Saving, Shard, check, load, together, verify_source
+from smpc.checkpoint import (
+    Alone,
+    BackgroundSaver,
+    Channel,
+    Checkpoint,
+    Content,
+    Root,
+    Saving,
+    Shard,
+    StoreChannel,
+    check,
+    load,
+    together,
+    verify_source,
+)
 from smpc.checkpoint.format.content import VALUES
 from smpc.checkpoint.sources.renamed_source import TIED
 from smpc.errors import CheckpointError, ConfigError, ConfigTypeError, UsageError
@@ -32,11 +52,67 @@ from smpc.v1.model.distributed_model import DistributedModel
 from smpc.v1.optimization.distributed_optimizer import DistributedOptimizer
 from smpc.v1.optimization.state import KIND
 from smpc.v1.saving import data_position, full, full_folder, topology
-from smpc.v1.saving.checkpointer import Checkpointer, checkpointer
 from smpc.v1.saving.data_position import StatefulData, check_data
+from smpc.v1.session.connections import job_store
 from smpc.v1.session.precision import session_half_dtype
-from smpc.v1.session.state import state
+from smpc.v1.session.state import Session, state
 from smpc.v1.session.wait_limits import loading
+
+
+class Checkpointer:
+    """Made by the first checkpoint of a session; `smp.shutdown` ends it, and raises if a save in the background failed."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.channel = _channel(session, "now", _skipped)
+        self._saver: BackgroundSaver | None = None
+
+    @property
+    def saver(self) -> BackgroundSaver:
+        """The saver in the background; made by its first use."""
+        if self._saver is None:
+            self._saver = BackgroundSaver(_channel(self._session, "background"))
+        return self._saver
+
+    def check(self) -> None:
+        """Raise the failure of a save in the background that has ended. Never waits."""
+        if self._saver is not None:
+            self._saver.check()
+
+    def wait(self) -> None:
+        """Wait for the save in the background."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def close(self) -> None:
+        """Wait, and raise if the last save failed."""
+        if self._saver is not None:
+            self._saver.close()
+
+
+def checkpointer() -> Checkpointer:
+    """The session's checkpointer. Raises UsageError before `smp.init`."""
+    if state.checkpointer is None:
+        state.checkpointer = Checkpointer(state.session)
+    found: Checkpointer = state.checkpointer
+    return found
+
+
+def _skipped(ranks: Sequence[int]) -> str | None:
+    """Not for background saves, during which the other ranks continue."""
+    whereabouts = state.model.whereabouts if isinstance(state.model, DistributedModel) else None
+    return None if whereabouts is None else whereabouts.skipped(ranks)
+
+
+def _channel(
+    session: Session, name: str, skipped: Callable[[Sequence[int]], str | None] = lambda ranks: None
+) -> Channel:
+    size = session.mesh.world_size
+    if size == 1:
+        return Alone()
+    timeout = datetime.timedelta(seconds=session.config.checkpoint_timeout)
+    return StoreChannel(job_store(), session.rank, size, timeout, f"checkpoint/{state.session_number}/{name}", skipped)
+
 
 PARTIAL, GRAD_SCALER = "_partial", "grad_scaler"
 
@@ -60,7 +136,7 @@ def save_checkpoint(
     """Save a checkpoint. Collective: every rank of the job calls this.
 
     `user_content`: rank 0's counts. Plain values, lists, dicts and tensors come back as they are; other objects as mappings of their
-    attributes (`smpc.checkpoint.format.saved_object`). `pickle`: keys of it that are to be pickled instead. `translate_if_full`: write a
+    attributes (`smpc.checkpoint.format.plain_json`). `pickle`: keys of it that are to be pickled instead. `translate_if_full`: write a
     Hugging Face model under its own names, not under the names of distributed layers. `full_format`: "torch" for a file like
     torch.save's, "safetensors" for a safetensors file; for a translated Hugging Face model it is a folder with its configuration, for
     from_pretrained. `num_kept_partial_checkpoints`: afterwards remove all but this many of the newest partial ones; with partial=False it

@@ -8,6 +8,15 @@ Call `smp.save` on one of the replicas (`smp.dp_rank() == 0`), `smp.load` on eve
 never runs code: see `smpc.checkpoint.folder.files`.
 
 Source: public SMP v1 API ("APIs for Saving and Loading").
+
+`smp.load` of files that `smp.save_checkpoint` has written: for scripts that open the parts of a checkpoint themselves.
+
+    smp.load("run/step200_partial")                     {"model": {name: tensor}, "optimizer": {...}, ..., "user_content": ...}
+    smp.load("run/step200_partial/user_content.pt")     the user content
+    smp.load("run/user_content_step300")                the user content beside the full model step300
+    smp.load("run/newest")                              the name of the newest partial checkpoint; newest_full: of the newest full one
+
+A full model, "run/step300", is a file that torch.load reads, and smp.load with it. All tensors are whole, verified, and on the CPU.
 """
 
 from __future__ import annotations
@@ -18,11 +27,55 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from smpc.checkpoint import read_file, write_file
-from smpc.errors import ConfigError, ConfigTypeError
-from smpc.v1.saving.saved_folder import is_saved, load_saved
+from smpc.checkpoint import Checkpoint, read_file, write_file
+from smpc.checkpoint.folder.folders import MARKER, is_checkpoint, read_marker
+from smpc.checkpoint.format.content import VALUES
+from smpc.errors import CheckpointError, ConfigError, ConfigTypeError
+from smpc.v1.saving import full_folder
 from smpc.v1.session.ranks import mp_rank, pp_rank, rdp_rank, tp_rank
 from smpc.v1.session.state import state
+
+_USER = "user_content.pt"
+
+
+def is_saved(path: str) -> bool:
+    """Whether `load_saved` loads a path of this name."""
+    folder, name = os.path.split(path)
+    if os.path.isdir(path):
+        return is_checkpoint(path) or name.startswith(full_folder.CONTENT)
+    if name == _USER and not os.path.lexists(path):
+        return is_checkpoint(folder)
+    return name in (MARKER, full_folder.MARKER) and read_marker(folder, name) is not None
+
+
+def load_saved(path: str) -> Any:
+    """See the module's docstring. Raises CheckpointError, naming the file, if it is damaged or incomplete."""
+    folder, name = os.path.split(os.path.abspath(path))
+    if name in (MARKER, full_folder.MARKER):
+        return read_marker(folder, name)
+    if name == _USER:
+        return _user(folder)
+    if is_checkpoint(path):
+        return _whole(path)
+    rest = full_folder.rest_of(folder, name.removeprefix(full_folder.CONTENT))
+    if rest is None:
+        raise CheckpointError(f"{path}: the model that it belongs to was not saved by smp.save_checkpoint")
+    return _user(rest)
+
+
+def _user(folder: str) -> Any:
+    with Checkpoint.open(folder) as checkpoint:
+        return checkpoint.user()
+
+
+def _whole(folder: str) -> dict[str, Any]:
+    with Checkpoint.open(folder) as checkpoint:
+        found: dict[str, Any] = {}
+        for kind, name in checkpoint.entries:
+            if kind != VALUES:
+                found.setdefault(kind, {})[name] = checkpoint.read(kind, name)
+        return found | {"user_content": checkpoint.user()}
+
 
 _PROTOCOL = 2
 
@@ -69,7 +122,7 @@ def load(
 
     `map_location`: as for torch.load. If partial files exist with and without the rdp_rank, `shard_optimizer_state` selects the former,
     otherwise the latter are loaded. Only tensors and plain values are loaded, so `pickle_module` and `pickle_load_args` (`more` as
-    well) have no effect, but for `mmap`, which is torch.load's. For files of `save_checkpoint`, see `smpc.v1.saving.saved_folder`.
+    well) have no effect, but for `mmap`, which is torch.load's. For files of `save_checkpoint`, see `smpc.v1.saving.serialization`.
     Raises CheckpointError, naming the file, if it is missing, damaged or holds anything else.
     """
     path = _checked(f)

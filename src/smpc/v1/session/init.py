@@ -31,14 +31,14 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from smpc.config import Config
-from smpc.dist.ending import watch_end
 from smpc.dist.sampling import divide_data
+from smpc.dist.start import watch_end
 from smpc.errors import ConfigError
 from smpc.executor import FailureMonitor
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.failure.processes import Process
 from smpc.executor.failure.start import Phase
-from smpc.executor.measure.clocks import clock_offset
+from smpc.executor.measure.link_measurement import clock_offset
 from smpc.launch.store import of_job
 from smpc.mesh import Axis, Mesh
 from smpc.mesh.device_mesh import make_groups

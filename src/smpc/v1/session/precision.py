@@ -4,7 +4,7 @@
     inputs of the model             fp32 tensors among them are cast to the parameters' dtype
     outputs of the model            fp16 and bf16 tensors are cast to fp32, so that losses of the step function are computed in it
     gradients                       have the parameters' dtype, or, with `_fp32_grad_accumulation`, add up in fp32 (see
-                                    `smpc.sharding.wide_gradients`); with fp16 they are of the loss times a loss scale
+                                    `smpc.sharding.tensors`); with fp16 they are of the loss times a loss scale
     updates                         of fp32 masters, of which the parameters are rounded copies: see `smpc.v1.optimization.masters`
 
 Without these keys nothing is cast.

@@ -4,15 +4,26 @@ Terms
     calls     what `model(...)` and `model.backward(...)` do now; None outside of step functions
     divisor   what gradients are divided by, beside the loss scale
     cut       by the first step, a model with a pipeline; from the start, one without
+
+Work that waits for the partition of a model, or for the end of its first step: states loaded earlier, and hooks of the script.
+
+    register_post_partition_hook, load_state_dict before the first step ... first step: cut, `run`, then the program
+    register_post_step_hook                                             ... after the first step
+
+A hook gets the model and the script's DistributedOptimizer, None if there is none.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from smpc.executor.failure.start import Phase
 from smpc.observe.observer import Observer
 from smpc.v1.layout.compiled_tensors import CompiledTensors
 from smpc.v1.layout.experts import DividedExperts
@@ -21,12 +32,62 @@ from smpc.v1.layout.tensor_parallel import Distribution
 from smpc.v1.session.precision import Precision
 from smpc.v1.session.state import Script, Session
 from smpc.v1.session.supervision import Supervision
+from smpc.v1.session.wait_limits import enter
 from smpc.v1.steps.calls import ModelCalls
 from smpc.v1.steps.context_parallel import SharedSequences
-from smpc.v1.steps.hooks import ModelHooks
 
 if TYPE_CHECKING:
     from smpc.v1.steps.join import Join
+
+
+Hook = Callable[[Any, Any], Any]
+
+
+class ModelHooks:
+    """The hooks of `model`, the DistributedModel."""
+
+    def __init__(self, model: Any, script: Script) -> None:
+        self._model, self._script = model, script
+        self._post_partition: OrderedDict[int, Hook] = OrderedDict()  # RemovableHandle wants this class
+        self._post_step: OrderedDict[int, Hook] = OrderedDict()
+        self.deferred: list[Callable[[], object]] = []  # states loaded before the partition
+        self.have_run = self.have_stepped = False
+
+    def register_post_partition(self, hook: Hook) -> RemovableHandle:
+        """Run `hook` with the others, or now if they have run."""
+        handle = RemovableHandle(self._post_partition)
+        self._post_partition[handle.id] = hook
+        if self.have_run:
+            hook(self._model, self._script.optimizer)
+        return handle
+
+    def register_post_step(self, hook: Hook) -> RemovableHandle:
+        """Run `hook` after the first step, or now if that is done."""
+        handle = RemovableHandle(self._post_step)
+        self._post_step[handle.id] = hook
+        if self.have_stepped:
+            hook(self._model, self._script.optimizer)
+        return handle
+
+    def run(self) -> None:
+        """In the first step, once the model is cut and before anything runs."""
+        enter(Phase.STEP, "running it")
+        self.have_run = True
+        deferred, self.deferred = self.deferred, []
+        for load in deferred:
+            load()
+        optimizer = self._script.optimizer
+        if optimizer is not None:
+            optimizer.load_deferred()
+            optimizer.tell_others()  # the optimizer reported before this step may differ from the loaded one
+        for hook in list(self._post_partition.values()):
+            hook(self._model, optimizer)
+
+    def after_step(self) -> None:
+        """Run the hooks that wait for the end of the first step: called after it."""
+        self.have_stepped = True
+        for hook in list(self._post_step.values()):
+            hook(self._model, self._script.optimizer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@
 
 The ranks of a group have the same parameters and get the same batch; each computes its slice of every sequence
 (`smpc.codegen.rewrite.context_parallel`). In everything else they are replicas, but their gradients are summands of one loss, so the
-average over replicas is turned into a sum over the group (`smpc.executor.replicas.context_sums`). Parameters, optimizer state and
+average over replicas is turned into a sum over the group (`smpc.executor.replicas.group_hooks`). Parameters, optimizer state and
 checkpoints are treated as in replicas, and a step's results are the same on all ranks of a group.
 
 Every step compares the ranks' inputs before any of them computes: slices of different samples would give wrong numbers, and
@@ -32,7 +32,7 @@ from smpc.mesh import Axis
 from smpc.sample_inputs import Inputs
 from smpc.tracer.constants import is_constant, normalise
 from smpc.tracer.ir import NodeKind, Trace
-from smpc.v1.layout.same_batch import digest_of
+from smpc.v1.layout.slices import digest_of
 from smpc.v1.session.comm import gather_objects
 from smpc.v1.session.state import Session
 from smpc.v1.session.step_errors import describe, raise_first

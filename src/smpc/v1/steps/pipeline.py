@@ -54,8 +54,14 @@ from smpc.v1.steps.context_parallel import SharedSequences, digests_of
 from smpc.v1.steps.last_stage import LastRank
 from smpc.v1.steps.nonfinite import agree
 from smpc.v1.steps.programs.compiler import Compiler
-from smpc.v1.steps.programs.signature import ModeReader, ProgramTable, Signature, check_equal, read_signature
-from smpc.v1.steps.programs.verifying import verify_first
+from smpc.v1.steps.programs.signature import (
+    ModeReader,
+    ProgramTable,
+    Signature,
+    check_equal,
+    read_signature,
+    verify_first,
+)
 from smpc.v1.steps.results import ResultForm, loss_from_bits, loss_to_bits, pack, read_results
 
 OwnArguments = Callable[[], Arguments]  # this rank's arguments of a step; binding them may fail

@@ -43,9 +43,8 @@ from smpc.executor.layer_offload import LayerOffload
 from smpc.experts.stacked import PartOfExperts
 from smpc.mesh import Axis
 from smpc.mesh.device_mesh import device_mesh
-from smpc.v2.session.full_state_patch import patch_full_state, replace
+from smpc.v2.session.full_state_patch import give_whole_state, patch_full_state, replace
 from smpc.v2.state_handler import Session, state
-from smpc.v2.transforming.full_state import give_whole_state
 from smpc.v2.transforming.slices import is_sliced, make_distributed
 
 _OF_OTHERS = ("auto_wrap_policy", "ignored_modules", "ignored_states")

@@ -29,15 +29,14 @@ from smpc.errors import ConfigError, ConfigUnsupportedError
 from smpc.executor.collectives import TensorGroup
 from smpc.expert_parallel import shard
 from smpc.experts import aux_loss, join_loss, shuffle, sinkhorn, unshuffle, z_loss
-from smpc.experts.roles import take_role
 from smpc.experts.routers import round_robin
+from smpc.experts.stacked import take_role
 from smpc.experts.structure import Found, Listed, Stacked, find_experts
 from smpc.in_place import whole_parameters
 from smpc.tracer import register_shape_rule
 from smpc.v2.moe.moe_config import MoEConfig
 from smpc.v2.moe.moe_layer import mark_block
-from smpc.v2.transforming.slices import Cut, Part, Slices, note_slices
-from smpc.v2.transforming.weights import agree_on_weights
+from smpc.v2.transforming.slices import Cut, Part, Slices, agree_on_weights, note_slices
 
 _ROUTER, _SHUFFLE = "_smpc_router", "_smpc_shuffle"  # what a module's role knows
 _TOKENS = 4
@@ -129,7 +128,7 @@ def divide_experts(
 ) -> None:
     """Has the ranks of a group divide the experts of a model, in place; None: one rank has all. Collective over the group.
 
-    `num_holders`: how many ranks hold the same experts, or parts of them. `sources`: see `smpc.v2.transforming.weights`. `is_recorded`:
+    `num_holders`: how many ranks hold the same experts, or parts of them. `sources`: see `smpc.v2.transforming.slices`. `is_recorded`:
     whether the model is about to be recorded, for ranks that share its weights or its sequences. Raises ConfigError if there are no experts
     to divide, ConfigUnsupportedError for what cannot be done with them, before anything is changed.
     """

@@ -10,6 +10,8 @@
 
 Before the first plan of all, the ranks of all replicas agree on the signature, and one rank measures for all: so all replicas are cut
 alike.
+
+One trace for all ranks of a pipeline, where they have recorded the same operations in different orders.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from smpc.tracer.environment.memory_words import DictVersions
 from smpc.tracer.guards import Answers
 from smpc.tracer.ir import Trace
 from smpc.tracer.record import Recording, record_guarded
+from smpc.tracer.same_model import same_model
 from smpc.v1.declare.partition import manual_partition
 from smpc.v1.session.comm import gather_objects
 from smpc.v1.session.control import Control
@@ -50,8 +53,17 @@ from smpc.v1.session.state import Session
 from smpc.v1.session.step_errors import describe, raise_everywhere, raise_first
 from smpc.v1.session.wait_limits import enter, exchange
 from smpc.v1.steps.context import Measures, StepContext
-from smpc.v1.steps.programs.common_trace import one_trace
 from smpc.v1.steps.programs.signature import ModeReader, Signature, broken
+
+
+def one_trace(trace: Trace, control: Control) -> Trace | None:
+    """Pipeline rank 0's trace, if the others differ from it only in order; else None. Collective, and the same on all ranks.
+
+    The order of a set's strings differs between processes. More than fingerprints is sent only if traces differ.
+    """
+    text = control.broadcast_object(trace.to_json() if control.rank == 0 else None, 0)
+    first = trace if control.rank == 0 else Trace.from_json(text)
+    return first if all(control.gather(same_model(trace, first))) else None
 
 
 class Compiler:

@@ -18,6 +18,20 @@ stays: replicas average the gradients of its stages. All ranks of a replica run 
 same ones without communication.
 
     bound 3, steps with signatures a b c b d     numbers 0 1 2 1 2: d replaces c
+
+The key `verify`: pipeline rank 0 runs the first microbatch in plain PyTorch and as compiled, and all ranks learn whether the results
+agree.
+
+It happens in the first step, after its programs are made and before the model is divided among the ranks: the one moment at which a rank
+has the whole model and its programs. Nothing of the model, of the script's data or of the random generators is changed by it.
+
+    rank 0                                              others
+    -----------------------------------------------------------------
+    eager, loopback, comparison                         wait
+    result                                      <->     result          VerificationError on all of them, or the step goes on
+
+The step function is not called: its code around the model is not compiled. Backward starts from the model's outputs
+(`smpc.verification.runs`).
 """
 
 from __future__ import annotations
@@ -26,6 +40,7 @@ import dataclasses
 import functools
 import json
 import pickle
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +48,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smpc.compile.result import Compilation
 from smpc.errors import StepError
+from smpc.executor.failure.start import Phase
+from smpc.nn.init.delayed import is_delayed
 from smpc.sample_inputs import Inputs
 from smpc.tracer.constants import decode, encode, is_constant, normalise
 from smpc.tracer.environment.memory_words import DictVersions, trained_reader
@@ -42,6 +60,11 @@ from smpc.tracer.ir import Autocast, Guard, TensorSpec, Trace, spec_of
 from smpc.tracer.record import Recording
 from smpc.tracer.replay import input_values
 from smpc.tracer.structure import Structure, flatten
+from smpc.v1.session.control import Control
+from smpc.v1.session.state import Session
+from smpc.v1.session.step_errors import describe, raise_first
+from smpc.v1.session.wait_limits import enter
+from smpc.verification import Conditions, verify_compilation
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,3 +331,56 @@ class ProgramTable:
 def broken(trace: Trace, model: nn.Module, inputs: Inputs) -> tuple[Guard, Any] | None:
     """A guard that does not hold on the inputs of one microbatch."""
     return broken_guard(trace, model, input_values(trace, *inputs)) if trace.guards else None
+
+
+_ELSEWHERE = "smpc compile --verify checks the same model in a smaller configuration"
+
+
+def verify_first(
+    module: nn.Module,
+    session: Session,
+    control: Control,
+    signature: Signature,
+    compiled: tuple[Compilation, Recording],
+    inputs: Inputs | None,
+) -> None:
+    """Compare the first program with the model, on pipeline rank 0's first microbatch; None elsewhere, and without data. Collective.
+
+    Raises VerificationError on all ranks of the pipeline. If it cannot be done, rank 0 warns, and training continues.
+    """
+    enter(Phase.STEP, "verifying the programs on pipeline rank 0")
+    failure: Exception | None = None
+    if inputs is not None:
+        try:
+            skipped = _why_not(module) or _verified(module, session, signature, compiled, inputs)
+            if skipped:
+                warnings.warn(f"verify: the programs have not been compared with the model: {skipped}", stacklevel=2)
+        except Exception as error:
+            failure = error
+    raise_first(control.gather(describe(failure)), failure)
+
+
+def _why_not(module: nn.Module) -> str:
+    """Why the whole model cannot be run here; "" if it can."""
+    if is_delayed(module):
+        return f"its initialization is delayed, so that no rank ever has all of it; {_ELSEWHERE}"
+    return ""
+
+
+def _verified(
+    module: nn.Module,
+    session: Session,
+    signature: Signature,
+    compiled: tuple[Compilation, Recording],
+    inputs: Inputs,
+) -> str:
+    """Compare; why that could not be done, "" if it was."""
+    compilation, recording = compiled
+    conditions = Conditions(session.device, signature.grad_enabled, signature.autocast)
+    try:
+        verify_compilation(
+            module, compilation, inputs, conditions, environment=recording.environment, shown=signature.ones
+        )
+    except torch.OutOfMemoryError:
+        return f"the whole model does not fit on {session.device}, with two sets of gradients; {_ELSEWHERE}"
+    return ""

@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from smpc.checkpoint.torch_format.agreement import Ranks
-from smpc.checkpoint.torch_format.local_parts import local_parts
 from smpc.checkpoint.torch_format.places import is_url
-from smpc.checkpoint.torch_format.saving import StateSaving, save_state
+from smpc.checkpoint.torch_format.saving import StateSaving, local_parts, save_state
 from smpc.checkpoint.torch_format.writer import Writer
 from smpc.errors import UsageError
 from smpc.v2.distributed.checkpoint.async_utils import AsyncCallsQueue

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smpc.checkpoint.torch_format.local_parts import local_part
+from smpc.checkpoint.torch_format.saving import local_part
 from smpc.errors import CheckpointError, UsageError
 
 __all__ = ["SMStateDictType", "init_optim_state", "sm_state_dict_type"]

@@ -1,15 +1,23 @@
-"""Hooks that a script registers after its model was compiled, where a program would not run them.
+"""Changes of a model after it was compiled: hooks where a program would not run them, and parameters that were replaced.
 
     on a module that is cut          it is computed node by node, and never called; or in one of its calls, and called in another
     on a parameter of several ranks  each rank would see its own part of the gradient
 
 Torch numbers all hooks of a process, so a step after which no hook was added checks nothing.
+
+Checks that a model still has the parameters that it had when it was placed on its ranks: stages and optimizers hold
+these objects.
+
+    kept = KeptParameters(model)
+    model.layer.weight = nn.Parameter(...)
+    kept.check()                                    # StepError: parameter 'layer.weight' was replaced by another one ...
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -18,8 +26,8 @@ from smpc.codegen.printer import attribute_source
 from smpc.codegen.program import StageCode
 from smpc.errors import PartitionError, StepError
 from smpc.executor.sharded_state import has_hooks
-from smpc.tracer.effects.module_hooks import check_hooks, hook_of
 from smpc.tracer.ir import Trace
+from smpc.tracer.recording.untraceable import check_hooks, hook_of
 
 
 class LateHooks:
@@ -70,3 +78,35 @@ def _check_parameters(model: nn.Module, shared: Iterable[str]) -> None:
             "with its own part of the gradient, microbatch by microbatch; change the gradient after the step instead, or keep the modules "
             "that share it on one stage (smp.partition, smp.set_partition)"
         )
+
+
+class KeptParameters:
+    """The parameters of a model, by module. The environment's guards notice modules that are added later."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._named = dict(model.named_parameters())
+        self._tables = [(module._parameters, dict(module._parameters)) for module in model.modules()]
+
+    def check(self, *, thoroughly: bool = False) -> None:
+        """StepError if one was added, removed or replaced; `thoroughly`: also in new modules."""
+        if not thoroughly and all(_is_same(table, before) for table, before in self._tables if before or table):
+            return
+        now = dict(self._model.named_parameters())
+        for name in dict.fromkeys((*self._named, *now)):
+            if self._named.get(name) is not now.get(name):
+                raise changed_parameter(name, self._named, now)
+
+
+def changed_parameter(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> StepError:
+    """The text of the error for a parameter that was replaced."""
+    what = "was added" if name not in before else "was removed" if name not in now else "was replaced by another one"
+    return StepError(
+        f"parameter {name!r} {what} after the first program was installed, whose stages have the parameters of then; make a new runtime "
+        "and optimizer for the model as it is, or write new values into parameters in place: "
+        "`with torch.no_grad(): parameter.copy_(value)`"
+    )
+
+
+def _is_same(table: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    return len(table) == len(before) and all(a is b for a, b in zip(table.values(), before.values(), strict=True))
