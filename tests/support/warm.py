@@ -7,11 +7,13 @@ Launcher, guard, pipes and store are the product's own. Only how a Python begins
 as it starts have no effect, and scripts find torch and smpc imported. Tests of those start the command itself.
 """
 
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 import types
 import weakref
@@ -21,6 +23,10 @@ import forked_launch
 import server
 
 from smpc.launch import job, processes
+from smpc.launch.processes import Processes
+from smpc.launch.rendezvous import Rendezvous
+
+_all_forked = threading.Event()
 
 
 class Command:
@@ -33,7 +39,7 @@ class Command:
         for path in self._streams:
             path.touch()
         given = (arguments, cwd or os.getcwd(), dict(os.environ if env is None else env), self._streams)
-        self._process = server.context().Process(target=_main, args=given)
+        self._process = server.context().Process(target=_main, args=given, daemon=True)  # it ends with the tests
         self._process.start()
         self.pid = self._process.pid
 
@@ -71,11 +77,13 @@ def _main(arguments, cwd, environment, streams):
     for number, path in enumerate(streams, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    multiprocessing.current_process()._config["daemon"] = False  # scripts may have children
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # TMPDIR is another one
     sys.argv = ["smpc", *arguments]
+    job.Processes, job.Rendezvous = _Processes, _Rendezvous
     processes.subprocess = types.SimpleNamespace(Popen=_popen, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
     status = 1
     try:
@@ -90,6 +98,26 @@ def _main(arguments, cwd, environment, streams):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+class _Processes(Processes):
+    """Lets the store begin when all ranks are forked."""
+
+    def __init__(self, *arguments, **options):
+        _all_forked.clear()
+        super().__init__(*arguments, **options)
+
+    def _wait(self, *arguments):
+        _all_forked.set()
+        super()._wait(*arguments)
+
+
+class _Rendezvous(Rendezvous):
+    """A rank that is forked while torch makes the store may find a lock of torch's held, by a thread that it does not have."""
+
+    def _run(self):
+        _all_forked.wait()
+        super()._run()
 
 
 def _popen(arguments, **options):
