@@ -188,10 +188,12 @@ def plan_from_assignment(
     times: NodeTimes | None = None,
     recompute: Sequence[str] = (),
     resident: Sequence[Resident] | None = None,
+    prove: bool = True,
 ) -> Plan:
     """The plan of a given assignment (node name -> stage, for every node that computes).
 
-    Raises PartitionError if it cannot run: see `smpc.partitioner.graph.trace_graph.check_assignment`.
+    prove: without, nothing is said of other assignments. Raises PartitionError if it cannot run: see
+    `smpc.partitioner.graph.trace_graph.check_assignment`.
     """
     _check_settings(num_stages, memory_weight, in_flight, placement)
     analysis = analyse(trace, cost_model or CostModel(), times, recompute)
@@ -200,7 +202,9 @@ def plan_from_assignment(
     check_stages(graph, analysis.clusters, stage_of, num_stages)
     scale = Scale.of(analysis.units, in_flight, memory_weight)
     bottleneck = float(stage_costs(analysis.units, scale, in_flight, stage_of.tolist()).max())
-    bound = lower_bound(graph, analysis.clusters, analysis.units, scale, in_flight, reached=bottleneck)
+    bound = 0.0
+    if prove:
+        bound = lower_bound(graph, analysis.clusters, analysis.units, scale, in_flight, reached=bottleneck)
     reordered = sum(bool(stage_of[graph.rank[u]] > stage_of[graph.rank[w]]) for u, w in graph.gradient_order())
     note = f"{reordered} gradient sums in another order than in one process" if reordered else ""
     objective = _objective(memory_weight, bottleneck, bound, "manual", note)

@@ -138,6 +138,7 @@ assert not smp.is_initialized() and not torch.distributed.is_initialized()
     assert run([python, script(tmp_path, text)], tmp_path, SMPC_ALIAS="1").stderr == ""
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("body", "where"), [("", "__init__.py"), (None, "smdistributed")])
 def test_a_package_that_is_really_installed_wins_and_is_told(python, tmp_path, body, where):
     package = tmp_path / "smdistributed" / "modelparallel"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
+import warm
 
 from smpc.partitioner.costs.device import find_device
 
@@ -19,9 +19,7 @@ def test_two_ranks_measure_at_once(tmp_path, way):
     arguments = ["calibrate", "--out", str(path), "--seconds", "5"]
     commands = {"ranks": [*arguments, "--ranks", "2"], "job": ["run", "-n", "2", "-c", *SMPC, *arguments]}
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(
-        [*SMPC, *commands[way]], capture_output=True, text=True, timeout=280, check=False, env=environment
-    )
+    found = warm.run(*commands[way], timeout=280, env=environment)
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.count("predict times for this machine with --device") == 1
     device = find_device(str(path))

@@ -120,7 +120,7 @@ def found(request, tmp_path_factory):
     return run_workers(call_all, 2, tmp_path_factory.mktemp("ranks"), cases)
 
 
-@pytest.mark.matrix(20)
+@pytest.mark.matrix(16)
 @pytest.mark.parametrize("what", CHANGES)
 @pytest.mark.parametrize("surface", SURFACES)
 def test_a_change_between_calls_is_followed_or_told(surface, what, found):

@@ -4,12 +4,11 @@ import importlib
 import os
 import random
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
+import warm
 from support.executor_harness import run_workers
 from torch import distributed, nn
 
@@ -228,9 +227,7 @@ def test_a_rank_that_begins_again_late(tmp_path, name):
     for word, line in zip(("IMPORT", "BEGIN", "END"), BEGINNINGS[name], strict=True):
         text = text.replace(word, line)
     script.write_text(text)
-    smpc = [sys.executable, "-c", "import sys; from smpc.cli import main; sys.exit(main())"]
-    command = [*smpc, "run", "-n", "2", "--console", "all", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = warm.run("run", "-n", "2", "--console", "all", str(script), timeout=240)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] {turn} 3" for rank in range(2) for turn in range(2)]
 

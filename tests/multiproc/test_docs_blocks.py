@@ -2,11 +2,10 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch.distributed as dist
+import warm
 from documented import PAGES, all_blocks
 from documented_worlds import WORLDS, fresh
 from executor_harness import run_workers
@@ -100,10 +99,7 @@ def launch(page, folder, numbers):
     script = folder / "page.py"
     blocks = python(page)
     script.write_text(SCRIPTS[page] + "".join(blocks[number].text + told.format(number) for number in numbers))
-    found = subprocess.run(
-        [f"{sys.prefix}/bin/smpc", "run", "-n", "2", "--console", "all", str(script)],
-        cwd=folder, capture_output=True, text=True, timeout=LIMIT, check=False,
-    )  # fmt: skip
+    found = warm.run("run", "-n", "2", "--console", "all", str(script), cwd=folder, timeout=LIMIT)
     assert found.returncode == 0, found.stdout + found.stderr
     losses = {}
     for number, loss in re.findall(r"after (\d+) ([\d.e-]+)", found.stdout):

@@ -3,22 +3,14 @@
 import json
 import os
 import re
-import subprocess
-import sys
 
-SMPC = [sys.executable, "-c", "import sys; from smpc.cli import main; sys.exit(main())"]
+import warm
+
 LIMIT = 120  # seconds; a hang fails the test
 
 
 def _run(*arguments, **changes):
-    return subprocess.run(
-        [*SMPC, "run", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        env={**os.environ, **changes},
-        check=False,
-    )
+    return warm.run("run", *arguments, timeout=LIMIT, env={**os.environ, **changes})
 
 
 def test_a_program_without_python(monkeypatch):

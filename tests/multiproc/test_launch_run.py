@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm
 from torch.distributed import TCPStore
 
 SMPC = [sys.executable, "-c", "import sys; from smpc.cli import main; sys.exit(main())"]
@@ -61,20 +62,24 @@ def _environment(**changes):
 
 
 def _run(*arguments, environment=None):
+    return warm.run("run", "--console", "all", *arguments, timeout=LIMIT, env=environment or _environment())
+
+
+def _start(*arguments, **changes):
+    return warm.Command("run", "--console", "all", *arguments, env=_environment(**changes))
+
+
+def _run_cold(*arguments, environment=None):
+    """In a Python of its own, as users do."""
     command = [*SMPC, "run", "--console", "all", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=LIMIT, env=environment or _environment(), check=False
     )
 
 
-def _start(*arguments, **changes):
-    return subprocess.Popen(
-        [*SMPC, "run", "--console", "all", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=_environment(**changes),
-    )
+def _start_cold(*arguments):
+    command = [*SMPC, "run", "--console", "all", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment())
 
 
 def _await(job, files):
@@ -109,7 +114,7 @@ def test_ranks_meet_on_loopback_and_get_their_arguments(write, tmp_path):
     report = f"json.dump({seen}, open(f'{{sys.argv[1]}}/{{rank}}', 'w'))"
     script = write(f"{ALL_REDUCE}{LISTENERS}\n{report}\ndistributed.barrier()\ndistributed.destroy_process_group()\n")
     arguments = [str(tmp_path), "--help", "-n", "7", "${local_rank}", "$$HOME;`id`", "a  b\nc"]
-    done = _run("-n", "2", script, *arguments)
+    done = _run_cold("-n", "2", script, *arguments)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     for rank in range(2):
@@ -150,7 +155,7 @@ def test_the_path_is_that_of_python_itself(write, tmp_path, is_safe):
     environment = given | ({"PYTHONSAFEPATH": "1"} if is_safe else {})
     alone = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=True)
     assert str(tmp_path / "mine") in json.loads(alone.stdout)[: 1 if is_safe else 2]
-    done = _run("-n", "1", "--no-prefix", script, environment=environment)
+    done = _run_cold("-n", "1", "--no-prefix", script, environment=environment)
     assert done.stdout == alone.stdout, done.stderr
 
 
@@ -303,10 +308,8 @@ def test_a_module_and_its_logs(tmp_path):
         "--stderr",
         f"{logs}/{{node_rank}}-{{local_rank}}.err",
     ]
-    done = subprocess.run(
-        [*SMPC, "run", "-n", "2", "--console", "first", *options, "-m", "package.train", "-m", "x"],
-        capture_output=True, text=True, timeout=LIMIT, env=_environment(), check=False, cwd=tmp_path,
-    )  # fmt: skip
+    arguments = ["run", "-n", "2", "--console", "first", *options, "-m", "package.train", "-m", "x"]
+    done = warm.run(*arguments, timeout=LIMIT, env=_environment(), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "[rank 0] out of 0\n[rank 0] \\xff\n")
     assert done.stderr == "[rank 0] __main__ ['-m', 'x']\n"
     for rank in range(2):
@@ -403,7 +406,7 @@ def test_a_rank_of_another_node_that_fails_at_once(write):
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     common = ["-n", "1", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
-    jobs = [_start(*common, "--node-rank", node, script) for node in "01"]
+    jobs = [_start_cold(*common, "--node-rank", node, script) for node in "01"]
     try:
         (_, told), (_, own) = (job.communicate(timeout=LIMIT) for job in jobs)
     finally:

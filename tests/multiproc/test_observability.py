@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 
 import parity
 import pytest
 import torch
 import torch.distributed as dist
+import warm
 from executor_harness import run_workers
 from torch import nn
 
@@ -19,7 +18,6 @@ from smpc.executor.transport import GlooTransport
 from smpc.partitioner.graph.plan import INPUTS, Plan
 from smpc.runtime import Runtime
 
-SMPC = [sys.executable, "-c", "import sys; from smpc.cli import main; sys.exit(main())"]
 MICROBATCHES = 4
 SCRIPT = """
 import sys, torch
@@ -60,8 +58,8 @@ def run(tmp_path, *arguments, script_arguments, status=0):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SMPC_")}
-    command = [*SMPC, "run", "--console", "all", *arguments, str(script), *map(str, script_arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, check=False)
+    command = ["run", "--console", "all", *arguments, str(script), *map(str, script_arguments)]
+    done = warm.run(*command, timeout=150, env=environment)
     assert done.returncode == status, done.stdout + done.stderr
     return done
 

@@ -141,7 +141,7 @@ def automatic(rank, folder, where, names):
 @pytest.mark.parametrize("where", ["forward", "backward", "inside of a unit"])
 def test_out_of_memory_on_one_rank(tmp_path, where):
     """All ranks take the smaller size, and have the bits of one that was given from the start; dropout included."""
-    check_out_of_memory(tmp_path, where, ("replicas", "FULL_SHARD", "parts in CPU memory"))
+    check_out_of_memory(tmp_path, where, ("replicas", "FULL_SHARD"))
 
 
 @pytest.mark.slow

@@ -5,13 +5,11 @@ What the documentation leaves out (`...`) is filled in; there is no GPU, so `dev
 """
 
 import os
-import subprocess
-import sys
 
 import pytest
+import warm
 from locations import REPOSITORY
 
-SMPC = [sys.executable, "-c", "import sys; from smpc.cli import main; sys.exit(main())"]
 LIMIT = 280
 MODEL = """
 import torch
@@ -158,11 +156,8 @@ print(f"rank {dist.get_global_rank()} of {dist.get_world_size()}: {state.timesta
 
 
 def _run(folder, *arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [*SMPC, "run", "--console", "all", *arguments],
-        cwd=folder, capture_output=True, text=True, timeout=LIMIT, env=environment, check=False,
-    )  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = warm.run("run", "--console", "all", *arguments, cwd=folder, timeout=LIMIT, env=environment)
     assert done.returncode == 0, done.stderr
     return done
 

@@ -82,16 +82,17 @@ def test_stages_are_clipped_by_the_norm_of_the_whole_model(tmp_path, call, world
         torch.testing.assert_close(value, state[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("config", [{"fp16": True}, pytest.param({"bf16": True}, marks=pytest.mark.slow)])
-def test_masters_are_clipped_by_torchs_call(tmp_path, config):
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("other", ["torch", "groups"])
+@pytest.mark.parametrize("config", [{"fp16": True}, {"bf16": True}], ids=str)
+def test_masters_are_clipped_by_torchs_call(tmp_path, config, other):
     """It clipped gradients of the loss times the loss scale, which the masters then took unscaled."""
     results = {}
-    for call in ("masters", "torch", "groups"):
+    for call in ("masters", other):
         (folder := tmp_path / call).mkdir()
         results[call] = run_workers(train, 2, folder, 2, 0.1, config, call)[0]
-    for call in ("torch", "groups"):
-        assert results[call][0] == results["masters"][0]
-        assert all(torch.equal(value, results["masters"][1][name]) for name, value in results[call][1].items())
+    assert results[other][0] == results["masters"][0]
+    assert all(torch.equal(value, results["masters"][1][name]) for name, value in results[other][1].items())
 
 
 class Slices(nn.Module):

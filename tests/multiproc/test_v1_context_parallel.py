@@ -182,6 +182,11 @@ def test_two_ranks_train_as_one_process_and_others_go_on(tmp_path):
 
 
 def test_beside_a_pipeline(tmp_path):
+    check(tmp_path, "llama_padded", 2, 2)
+
+
+@pytest.mark.slow
+def test_others_go_on_from_a_pipeline(tmp_path):
     folder, _ = check(tmp_path, "llama_padded", 2, 2)
     check_resumed(tmp_path, folder, "llama_padded", 1, 2, "half")
 

@@ -131,14 +131,15 @@ def test_two_ranks(tmp_path):
 
 
 @pytest.mark.matrix(3)
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("sharding", SHARDING)
 @pytest.mark.parametrize("kind", ["context", "expert", "replica"])
-def test_ranks_that_share_sequences_or_experts(tmp_path, kind, sharding, dtype):
-    """With and without recomputation. Of experts the plan counted a third of what they keep, and buckets that they do not have: -22%."""
+def test_ranks_that_share_sequences_or_experts(tmp_path, kind, sharding, dtype, again):
+    """Of experts the plan counted a third of what they keep, and buckets that they do not have: -22%."""
     if kind == "context" and sharding == "shards of 2":
         pytest.skip("parts over 2 x 2 ranks of each stage take 8 ranks, and are those of `all`")
     config = settings(2, 1, sharding, dtype, None)
     if kind != "replica":
         config[f"{kind}_parallel_degree"] = 2
-    check(tmp_path, 4, [(config, False), (config, True)])
+    check(tmp_path, 4, [(config, again)])

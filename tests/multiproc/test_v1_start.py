@@ -99,6 +99,12 @@ smp.shutdown()
 JOINED = ["rank 0 of 2 0 2 [0, 1]", "rank 1 of 2 1 2 [0, 1]"]
 
 
+def follow_srun(folder, variables):
+    os.environ |= variables
+    sys.argv = ["", str(folder)]
+    exec(PLACES, {})
+
+
 def test_srun_makes_one_job(tmp_path):
     """It made two jobs of one process. Its variables, in real processes."""
     step = {
@@ -108,17 +114,18 @@ def test_srun_makes_one_job(tmp_path):
         "SLURM_STEP_TASKS_PER_NODE": "2",
     }
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PLACES, tmp_path],
-            env={**os.environ, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0"},
+        server.context().Process(
+            target=follow_srun,
+            args=(tmp_path, {**step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0"}),
         )
         for rank in range(2)
     ]
-    try:
-        assert [process.wait(timeout=120) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0, 0]
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == JOINED
 
 

@@ -266,7 +266,7 @@ def test_parameters_that_both_ranks_hold_stay_equal(tmp_path, name):
             torch.testing.assert_close(merged[key], value, rtol=1e-3, atol=1e-4, msg=key)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_parameter_on_two_stages_of_one_rank(tmp_path, world):
     """The tied embedding is on the first and the last stage, both on rank 0: one parameter, reduced once over the replicas."""
     results = run_workers(train_tied, world, tmp_path, "gpt2_tied", world, AROUND)

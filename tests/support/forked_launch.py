@@ -25,12 +25,13 @@ class ForkedProcess:
 
     stdout = stderr = None
 
-    def __init__(self, command, folder):
+    def __init__(self, arguments, environment, streams):
+        """The worker of these arguments. `streams`: by its number, what each stream that it does not have of this process is."""
         launcher = os.getpid()
         self.returncode = None
         self.pid = os.fork()
         if self.pid == 0:
-            _run_rank(command, folder, launcher)
+            _run_rank(arguments, environment, streams, launcher)
 
     def poll(self):
         if self.returncode is None:
@@ -48,20 +49,20 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
 
-def _run_rank(command, folder, launcher):
+def _run_rank(arguments, environment, streams, launcher):
     status = 1
     try:
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
-        log = os.open(folder / f"{command.place['rank']}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        for stream in (1, 2):
-            os.dup2(log, stream)
+        for number, stream in streams.items():
+            os.dup2(stream, number)
         sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))
+        sys.excepthook = sys.__excepthook__  # typer has another one in the launcher
         os.environ.clear()
-        os.environ.update(command.environment)
-        start = command.arguments.index(str(launcher))
-        status = worker.main(launcher, list(command.arguments[start + 1 :]))
+        os.environ.update(environment)
+        start = arguments.index(str(launcher))
+        status = worker.main(launcher, list(arguments[start + 1 :]))
     except SystemExit as error:
         status = error.code or 0
     except BaseException:
@@ -79,7 +80,10 @@ class ForkedProcesses(Processes):
         self._folder = folder
 
     def _start(self, command, watch):
-        self._ranks.append(_Rank(command, ForkedProcess(command, self._folder)))
+        log = os.open(self._folder / f"{command.place['rank']}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        process = ForkedProcess(command.arguments, command.environment, {1: log, 2: log})
+        os.close(log)
+        self._ranks.append(_Rank(command, process))
 
 
 def run(job: Job, folder: Path):

@@ -19,6 +19,7 @@ MODULES = (
     ),
     "transformers.trainer",
     "smpc.checkpoint",
+    "smpc.cli",
     "smpc.compile",
     "smpc.composer",
     "smpc.integrations.huggingface",
@@ -30,6 +31,7 @@ MODULES = (
     "checkpoint_harness",
     "executor_harness",
     "forked_launch",
+    "warm",
     "zoo",
 )
 

@@ -76,7 +76,8 @@ class Cut:
         if self.assignment is None:
             plan = self._solved(prove)
         else:
-            plan = self._assigned(self.assignment, self.choice.in_flight)
+            # No other cut would be taken for the one that is kept, whatever is proven of it.
+            plan = self._assigned(self.assignment, self.choice.in_flight, prove and not self.is_kept)
             plan = on_devices(self.traced.trace, plan, self._models) if self._models else plan
             if not self.is_kept:
                 check_peaks(plan, options.rank_limits)
@@ -103,7 +104,7 @@ class Cut:
         in_flight = peaks(schedule, len(plan.stages))
         if in_flight == tuple(stage.num_in_flight for stage in plan.stages):
             return plan, schedule
-        found = _with_memory_of(plan, self._assigned(dict(plan.assignment), in_flight))
+        found = _with_memory_of(plan, self._assigned(dict(plan.assignment), in_flight, prove=False))
         if self.order is not None:
             return found, schedule
         try:
@@ -188,7 +189,7 @@ class Cut:
 
         return solve_mixed(self.traced.trace, models, solve) if models else solve()
 
-    def _assigned(self, stages: Mapping[str, int], in_flight: Sequence[int]) -> Plan:
+    def _assigned(self, stages: Mapping[str, int], in_flight: Sequence[int], prove: bool) -> Plan:
         """The plan with these stages of the modules, and so many microbatches in flight on each."""
         return plan_from_assignment(
             self.traced.trace,
@@ -202,6 +203,7 @@ class Cut:
             times=self.traced.times,
             recompute=self.options.recompute,
             resident=self._resident,
+            prove=prove,
         )
 
     @property
