@@ -60,6 +60,8 @@ class Stage:
     offloaded_bytes_per_microbatch: int = 0  # of the activations, what waits for the backward in CPU memory
     weight_time: float = 0.0  # part of backward_time: the parameters' gradients that a split backward computes later
     split_time: float = 0.0  # beside forward_time and backward_time, where the backward is split
+    deferred_bytes_per_microbatch: int = 0  # there, of the activations, what the later part reads, and gradients for it
+    in_flight_bytes: int = 0  # there, the most of all microbatches in flight; 0: activations of each
 
 
 @dataclass(frozen=True, slots=True)
