@@ -258,12 +258,15 @@ def _plan(
     ranks = tuple(range(num_stages)) if placement is None else tuple(placement)
     nodes, trace = graph.trace.nodes, graph.trace
     number_of_holders = Counter(i for found in crossing.state for i in found if trace.state[i].is_parameter)
+    if resident is not None and any(here.most < count for here, count in zip(resident, in_flight, strict=True)):
+        split = None  # what is away counts as if backwards had one part
+    before_backward = in_flight if split is None else [use.before_backward for use in split]
     uses = [
         StageUse(
             s,
             tuple(sorted((*graph.compute[stage_of == s].tolist(), *crossing.recomputed[s]))),
             crossing.state[s],
-            tuple(in_flight),
+            tuple(before_backward),
             ranks,
             max(schedule.num_microbatches, in_flight[s]),
             s == num_stages - 1,
@@ -275,7 +278,13 @@ def _plan(
         )
         for s in range(num_stages)
     ]
-    stages = tuple(_stage(analysis, stage_of, crossing, use, ranks[use.index], costs[use.index]) for use in uses)
+    stages = tuple(
+        replace(
+            _stage(analysis, stage_of, crossing, use, ranks[use.index], costs[use.index]),
+            num_in_flight=in_flight[use.index],
+        )
+        for use in uses
+    )
     shared = tuple(
         SharedParameter(state.name, holders)
         for i, state in enumerate(trace.state)

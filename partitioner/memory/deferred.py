@@ -47,6 +47,11 @@ class SplitUse:
     backwards: tuple[Beside, ...]
     weights: tuple[Beside, ...]
 
+    @property
+    def before_backward(self) -> int:
+        """The most microbatches between F and B."""
+        return 1 + max(beside.waiting for beside in self.backwards)
+
     def in_flight(self, activations: int, deferred: int) -> int:
         """The most bytes of all microbatches in flight, of so many before B and after it."""
         found = [(b.waiting + 1) * activations + b.deferred * deferred for b in (*self.forwards, *self.backwards)]
@@ -72,11 +77,12 @@ class SplitTerms(NamedTuple):
     largest: int  # of the gradients of parameters
     gradients: int
     early_gradients: int
+    sent: int
     waiting: int
     given_back: int
 
 
-def split_peak(terms: SplitTerms, deferred: Deferred, use: SplitUse, num_in_flight: int) -> int:
+def split_peak(terms: SplitTerms, deferred: Deferred, use: SplitUse) -> int:
     """The most of a step's phases."""
 
     def others(beside: Beside) -> int:
@@ -85,9 +91,13 @@ def split_peak(terms: SplitTerms, deferred: Deferred, use: SplitUse, num_in_flig
 
     backward = int((terms.working + deferred.behind).max(initial=0))
     first = int((deferred.until + terms.exists).max(initial=0))
-    left = max(terms.waiting, (num_in_flight - 1) * terms.given_back)
-    found = [terms.waiting + others(beside) + terms.forward for beside in use.forwards]
-    found += [left + others(beside) + backward for beside in use.backwards]
+    found = [others(beside) + beside.waiting * terms.sent + terms.forward for beside in use.forwards]
+    found += [terms.waiting + others(beside) + backward for beside in use.backwards]
+    found += [
+        (use.before_backward - 1) * terms.given_back + others(beside) + backward
+        for beside in use.backwards
+        if not beside.waiting
+    ]
     for beside in use.weights:
         later = beside.has_gradients or terms.early_gradients
         found.append(terms.waiting + others(beside) + (deferred.total + terms.largest if later else first))

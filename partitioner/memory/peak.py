@@ -102,7 +102,7 @@ class StageUse:
     index: int
     positions: tuple[int, ...]  # its nodes, and those that it runs again, in order of execution
     state: tuple[int, ...]  # parameters and buffers that it reads
-    in_flight: tuple[int, ...]  # microbatches in flight of every stage
+    in_flight: tuple[int, ...]  # microbatches in flight of every stage; where backwards are split, before B
     ranks: tuple[int, ...]  # that every stage runs on
     num_microbatches: int
     is_last: bool
@@ -110,17 +110,12 @@ class StageUse:
     holders: Mapping[int, int]  # by parameter: stages that hold it, where several do
     regions: tuple[Region, ...] = ()  # what it computes again, outer ones first
     resident: Resident | None = None  # None: nothing is offloaded
-    split: SplitUse | None = None  # None: no backward is split
+    split: SplitUse | None = None  # None: no backward is split, or something is offloaded
 
     @property
     def num_in_flight(self) -> int:
         """Of this stage."""
         return self.in_flight[self.index]
-
-    @property
-    def is_split(self) -> bool:
-        """Whether its backward has two parts, and nothing is away."""
-        return self.split is not None and (self.resident is None or self.resident.most >= self.num_in_flight)
 
 
 class StepTerms(NamedTuple):
@@ -204,7 +199,9 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
     if use.holds_inputs:
         communication += use.num_microbatches * activations.input_bytes
         communication -= use.num_in_flight * activations.saved_input_bytes
-    deferred = deferred_bytes(graph, cost_model, use.positions, use.state, use.regions) if use.is_split else None
+    deferred = None
+    if use.split is not None:
+        deferred = deferred_bytes(graph, cost_model, use.positions, use.state, use.regions)
     during_step = _peak(graph, cost_model, use, edges, activations, parameters, deferred) + communication
     largest = max((spec.spec.num_bytes for spec in parameters), default=0)
     after_step = gradient_bytes + cost_model.optimizer_scratch(parameter_bytes, largest)
@@ -362,10 +359,11 @@ def _split_peak(
         max((item.spec.num_bytes for item in state if cost_model.gradient_bytes(item)), default=0),
         int(terms.gradients),
         int(terms.early_gradients),
+        int(terms.sent),
         int(terms.waiting),
         int(terms.given_back) if cost_model.holds_sent else 0,
     )
-    return split_peak(found, deferred, split, use.num_in_flight)
+    return split_peak(found, deferred, split)
 
 
 def working_bytes(saved: SavedActivations, live: Lifetimes) -> IntArray:
