@@ -98,8 +98,8 @@ def solve_partition(
     stage; stage i on rank i if None. times: those measured,
     if any. memory_limit: most bytes at the predicted peak of a rank (see `smpc.partitioner.solve`);
     in_flight_of gives `in_flight` for other numbers of stages, to say how many would do. recompute: names of modules to checkpoint.
-    resident: by stage, microbatches in flight that are not offloaded; None: all. split: by stage, what a split backward has beside it;
-    None: none is split. prove: without, the best contiguous
+    resident: by stage, microbatches in flight that are not offloaded; None: all. split: what split backwards have beside
+    them. prove: without, the best contiguous
     plan is taken, and nothing is said of others, which is much quicker. speeds, limits: of the stages' devices, relative to the cost
     model's, and most bytes at the peak of a rank that runs the stage, instead of `memory_limit`, if they differ. Raises
     PartitionError for more stages than modules, for settings out of range, and when no plan is within the limit.
@@ -239,6 +239,11 @@ def _objective(
     return Objective(memory_weight, bottleneck, proven, relative_gap(bottleneck, proven), solver, note, limit)
 
 
+def _is_away(resident: Sequence[Resident] | None, in_flight: Sequence[int]) -> bool:
+    """Whether anything is offloaded."""
+    return resident is not None and any(here.most < count for here, count in zip(resident, in_flight, strict=True))
+
+
 def _plan(
     analysis: Analysis,
     stage_of: IntArray,
@@ -258,8 +263,7 @@ def _plan(
     ranks = tuple(range(num_stages)) if placement is None else tuple(placement)
     nodes, trace = graph.trace.nodes, graph.trace
     number_of_holders = Counter(i for found in crossing.state for i in found if trace.state[i].is_parameter)
-    if resident is not None and any(here.most < count for here, count in zip(resident, in_flight, strict=True)):
-        split = None  # what is away counts as if backwards had one part
+    split = None if _is_away(resident, in_flight) else split  # what is away counts as if backwards had one part
     before_backward = in_flight if split is None else [use.before_backward for use in split]
     uses = [
         StageUse(
@@ -278,13 +282,8 @@ def _plan(
         )
         for s in range(num_stages)
     ]
-    stages = tuple(
-        replace(
-            _stage(analysis, stage_of, crossing, use, ranks[use.index], costs[use.index]),
-            num_in_flight=in_flight[use.index],
-        )
-        for use in uses
-    )
+    made = (_stage(analysis, stage_of, crossing, use, ranks[use.index], costs[use.index]) for use in uses)
+    stages = tuple(replace(stage, num_in_flight=in_flight[stage.index]) for stage in made)
     shared = tuple(
         SharedParameter(state.name, holders)
         for i, state in enumerate(trace.state)

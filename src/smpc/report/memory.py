@@ -103,6 +103,8 @@ def _curve(plan: Plan, timeline: Timeline, rank: int) -> MemoryCurve:
         else:
             deferred = plan.stages[action.stage].deferred_bytes_per_microbatch or activations
             kept = deferred if (action.stage, action.microbatch) in split else 0
+            if action.op is Op.BACKWARD and kept == activations:
+                continue  # its W lets go of them
             time, held = event.end, held - (kept if action.op is Op.WEIGHT else activations - kept)
         if held > points[-1][1] and time - points[-1][0] <= _INSTANT * timeline.makespan:
             points.pop()  # a dip of no length: freed as more was allocated
