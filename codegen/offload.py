@@ -40,6 +40,7 @@ from dataclasses import dataclass
 
 from smpc.codegen.program import Action, Instruction, Op, Schedule, split_backwards
 from smpc.partitioner.graph.plan import HostLink, Plan
+from smpc.partitioner.memory.deferred import Beside, SplitUse
 from smpc.partitioner.memory.peak import Resident
 
 _TASKS = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
@@ -79,6 +80,24 @@ def resident(schedule: Schedule, num_stages: int, horizon: int) -> tuple[Residen
             for counts in (now, in_flight):
                 counts[stage] -= action.op is ends
     return tuple(map(Resident, most, last))
+
+
+def split_uses(schedule: Schedule, num_stages: int) -> tuple[SplitUse, ...] | None:
+    """By stage, what there is beside its actions; None unless every backward is split."""
+    counts: list[dict[Op, set[Beside]]] = [{op: set() for op in _TASKS} for _ in range(num_stages)]
+    for actions in schedule:
+        split = split_backwards(actions)
+        if any((a.stage, a.microbatch) not in split for a in actions):
+            return None
+        waiting, deferred, has_gradients = [0] * num_stages, [0] * num_stages, [False] * num_stages
+        for op, stage in ((action.op, action.stage) for action in actions):
+            waiting[stage] -= op is Op.BACKWARD
+            deferred[stage] -= op is Op.WEIGHT
+            counts[stage][op].add(Beside(waiting[stage], deferred[stage], has_gradients[stage]))
+            waiting[stage] += op is Op.FORWARD
+            deferred[stage] += op is Op.BACKWARD
+            has_gradients[stage] |= op is Op.WEIGHT
+    return tuple(SplitUse(*(tuple(sorted(found[op])) for op in _TASKS)) for found in counts)
 
 
 def moves(tasks: Sequence[Action | Instruction], horizon: int) -> Mapping[int, Sequence[tuple[Op, Key]]]:

@@ -55,6 +55,7 @@ from smpc.partitioner.graph.trace_graph import (
     largest_whole_calls,
     stages_by_rank,
 )
+from smpc.partitioner.memory.deferred import SplitUse
 from smpc.partitioner.memory.peak import Resident, StageUse, stage_memory
 from smpc.partitioner.problem import LARGEST, IntArray, Scale, relative_gap, stage_costs
 from smpc.partitioner.solvers.bound import lower_bound
@@ -86,6 +87,7 @@ def solve_partition(
     in_flight_of: InFlight | None = None,
     recompute: Sequence[str] = (),
     resident: Sequence[Resident] | None = None,
+    split: Sequence[SplitUse] | None = None,
     prove: bool = True,
     speeds: Sequence[float] = (),
     limits: Sequence[int] = (),
@@ -96,7 +98,8 @@ def solve_partition(
     stage; stage i on rank i if None. times: those measured,
     if any. memory_limit: most bytes at the predicted peak of a rank (see `smpc.partitioner.solve`);
     in_flight_of gives `in_flight` for other numbers of stages, to say how many would do. recompute: names of modules to checkpoint.
-    resident: by stage, microbatches in flight that are not offloaded; None: all. prove: without, the best contiguous
+    resident: by stage, microbatches in flight that are not offloaded; None: all. split: what split backwards have beside
+    them. prove: without, the best contiguous
     plan is taken, and nothing is said of others, which is much quicker. speeds, limits: of the stages' devices, relative to the cost
     model's, and most bytes at the peak of a rank that runs the stage, instead of `memory_limit`, if they differ. Raises
     PartitionError for more stages than modules, for settings out of range, and when no plan is within the limit.
@@ -121,7 +124,7 @@ def solve_partition(
         bottleneck = float(stage_costs(analysis.units, scale, in_flight, stage_of).max())
         proven = bound if prove or num_stages == 1 else 0.0
         objective = _objective(memory_weight, bottleneck, proven, solver, note, limit)
-        return _plan(analysis, np.asarray(stage_of), scale, in_flight, placement, schedule, objective, resident)
+        return _plan(analysis, np.asarray(stage_of), scale, in_flight, placement, schedule, objective, resident, split)
 
     plan = _unlimited(analysis, scale, in_flight, contiguous, bound, make)
     peak = max(rank_peaks(plan, limits).values())
@@ -189,6 +192,7 @@ def plan_from_assignment(
     recompute: Sequence[str] = (),
     resident: Sequence[Resident] | None = None,
     prove: bool = True,
+    split: Sequence[SplitUse] | None = None,
 ) -> Plan:
     """The plan of a given assignment (node name -> stage, for every node that computes).
 
@@ -208,7 +212,7 @@ def plan_from_assignment(
     reordered = sum(bool(stage_of[graph.rank[u]] > stage_of[graph.rank[w]]) for u, w in graph.gradient_order())
     note = f"{reordered} gradient sums in another order than in one process" if reordered else ""
     objective = _objective(memory_weight, bottleneck, bound, "manual", note)
-    return _plan(analysis, stage_of, scale, in_flight, placement, schedule, objective, resident)
+    return _plan(analysis, stage_of, scale, in_flight, placement, schedule, objective, resident, split)
 
 
 def _check_settings(
@@ -239,6 +243,11 @@ def _objective(
     return Objective(memory_weight, bottleneck, proven, relative_gap(bottleneck, proven), solver, note, limit)
 
 
+def _is_away(resident: Sequence[Resident] | None, in_flight: Sequence[int]) -> bool:
+    """Whether anything is offloaded."""
+    return resident is not None and any(here.most < count for here, count in zip(resident, in_flight, strict=True))
+
+
 def _plan(
     analysis: Analysis,
     stage_of: IntArray,
@@ -248,6 +257,7 @@ def _plan(
     schedule: ScheduleSummary,
     objective: Objective,
     resident: Sequence[Resident] | None = None,
+    split: Sequence[SplitUse] | None = None,
 ) -> Plan:
     graph, num_stages = analysis.graph, len(in_flight)
     check_stages(graph, analysis.clusters, stage_of, num_stages)
@@ -257,12 +267,14 @@ def _plan(
     ranks = tuple(range(num_stages)) if placement is None else tuple(placement)
     nodes, trace = graph.trace.nodes, graph.trace
     number_of_holders = Counter(i for found in crossing.state for i in found if trace.state[i].is_parameter)
+    split = None if _is_away(resident, in_flight) else split  # what is away counts as if backwards had one part
+    before_backward = in_flight if split is None else [use.before_backward for use in split]
     uses = [
         StageUse(
             s,
             tuple(sorted((*graph.compute[stage_of == s].tolist(), *crossing.recomputed[s]))),
             crossing.state[s],
-            tuple(in_flight),
+            tuple(before_backward),
             ranks,
             max(schedule.num_microbatches, in_flight[s]),
             s == num_stages - 1,
@@ -270,10 +282,12 @@ def _plan(
             {i: number for i, number in number_of_holders.items() if number > 1},
             active.by_stage[s],
             None if resident is None else resident[s],
+            None if split is None else split[s],
         )
         for s in range(num_stages)
     ]
-    stages = tuple(_stage(analysis, stage_of, crossing, use, ranks[use.index], costs[use.index]) for use in uses)
+    made = (_stage(analysis, stage_of, crossing, use, ranks[use.index], costs[use.index]) for use in uses)
+    stages = tuple(replace(stage, num_in_flight=in_flight[stage.index]) for stage in made)
     shared = tuple(
         SharedParameter(state.name, holders)
         for i, state in enumerate(trace.state)
@@ -335,6 +349,8 @@ def _stage(
         checkpoints=use.regions,
         recompute_time=recompute_time,
         offloaded_bytes_per_microbatch=memory.offloaded_bytes,
+        deferred_bytes_per_microbatch=memory.deferred_bytes,
+        in_flight_bytes=memory.in_flight_bytes,
         weight_time=weight_time(trace, positions, times.backward, use.regions),
         split_time=deferred_time(trace, positions, kernels, use.regions) + kernels.action,
     )

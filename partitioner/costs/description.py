@@ -15,8 +15,8 @@ A product runs in waves of one tile on every processor, and a wave that is not f
 
 for the best of some tiles; 64 is what of k passes before a tile is at work. With `processors` 0 there are no waves.
 
-Times of a program beside its operations (`action`, `step`, `unit`, `deferred`) are the processor's, and count where they are stated: on a
-GPU they pass while kernels that were launched before are still at work.
+Times of a program beside its operations (`action`, `step`, `unit`, `unit_step`, `deferred`) are the processor's, and count where they are
+stated: on a GPU they pass while kernels that were launched before are still at work.
 
 What was measured of an operation (`operations`, by the names of `smpc.partitioner.costs.cost.name_of`) counts before all that: its
 shares of the peak, by the FLOPs of one product, or of the memory bandwidth, by the bytes that it moves; in its forward and its backward.
@@ -90,6 +90,7 @@ class Kernels:
     action: float = 0.0  # s that a program needs for each forward or backward of a stage, beside its operations
     step: float = 0.0  # s that a step needs before its first operation and after its last
     unit: float = 0.0  # s that torch's fully_shard needs for each unit in each microbatch, beside gathers and sums
+    unit_step: float = 0.0  # s that it needs for each unit in each step, beside those and what the network does
     deferred: Mapping[str, Curve] = field(
         default_factory=dict
     )  # s that a call is longer whose backward is split, by FLOPs

@@ -19,7 +19,7 @@ _RATES = (1e3, 1e24)  # bytes/s and FLOP/s that are believed; with others, times
 _LATENCIES = (0.0, 3600.0)
 _SHARES = (1e-6, 1.0)
 _MEASURED = (1e-12, 1e6)  # small work takes a launch, and the backward of a sum nothing at all
-_TIMES = ("action", "step", "unit")  # of a program, beside its operations
+_TIMES = ("action", "step", "unit", "unit_step")  # of a program, beside its operations
 _KERNELS = (
     "launch",
     "processors",

@@ -60,6 +60,8 @@ class Stage:
     offloaded_bytes_per_microbatch: int = 0  # of the activations, what waits for the backward in CPU memory
     weight_time: float = 0.0  # part of backward_time: the parameters' gradients that a split backward computes later
     split_time: float = 0.0  # beside forward_time and backward_time, where the backward is split
+    deferred_bytes_per_microbatch: int = 0  # there, of the activations, what the later part reads, and gradients for it
+    in_flight_bytes: int = 0  # there, the most of all microbatches in flight; 0: activations of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +154,12 @@ class Plan:
         return {**self._content(), "fingerprint": self.fingerprint}
 
     def _content(self) -> dict[str, Any]:
-        """The fields as plain data; `kernels`, `host_link`, and `split_time` of a stage, only where there is something to say."""
+        """The fields as plain data; `kernels`, `host_link`, and those of split backwards only where there is something to say."""
         data = {key: value for key, value in asdict(self).items() if value or key not in ("kernels", "host_link")}
         for stage in data["stages"]:
-            if not stage["split_time"]:
-                del stage["split_time"]
+            for name in ("split_time", "deferred_bytes_per_microbatch", "in_flight_bytes"):
+                if not stage[name]:
+                    del stage[name]
         return data
 
     def to_json(self) -> str:

@@ -33,6 +33,9 @@ The peak is the largest of, with k microbatches in flight of m, and n over the n
                      the last backward has for them
     optimizer        what its step makes and drops
 
+Where the backward is split (zero bubble), `smpc.partitioner.memory.deferred` has the phases instead. The bounds of solvers
+(`smpc.partitioner.solvers.peaks`) count a microbatch as whole until its W, and so does this where something is offloaded.
+
 With `fully_shard` a rank keeps its part of parameters and optimizer state, and in a step it has whole parameters and gradients as well,
 which count as parameters and gradients here. Then it is also the largest of
 
@@ -57,6 +60,7 @@ import numpy as np
 from smpc.partitioner.costs.cost import CostModel
 from smpc.partitioner.graph.plan import INPUTS, Edge
 from smpc.partitioner.graph.trace_graph import Graph
+from smpc.partitioner.memory.deferred import Deferred, SplitTerms, SplitUse, deferred_bytes, split_peak
 from smpc.partitioner.memory.lifetimes import Lifetimes, SavedActivations, lifetimes, loss_roots, saved_activations
 from smpc.partitioner.problem import IntArray
 from smpc.tracer.ir import NodeKind, Region, StateSpec, Trace
@@ -79,6 +83,8 @@ class StageMemory:
     transient_bytes: int
     peak_bytes: int
     offloaded_bytes: int = 0  # of the activations, what is offloaded
+    deferred_bytes: int = 0  # of one microbatch between B and W, where the backward is split
+    in_flight_bytes: int = 0  # there, the most of all microbatches in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +102,7 @@ class StageUse:
     index: int
     positions: tuple[int, ...]  # its nodes, and those that it runs again, in order of execution
     state: tuple[int, ...]  # parameters and buffers that it reads
-    in_flight: tuple[int, ...]  # microbatches in flight of every stage
+    in_flight: tuple[int, ...]  # microbatches in flight of every stage; where backwards are split, before B
     ranks: tuple[int, ...]  # that every stage runs on
     num_microbatches: int
     is_last: bool
@@ -104,6 +110,7 @@ class StageUse:
     holders: Mapping[int, int]  # by parameter: stages that hold it, where several do
     regions: tuple[Region, ...] = ()  # what it computes again, outer ones first
     resident: Resident | None = None  # None: nothing is offloaded
+    split: SplitUse | None = None  # None: no backward is split, or something is offloaded
 
     @property
     def num_in_flight(self) -> int:
@@ -192,12 +199,18 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
     if use.holds_inputs:
         communication += use.num_microbatches * activations.input_bytes
         communication -= use.num_in_flight * activations.saved_input_bytes
-    during_step = _peak(graph, cost_model, use, edges, activations, parameters) + communication
+    deferred = None
+    if use.split is not None:
+        deferred = deferred_bytes(graph, cost_model, use.positions, use.state, use.regions)
+    during_step = _peak(graph, cost_model, use, edges, activations, parameters, deferred) + communication
     largest = max((spec.spec.num_bytes for spec in parameters), default=0)
     after_step = gradient_bytes + cost_model.optimizer_scratch(parameter_bytes, largest)
     peak = parameter_bytes + optimizer_bytes + buffer_bytes + max(during_step, after_step)
     known = parameter_bytes + gradient_bytes + optimizer_bytes + buffer_bytes + communication
-    known += activations.of(use.num_in_flight, use.resident)
+    in_flight = 0
+    if deferred is not None and use.split is not None:
+        in_flight = use.split.in_flight(activations.total, deferred.total)
+    known += in_flight or activations.of(use.num_in_flight, use.resident)
     return StageMemory(
         sum(spec.spec.num_elements for spec in parameters),
         parameter_bytes,
@@ -209,6 +222,8 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
         peak - known,
         peak,
         activations.offloaded,
+        0 if deferred is None else deferred.total,
+        in_flight,
     )
 
 
@@ -286,6 +301,7 @@ def _peak(
     edges: Sequence[Edge],
     activations: _Activations,
     parameters: Sequence[StateSpec],
+    deferred: Deferred | None,
 ) -> int:
     """The most bytes of activations, gradients and what works on them."""
     trace = graph.trace
@@ -316,9 +332,38 @@ def _peak(
         last=1 if use.resident is None else use.resident.last,
         others_last=0 if use.resident is None else (use.resident.last - 1) * activations.total,
     )
+    if use.split is not None and deferred is not None:
+        return _split_peak(graph, cost_model, use, use.split, terms, working, exists, deferred)
     found = step_peak(terms, cost_model, use.num_in_flight, max(use.num_microbatches, use.num_in_flight))
     assert isinstance(found, int), found
     return found
+
+
+def _split_peak(
+    graph: Graph,
+    cost_model: CostModel,
+    use: StageUse,
+    split: SplitUse,
+    terms: StepTerms,
+    working: IntArray,
+    exists: IntArray,
+    deferred: Deferred,
+) -> int:
+    """The most of a step whose backwards are split, from the terms of one whose backwards are not."""
+    state = [graph.trace.state[i] for i in use.state]
+    found = SplitTerms(
+        int(terms.others(2)),
+        int(_larger(terms.one_forward, terms.after_forward)),
+        working,
+        exists,
+        max((item.spec.num_bytes for item in state if cost_model.gradient_bytes(item)), default=0),
+        int(terms.gradients),
+        int(terms.early_gradients),
+        int(terms.sent),
+        int(terms.waiting),
+        int(terms.given_back) if cost_model.holds_sent else 0,
+    )
+    return split_peak(found, deferred, split)
 
 
 def working_bytes(saved: SavedActivations, live: Lifetimes) -> IntArray:

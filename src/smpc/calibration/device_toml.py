@@ -37,7 +37,7 @@ def _lines(device: Device, source: str) -> Iterator[str]:
         yield from ("", "[collectives]", *(f"{kind} = {_curve(curve)}" for kind, curve in device.collectives.items()))
     kernels = device.kernels
     yield from ("", "[kernels]", f"launch = {_number(kernels.launch)}", f"view = {_number(kernels.view)}")
-    program = {"action": kernels.action, "step": kernels.step, "unit": kernels.unit}
+    program = {name: getattr(kernels, name) for name in ("action", "step", "unit", "unit_step")}
     yield from (f"{name} = {_number(seconds)}" for name, seconds in program.items() if seconds)
     yield f"optimizer = {_number(kernels.optimizer)}"
     yield f"memory = {_curve(kernels.memory)}"

@@ -51,6 +51,7 @@ def calibrate(ranks: Ranks, seconds: float = 60.0, show: Callable[..., None] = l
         action=programs.action,
         step=programs.step,
         unit=programs.unit,
+        unit_step=programs.unit_step,
         deferred=MappingProxyType(dict(programs.deferred)),
         optimizer=_optimizer_share(ranks, bandwidth),
     )

@@ -5,6 +5,7 @@
     action      a program of one stage beside the same model by itself, eight microbatches against one
     step        what a program of one microbatch takes longer than the model by itself, less its actions
     unit        of torch's fully_shard: small blocks in parts on the ranks, beside the same blocks whole; none for one rank
+    unit_step   the same, once in a step: to gather and to sum, on this side of the network
     deferred    forward and backward of the probes with the gradients of parameters computed later, beside those of an ordinary
                 backward; by the FLOPs of a call, of products and of convolutions
 
@@ -39,7 +40,7 @@ from smpc.tracer import record
 
 _MANY = 8  # microbatches
 _WIDTH = 16
-_BLOCKS = 4
+_BLOCKS, _LAYERS = 4, 4
 _ROUNDS = 11
 _LEAST = 1e-9  # s; a curve of powers has no zero
 _FEWEST, _MOST = 3, 4  # sizes of the probes of a family
@@ -53,6 +54,7 @@ class Programs:
     action: float = 0.0
     step: float = 0.0
     unit: float = 0.0
+    unit_step: float = 0.0
     deferred: Mapping[str, Curve] = field(default_factory=dict)
 
 
@@ -61,16 +63,18 @@ def measure_programs(ranks: Ranks, dtype: torch.dtype, seconds: float) -> Progra
     if ranks.device.type != "cpu":
         return Programs()
     action, step = _executor(ranks)
-    unit = _unit(ranks) if ranks.per_host > 1 else 0.0
-    return Programs(action, step, unit, _deferred(ranks, dtype, seconds))
+    unit, unit_step = _unit(ranks) if ranks.per_host > 1 else (0.0, 0.0)
+    return Programs(action, step, unit, unit_step, _deferred(ranks, dtype, seconds))
 
 
 class _Blocks(nn.Module):
-    """Small blocks in a row, [rows, width] to a loss."""
+    """Small blocks in a row, [rows, width] to a loss; each has as many layers and parameters as a transformer's."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(_BLOCKS))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS))) for _ in range(_BLOCKS)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """The loss."""
@@ -110,9 +114,15 @@ def _added(ranks: Ranks, model: nn.Module, inputs: Tensor, microbatches: int) ->
     return _difference(ranks, by_program, by_itself, model)
 
 
-def _difference(ranks: Ranks, one: Callable[[], object], other: Callable[[], object], model: nn.Module) -> float:
+def _difference(
+    ranks: Ranks,
+    one: Callable[[], object],
+    other: Callable[[], object],
+    model: nn.Module,
+    timer: Callable[[], float] | None = None,
+) -> float:
     """Seconds of one over the other, in turns; gradients are let go of before each."""
-    timer = ranks.timer()
+    timer = timer or ranks.timer()
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(_ROUNDS + 1):
         for body, noted in zip((one, other), times, strict=True):
@@ -125,8 +135,8 @@ def _difference(ranks: Ranks, one: Callable[[], object], other: Callable[[], obj
     return found
 
 
-def _unit(ranks: Ranks) -> float:
-    """Of a unit in parts, in a microbatch."""
+def _unit(ranks: Ranks) -> tuple[float, float]:
+    """Of a unit in parts, in a microbatch, and once in a step. This thread's time alone: waits are those of collectives."""
     whole, divided = _Blocks(), _Blocks()
     group = [
         dist.new_group(list(range(first, first + ranks.per_host))) for first in range(0, ranks.size, ranks.per_host)
@@ -147,11 +157,13 @@ def _unit(ranks: Ranks) -> float:
         if parts is not None:
             parts.end_step()
 
+    both = nn.ModuleList((whole, divided))
     found = [
-        _difference(ranks, lambda m=m: step(m, sharded), lambda m=m: step(m, None), whole)  # type: ignore[misc]
+        _difference(ranks, lambda m=m: step(m, sharded), lambda m=m: step(m, None), both, time.thread_time)  # type: ignore[misc]
         for m in (_MANY, 1)
     ]
-    return max(0.0, (found[0] - found[1]) / ((_MANY - 1) * len(units)))
+    unit = max(0.0, (found[0] - found[1]) / ((_MANY - 1) * len(units)))
+    return unit, max(0.0, found[1] / len(units) - unit)
 
 
 def _deferred(ranks: Ranks, dtype: torch.dtype, seconds: float) -> dict[str, Curve]:

@@ -12,6 +12,7 @@ import torch.distributed as torch_dist
 
 from smpc import dist
 from smpc.errors import ConfigError
+from smpc.executor.host_memory.freed_memory import keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,10 @@ class Ranks:
 
     @classmethod
     def here(cls) -> Ranks:
-        """The ranks of the launcher's environment; alone without one. Makes their process group."""
+        """The ranks of the launcher's environment; alone without one. Makes their process group, and has memory as ranks in training."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if device.type == "cpu":
+            keep_freed_memory()
         if dist.get_world_size() > 1:
             dist.initialize_dist("gpu" if device.type == "cuda" else "cpu")
         if device.type == "cuda":

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from smpc.codegen.offload import resident
+from smpc.codegen.offload import resident, split_uses
 from smpc.codegen.program import Channel, Schedule, peaks
+from smpc.codegen.schedule import SCHEDULES
 from smpc.codegen.schedules.choice import Choice
 from smpc.codegen.simulate import Costs, Transfer, chain
 from smpc.compile.options import PipelineOptions
@@ -30,6 +31,7 @@ from smpc.partitioner.graph.plan import HostLink, Plan, ScheduleSummary
 from smpc.partitioner.heterogeneous import on_devices, solve_mixed
 from smpc.partitioner.keep_assignment import fits, follow
 from smpc.partitioner.manual import assign_manually
+from smpc.partitioner.memory.deferred import SplitUse
 from smpc.partitioner.memory.peak import Resident
 from smpc.partitioner.solve import check_peaks, plan_from_assignment, rank_peaks, solve_partition, with_note
 from smpc.tracer.ir import Trace
@@ -183,6 +185,7 @@ class Cut:
                 prove=prove,
                 recompute=options.recompute,
                 resident=self._resident,
+                split=self._split,
                 speeds=speeds,
                 limits=limits,
             )
@@ -204,6 +207,7 @@ class Cut:
             recompute=self.options.recompute,
             resident=self._resident,
             prove=prove,
+            split=self._split,
         )
 
     @property
@@ -224,8 +228,20 @@ class Cut:
         if not self.options.offload_activations:
             return None
         num_stages = len(self.choice.placement)
-        schedule = self.choice.build(chain(num_stages), Costs.uniform(num_stages))
-        return resident(schedule, num_stages, self.options.activation_loading_horizon)
+        return resident(self._typical, num_stages, self.options.activation_loading_horizon)
+
+    @cached_property
+    def _split(self) -> tuple[SplitUse, ...] | None:
+        """By stage, what there is beside the two parts of its backwards; None if they have one."""
+        if self.choice.name in SCHEDULES or self.choice.name == "list":
+            return None
+        return split_uses(self._typical, len(self.choice.placement))
+
+    @cached_property
+    def _typical(self) -> Schedule:
+        """The schedule for balanced stages."""
+        num_stages = len(self.choice.placement)
+        return self.choice.build(chain(num_stages), Costs.uniform(num_stages))
 
 
 def schedule_of(plan: Plan, channels: Sequence[Channel]) -> Schedule:
@@ -265,6 +281,8 @@ def _with_memory_of(plan: Plan, other: Plan) -> Plan:
         "communication_bytes",
         "transient_bytes",
         "offloaded_bytes_per_microbatch",
+        "deferred_bytes_per_microbatch",
+        "in_flight_bytes",
     )
     stages = zip(plan.stages, other.stages, strict=True)
     return dataclasses.replace(

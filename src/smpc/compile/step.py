@@ -19,7 +19,8 @@
 Gradients of a stage are summed in buckets from its last backward on, one stage of a rank after the other, and that ends no sooner than
 one bucket after the backward that made the last gradient. Replicas that share the optimizer's state gather the new parameters when it is
 done; replicas that share parameters gather those of a stage before its first forward, layer by layer while it runs, and send each other
-parts of gradients in place of whole ones. How long a collective takes: `smpc.partitioner.costs.collectives`.
+parts of gradients in place of whole ones. How long a collective takes: `smpc.partitioner.costs.collectives`. Over gloo torch's
+fully_shard waits for each of them, so nothing hides them. Where a model runs as it is, each of its units has collectives of its own.
 
 `useful` are the seconds in which the FLOPs of forward and backward, each once, take at the peaks of their dtypes, so useful / total is the
 MFU. A causal attention counts with half of its products.
@@ -158,7 +159,8 @@ def step_parts(
 ) -> StepParts:
     """The parts of a plan's step."""
     microbatches, num_ranks = plan.schedule.num_microbatches, plan.pipeline_parallel_degree
-    ends = rank_ends(plan, timeline, around)
+    units = _unit_bytes(traced.trace, around)
+    ends = rank_ends(plan, timeline, around, units)
     pipeline = timeline.makespan
     busy = sum(timeline.busy) / num_ranks
     shares = (microbatches * seconds / num_ranks for seconds in _exchanged(traced, around, recompute))
@@ -178,7 +180,7 @@ def step_parts(
         expert=min(expert, busy),
         context=min(context, max(0.0, busy - tensor)),
         waiting=pipeline * slowdown,
-        executor=inside + kernels.step + microbatches * kernels.unit * _units(traced.trace, around),
+        executor=inside + kernels.step + len(units) * (kernels.unit_step + microbatches * kernels.unit),
         offload=timeline.stalled,
         useful=useful,
         amount=amount * microbatches * around.replicas.size // around.context.size,
@@ -197,8 +199,8 @@ class Ends:
     gathered: float
 
 
-def rank_ends(plan: Plan, timeline: Timeline, around: Around) -> Ends:
-    """What follows the forwards and backwards of each rank."""
+def rank_ends(plan: Plan, timeline: Timeline, around: Around, units: Sequence[int] = ()) -> Ends:
+    """What follows the forwards and backwards of each rank. `units`: see `_unit_bytes`."""
     by_rank: list[list[Stage]] = [[] for _ in range(plan.pipeline_parallel_degree)]
     for stage in plan.stages:
         by_rank[stage.rank].append(stage)
@@ -211,12 +213,13 @@ def rank_ends(plan: Plan, timeline: Timeline, around: Around) -> Ends:
         device, end = around.devices[rank], done[rank]
         free = 0.0
         for stage in sorted(stages, key=lambda stage: (last[stage.index].end, stage.index)):
-            whole, bucket = _reduce_times(stage, around, device)
-            free = max(last[stage.index].end + bucket, max(last[stage.index].start, free) + whole)
+            whole, bucket = _reduce_times(stage, around, device, units)
+            first = last[stage.index].end if _waits(around, device) else last[stage.index].start
+            free = max(last[stage.index].end + bucket, max(first, free) + whole)
         summed.append(max(end, free) if around.replicas.size > 1 else end)
         traffic = sum(_optimizer_traffic(stage, around) for stage in stages)
         updated.append(device.kernels.memory_time(traffic, device.memory_bandwidth) / device.kernels.optimizer)
-        gathered.append(_gathered(stages, around, device))
+        gathered.append(_gathered(stages, around, device, units))
     return Ends(tuple(summed), tuple(updated), max(gathered))
 
 
@@ -226,33 +229,53 @@ def _executed(plan: Plan, timeline: Timeline, kernels: Kernels) -> float:
     return sum(2 * kernels.action + (stage.split_time if stage.index in split else 0.0) for stage in plan.stages)
 
 
-def _units(trace: Trace, around: Around) -> int:
-    """How many units a model has that runs as it is with its parameters in parts: the outermost numbered modules, and itself."""
+def _unit_bytes(trace: Trace, around: Around) -> tuple[int, ...]:
+    """Bytes of the parameters of each unit of a model that runs as it is with its parameters in parts: the outermost numbered modules
+    and, last, the model itself. Empty for others.
+    """
     if (
         around.sharding is not Sharding.FULL
         or len(around.devices) > 1
         or around.tensor.size > 1
         or around.context.size > 1
     ):
-        return 0
-    return 1 + len({found[0] for call in trace.calls if (found := _NUMBERED.match(call.fqn))})
+        return ()
+    found, own = dict[str, int](), 0
+    for state in trace.state:
+        match = _NUMBERED.match(state.name)
+        if state.is_parameter and match:
+            found[match[0]] = found.get(match[0], 0) + state.spec.num_bytes
+        elif state.is_parameter:
+            own += state.spec.num_bytes
+    return *found.values(), own
 
 
-def _reduce_times(stage: Stage, around: Around, device: Device) -> tuple[float, float]:
+def _waits(around: Around, device: Device) -> bool:
+    """Whether a rank does nothing else while parameters are gathered and gradients summed."""
+    return around.sharding is Sharding.FULL and device.transport == "gloo"
+
+
+def _in_units(kind: Kind, num_bytes: float, around: Around, device: Device, units: Sequence[int]) -> float:
+    """Seconds of collectives of so many bytes: of one, or of one for each unit, by its part of the bytes of all."""
+    whole = sum(units)
+    sizes = [num_bytes * unit / whole for unit in units] if whole else [num_bytes]
+    return sum(collective_time(kind, size, around.replicas, device) for size in sizes)
+
+
+def _reduce_times(stage: Stage, around: Around, device: Device, units: Sequence[int]) -> tuple[float, float]:
     """Seconds to sum a stage's gradients over the replicas: all, and one bucket."""
     kind = Kind.REDUCE_SCATTER if around.sharding is Sharding.FULL else Kind.ALL_REDUCE
-    sizes = stage.gradient_bytes, min(stage.gradient_bytes, BUCKET_BYTES)
-    whole, bucket = (collective_time(kind, size, around.replicas, device) for size in sizes)
-    return whole, bucket
+    whole = _in_units(kind, stage.gradient_bytes, around, device, units)
+    return whole, collective_time(kind, min(stage.gradient_bytes, BUCKET_BYTES), around.replicas, device)
 
 
-def _gathered(stages: Sequence[Stage], around: Around, device: Device) -> float:
+def _gathered(stages: Sequence[Stage], around: Around, device: Device, units: Sequence[int]) -> float:
     """Seconds of a rank's gathers of parameters that no computation hides."""
     if around.sharding is Sharding.NONE:
         return 0.0
     held = sum(stage.parameter_bytes for stage in stages)
-    whole = collective_time(Kind.ALL_GATHER, _whole_bytes(held, around), around.replicas, device)
-    if around.sharding is Sharding.STATE:
+    whole = _in_units(Kind.ALL_GATHER, _whole_bytes(held, around), around, device, units)
+    if around.sharding is Sharding.STATE or _waits(around, device):
         return whole
     hidden = sum(
         stage.forward_time for stage in stages

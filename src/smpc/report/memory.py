@@ -1,7 +1,7 @@
 """The predicted memory of every rank over one step.
 
 A rank holds the static bytes of its stages all the time. The activations of a microbatch come with its forward and go
-at the end of its backward, of the deferred part if it has one. So a curve is a step function:
+at the end of its backward; what the deferred part reads stays until that has run. So a curve is a step function:
 
     bytes
       ^        ___     ___
@@ -52,7 +52,7 @@ class MemoryCurve:
 
 def resident_bytes(stage: Stage) -> int:
     """A stage's memory independent of microbatches: its peak without activations."""
-    return stage.peak_memory_bytes - stage.num_in_flight * microbatch_bytes(stage)
+    return stage.peak_memory_bytes - (stage.in_flight_bytes or stage.num_in_flight * microbatch_bytes(stage))
 
 
 def microbatch_bytes(stage: Stage) -> int:
@@ -100,10 +100,12 @@ def _curve(plan: Plan, timeline: Timeline, rank: int) -> MemoryCurve:
         activations = microbatch_bytes(plan.stages[action.stage])
         if action.op is Op.FORWARD:
             time, held = event.start, held + activations
-        elif action.op is Op.BACKWARD and (action.stage, action.microbatch) in split:
-            continue  # its W lets go of them
         else:
-            time, held = event.end, held - activations
+            deferred = plan.stages[action.stage].deferred_bytes_per_microbatch or activations
+            kept = deferred if (action.stage, action.microbatch) in split else 0
+            if action.op is Op.BACKWARD and kept == activations:
+                continue  # its W lets go of them
+            time, held = event.end, held - (kept if action.op is Op.WEIGHT else activations - kept)
         if held > points[-1][1] and time - points[-1][0] <= _INSTANT * timeline.makespan:
             points.pop()  # a dip of no length: freed as more was allocated
         points.append((time, held))

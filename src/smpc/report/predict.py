@@ -15,12 +15,14 @@ microbatches, 0.1% off for 32, 5% too much for the simple schedule, 8% for 4 mic
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
+from smpc.codegen.offload import split_uses
 from smpc.codegen.schedules.choice import Choice, choose
-from smpc.codegen.simulate import Costs, Timeline, Transfer, simulate_step
+from smpc.codegen.simulate import Costs, Timeline, Transfer, chain, simulate_step
 from smpc.config.limits import MAX_MICROBATCHES, shown
 from smpc.errors import ConfigError
-from smpc.partitioner.graph.plan import Plan
+from smpc.partitioner.graph.plan import Plan, Stage
 from smpc.report.memory import microbatch_bytes, resident_bytes
 
 
@@ -73,15 +75,8 @@ def predict(
         )
         name = chosen.name
     active = min(active_microbatches or _unbounded_active(plan), microbatches)
-    held = Choice(name, tuple(stage.rank for stage in plan.stages), microbatches, active).in_flight
-    stages = tuple(
-        dataclasses.replace(
-            stage,
-            num_in_flight=count,
-            peak_memory_bytes=resident_bytes(stage) + count * microbatch_bytes(stage),
-        )
-        for stage, count in zip(plan.stages, held, strict=True)
-    )
+    choice = Choice(name, tuple(stage.rank for stage in plan.stages), microbatches, active)
+    stages = tuple(_with_in_flight(plan, choice))
     summary = dataclasses.replace(
         old, name=name, num_microbatches=microbatches, active_microbatches=active, bubble_fraction=0.0, step_time=0.0
     )
@@ -89,6 +84,24 @@ def predict(
     timeline = plan_timeline(new)
     summary = dataclasses.replace(summary, bubble_fraction=timeline.bubble_fraction, step_time=timeline.makespan)
     return dataclasses.replace(new, schedule=summary)
+
+
+def _with_in_flight(plan: Plan, choice: Choice) -> Iterator[Stage]:
+    """The stages with the microbatches in flight of another schedule."""
+    number = len(plan.stages)
+    uses = None
+    if any(stage.deferred_bytes_per_microbatch for stage in plan.stages):
+        uses = split_uses(choice.build(chain(number), Costs.uniform(number)), number)
+    for stage, count in zip(plan.stages, choice.in_flight, strict=True):
+        deferred = stage.deferred_bytes_per_microbatch if uses is not None else 0
+        in_flight = 0 if uses is None else uses[stage.index].in_flight(microbatch_bytes(stage), deferred)
+        yield dataclasses.replace(
+            stage,
+            num_in_flight=count,
+            peak_memory_bytes=resident_bytes(stage) + (in_flight or count * microbatch_bytes(stage)),
+            deferred_bytes_per_microbatch=deferred,
+            in_flight_bytes=in_flight,
+        )
 
 
 def _unbounded_active(plan: Plan) -> int:

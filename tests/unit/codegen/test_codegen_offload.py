@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from smpc.codegen.offload import insert_offloads, resident
+from smpc.codegen.offload import insert_offloads, resident, split_uses
 from smpc.codegen.program import Action, Instruction, Op, peaks
 from smpc.codegen.schedule import interleaved, simple
-from smpc.codegen.schedules.zero_bubble import zb_v
+from smpc.codegen.schedules.zero_bubble import zb_h1, zb_v
 from smpc.codegen.verify import verify_programs
 from smpc.compile import compile_model
 from smpc.errors import ScheduleError
+from smpc.partitioner.memory.deferred import Beside
 
 
 def program(text):
@@ -114,3 +115,14 @@ def test_the_verifier_wants_both_in_order():
     ):
         with pytest.raises(ScheduleError, match=message):
             verify_programs(changed(wrong))
+
+
+def test_what_there_is_beside_the_parts_of_a_backward():
+    """F0 B0 F1 B1 W0 F2 B2 W1 W2 on the last of two ranks: nobody waits for B, one for W."""
+    alone, behind, later = Beside(0, 0, False), Beside(0, 1, False), Beside(0, 1, True)
+    first, last = split_uses(zb_h1(2, 3), 2)
+    assert (last.forwards, last.backwards) == ((alone, behind, later),) * 2
+    assert last.weights == (Beside(0, 0, True), behind, later)
+    assert first.forwards == (Beside(0, 0, False), Beside(1, 0, False), Beside(1, 0, True))
+    assert last.in_flight(activations=10, deferred=3) == 13  # F1 beside what W0 reads
+    assert split_uses(interleaved(2, (0, 1), 3, 3), 2) is None

@@ -123,24 +123,48 @@ def test_plans_of_devices_that_say_nothing_of_the_executor_are_what_they_were():
     assert type(plan).from_json(plan.to_json()) == plan
 
 
-def test_units_in_parts_cost_the_executor_in_each_microbatch_where_no_program_runs():
-    class Nested(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))
+class Nested(nn.Module):
+    """Three blocks, 80 bytes of parameters each, and a layer of 160."""
 
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3))
+        self.head = nn.Linear(4, 8)
 
-    wire = Wire(INFINITE, 0.0)
-    device = Device("d", {"float32": 1e3}, INFINITE, 1, 2, wire, wire, kernels=Kernels(unit=0.125))
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def parts_alone(device, sharding, microbatches=4):
+    """The parts of a step of `Nested` on two replicas."""
     traced = Traced(record(Nested(), (torch.zeros(2, 4),)))
-    planned = plan_trace(traced, PipelineOptions(1, 4, device=device))
-    for sharding, expected in ((Sharding.FULL, 4 * 4 * 0.125), (Sharding.NONE, 0.0)):  # three layers and the model
-        place = Around((device,), Group(1, 1), Group(2, 2), sharding)
-        assert step_parts(traced, planned.plan, planned.timeline, place).executor == pytest.approx(expected)
+    planned = plan_trace(
+        traced, PipelineOptions(1, microbatches, device=device, data_parallel_degree=2, fully_shard=True)
+    )
+    place = Around((device,), Group(1, 1), Group(2, 2), sharding)
+    return step_parts(traced, planned.plan, planned.timeline, place)
+
+
+def test_units_in_parts_cost_the_executor_in_each_microbatch_and_step_where_no_program_runs():
+    wire = Wire(INFINITE, 0.0)
+    device = Device("d", {"float32": 1e3}, INFINITE, 1, 2, wire, wire, kernels=Kernels(unit=0.125, unit_step=0.5))
+    per_unit = 4 * 0.125 + 0.5
+    for sharding, expected in ((Sharding.FULL, 4 * per_unit), (Sharding.NONE, 0.0)):  # three layers and the model
+        assert parts_alone(device, sharding).executor == pytest.approx(expected)
+
+
+def test_units_in_parts_have_collectives_of_their_own_and_gloo_hides_none():
+    """A message takes 1 s, and 16 bytes another. Of what two ranks gather or sum, each sends the half."""
+    wire, slow = Wire(16.0, 1.0), {"float32": 1e-3}  # computing takes far longer than all collectives
+    gathers = sums = 3 * (1.0 + 40 / 16) + 1.0 + 80 / 16
+    gloo = Device("d", slow, INFINITE, 1, 2, wire, wire, transport="gloo")
+    assert parts_alone(gloo, Sharding.FULL).data == pytest.approx(gathers + sums)
+    nccl = replace(gloo, transport="nccl")
+    assert parts_alone(nccl, Sharding.FULL).data == pytest.approx(
+        2 * (1.0 + 200 / 16)
+    )  # the first gather, the last sum
 
 
 def test_useful_flops_are_those_of_forward_and_backward_at_the_peak():

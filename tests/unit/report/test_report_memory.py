@@ -36,7 +36,7 @@ def test_curve_counts_microbatches_between_forward_and_backward(pipeline, num_mi
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "interleaved-1f1b"])
-def test_activations_stay_until_the_deferred_part_of_a_backward(schedule):
+def test_what_the_deferred_part_of_a_backward_reads_stays_until_then(schedule):
     found = compilation(2, 4, schedule=schedule)
     timeline = found.timeline()
     split = any(event.action.op == "W" for event in timeline.events)
@@ -49,8 +49,9 @@ def test_activations_stay_until_the_deferred_part_of_a_backward(schedule):
             for stage in found.plan.stages:
                 stage_events = [e for e in own if e.action.stage == stage.index]
                 started = sum(e.action.op == "F" and e.start <= time for e in stage_events)
-                ended = sum(e.action.op == ("W" if split else "B") and e.end <= time for e in stage_events)
-                held += (started - ended) * stage.activation_bytes_per_microbatch
+                back, ended = (sum(e.action.op == op and e.end <= time for e in stage_events) for op in "BW")
+                held += (started - back) * stage.activation_bytes_per_microbatch
+                held += (back - ended) * stage.deferred_bytes_per_microbatch
             assert _at(curve, time) == curve.static_bytes + held
 
 
@@ -86,6 +87,9 @@ def deep(**options):
             "offload_activations": True,
             "pipeline": "simple",
         },
+        {"pipeline_parallel_degree": 2, "microbatches": 8, "schedule": "zb-h1"},
+        {"pipeline_parallel_degree": 4, "microbatches": 8, "schedule": "zb-h2"},
+        {"pipeline_parallel_degree": 2, "virtual_pipeline_degree": 2, "microbatches": 8, "schedule": "zb-v"},
     ],
 )
 def test_nothing_is_ever_less_than_none(options):
@@ -95,14 +99,14 @@ def test_nothing_is_ever_less_than_none(options):
         parts = (stage.parameter_bytes, gradients_at_peak(stage), stage.optimizer_bytes, stage.buffer_bytes)
         assert min(*parts, working_bytes(stage), microbatch_bytes(stage), resident_bytes(stage)) >= 0
         if not stage.offloaded_bytes_per_microbatch:
-            held = stage.num_in_flight * stage.activation_bytes_per_microbatch
+            held = stage.in_flight_bytes or stage.num_in_flight * stage.activation_bytes_per_microbatch
             assert sum(parts) + working_bytes(stage) + held == stage.peak_memory_bytes
     for row in (*memory_table(found.plan).rows, memory_table(found.plan).totals):
         assert not any(cell.startswith("-") for cell in row)
     for curve in memory_curves(found.plan, found.timeline()):
         assert min(curve.parameter_bytes, curve.gradient_bytes, curve.optimizer_bytes, curve.other_bytes) >= 0
         peaks = [stage.peak_memory_bytes for stage in found.plan.stages if stage.rank == curve.rank]
-        assert curve.peak_bytes == sum(peaks)
+        assert curve.peak_bytes == sum(peaks) or (len(peaks) > 1 and curve.peak_bytes < sum(peaks))
 
 
 def test_a_plan_of_which_working_memory_was_negative():

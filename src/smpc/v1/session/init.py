@@ -38,6 +38,7 @@ from smpc.executor import FailureMonitor
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.failure.processes import Process
 from smpc.executor.failure.start import Phase
+from smpc.executor.host_memory.freed_memory import keep_freed_memory
 from smpc.executor.measure.link_measurement import clock_offset
 from smpc.launch.store import of_job
 from smpc.mesh import Axis, Mesh
@@ -62,8 +63,8 @@ def init(config: Mapping[str, Any] | Config | None = None) -> None:
     unchanged.
 
     Initialises torch.distributed unless that has been done, with nccl beside gloo where there is a GPU
-    (`ddp_dist_backend` decides otherwise), and makes the process's GPU (`local_rank`) the current device. Calling
-    it again with the same configuration does nothing.
+    (`ddp_dist_backend` decides otherwise), and makes the process's GPU (`local_rank`) the current device. On a CPU the process keeps
+    memory that it frees (`smpc.executor.host_memory.freed_memory`). Calling it again with the same configuration does nothing.
 
     Raises ConfigError (or its subclasses) if the configuration is wrong, the number of processes does not match the
     degrees, ranks disagree on the configuration, or an earlier call had another configuration. TransportError names the
@@ -91,6 +92,8 @@ def init(config: Mapping[str, Any] | Config | None = None) -> None:
                 _start_world(backend, launch, parsed, store)
             session = _make_session(parsed, mesh, launch, backend, device, monitor, owns_world=not given)
         state.start(session)
+        if device.type == "cpu":
+            keep_freed_memory()
         set_parallel(session.parallel)
         place = mesh.data_place(launch.rank, tensor_ranks_share=parsed.prescaled_batch)
         state.closers.append(divide_data(*place))
