@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import functools
 import gc
 import io
 import os
@@ -75,16 +76,22 @@ def _end(status: int) -> None:
         return  # another Python, or one that is measured, ends in its own way
     wait()
     call()
-    for each in gc.get_objects():  # a model's own code may have left files open
+    for each in [each for each in gc.get_objects() if _is_file(type(each))]:  # a model's own code may have left them open
         with contextlib.suppress(OSError, ValueError):
             if issubclass(type(each), io.IOBase):
                 each.flush()
-            elif type(each) is tempfile._TemporaryFileWrapper:
+            else:
                 each.close()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
+
+
+@functools.cache
+def _is_file(kind: type) -> bool:
+    """Asked once for each class: there are hundreds of thousands of objects."""
+    return issubclass(kind, io.IOBase) or kind is tempfile._TemporaryFileWrapper
 
 
 def _status(arguments: Sequence[str] | None) -> int:

@@ -26,7 +26,7 @@ from smpc.compile.search.profile import Held, Profile, in_flight, placement
 from smpc.compile.search.space import Candidate
 from smpc.compile.step import BUCKET_BYTES, Sharding
 from smpc.partitioner.costs.collectives import Kind, collective_time, least_time
-from smpc.partitioner.costs.cost import CostModel, NodeTimes, is_attention, node_times, weight_time
+from smpc.partitioner.costs.cost import CostModel, NodeTimes, is_attention, node_times, weight_times
 from smpc.partitioner.costs.description import Device, Group, Wire
 from smpc.partitioner.graph.recompute import requested_regions
 from smpc.partitioner.memory.peak import distinct_state
@@ -126,7 +126,7 @@ class Sample:
         chain = chain_problem(graph, analysis.clusters, analysis.recomputable, units, Scale(0.0, 1, 1.0), (1,))
         middle = np.asarray(chain.cut_bytes[1:])[len(chain.cut_bytes) // 8 : -len(chain.cut_bytes) // 8 or None]
         once, regions = analysis.times_once.backward, analysis.checkpoints.regions
-        waits = np.asarray([weight_time(trace, (i,), once, regions) for i in range(len(trace.nodes))])
+        waits = weight_times(trace, once, regions)
         return cls(
             float(times.forward.sum()),
             float(times.backward.sum()),
