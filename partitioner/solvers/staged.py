@@ -33,7 +33,9 @@ from smpc.partitioner.solvers.loads import ROUNDING, LoadProblem, simple_bound
 
 T = TypeVar("T", bound=np.generic)
 
-_MAX_PREFIXES = 80000
+_MAX_PREFIXES = 200_000  # for all placements
+_MAX_USES = 80_000_000  # values x prefixes, 3 bytes each
+_SOME_PREFIXES = 80_000  # for some of them
 _FEW_PREFIXES = 2000  # with so many, a good placement is found at once
 _WINDOWS = (
     math.inf,
@@ -78,11 +80,12 @@ def solve_stages(problem: LoadProblem, gap: float) -> Staged:
         )
     best = Staged(None, math.inf, bound)
     for order in _orders(problem):
-        for tried in (_Prefixes.of(problem, order, 1, _MAX_PREFIXES), _widest(problem, order, _FEW_PREFIXES)[0]):
+        few = _widest(problem, order, _FEW_PREFIXES, _FEW_PREFIXES)[0]
+        for tried in (_Prefixes.of(problem, order, 1, _SOME_PREFIXES), few):
             if tried is not None and best.bottleneck > bound * (1.0 + gap):
                 best = _better(best, _search(tried, best.bottleneck, _MAX_PAIRS))
-    most = min(_MAX_PREFIXES, _MAX_CELLS // len(_states(problem)[0]))
-    lattice, is_whole = _widest(problem, list(_orders(problem))[-1], most)
+    most = min(_MAX_PREFIXES, _MAX_CELLS // len(_states(problem)[0]), _MAX_USES // max(1, len(problem.values)))
+    lattice, is_whole = _widest(problem, list(_orders(problem))[-1], most, min(most, _SOME_PREFIXES))
     if lattice is None:
         return replace(best, lower_bound=bound, note="the graph is too large to search all placements")
     budget, proven, note = _MAX_PAIRS, bound, "" if is_whole else "the graph has too many placements to search them all"
@@ -129,10 +132,11 @@ def _orders(problem: LoadProblem) -> Iterator[list[int]]:
     yield found
 
 
-def _widest(problem: LoadProblem, order: Sequence[int], most: int) -> tuple[_Prefixes | None, bool]:
-    """All prefixes, or those within the widest window that makes no more than `most`; and whether they are all."""
+def _widest(problem: LoadProblem, order: Sequence[int], most: int, some: int) -> tuple[_Prefixes | None, bool]:
+    """All prefixes, if they are no more than `most`, else those within the widest window that makes no more than `some`; and whether
+    they are all."""
     for window in _WINDOWS:
-        found = _Prefixes.of(problem, order, window, most)
+        found = _Prefixes.of(problem, order, window, most if math.isinf(window) else some)
         if found is not None:
             return found, math.isinf(window)
     return None, False

@@ -76,7 +76,8 @@ def _end(status: int) -> None:
         return  # another Python, or one that is measured, ends in its own way
     wait()
     call()
-    for each in [each for each in gc.get_objects() if _is_file(type(each))]:  # a model's own code may have left them open
+    files = [each for each in gc.get_objects() if _is_file(type(each))]  # a model's own code may have left them open
+    for each in files:
         with contextlib.suppress(OSError, ValueError):
             if issubclass(type(each), io.IOBase):
                 each.flush()

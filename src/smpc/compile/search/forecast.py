@@ -65,6 +65,7 @@ class Forecast:
     _profiles: dict[Load, Profile] = field(default_factory=dict)
     _kept: dict[str, float] = field(default_factory=dict)  # part of what they save, by what is computed again
     _places: dict[Shape, tuple[Place, tuple[Group, Group, Group]]] = field(default_factory=dict)
+    _guesses: dict[tuple[Shape, Load | None, bool], Sample] = field(default_factory=dict)
     _schedules: dict[tuple[int, int], int] = field(default_factory=dict)  # how many, by ranks and microbatches
 
     @classmethod
@@ -155,22 +156,30 @@ class Forecast:
         products take as long as larger ones.
         """
         base, again = self.base["model"], self.base[candidate.recompute]
-        tensor, context = candidate.tensor_parallel_degree, candidate.context_parallel_degree
-        if plain is None:
-            load = Load.of(candidate.shape)
-            known = self.loads.nearest(load)
-            if known is not None:
-                amount = load.size / known.size
-                plain = self.sample(replace(candidate.shape, microbatch_size=known.size))
-                least = self._least(known, candidate.shape).of(amount) / (plain.whole or 1.0)
-                plain = plain.scaled(max(1.0, least) if hopeful else amount, amount, 1.0)
-            else:
-                amount, parts = load.size / self.base_load.size, tensor * candidate.expert_parallel_degree
-                part = amount / tensor / context
-                least = self._least(self.base_load, candidate.shape).of(amount, tensor, context) / (base.whole or 1.0)
-                plain = base.scaled(least if hopeful else part, part, 1 / parts)
-                plain = plain.longer(self._exchanged(candidate.shape, base.cut_bytes * amount))
-        return guess(plain if candidate.recompute == "model" else plain.like(base, again), candidate, place)
+        found = self._expected(candidate.shape, hopeful=hopeful) if plain is None else plain
+        return guess(found if candidate.recompute == "model" else found.like(base, again), candidate, place)
+
+    def _expected(self, shape: Shape, *, hopeful: bool) -> Sample:
+        """What a microbatch of a shape may take whose load is not known, made once for all its candidates."""
+        load, base = Load.of(shape), self.base["model"]
+        known = self.loads.nearest(load)
+        key = shape, known, hopeful
+        if key in self._guesses:
+            return self._guesses[key]
+        if known is not None:
+            amount = load.size / known.size
+            plain = self.sample(replace(shape, microbatch_size=known.size))
+            least = self._least(known, shape).of(amount) / (plain.whole or 1.0)
+            found = plain.scaled(max(1.0, least) if hopeful else amount, amount, 1.0)
+        else:
+            tensor, context = shape.tensor_parallel_degree, shape.context_parallel_degree
+            amount, parts = load.size / self.base_load.size, tensor * shape.expert_parallel_degree
+            part = amount / tensor / context
+            least = self._least(self.base_load, shape).of(amount, tensor, context) / (base.whole or 1.0)
+            found = base.scaled(least if hopeful else part, part, 1 / parts)
+            found = found.longer(self._exchanged(shape, base.cut_bytes * amount))
+        self._guesses[key] = found
+        return found
 
     def _exchanged(self, shape: Shape, num_bytes: float) -> float:
         """About what a microbatch's collectives take that were not looked at; `num_bytes`: what a block hands to the next.

@@ -64,6 +64,7 @@ class Workloads:
     leaf_modules: tuple[str, ...]
     recorded: dict[int, Trace] = field(default_factory=dict)
     known: dict[Load, Traced | str] = field(default_factory=dict)  # text: why there is none
+    _collectives: dict[Load, list[tuple[Sequence[Collective], Axis]]] = field(default_factory=dict)
 
     @property
     def batch_size(self) -> int:
@@ -131,15 +132,16 @@ class Workloads:
 
     def exchanges(self, load: Load, mesh: Mesh) -> list[tuple[Sequence[Collective], Group]]:
         """The collectives of a rank's microbatch, and the groups that they are among on this mesh."""
-        traced = self.traced(load)
-        found: list[tuple[Sequence[Collective], Axis]] = []
-        if traced.sharded is not None:
-            found.append((traced.sharded.collectives, Axis.TP))
-        if traced.context is not None:
-            found.append((collectives_of(traced.context, traced.trace), Axis.CP))
-        if traced.divided is not None:
-            found.append((traced.divided.collectives, Axis.EP))
-        return [(collectives, Group.of(mesh, axis, self.device)) for collectives, axis in found]
+        if load not in self._collectives:
+            traced = self.traced(load)
+            found = self._collectives[load] = []
+            if traced.sharded is not None:
+                found.append((traced.sharded.collectives, Axis.TP))
+            if traced.context is not None:
+                found.append((collectives_of(traced.context, traced.trace), Axis.CP))
+            if traced.divided is not None:
+                found.append((traced.divided.collectives, Axis.EP))
+        return [(collectives, Group.of(mesh, axis, self.device)) for collectives, axis in self._collectives[load]]
 
     def times(self, load: Load, mesh: Mesh, costs: CostModel) -> NodeTimes | None:
         """With ranks that share something, the times of a rank's operations and collectives on this mesh; None without."""
