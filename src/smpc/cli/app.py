@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
-import functools
 import gc
 import io
 import os
@@ -76,8 +75,12 @@ def _end(status: int) -> None:
         return  # another Python, or one that is measured, ends in its own way
     wait()
     call()
-    files = [each for each in gc.get_objects() if _is_file(type(each))]  # a model's own code may have left them open
-    for each in files:
+    objects = gc.get_objects()
+    classes = {
+        id(type(each)): type(each) for each in objects
+    }  # hundreds of thousands of objects, and few of their classes are files'
+    files = {number for number, kind in classes.items() if _is_file(kind)}
+    for each in [each for each in objects if id(type(each)) in files]:  # a model's own code may have left them open
         with contextlib.suppress(OSError, ValueError):
             if issubclass(type(each), io.IOBase):
                 each.flush()
@@ -89,9 +92,7 @@ def _end(status: int) -> None:
     os._exit(status)
 
 
-@functools.cache
 def _is_file(kind: type) -> bool:
-    """Asked once for each class: there are hundreds of thousands of objects."""
     return issubclass(kind, io.IOBase) or kind is tempfile._TemporaryFileWrapper
 
 
