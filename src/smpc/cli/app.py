@@ -76,9 +76,7 @@ def _end(status: int) -> None:
     wait()
     call()
     objects = gc.get_objects()
-    classes = {
-        id(type(each)): type(each) for each in objects
-    }  # hundreds of thousands of objects, and few of their classes are files'
+    classes = {id(type(each)): type(each) for each in objects}  # few, of many objects
     files = {number for number, kind in classes.items() if _is_file(kind)}
     for each in [each for each in objects if id(type(each)) in files]:  # a model's own code may have left them open
         with contextlib.suppress(OSError, ValueError):
