@@ -80,7 +80,7 @@ def record(
     """
     place, inputs = torch.device(device), (tuple(args), dict(kwargs or {}))
     request = Request(*inputs, place, answers, autocast, tuple(shown), buffers)
-    return record_guarded(model, request, leaf_modules).trace
+    return _recorded(model, request, leaf_modules).trace
 
 
 @dataclass(frozen=True)
@@ -99,18 +99,7 @@ def record_guarded(
     State that the run reads and changes is settled, left to a module that is called whole, or refused:
     `smpc.tracer.environment.state_changes`.
     """
-    names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
-    unknown = [name for name in leaf_modules if name not in names.values()]
-    if unknown:
-        raise TraceError(f"leaf_modules: the model has no module called {', '.join(map(repr, unknown))}")
-    check_hooks(model)
-    check_proxies(model)
-    leaves = dict.fromkeys((*leaf_modules, *(name for name, module in model.named_modules() if _is_leaf(module))))
-    attempts = _Attempts(model, names, request)
-    try:
-        run = attempts.run(leaves)
-    except UntraceableError as error:
-        raise TraceError(str(error)) from error.__cause__
+    run = _recorded(model, request, leaf_modules)
     tables: list[TableLike] = [*tables_of(model, run.listed, run.used), *run.names]
     tables.append(Aliases(model.named_modules(), read_tensors(run.trace), run.guards))
     # Elsewhere than on the CPU, tensors that have been evaluated are on the wrong device: there every call computes them anew.
@@ -120,6 +109,22 @@ def record_guarded(
     layers = [*model.modules(), *(value for value in values if isinstance(value, nn.Module))]
     guards = (*run.guards, *guards_of_torch(layers, run.of_torch, run.named))
     return Recording(run.trace, Environment(guards, tables, versions, leave))
+
+
+def _recorded(model: nn.Module, request: Request, leaf_modules: Sequence[str]) -> Run:
+    """The run that is right."""
+    names = {id(module): name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
+    unknown = [name for name in leaf_modules if name not in names.values()]
+    if unknown:
+        raise TraceError(f"leaf_modules: the model has no module called {', '.join(map(repr, unknown))}")
+    check_hooks(model)
+    check_proxies(model)
+    leaves = dict.fromkeys((*leaf_modules, *(name for name, module in model.named_modules() if _is_leaf(module))))
+    attempts = _Attempts(model, names, request)
+    try:
+        return attempts.run(leaves)
+    except UntraceableError as error:
+        raise TraceError(str(error)) from error.__cause__
 
 
 @dataclass(frozen=True)

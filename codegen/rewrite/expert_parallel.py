@@ -42,6 +42,11 @@ class Experts:
     tensors: tuple[str, ...] = ()
     members: tuple[tuple[str, ...], ...] = ()
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all their tensors."""
+        return frozenset((*self.tensors, *(name for member in self.members for name in member)))
+
 
 def parts_of_experts(model: nn.Module) -> tuple[str, ...]:
     """The names of the modules of a model that hold some of the experts, and serve the tokens of all ranks."""
@@ -60,8 +65,7 @@ class ExpertTrace:
     @property
     def parameters(self) -> frozenset[str]:
         """The canonical names of the parameters and buffers of experts."""
-        members = (name for found in self.experts for member in found.members for name in member)
-        own = {*members, *(name for found in self.experts for name in found.tensors)}
+        own = frozenset[str]().union(*(found.names for found in self.experts))
         return frozenset(state.name for state in self.trace.state if not own.isdisjoint(state.names))
 
     @property

@@ -49,6 +49,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from smpc.partitioner.costs.collectives import sent_time
 from smpc.partitioner.costs.description import H100, Device, Group, Kernels
@@ -330,6 +331,7 @@ class _Costed:
     dtype: str
     num_gradients: int
     kept: int
+    kind: int  # nodes with the same number take the same time on every device
 
 
 def _costed(trace: Trace) -> tuple[_Costed, ...]:
@@ -342,6 +344,7 @@ def _find_costed(trace: Trace) -> Iterator[_Costed]:
     needs_gradient: dict[str, bool] = {}
     dtypes: dict[str, str] = {}
     flat: dict[str, bool] = {}  # biases: beside a product their gradients take no time
+    kinds: dict[tuple[object, ...], int] = {}
     for i, node in enumerate(trace.nodes):
         inputs = node.inputs
         gradients = sum(needs_gradient[name] and not (node.flops and flat[name]) for name in inputs)
@@ -356,17 +359,29 @@ def _find_costed(trace: Trace) -> Iterator[_Costed]:
         flat[node.name] = node.spec is not None and len(node.spec.shape) < 2
         if node.kind in (NodeKind.CALL_FUNCTION, NodeKind.CALL_MODULE):
             kept = _kept_bytes(trace, node, storages)
-            yield _Costed(i, node, dtypes[node.name], gradients if needs_gradient[node.name] else 0, kept)
+            counted = gradients if needs_gradient[node.name] else 0
+            kind = kinds.setdefault(_work_key(node, dtypes[node.name], counted, kept), len(kinds))
+            yield _Costed(i, node, dtypes[node.name], counted, kept, kind)
+
+
+def _work_key(node: Node, dtype: str, num_gradients: int, kept: int) -> tuple[object, ...]:
+    """All that the times of a node depend on, but for the device. The blocks of a model are mostly alike."""
+    attention = attention_flops(node) if is_attention(node) else None
+    names = node.target, name_of(node), attention
+    return (*names, node.spec, node.flops, node.bytes_moved, dtype, num_gradients, kept)
 
 
 def node_times(trace: Trace, cost_model: CostModel) -> NodeTimes:
     """Times of every node of a trace."""
     forward, backward = np.zeros((2, len(trace.nodes)))
     weights = _weights(trace, cost_model) if cost_model.accumulated else {}
+    known: dict[int, tuple[float, float]] = {}
     for item in _costed(trace):
         i, node, kept = item.position, item.node, item.kept
-        forward[i] = cost_model.forward_time(node, item.dtype, kept)
-        backward[i] = cost_model.backward_time(node, item.dtype, item.num_gradients, kept)
+        if item.kind not in known:
+            there = cost_model.forward_time(node, item.dtype, kept)
+            known[item.kind] = there, cost_model.backward_time(node, item.dtype, item.num_gradients, kept)
+        forward[i], backward[i] = known[item.kind]
         if backward[i] and cost_model.accumulated:
             backward[i] += cost_model.accumulation_time(sum(weights.get(name, 0) for name in node.inputs))
     return NodeTimes(forward, backward)
@@ -514,8 +529,22 @@ DEFERRABLE = frozenset(
 
 def weight_time(trace: Trace, positions: Sequence[int], backward: FloatArray, regions: Sequence[Region]) -> float:
     """Seconds of W of a stage's nodes, which may lie in its checkpointed `regions`; `backward` is by node."""
-    free = [i for i in positions if not any(region.first <= i < region.last for region in regions)]
-    return float(np.sum([_share(trace, trace.nodes[i]) * backward[i] for i in free]))
+    found = np.asarray(positions, dtype=np.int64)
+    return float(np.sum(weight_times(trace, backward, regions)[found[_is_free(trace, regions)[found]]]))
+
+
+def weight_times(trace: Trace, backward: FloatArray, regions: Sequence[Region]) -> FloatArray:
+    """Seconds of W of each node; arguments as of `weight_time`."""
+    found: FloatArray = np.where(_is_free(trace, regions), _shares(trace) * backward, 0.0)
+    return found
+
+
+def _is_free(trace: Trace, regions: Sequence[Region]) -> NDArray[np.bool_]:
+    """Which nodes are in none of the regions."""
+    free = np.ones(len(trace.nodes), dtype=bool)
+    for region in regions:
+        free[region.first : region.last] = False
+    return free
 
 
 def deferred_time(trace: Trace, positions: Sequence[int], kernels: Kernels, regions: Sequence[Region]) -> float:
@@ -529,7 +558,12 @@ def deferred_time(trace: Trace, positions: Sequence[int], kernels: Kernels, regi
 
 def deferred_of(trace: Trace) -> Iterator[Node]:
     """The nodes with FLOPs whose backward can be in two parts."""
-    return (node for node in trace.nodes if node.flops and _share(trace, node))
+    return (node for node, share in zip(trace.nodes, _shares(trace).tolist(), strict=True) if node.flops and share)
+
+
+def _shares(trace: Trace) -> FloatArray:
+    """The part of each node's backward that W has."""
+    return trace.remembered(_shares, lambda: np.asarray([_share(trace, node) for node in trace.nodes]))
 
 
 def _share(trace: Trace, node: Node) -> float:

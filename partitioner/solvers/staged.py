@@ -33,7 +33,9 @@ from smpc.partitioner.solvers.loads import ROUNDING, LoadProblem, simple_bound
 
 T = TypeVar("T", bound=np.generic)
 
-_MAX_PREFIXES = 80000
+_MAX_PREFIXES = 200_000  # for all placements
+_MAX_USES = 80_000_000  # values x prefixes, 3 bytes each
+_SOME_PREFIXES = 80_000  # for some of them
 _FEW_PREFIXES = 2000  # with so many, a good placement is found at once
 _WINDOWS = (
     math.inf,
@@ -78,11 +80,12 @@ def solve_stages(problem: LoadProblem, gap: float) -> Staged:
         )
     best = Staged(None, math.inf, bound)
     for order in _orders(problem):
-        for tried in (_Prefixes.of(problem, order, 1, _MAX_PREFIXES), _widest(problem, order, _FEW_PREFIXES)[0]):
+        few = _widest(problem, order, _FEW_PREFIXES, _FEW_PREFIXES)[0]
+        for tried in (_Prefixes.of(problem, order, 1, _SOME_PREFIXES), few):
             if tried is not None and best.bottleneck > bound * (1.0 + gap):
                 best = _better(best, _search(tried, best.bottleneck, _MAX_PAIRS))
-    most = min(_MAX_PREFIXES, _MAX_CELLS // len(_states(problem)[0]))
-    lattice, is_whole = _widest(problem, list(_orders(problem))[-1], most)
+    most = min(_MAX_PREFIXES, _MAX_CELLS // len(_states(problem)[0]), _MAX_USES // max(1, len(problem.values)))
+    lattice, is_whole = _widest(problem, list(_orders(problem))[-1], most, min(most, _SOME_PREFIXES))
     if lattice is None:
         return replace(best, lower_bound=bound, note="the graph is too large to search all placements")
     budget, proven, note = _MAX_PAIRS, bound, "" if is_whole else "the graph has too many placements to search them all"
@@ -129,10 +132,11 @@ def _orders(problem: LoadProblem) -> Iterator[list[int]]:
     yield found
 
 
-def _widest(problem: LoadProblem, order: Sequence[int], most: int) -> tuple[_Prefixes | None, bool]:
-    """All prefixes, or those within the widest window that makes no more than `most`; and whether they are all."""
+def _widest(problem: LoadProblem, order: Sequence[int], most: int, some: int) -> tuple[_Prefixes | None, bool]:
+    """All prefixes, if they are no more than `most`, else those within the widest window that makes no more than `some`; and whether
+    they are all."""
     for window in _WINDOWS:
-        found = _Prefixes.of(problem, order, window, most)
+        found = _Prefixes.of(problem, order, window, most if math.isinf(window) else some)
         if found is not None:
             return found, math.isinf(window)
     return None, False
@@ -146,6 +150,7 @@ class _Prefixes:
     masks: list[int]
     words: NDArray[np.uint64]  # [words, prefixes]
     costs: FloatArray  # [kinds, prefixes], of units that can run there
+    later: FloatArray  # [kinds, prefixes], the least of these costs from each prefix on
     banned: IntArray  # [kinds, prefixes]: how many cannot
     memory: IntArray  # [kinds, prefixes]
     least: FloatArray  # cost of each prefix where its units cost least
@@ -183,8 +188,8 @@ class _Prefixes:
         base = num_bytes @ sends + num_bytes @ (~made & (users > 0)) if len(num_users) else np.zeros(len(masks))
         words = to_words(masks, problem.num_units // 64 + 1)
         return cls(
-            problem, masks, np.ascontiguousarray(words.T), sums[:kinds], sums[kinds : 2 * kinds].astype(np.int64),
-            _sums(problem.memory, added), sums[-1], users, made, num_users, num_bytes, base,
+            problem, masks, np.ascontiguousarray(words.T), sums[:kinds], _least_from(sums[:kinds]),
+            sums[kinds : 2 * kinds].astype(np.int64), _sums(problem.memory, added), sums[-1], users, made, num_users, num_bytes, base,
         )  # fmt: skip
 
     def devices_needed(self, limit: float) -> IntArray:
@@ -198,16 +203,17 @@ class _Prefixes:
         self, start: int, kinds: Sequence[int], limit: float, allowed: NDArray[np.bool_]
     ) -> tuple[IntArray, dict[int, FloatArray]]:
         """The prefixes that may follow `start` with a stage of at most `limit` on one of these kinds, and its cost on each."""
-        near = np.zeros(len(self.masks) - start - 1, dtype=bool)
-        moved = np.abs(
-            self.base[start + 1 :] - self.base[start]
-        )  # at least: what crosses one of the two prefixes alone
+        most = [self.costs[kind, start] + limit * (1.0 + 2 * ROUNDING) for kind in kinds]
+        end = max(int(np.searchsorted(self.later[kind], x, "right")) for kind, x in zip(kinds, most, strict=True))
+        begin = start + 1 + (int(allowed[start + 1 : end].argmax()) if end > start + 1 else 0)
+        near = np.zeros(max(0, end - begin), dtype=bool)
+        moved = np.abs(self.base[begin:end] - self.base[start])  # at least: what crosses one of the two prefixes alone
         for kind in kinds:
-            own = self.costs[kind, start + 1 :] - self.costs[kind, start]
+            own = self.costs[kind, begin:end] - self.costs[kind, start]
             near |= own + self.problem.rates[kind] * moved <= limit * (1.0 + ROUNDING)
-        near &= allowed[start + 1 :]
+        near &= allowed[begin:end]
         self.pairs += len(near)
-        found = np.flatnonzero(near) + start + 1
+        found = np.flatnonzero(near) + begin
         for word in self.words:
             inside = word[start]
             if inside and len(found):
@@ -241,6 +247,12 @@ class _Prefixes:
         return total
 
 
+def _least_from(costs: FloatArray) -> FloatArray:
+    """The least of each row from each column on."""
+    found: FloatArray = np.minimum.accumulate(costs[:, ::-1], axis=1)[:, ::-1]
+    return np.ascontiguousarray(found)
+
+
 def _sums(columns: NDArray[T], added: Sequence[tuple[int, int]]) -> NDArray[T]:
     """Sums of rows over the units of each prefix, [rows, prefixes]."""
     found = np.zeros((len(added) + 1, len(columns)), dtype=columns.dtype)
@@ -269,6 +281,7 @@ def _search(lattice: _Prefixes, limit: float, budget: int) -> Staged | None:
     cause = np.full((len(states), size), -1, dtype=np.int16)  # the state before
     reached[0, 0] = 0.0
     needed = lattice.devices_needed(limit)
+    allowed = [needed < number for number in range(problem.num_devices + 1)]  # by how many devices have no stage yet
     for start in range(size - 1):
         own = reached[:, start]
         if not (own <= limit).any():
@@ -286,7 +299,7 @@ def _search(lattice: _Prefixes, limit: float, budget: int) -> Staged | None:
         if not kinds:
             continue
         least_used = min(sum(states[state]) for state in active)
-        found, costs = lattice.stages(start, kinds, limit, needed < problem.num_devices - least_used)
+        found, costs = lattice.stages(start, kinds, limit, allowed[problem.num_devices - least_used])
         if lattice.pairs > budget:
             return None
         for state in active:

@@ -75,16 +75,23 @@ def _end(status: int) -> None:
         return  # another Python, or one that is measured, ends in its own way
     wait()
     call()
-    for each in gc.get_objects():  # a model's own code may have left files open
+    objects = gc.get_objects()
+    classes = {id(type(each)): type(each) for each in objects}  # few, of many objects
+    files = {number for number, kind in classes.items() if _is_file(kind)}
+    for each in [each for each in objects if id(type(each)) in files]:  # a model's own code may have left them open
         with contextlib.suppress(OSError, ValueError):
             if issubclass(type(each), io.IOBase):
                 each.flush()
-            elif type(each) is tempfile._TemporaryFileWrapper:
+            else:
                 each.close()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
+
+
+def _is_file(kind: type) -> bool:
+    return issubclass(kind, io.IOBase) or kind is tempfile._TemporaryFileWrapper
 
 
 def _status(arguments: Sequence[str] | None) -> int:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from smpc.codegen.schedules.choice import choose
 from smpc.compile.search.forecast import Forecast
@@ -126,3 +127,22 @@ def test_schedules_hold_as_many_microbatches_as_they_are_taken_to(name, pieces):
         schedule = choose(ranks, microbatches, schedule=name, num_pieces=pieces)
         assert tuple(in_flight(name, ranks, pieces, microbatches).tolist()) == schedule.in_flight
         assert tuple(placement(name, ranks, pieces).tolist()) == schedule.placement
+
+
+def test_what_is_not_in_experts_stays_whole_in_guesses():
+    """All of a model was taken to be divided: with words for most of its parameters, guesses before a look had half of the memory."""
+    with torch.device("meta"):
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+        config = MixtralConfig(vocab_size=16384, num_hidden_layers=2, num_local_experts=4, use_cache=False, **sizes)
+        model = MixtralForCausalLM(config)
+    ids = torch.zeros(4, 32, dtype=torch.int64)
+    device = find_device("h100")
+    setting = Setting(4, NO_LIMIT, device, "adam", Tried((1,), (1,), (1, 4), tuple(Sharding)), 1.0)
+    loads = Workloads(model, as_inputs({"input_ids": ids, "labels": ids}), device, ())
+    forecast = Forecast.of(setting, loads, 1)
+    shape = next(shape for shape in shapes(4, 4, device, forecast.tried) if shape.expert_parallel_degree == 4)
+    candidate, place = next(ways(shape, forecast.tried)), forecast.place(shape)
+    before, bound = forecast.guessed(candidate, place, None).peak, forecast.least(shape)[1]
+    found = forecast.guessed(candidate, place, forecast.sample(shape)).peak
+    assert before == pytest.approx(found, rel=0.05)
+    assert found / 2 < bound <= found

@@ -382,6 +382,19 @@ def test_rows_are_narrow_where_the_numbering_is_not():
     assert found.lower_bound * 90 == pytest.approx(30 + 3 * 0.5, rel=2e-3)
 
 
+@pytest.mark.slow
+def test_a_grid_in_stages_is_proven():
+    """It has 125,970 prefixes, over the 80,000 that were tried, and stayed 2.5% open."""
+    drawn = random.Random(0)
+    lines, columns = range(8), range(12)
+    nodes = [Node(f"{i},{j}", drawn.randint(10, 100)) for i, j in itertools.product(lines, columns)]
+    steps = [((i, j), after) for i, j in itertools.product(lines, columns) for after in ((i + 1, j), (i, j + 1))]
+    edges = [Link(f"{u[0]},{u[1]}", f"{w[0]},{w[1]}", drawn.randint(1, 10)) for u, w in steps if w[0] < 8 and w[1] < 12]
+    found = solve_instance(Instance.of(nodes, edges, (Processor(bandwidth=1.0),) * 6), time_limit=0)
+    assert found.gap <= 1e-3
+    assert not found.note
+
+
 def test_a_kind_without_a_device_is_an_error():
     """Its weight would be 0 / 0, and every bound no number."""
     problem = load_problem(line(4, (Processor(bandwidth=1.0),) * 2))

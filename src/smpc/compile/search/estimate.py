@@ -16,8 +16,9 @@ the step of a plan is, `smpc.compile.step` says.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,7 +27,7 @@ from smpc.compile.search.profile import Held, Profile, in_flight, placement
 from smpc.compile.search.space import Candidate
 from smpc.compile.step import BUCKET_BYTES, Sharding
 from smpc.partitioner.costs.collectives import Kind, collective_time, least_time
-from smpc.partitioner.costs.cost import CostModel, NodeTimes, is_attention, node_times, weight_time
+from smpc.partitioner.costs.cost import CostModel, NodeTimes, is_attention, node_times, weight_times
 from smpc.partitioner.costs.description import Device, Group, Wire
 from smpc.partitioner.graph.recompute import requested_regions
 from smpc.partitioner.memory.peak import distinct_state
@@ -45,15 +46,27 @@ class State:
     gradients: int
 
     @classmethod
-    def of(cls, trace: Trace, cost_model: CostModel) -> State:
-        """That of a trace's model."""
+    def of(cls, trace: Trace, cost_model: CostModel, names: Collection[str] | None = None) -> State:
+        """That of a trace's model; `names`: of these tensors alone."""
         parameters = buffers = optimizer = gradients = 0
         for spec in distinct_state(trace, range(len(trace.state))):
+            if names is not None and not any(name in names for name in spec.names):
+                continue
             parameters += spec.spec.num_bytes if spec.is_parameter else 0
             buffers += 0 if spec.is_parameter else spec.spec.num_bytes
             optimizer += cost_model.optimizer_bytes(spec)
             gradients += cost_model.gradient_bytes(spec)
         return cls(parameters, buffers, optimizer, gradients)
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.buffers + self.optimizer + self.gradients
+
+    def divided(self, part: State, degree: int) -> State:
+        """The same where so many ranks divide a part of it, and have the rest whole."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(part), strict=True)
+        return State(*(whole - some + some // degree for whole, some in pairs))
 
     def kept(self, sharding: Sharding, replicas: int) -> float:
         """Bytes that all ranks of a pipeline hold all through a step, gradients left out."""
@@ -126,7 +139,7 @@ class Sample:
         chain = chain_problem(graph, analysis.clusters, analysis.recomputable, units, Scale(0.0, 1, 1.0), (1,))
         middle = np.asarray(chain.cut_bytes[1:])[len(chain.cut_bytes) // 8 : -len(chain.cut_bytes) // 8 or None]
         once, regions = analysis.times_once.backward, analysis.checkpoints.regions
-        waits = np.asarray([weight_time(trace, (i,), once, regions) for i in range(len(trace.nodes))])
+        waits = weight_times(trace, once, regions)
         return cls(
             float(times.forward.sum()),
             float(times.backward.sum()),

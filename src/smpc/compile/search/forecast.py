@@ -21,6 +21,7 @@ from smpc.compile.search.estimate import (
     Place,
     Reruns,
     Sample,
+    State,
     guess,
     least_seconds,
 )
@@ -39,7 +40,7 @@ from smpc.compile.search.space import (
 )
 from smpc.compile.search.workloads import Load, Workloads
 from smpc.compile.step import Sharding
-from smpc.errors import PartitionError
+from smpc.errors import ConfigError, PartitionError
 from smpc.mesh import Axis
 from smpc.partitioner.costs.collectives import bandwidth, sent_time
 from smpc.partitioner.costs.cost import node_times
@@ -65,6 +66,8 @@ class Forecast:
     _profiles: dict[Load, Profile] = field(default_factory=dict)
     _kept: dict[str, float] = field(default_factory=dict)  # part of what they save, by what is computed again
     _places: dict[Shape, tuple[Place, tuple[Group, Group, Group]]] = field(default_factory=dict)
+    _states: dict[int, State] = field(default_factory=dict)  # by how many ranks share the experts
+    _guesses: dict[tuple[Shape, Load | None, bool], Sample] = field(default_factory=dict)
     _schedules: dict[tuple[int, int], int] = field(default_factory=dict)  # how many, by ranks and microbatches
 
     @classmethod
@@ -105,10 +108,25 @@ class Forecast:
         amount = shape.microbatch_size / known.size
         one = self._least(known, shape).of(amount, tensor, context)
         bound = shape.microbatches * one / shape.pipeline_parallel_degree * (1.0 + self.place(shape).slowdown)
-        state = self.base["model"].state
-        split = shape.tensor_parallel_degree * shape.expert_parallel_degree * shape.pipeline_parallel_degree
+        state = self._state(shape.expert_parallel_degree)
+        split = shape.tensor_parallel_degree * shape.pipeline_parallel_degree
         kept = min(state.kept(kind, shape.data_parallel_degree) for kind in shardings(shape, self.tried.sharding))
         return bound, int((kept + state.gradients) / split)
+
+    def _state(self, degree: int) -> State:
+        """What expert-parallel ranks hold of the model: all that is not in experts which they divide, and a share of those."""
+        if degree not in self._states:
+            try:
+                names = [name for experts in self.loads.divided(degree) for name in experts.names]
+            except ConfigError:  # there are none: such ranks will be rejected
+                names = []
+            trace, options = (
+                self.loads.traced(self.base_load).trace,
+                PipelineOptions(1, optimizer=self.setting.optimizer),
+            )
+            part = State.of(trace, options.cost_model, frozenset(names))
+            self._states[degree] = self.base["model"].state.divided(part, degree)
+        return self._states[degree]
 
     def _least(self, known: Load, shape: Shape) -> Least:
         """Of a microbatch that is known, on the wires of a shape."""
@@ -155,22 +173,30 @@ class Forecast:
         products take as long as larger ones.
         """
         base, again = self.base["model"], self.base[candidate.recompute]
-        tensor, context = candidate.tensor_parallel_degree, candidate.context_parallel_degree
-        if plain is None:
-            load = Load.of(candidate.shape)
-            known = self.loads.nearest(load)
-            if known is not None:
-                amount = load.size / known.size
-                plain = self.sample(replace(candidate.shape, microbatch_size=known.size))
-                least = self._least(known, candidate.shape).of(amount) / (plain.whole or 1.0)
-                plain = plain.scaled(max(1.0, least) if hopeful else amount, amount, 1.0)
-            else:
-                amount, parts = load.size / self.base_load.size, tensor * candidate.expert_parallel_degree
-                part = amount / tensor / context
-                least = self._least(self.base_load, candidate.shape).of(amount, tensor, context) / (base.whole or 1.0)
-                plain = base.scaled(least if hopeful else part, part, 1 / parts)
-                plain = plain.longer(self._exchanged(candidate.shape, base.cut_bytes * amount))
-        return guess(plain if candidate.recompute == "model" else plain.like(base, again), candidate, place)
+        found = self._expected(candidate.shape, hopeful=hopeful) if plain is None else plain
+        return guess(found if candidate.recompute == "model" else found.like(base, again), candidate, place)
+
+    def _expected(self, shape: Shape, *, hopeful: bool) -> Sample:
+        """What a microbatch of a shape may take whose load is not known, made once for all its candidates."""
+        load, base = Load.of(shape), self.base["model"]
+        known = self.loads.nearest(load)
+        key = shape, known, hopeful
+        if key in self._guesses:
+            return self._guesses[key]
+        if known is not None:
+            amount = load.size / known.size
+            plain = self.sample(replace(shape, microbatch_size=known.size))
+            least = self._least(known, shape).of(amount) / (plain.whole or 1.0)
+            found = plain.scaled(max(1.0, least) if hopeful else amount, amount, 1.0)
+        else:
+            tensor, context = shape.tensor_parallel_degree, shape.context_parallel_degree
+            amount, held = load.size / self.base_load.size, self._state(shape.expert_parallel_degree).total
+            part = amount / tensor / context
+            least = self._least(self.base_load, shape).of(amount, tensor, context) / (base.whole or 1.0)
+            found = base.scaled(least if hopeful else part, part, held / max(1, base.state.total) / tensor)
+            found = found.longer(self._exchanged(shape, base.cut_bytes * amount))
+        self._guesses[key] = found
+        return found
 
     def _exchanged(self, shape: Shape, num_bytes: float) -> float:
         """About what a microbatch's collectives take that were not looked at; `num_bytes`: what a block hands to the next.

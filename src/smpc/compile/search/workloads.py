@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from smpc.codegen.rewrite.context_parallel.rewrite import ContextPlan, collectives_of
+from smpc.codegen.rewrite.expert_parallel import Experts
 from smpc.codegen.rewrite.outputs import loss_outputs
 from smpc.compile.experts import experts_to_divide
 from smpc.compile.options import PipelineOptions
@@ -64,6 +65,8 @@ class Workloads:
     leaf_modules: tuple[str, ...]
     recorded: dict[int, Trace] = field(default_factory=dict)
     known: dict[Load, Traced | str] = field(default_factory=dict)  # text: why there is none
+    _divided: dict[int, tuple[Experts, ...]] = field(default_factory=dict)
+    _collectives: dict[Load, list[tuple[Sequence[Collective], Axis]]] = field(default_factory=dict)
 
     @property
     def batch_size(self) -> int:
@@ -113,6 +116,12 @@ class Workloads:
                 self.known[load] = str(error)
         return self.known[load]
 
+    def divided(self, degree: int) -> tuple[Experts, ...]:
+        """The experts that so many ranks divide; ConfigError if there are none. Others stay whole."""
+        if degree not in self._divided:
+            self._divided[degree] = experts_to_divide(self.model, degree) if degree > 1 else ()
+        return self._divided[degree]
+
     def _made(self, trace: Trace, load: Load) -> Traced | str:
         options = PipelineOptions(
             device=self.device, data_parallel_degree=load.expert, expert_parallel_degree=load.expert
@@ -123,7 +132,7 @@ class Workloads:
             options,
             Sharing(load.tensor, outputs=outputs) if load.tensor > 1 else None,
             context=ContextSharing(load.context, plan, outputs) if load.context > 1 else None,
-            experts=experts_to_divide(self.model, load.expert) if load.expert > 1 else (),
+            experts=self.divided(load.expert),
         )
         if found.sharded is not None and not found.sharded.layouts:
             return f"no parameter can be split over {load.tensor} tensor-parallel ranks"
@@ -131,15 +140,16 @@ class Workloads:
 
     def exchanges(self, load: Load, mesh: Mesh) -> list[tuple[Sequence[Collective], Group]]:
         """The collectives of a rank's microbatch, and the groups that they are among on this mesh."""
-        traced = self.traced(load)
-        found: list[tuple[Sequence[Collective], Axis]] = []
-        if traced.sharded is not None:
-            found.append((traced.sharded.collectives, Axis.TP))
-        if traced.context is not None:
-            found.append((collectives_of(traced.context, traced.trace), Axis.CP))
-        if traced.divided is not None:
-            found.append((traced.divided.collectives, Axis.EP))
-        return [(collectives, Group.of(mesh, axis, self.device)) for collectives, axis in found]
+        if load not in self._collectives:
+            traced = self.traced(load)
+            found = self._collectives[load] = []
+            if traced.sharded is not None:
+                found.append((traced.sharded.collectives, Axis.TP))
+            if traced.context is not None:
+                found.append((collectives_of(traced.context, traced.trace), Axis.CP))
+            if traced.divided is not None:
+                found.append((traced.divided.collectives, Axis.EP))
+        return [(collectives, Group.of(mesh, axis, self.device)) for collectives, axis in self._collectives[load]]
 
     def times(self, load: Load, mesh: Mesh, costs: CostModel) -> NodeTimes | None:
         """With ranks that share something, the times of a rank's operations and collectives on this mesh; None without."""
