@@ -22,9 +22,10 @@ import torch
 from tensor_ranks import run_ranks, tensor_groups
 
 from smpc.codegen.rewrite.tensor_parallel.search import choose
+from smpc.codegen.rewrite.tensor_parallel.styles import find_plan
 from smpc.errors import SmpcError
-from smpc.tensor_parallel import shard
-from smpc.tracer.record import record
+from smpc.recorded import record_modes
+from smpc.tensor_parallel import ShardedModule
 
 MICROBATCHES = 2
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -124,8 +125,7 @@ def _shares(sharded, model, with_gradient):
     return share(with_gradient), share(whole)
 
 
-def _search(model, batch, degree):
-    trace = record(model, (), batch)
+def _search(trace, degree):
     begun = time.process_time()
     choice = choose(trace, degree)
     narrow = any(node.spec is not None and node.spec.dtype == "float32" for node in trace.nodes)
@@ -137,8 +137,9 @@ def compare(model, batch, degree):
     wanted, again = (_results(copy.deepcopy(model), batch, seed) for seed in (3, 4))
     if largest_error(again, wanted)[1] > 0:
         return None
-    searched = _search(model, batch, degree)
-    modules = [shard(copy.deepcopy(model), batch, group) for group in tensor_groups(degree)]
+    recordings, plan = record_modes(model, batch), find_plan(model, "auto")  # of all ranks
+    searched = _search(recordings[model.training].trace, degree)
+    modules = [ShardedModule(copy.deepcopy(model), group, recordings, plan) for group in tensor_groups(degree)]
 
     def work(rank):
         loss = survey.loss_of(modules[rank](**copy.deepcopy(batch)))  # models write into their inputs
