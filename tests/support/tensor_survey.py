@@ -4,7 +4,8 @@ Ranks are threads. A model is right if the loss and every gradient are those of 
 fp32, or else within 1e-9 in fp64. Only there can rounding be told from a fault: gradients that cancel out, such as those of a bias before
 a norm, are nothing but rounding in fp32. A model that computes in fp32 even then (norms, rotary tables) rounds there: within 1e-6.
 Some models magnify rounding without bounds, such as batch norms over two values: what no precision tells is "right to rounding", if no
-tensor is off by more than ten times what it changes by in one process when the last bit of every weight does.
+tensor is off by more than ten times what it changes by in one process when the last bit of every weight does. What is off in fp32 and
+gives no numbers in fp64 is "undecided".
 What draws random numbers is left out: threads share one generator.
 """
 
@@ -14,16 +15,17 @@ import copy
 import math
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import survey
 import torch
 from tensor_ranks import run_ranks, tensor_groups
 
 from smpc.codegen.rewrite.tensor_parallel.search import choose
+from smpc.codegen.rewrite.tensor_parallel.styles import find_plan
 from smpc.errors import SmpcError
-from smpc.tensor_parallel import shard
-from smpc.tracer.record import record
+from smpc.recorded import record_modes
+from smpc.tensor_parallel import ShardedModule
 
 MICROBATCHES = 2
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -36,11 +38,12 @@ class Outcome:
     """What became of one architecture."""
 
     name: str
-    verdict: str  # "left out", "right", "right in fp64", "right to rounding", "refused: why" or "wrong: how"
+    verdict: str  # "left out", "right", "right in fp64", "right to rounding", "refused: why", "wrong: how" or "undecided: why"
     share: float = 0.0  # of the parameters that have gradients, on one rank
     share_of_all: float = 0.0  # ... of all parameters
     search_s: float = 0.0  # of one CPU core
     proven: bool = True
+    has_numbers: bool = False  # whether the sharded model ran
 
 
 @dataclass
@@ -122,8 +125,7 @@ def _shares(sharded, model, with_gradient):
     return share(with_gradient), share(whole)
 
 
-def _search(model, batch, degree):
-    trace = record(model, (), batch)
+def _search(trace, degree):
     begun = time.process_time()
     choice = choose(trace, degree)
     narrow = any(node.spec is not None and node.spec.dtype == "float32" for node in trace.nodes)
@@ -135,8 +137,9 @@ def compare(model, batch, degree):
     wanted, again = (_results(copy.deepcopy(model), batch, seed) for seed in (3, 4))
     if largest_error(again, wanted)[1] > 0:
         return None
-    searched = _search(model, batch, degree)
-    modules = [shard(copy.deepcopy(model), batch, group) for group in tensor_groups(degree)]
+    recordings, plan = record_modes(model, batch), find_plan(model, "auto")  # of all ranks
+    searched = _search(recordings[model.training].trace, degree)
+    modules = [ShardedModule(copy.deepcopy(model), group, recordings, plan) for group in tensor_groups(degree)]
 
     def work(rank):
         loss = survey.loss_of(modules[rank](**copy.deepcopy(batch)))  # models write into their inputs
@@ -156,25 +159,43 @@ def outcome(name, degree):
         chosen = survey.choose(name, MICROBATCHES)
         if chosen is None:
             return Outcome(name, "left out")
-        found = None
-        for dtype in TOLERANCES:
+
+        def case(dtype):
             model = survey.build(name, chosen[0]).to(dtype)
+            if dtype is torch.float64:
+                model.set_experts_implementation("eager")  # grouped products are for shorter types alone
             parts = survey.split(survey.inputs(model, chosen[1]), MICROBATCHES)
-            batch = {key: _as(value, dtype) for key, value in parts[0].items()}
-            try:
-                result = compare(model, batch, degree)
-            except SmpcError as error:
-                return Outcome(name, f"refused: {type(error).__name__}: {str(error)[:300]}")
-            except Exception as error:  # whatever it is, it is no refusal
-                return found or Outcome(name, f"wrong: {type(error).__name__}: {str(error)[:300]}")
-            if result is None:
-                return Outcome(name, "left out")
-            numbers = (result.share, result.share_of_all, result.search_s, result.proven)
-            narrow = dtype is torch.float64 and result.narrow
-            tolerance = WITH_FLOAT32 if narrow else TOLERANCES[dtype]
-            if result.error <= tolerance:
-                return Outcome(name, "right" if found is None else "right in fp64", *numbers)
-            if dtype is torch.float64 and is_rounding(model, batch, result.errors, tolerance):
-                return Outcome(name, "right to rounding", *numbers)
-            found = Outcome(name, f"wrong: {result.name} by {result.error:.1e} in {dtype}", *numbers)
+            return model, {key: _as(value, dtype) for key, value in parts[0].items()}
+
+        return judged(name, case, degree)
+
+
+def judged(name, case, degree):
+    """The Outcome of the model and batch that `case(dtype)` gives: that in fp32 if it is right or an error, else that in fp64."""
+    found = _judged_in(torch.float32, name, case, degree)
+    if not found.has_numbers or found.verdict == "right":
         return found
+    exact = _judged_in(torch.float64, name, case, degree)
+    if exact.has_numbers:
+        return replace(exact, verdict="right in fp64") if exact.verdict == "right" else exact
+    return replace(found, verdict=f"undecided: {found.verdict}; in fp64 {exact.verdict}")
+
+
+def _judged_in(dtype, name, case, degree):
+    model, batch = case(dtype)
+    try:
+        result = compare(model, batch, degree)
+    except SmpcError as error:
+        return Outcome(name, f"refused: {type(error).__name__}: {str(error)[:300]}")
+    except Exception as error:  # whatever it is, it is no refusal
+        return Outcome(name, f"wrong: {type(error).__name__}: {str(error)[:300]}")
+    if result is None:
+        return Outcome(name, "left out")
+    tolerance = WITH_FLOAT32 if dtype is torch.float64 and result.narrow else TOLERANCES[dtype]
+    if result.error <= tolerance:
+        verdict = "right"
+    elif dtype is torch.float64 and is_rounding(model, batch, result.errors, tolerance):
+        verdict = "right to rounding"
+    else:
+        verdict = f"wrong: {result.name} by {result.error:.1e} in {dtype}"
+    return Outcome(name, verdict, result.share, result.share_of_all, result.search_s, result.proven, has_numbers=True)

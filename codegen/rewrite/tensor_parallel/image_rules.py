@@ -7,6 +7,8 @@ For conv2d(x[N, C, H, W], w[O, C / g, h, w], b[O]) in g groups:
     B      S(0)   S(0)   S(1)      g = 1: each rank some of the filters
     S(1)   S(1)   P      P         g = 1: ... some of the channels that they look at
     S(1)   S(0)   S(0)   S(1)      the ranks divide g: each rank some of the groups
+    B      S(0|)  S(0|)  S(1|)     they do not: each rank some of the filters of every group, a block of O / g for each
+    S(1|)  S(1)   P      P         ... some of the channels of every group, blocks of C / g
 
 Filters of transposed convolutions have the other order: [C, O / g, h, w].
 """
@@ -17,14 +19,22 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from smpc.codegen.rewrite.tensor_parallel.layouts import PARTIAL, Kind
-from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Rule, Strategy, argument, operands, short_name
+from smpc.codegen.rewrite.tensor_parallel.layouts import BROADCAST, PARTIAL, Kind, Layout
+from smpc.codegen.rewrite.tensor_parallel.strategy import (
+    CONVOLUTIONS,
+    Facts,
+    Rule,
+    Strategy,
+    argument,
+    num_groups,
+    operands,
+    short_name,
+)
 from smpc.tracer.constants import Ref
 from smpc.tracer.ir import Node
 
 _GROUPS = {
-    **dict.fromkeys((f"conv{n}d" for n in (1, 2, 3)), (6, "groups")),
-    **dict.fromkeys((f"conv_transpose{n}d" for n in (1, 2, 3)), (6, "groups")),
+    **dict.fromkeys(CONVOLUTIONS, (6, "groups")),
     "group_norm": (1, "num_groups"),
 }  # by short name, the argument that counts groups of channels
 _AVERAGES = tuple(f"{kind}_pool{n}d" for kind in ("avg", "adaptive_avg") for n in (1, 2, 3))
@@ -35,7 +45,7 @@ def in_groups(facts: Facts, node: Node, strategy: Strategy) -> Node:
     """The node with as many groups as a rank has."""
     place, name = _GROUPS.get(short_name(node.target), (0, ""))
     groups = argument(node, place, name, 1) if name else 1
-    if groups == 1 or strategy.output.kind is not Kind.SHARDED or strategy.output.dim != 1:
+    if groups % facts.degree or strategy.output.kind is not Kind.SHARDED or strategy.output.dim != 1:
         return node
     if len(node.args) > place:
         args = (*node.args[:place], groups // facts.degree, *node.args[place + 1 :])
@@ -51,7 +61,7 @@ def _convolution(facts: Facts, node: Node) -> Iterator[Strategy]:
         return
     x, weight, *rest = names
     out, own = (1, 0) if short_name(node.target).startswith("conv_transpose") else (0, 1)
-    channels, groups = facts.shape(x)[1], argument(node, 6, "groups", 1)
+    channels, groups = facts.shape(x)[1], num_groups(node)
     yield from facts.along(node, {x: 0}, 0, facts.shape(x)[0])
     if groups == 1:
         yield from facts.along(node, {weight: out, **dict.fromkeys(rest, 0)}, 1, facts.shape(weight)[out])
@@ -60,6 +70,26 @@ def _convolution(facts: Facts, node: Node) -> Iterator[Strategy]:
         is_by_channel = groups == channels == facts.shape(node.name)[1]
         ways = facts.along(node, {x: 1, weight: 0, **dict.fromkeys(rest, 0)}, 1, channels)
         yield from (way for way in ways if is_by_channel or not way.output.blocks)
+    elif groups % facts.degree:
+        yield from _inside_groups(facts, node, groups, out, names)
+
+
+def _inside_groups(facts: Facts, node: Node, groups: int, out: int, names: tuple[str, ...]) -> Iterator[Strategy]:
+    """Slices of every group. `out`: the dimension of the weight that has filters."""
+    x, weight, *bias = names
+    taken, given = (facts.shape(name)[1] // groups for name in (x, node.name))
+
+    def blocks(dim: int, size: int) -> Layout:
+        return facts.sharded(dim, (size,) * groups)
+
+    if given % facts.num_pieces == 0:
+        filters = blocks(0, given) if out == 0 else facts.sharded(1)
+        layouts = {x: BROADCAST, weight: filters, **dict.fromkeys(bias, blocks(0, given))}
+        yield Strategy(tuple(layouts[name] for name in node.inputs), blocks(1, given))
+    if taken % facts.num_pieces == 0:
+        seen = facts.sharded(1) if out == 0 else blocks(0, taken)
+        layouts = {x: blocks(1, taken), weight: seen, **dict.fromkeys(bias, PARTIAL)}
+        yield Strategy(tuple(layouts[name] for name in node.inputs), PARTIAL)
 
 
 def _batch_norm(facts: Facts, node: Node) -> Iterator[Strategy]:
@@ -101,7 +131,24 @@ def _pooling(facts: Facts, node: Node) -> Iterator[Strategy]:
 
 
 def _interpolate(facts: Facts, node: Node) -> Iterator[Strategy]:
+    """Where a size stays as it is, every element along that dimension comes from the one at its place."""
     yield from _leading(facts, node, len(facts.shape(node.inputs[0])) - 2)
+    sizes = argument(node, 1, "size")
+    if len(node.inputs) == 1 and isinstance(sizes, (tuple, list)) and all(type(size) is int for size in sizes):
+        (x,) = node.inputs
+        for dim, (size, before) in enumerate(zip(sizes, facts.shape(x)[2:], strict=True), 2):
+            if size == before:
+                yield from facts.along(node, {x: dim}, dim, size)
+
+
+def resized(facts: Facts, node: Node, strategy: Strategy) -> Node:
+    """An interpolation to the size that a rank has."""
+    dim, sizes = strategy.output.dim - 2, argument(node, 1, "size")
+    if short_name(node.target) != "interpolate" or dim < 0:
+        return node
+    local = (*sizes[:dim], sizes[dim] // facts.degree, *sizes[dim + 1 :])
+    kwargs = {name: value for name, value in node.kwargs if name != "size"}
+    return dataclasses.replace(node, args=(node.args[0], local, *node.args[2:]), kwargs=tuple(kwargs.items()))
 
 
 def _pad(facts: Facts, node: Node) -> Iterator[Strategy]:
@@ -115,7 +162,7 @@ def _pad(facts: Facts, node: Node) -> Iterator[Strategy]:
 
 IMAGE_RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        **dict.fromkeys((name for name in _GROUPS if name.startswith("conv")), _convolution),
+        **dict.fromkeys(CONVOLUTIONS, _convolution),
         **dict.fromkeys((*_AVERAGES, *_MAXIMA), _pooling),
         "batch_norm": _batch_norm,
         "group_norm": _group_norm,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from smpc.codegen.rewrite.tensor_parallel.image_rules import in_groups
 from smpc.codegen.rewrite.tensor_parallel.layouts import PARTIAL, Kind, Layout
 from smpc.codegen.rewrite.tensor_parallel.rules import localised
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, argument, short_name
@@ -37,7 +36,7 @@ def on_parts(facts: Facts, node: Node, strategy: Strategy, group: Ref) -> Node:
     if short_name(node.target) == "embedding" and strategy.inputs[1:] == (Layout.sharded(0),):
         args = (*node.args[:2], argument(node, 2, "padding_idx"), group)
         return dataclasses.replace(node, target=f"{TENSOR_OPS}.embedding", args=args, kwargs=())
-    return in_groups(facts, localised(facts, node, strategy), strategy)
+    return localised(facts, node, strategy)
 
 
 def _loss_on_parts(node: Node, group: Ref) -> Node:

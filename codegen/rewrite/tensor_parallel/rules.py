@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import Any
 
 from smpc.codegen.rewrite.tensor_parallel.expert_rules import experts
-from smpc.codegen.rewrite.tensor_parallel.image_rules import IMAGE_RULES
+from smpc.codegen.rewrite.tensor_parallel.image_rules import IMAGE_RULES, in_groups, resized
 from smpc.codegen.rewrite.tensor_parallel.layouts import BROADCAST, PARTIAL, REPLICATED, Kind, Layout
 from smpc.codegen.rewrite.tensor_parallel.strategy import (
     Facts,
@@ -295,7 +295,7 @@ def localised(facts: Facts, node: Node, strategy: Strategy) -> Node:
         if strategy.inputs[0].dim == along:
             sizes = [size // facts.degree for size in split_sizes(node, facts.shape(node.inputs[0]))]
             return _replaced(node, "torch.Tensor.split", (node.args[0], sizes), (("dim", along),))
-    return node
+    return resized(facts, in_groups(facts, node, strategy), strategy)
 
 
 def _with_sizes(node: Node, local: tuple[int, ...]) -> Node:

@@ -27,6 +27,7 @@ from smpc.tracer.ir import Node, NodeKind, TensorSpec, Trace
 from smpc.tracer.targets import GETITEM
 
 SDPA = "scaled_dot_product_attention"
+CONVOLUTIONS = tuple(f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3))
 _CHANGES_SHAPE = ("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as")
 
 
@@ -62,6 +63,12 @@ def short_name(target: str) -> str:
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
     """An argument of a call, by place or by name."""
     return node.args[position] if len(node.args) > position else dict(node.kwargs).get(name, default)
+
+
+def num_groups(node: Node) -> int:
+    """In how many groups a convolution has its channels; 1 of what is none."""
+    groups = argument(node, 6, "groups", 1) if short_name(node.target) in CONVOLUTIONS else 1
+    return groups if isinstance(groups, int) else 1
 
 
 def draws(node: Node) -> bool:
@@ -217,6 +224,10 @@ class Facts:
 
     def _blocks_of(self, node: Node) -> Iterator[tuple[int, ...]]:
         name = short_name(node.target)
+        groups = num_groups(node)
+        if groups > 1 and groups % self.degree and node.spec is not None:
+            for channels in (self.shape(node.inputs[0])[1], node.spec.shape[1]):
+                yield (channels // groups,) * groups
         if name in ("split", "chunk"):
             yield split_sizes(node, self.shape(node.inputs[0]))
         elif name in _CHANGES_SHAPE and node.spec is not None:

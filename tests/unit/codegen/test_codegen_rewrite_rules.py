@@ -36,6 +36,22 @@ OPERATIONS = {
     "matmul": (torch.matmul, [(2, 4, 6), (2, 6, 8)], {"S(0)", "S(1)", "S(2)", "P"}),
     "einsum": (lambda a, b: torch.einsum("bsh,hd->bsd", a, b), [(2, 4, 6), (6, 8)], {"S(0)", "S(1)", "S(2)", "P"}),
     "conv2d": (F.conv2d, [(2, 4, 6, 6), (8, 4, 3, 3), (8,)], {"S(0)", "S(1)", "P"}),
+    "conv2d in groups": (
+        lambda x, w, b: F.conv2d(x, w, b, groups=2), [(2, 4, 6, 6), (8, 2, 3, 3), (8,)], {"S(0)", "S(1)"},
+    ),
+    "conv2d in 3 groups": (
+        lambda x, w, b: F.conv2d(x, w, b, groups=3), [(2, 6, 6, 6), (12, 2, 3, 3), (12,)], {"S(0)", "S(1|4,4,4)", "P"},
+    ),
+    "conv_transpose2d in 3 groups": (
+        lambda x, w: F.conv_transpose2d(x, w, groups=3), [(2, 12, 6, 6), (12, 2, 3, 3)], {"S(0)", "S(1|2,2,2)", "P"},
+    ),
+    "conv1d in 3 groups of one filter": (
+        lambda x, w: F.conv1d(x, w, groups=3), [(2, 6, 6), (3, 2, 3)], {"S(0)", "P"},
+    ),
+    "interpolate one size": (
+        lambda x: F.interpolate(x, size=(3, 8), mode="bicubic", antialias=True), [(2, 4, 6, 8)], {"S(0)", "S(1)", "S(3)"},
+    ),
+    "interpolate a factor": (lambda x: F.interpolate(x, scale_factor=(0.5, 1.0)), [(2, 4, 6, 8)], {"S(0)", "S(1)"}),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (6,), w, b), [(2, 4, 6), (6,), (6,)], {"S(0)", "S(1)"}),
     "softmax": (lambda x: x.softmax(-1), [(2, 4, 6)], {"S(0)", "S(1)"}),
     "attention": (F.scaled_dot_product_attention, [(2, 4, 6, 8)] * 3, {"S(0)", "S(1)", "S(2)"}),
