@@ -16,6 +16,7 @@ from smpc.expert_parallel import register_experts
 from smpc.sharding.tensors import whole as gathered
 
 STEPS, HALF = 4, 2
+SWITCH = "SwitchTransformersForConditionalGeneration"
 
 
 @smp.step
@@ -205,6 +206,11 @@ def test_beside_a_pipeline(tmp_path):
     check_resumed(tmp_path, folder, "MixtralForCausalLM", 1, 2, 2, 2, "half")
 
 
+def test_an_encoder_and_a_decoder_with_experts(tmp_path):
+    """Its routers convert a linear layer to what it is already; a recording refused that."""
+    check(tmp_path, SWITCH, 2, 2, 4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "pp", "ep", "world", "config"),
@@ -222,6 +228,10 @@ def test_beside_a_pipeline(tmp_path):
         ("by hand", 1, 2, 4, {"shard_optimizer_state": True}),
         ("MixtralForCausalLM", 1, 2, 4, {"shard_optimizer_state": True}),
         ("MixtralForCausalLM", 2, 2, 4, {"shard_optimizer_state": True}),
+        (SWITCH, 1, 2, 2, {}),
+        (SWITCH, 1, 2, 4, {"fully_shard": True}),
+        (SWITCH, 2, 2, 4, {"shard_optimizer_state": True}),
+        ("NllbMoeForConditionalGeneration", 2, 2, 4, {}),
         ("listed", 1, 2, 4, {}),
         ("listed", 2, 2, 4, {}),
         ("listed", 2, 2, 4, {"shard_optimizer_state": True}),
