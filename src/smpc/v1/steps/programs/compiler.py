@@ -226,7 +226,7 @@ class Compiler:
             return None
         optimizer, mesh = find_optimizer(self._options.optimizer), self._session.mesh
         if self._session.is_sharded:
-            parts = Axis.EXPERT_FSDP if mesh.shard_size > 1 else Axis.EXPERT_DATA  # as they are divided in `replication`
+            parts = Axis.EXPERT_FSDP if mesh.shard_size > 1 else Axis.EXPERT_DATA
             return experts.names, optimizer.in_parts_on(mesh.size(parts))
         return experts.names, optimizer.replicated(mesh.size(Axis.EXPERT_DATA), self._options.shard_optimizer_state)
 
