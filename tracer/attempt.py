@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from smpc.errors import SmpcError, TraceError
+from smpc.tracer.effects.conversions import watching_conversions
 from smpc.tracer.effects.randomness import ModuleGenerators, kept
 from smpc.tracer.effects.torch_calls import tensors_in, uncompiled
 from smpc.tracer.environment.frozen import AnyTensor, Frozen, freeze
@@ -92,6 +93,7 @@ class Run:
     refusal: str  # of the first change
     leftovers: Leftovers | None  # None: they depend on more than sizes
     listed: frozenset[int]
+    converted: frozenset[int]
     names: tuple[Names, ...]  # of the attributes of the objects that were reached
     outside: tuple[OutsideRead, ...]
     of_torch: tuple[ModuleType, ...]  # whose functions the code that ran may name,
@@ -245,6 +247,7 @@ def _finished(model: nn.Module, recorder: Recorder, output: Any, before: _Submod
         text,
         leftovers,
         frozenset(reads.listed),
+        frozenset(recorder.watch.converted),
         tuple(reads.names),
         tuple(reads.outside),
         tuple(reads.of_torch),
@@ -296,6 +299,7 @@ def _python_calls(recorder: Recorder) -> Iterator[None]:
     transforms = Transforms(recorder)
     with (
         _module_calls(recorder),
+        watching_conversions(recorder),
         _function_calls(recorder, transforms),
         _script_calls(recorder),
         transforms.recorded(),
@@ -326,7 +330,8 @@ def _module_calls(recorder: Recorder) -> Iterator[None]:
             calls.resume()
 
     def noting(module: nn.Module, name: str, value: Any) -> None:
-        if threading.get_ident() == thread:
+        is_same = isinstance(value, nn.Module) and vars(module).get("_modules", {}).get(name) is value
+        if threading.get_ident() == thread and not is_same:
             recorder.note_write(module, name, value)
         set_attribute(module, name, value)
 

@@ -100,7 +100,7 @@ def record_guarded(
     `smpc.tracer.environment.state_changes`.
     """
     run = _recorded(model, request, leaf_modules)
-    tables: list[TableLike] = [*tables_of(model, run.listed, run.used), *run.names]
+    tables: list[TableLike] = [*tables_of(model, run.listed, run.used, run.converted), *run.names]
     tables.append(Aliases(model.named_modules(), read_tensors(run.trace), run.guards))
     # Elsewhere than on the CPU, tensors that have been evaluated are on the wrong device: there every call computes them anew.
     is_left = run.leftovers is not None and (request.device.type == "cpu" or not run.leftovers.cached)

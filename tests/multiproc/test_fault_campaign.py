@@ -1,5 +1,6 @@
 """Random faults: every process is gone in time, the right rank is named, and nothing is left behind."""
 
+import dataclasses
 import json
 import multiprocessing.connection
 import os
@@ -68,6 +69,16 @@ def draw(generator):
     return draw_start(generator, world, degree) if generator.random() < 0.4 else draw_step(generator, world, degree)
 
 
+def draw_with_experts(generator):
+    """The same where ranks have other experts each, mostly of pipelines."""
+    world, degree, experts = generator.choice([(4, 2, 2), (4, 2, 2), (2, 1, 2), (4, 1, 2)])
+    while True:
+        kind = draw_start if generator.random() < 0.25 else draw_step
+        fault = dataclasses.replace(kind(generator, world, degree), experts=experts)
+        if degree > 1 or (fault.action != WIRE and fault.place != RECORD):  # there is no other stage, and no recording
+            return fault
+
+
 def draw_start(generator, world, degree):
     """A fault before the first step."""
     action = generator.choice([RAISE, RAISE, KILL, SEGV, EXIT, LEAVE, SLEEP, LOOP, STOP, NATIVE, COLLECTIVE])
@@ -88,7 +99,7 @@ def draw_step(generator, world, degree):
     rank = generator.randrange(world)
     if place == "loss":
         rank = rank // degree * degree + degree - 1
-    if action == WIRE and rank % degree == degree - 1:
+    if action == WIRE and degree > 1 and rank % degree == degree - 1:
         rank -= 1  # the last stage sends nothing on
     first = 1 if action in STALLS else 0  # the first step compiles, and has the start's timeout
     last = NUM_STEPS - 1 if place != "optimizer" else NUM_STEPS - 2  # after it a step, in which the others wait
@@ -167,7 +178,7 @@ def complaints(fault, found):
     else:
         expected = [f"smpc: error: rank {rank} failed, which ended the other ranks"]
         expected += ["ArithmeticError: bomb"] if fault.action == RAISE else ["TransportError: edge ", "module"]
-    if fault.in_step and fault.action in (RAISE, SLEEP):
+    if fault.in_step and fault.action in (RAISE, SLEEP) and fault.degree > 1:  # one stage has no instructions
         expected += [f"microbatch {fault.microbatch}", "stage "]
     if fault.action == SLEEP:
         expected += ["time.sleep(1000)"]
@@ -284,10 +295,22 @@ def test_a_few_faults(tmp_path):
     assert not wrong, "\n\n".join(wrong)
 
 
+def test_a_few_faults_of_ranks_with_experts(tmp_path):
+    """Those with other experts wait for the rank's tokens, not for its gradients."""
+    faults = [
+        Fault(KILL, "forward", 2, 1, 1, 1, 2, 100.0, experts=2),
+        Fault(SLEEP, "backward", 2, 1, 0, 1, 1, STEP_TIMEOUT, experts=2),
+        Fault(RAISE, "forward", 4, 2, 2, 1, 1, 100.0, experts=2),
+    ]
+    wrong = run_campaign(faults, tmp_path, 2)
+    assert not wrong, "\n\n".join(wrong)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(6 * 3600)
-def test_campaign(tmp_path, capfd):
+@pytest.mark.parametrize("drawn", [draw, draw_with_experts])
+def test_campaign(tmp_path, capfd, drawn):
     generator = random.Random(SEED)
     with capfd.disabled():  # it takes an hour: show how far it is
-        wrong = run_campaign([draw(generator) for _ in range(NUM_FAULTS)], tmp_path, NUM_DRIVERS)
+        wrong = run_campaign([drawn(generator) for _ in range(NUM_FAULTS)], tmp_path, NUM_DRIVERS)
     assert not wrong, f"{len(wrong)} of {NUM_FAULTS}, seed {SEED}:\n\n" + "\n\n".join(wrong)

@@ -1,7 +1,8 @@
 """Random kills while a training script saves a full checkpoint: what it resumes from then is of one step, the last that was whole.
 
-Drawn from a printed seed: one rank or two, a new tag, the first of all, or a forced save of the last one, in the foreground or background;
-who dies, and at which call of the checkpoint code into C (counted in a rehearsal). Then another job resumes, and saves again.
+Drawn from a printed seed: one rank or two, with other experts each or not, a new tag, the first of all, or a forced save of the last one,
+in the foreground or background; who dies, and at which call of the checkpoint code into C (counted in a rehearsal). Then another job
+resumes, and saves again.
 """
 
 import os
@@ -15,6 +16,7 @@ import warnings
 import pytest
 import torch
 from executor_harness import Launch, run_workers
+from mixtures import Experts
 from torch import nn
 
 import smpc.v1 as smp
@@ -47,11 +49,12 @@ class KillAtCall:
 
 
 class Job:
-    """Replicas whose every parameter and state of the optimizer has the number of the step."""
+    """Replicas whose every parameter and state of the optimizer has the number of the step. `degree`: ranks that divide experts."""
 
-    def __init__(self, path, size):
-        smp.init({"pipeline_parallel_degree": 1, "ddp": size > 1, "checkpoint_timeout": 10.0})
-        self.model = smp.DistributedModel(nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 20)))
+    def __init__(self, path, size, degree=1):
+        degrees = {"pipeline_parallel_degree": 1, "expert_parallel_degree": degree}
+        smp.init(degrees | {"ddp": size > 1, "checkpoint_timeout": 10.0})
+        self.model = smp.DistributedModel(nn.Sequential(nn.Linear(30, 40), Experts(4, 40, 20)))
         self.optimizer = smp.DistributedOptimizer(torch.optim.AdamW(self.model.parameters()))
         for parameter in self.model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -91,11 +94,12 @@ def draw(seed):
         "asynchronous": pick.random() < 0.5,
         "victim": pick.choice([0, pick.randrange(size)]),  # rank 0 publishes, so it dies more often
     }
-    return case, pick.random()
+    fraction = pick.random()
+    return case | {"degree": pick.choice([1, size])}, fraction
 
 
 def save_and_die(rank, folder, path, case, point):
-    job = Job(path, case["size"])
+    job = Job(path, case["size"], case["degree"])
     if case["variant"] != "first":
         for step in (1, 2):
             job.save(step, f"t{step}")

@@ -143,3 +143,10 @@ def test_ranks_that_share_sequences_or_experts(tmp_path, kind, sharding, dtype, 
     if kind != "replica":
         config[f"{kind}_parallel_degree"] = 2
     check(tmp_path, 4, [(config, again)])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_experts_in_parts_beside_sequences_without_a_pipeline(tmp_path, dtype):
+    """Two ranks have the same experts, and divide them; the plan had them whole on each: 17% too much, 28% in bf16."""
+    config = settings(1, 1, "all", dtype, None) | {"context_parallel_degree": 2, "expert_parallel_degree": 2}
+    check(tmp_path, 4, [(config, True)])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from mixtures import Block
 from torch import nn
 
 import smpc.v1 as smp
@@ -45,6 +46,7 @@ class Fault:
     step_timeout: float
     moment: str = ""  # the file that gets the time at which it happens
     start_timeout: float = 200.0
+    experts: int = 1  # ranks that they are divided over
 
     @classmethod
     def read(cls, text):
@@ -120,15 +122,19 @@ class Bomb(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    def __init__(self, trigger):
+    def __init__(self, trigger, has_experts):
         super().__init__()
         trigger.pass_by(BUILD)
         self.linear = nn.Linear(WIDTH, WIDTH)
+        self.experts = Block(WIDTH, 4) if has_experts else nn.Identity()
         self.trigger = (trigger,)
 
     def forward(self, x):
+        return self.experts(self.noticed(torch.tanh(self.linear(x))))
+
+    def noticed(self, x):
+        """The hidden states, unless the moment has come: ranks with other experts of this layer wait for this one then."""
         (trigger,) = self.trigger
-        x = torch.tanh(self.linear(x))
         if smp.is_tracing():
             trigger.pass_by(RECORD)
             return x
@@ -172,6 +178,7 @@ def main(fault):
     instrument(trigger)
     config = {
         "pipeline_parallel_degree": fault.degree,
+        "expert_parallel_degree": fault.experts,
         "microbatches": MICROBATCHES,
         "ddp": fault.world > fault.degree,
         "step_timeout": fault.step_timeout,
@@ -180,7 +187,7 @@ def main(fault):
     smp.init(config)
     trigger.pass_by(AFTER)
     torch.manual_seed(0)
-    model = smp.DistributedModel(Spoiled(trigger, *(Layer(trigger) for _ in range(8))))
+    model = smp.DistributedModel(Spoiled(trigger, *(Layer(trigger, fault.experts > 1) for _ in range(8))))
     trigger.pass_by(BETWEEN)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
     seen = []

@@ -150,6 +150,7 @@ class Watch:
         self._keeping: list[int] = []  # storages of state that autograd keeps for the call that is being recorded
         self._kept: dict[int, dict[str, str]] = {}  # storage -> nodes, each with where it is
         self._overwritten: dict[int, str] = {}
+        self.converted: dict[int, None] = {}  # ids of modules, see `smpc.tracer.effects.conversions`
 
     @contextmanager
     def active(self, mode: FakeTensorMode) -> Iterator[None]:
@@ -194,9 +195,12 @@ class Watch:
         found = differentiation.FORBIDDEN.get(mark)
         if found is not None:
             why, way_out = found
-            text = str(self._recorder.error(f"forward {why.format(fqn=fqn)} ({mark})", way_out=way_out))
-            self._failure = TraceError(text)
-            raise self._failure
+            self.refuse_everywhere(f"forward {why.format(fqn=fqn)} ({mark})", way_out)
+
+    def refuse_everywhere(self, what: str, way_out: str) -> NoReturn:
+        """Raises an error for which no module is called whole."""
+        self._failure = TraceError(str(self._recorder.error(what, way_out=way_out)))
+        raise self._failure
 
     def node_added(self, name: str, is_random: bool) -> None:
         """A call has been recorded, as the node of that name."""
@@ -266,10 +270,7 @@ class Watch:
         is_trained = bool(name) and tensor.requires_grad and id(tensor) not in state.originals
         if parameter is not None or is_trained:
             why = "requires grad" if parameter is None else f"shares the memory of {parameter}"
-            self._failure = TraceError(
-                str(self._recorder.error(f"forward uses {name}, no parameter, which {why}", way_out=_COMPUTE))
-            )
-            raise self._failure
+            self.refuse_everywhere(f"forward uses {name}, no parameter, which {why}", _COMPUTE)
 
     @contextmanager
     def whole(self, fqn: str, module: nn.Module, arguments: Any, run: Run) -> Iterator[WholeCall]:

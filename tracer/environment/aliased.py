@@ -164,7 +164,7 @@ def _tables(tables: Iterable[TableLike], original: Original) -> Iterator[TableLi
     for table in tables:
         holder = original(table.holder) if isinstance(table, (Table, Names)) else None
         if holder is not None and isinstance(table, Table):
-            yield Table(table.fqn, table.what, holder)
+            yield Table(table.fqn, table.what, holder, has_types=table.is_deep)
         elif holder is not None and isinstance(table, Names):
             names = Names(holder, table.text, table.owner, are_all_read=table.are_all_read, is_class=table.is_class)
             names.used = table.used

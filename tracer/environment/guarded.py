@@ -223,11 +223,20 @@ class _OfOneDict(ABC):
 class Table(_OfOneDict):
     """The names of a module's parameters, buffers or submodules; of submodules, these themselves, of buffers what a trace rests on.
 
-    `used`: the names of attributes of buffers that count, None if any may.
+    `used`: the names of attributes of buffers that count, None if any may. `has_types`: the types of parameters count, too.
     """
 
-    def __init__(self, fqn: str, what: str, holder: dict[str, Any], used: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        fqn: str,
+        what: str,
+        holder: dict[str, Any],
+        used: Collection[str] | None = None,
+        *,
+        has_types: bool = False,
+    ) -> None:
         self.fqn, self.what, self.holder, self._used = fqn, what, holder, used
+        self.is_deep = has_types
         self._expected = self._content()
 
     @property
@@ -242,6 +251,8 @@ class Table(_OfOneDict):
             return tuple(self.holder.items())
         if self.what == "buffer":
             return tuple((name, self._form(value)) for name, value in self.holder.items())
+        if self.is_deep:
+            return tuple((name, True if value is None else value.dtype) for name, value in self.holder.items())
         return tuple((name, value is None) for name, value in self.holder.items())
 
     def difference(self) -> Difference | None:
@@ -285,7 +296,7 @@ class Table(_OfOneDict):
         if name not in table:
             return "missing"
         value = table[name]
-        if isinstance(value, _Form):
+        if isinstance(value, (_Form, torch.dtype)):
             return str(value)
         return type(value).__name__ if isinstance(value, nn.Module) else "None" if value is True else "there"
 
@@ -528,10 +539,15 @@ def shown(value: Any) -> str:
         return "a tensor"
 
 
-def tables_of(model: nn.Module, listed: Collection[int] = (), used: Collection[str] | None = None) -> Iterator[Table]:
+def tables_of(
+    model: nn.Module,
+    listed: Collection[int] = (),
+    used: Collection[str] | None = None,
+    converted: Collection[int] = (),
+) -> Iterator[Table]:
     """The tables of a model's modules that are not empty, or belong to a module that was asked for its members (`listed`, by id).
 
-    `used`: see `Table`.
+    `converted`: modules, by id, the types of whose parameters count. `used`: see `Table`.
     """
     for fqn, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -539,7 +555,8 @@ def tables_of(model: nn.Module, listed: Collection[int] = (), used: Collection[s
         tables = {"submodule": module._modules, "parameter": module._parameters, "buffer": module._buffers}
         for what, table in tables.items():
             if table or id(module) in listed:
-                yield Table(fqn, what, table, used)
+                has_types = what == "parameter" and id(module) in converted
+                yield Table(fqn, what, table, used, has_types=has_types)
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

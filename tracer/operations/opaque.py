@@ -163,6 +163,7 @@ def _run(
         inputs = [values.input(leaf, first_sizes) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         memo = {id(fake): values.state(state.originals[id(fake)]) for fake in (*module.parameters(), *module.buffers())}
         real_state = list(memo.values())
+        types = [tensor.dtype for tensor in real_state]
         copied = copy.deepcopy(module, dict(memo))
         count = sum(isinstance(tensor, torch.Tensor) for tensor in inputs)
         owned = {t.untyped_storage()._cdata: count + i for i, t in enumerate(real_state)}
@@ -185,6 +186,7 @@ def _run(
         with saved_tensors_hooks(note, lambda tensor: tensor), _Reached(state) as reached:
             output = copied(*real_args, **real_kwargs)
         meter.random |= not torch.equal(generator, torch.get_rng_state())  # the meter does not see other threads
+        _check_types(module, real_state, types)
         written = [i for i, (tensor, version) in enumerate(watched) if tensor._version != version]
         found, shape = flatten(output)
         same = {id(t): i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)}
@@ -197,6 +199,14 @@ def _run(
             for leaf in found
         ]
     return Probe(described, shape, saved, written, list(kept), meter.flops, meter.random, reached.found)
+
+
+def _check_types(module: nn.Module, state: Sequence[Tensor], types: Sequence[torch.dtype]) -> None:
+    """Raises TraceError if a run has converted a module's parameters or buffers, in the place of the old ones."""
+    for tensor, dtype in zip(state, types, strict=True):
+        if tensor.dtype is not dtype:
+            what = f"it converts its tensors of {dtype} to {tensor.dtype}; {differentiation.CONVERT}"
+            raise TraceError(f"{type(module).__name__}: {what}")
 
 
 class _Reached(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -56,7 +56,7 @@ from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, draws
 from smpc.errors import CodegenError
 from smpc.tracer.constants import map_references
 from smpc.tracer.ir import ModuleCall, Node, NodeKind, TensorSpec, Trace
-from smpc.tracer.targets import GETITEM
+from smpc.tracer.targets import GETITEM, SETITEM
 
 _LEAST = 3  # iterations that make a loop
 _LONGEST = 256  # nodes of an iteration
@@ -99,7 +99,7 @@ def _spec_of(facts: Facts, name: str) -> Any:
 
 def _unnumbered(node: Node, arguments: Any) -> Any:
     """An index without its numbers, which count the iterations."""
-    return re.sub(r"\b\d+\b", "*", repr(arguments)) if node.target == GETITEM else arguments
+    return re.sub(r"\b\d+\b", "*", repr(arguments)) if node.target in (GETITEM, SETITEM) else arguments
 
 
 def _lengths(kinds: Sequence[Hashable], start: int) -> Iterator[int]:

@@ -170,8 +170,8 @@ def check_join(options: Mapping[str, Any], session: Session) -> None:
         )
     if session.mesh.ep_size > 1:
         raise ConfigUnsupportedError(
-            "join: with expert_parallel_degree above 1, ranks need each other's experts in every step; give all as many batches, or leave "
-            "expert_parallel_degree out"
+            "join: with expert_parallel_degree above 1, ranks need each other's experts in every step, and a script that is over does not "
+            "update them; give all as many batches, or leave expert_parallel_degree out"
         )
     if session.is_sharded:
         raise ConfigUnsupportedError(

@@ -238,7 +238,8 @@ class Compiler:
             return None
         optimizer, mesh = find_optimizer(self._options.optimizer), self._session.mesh
         if self._session.is_sharded:
-            return experts.names, optimizer.in_parts_on(mesh.size(Axis.EXPERT_FSDP))
+            parts = Axis.EXPERT_FSDP if mesh.shard_size > 1 else Axis.EXPERT_DATA
+            return experts.names, optimizer.in_parts_on(mesh.size(parts))
         return experts.names, optimizer.replicated(mesh.size(Axis.EXPERT_DATA), self._options.shard_optimizer_state)
 
     def _measure(self, inputs: Inputs) -> list[list[float]]:
