@@ -1,4 +1,4 @@
-"""Python source for nodes and module calls, as a person would write it.
+"""Python source, as a person would write it: of nodes and module calls, and of a rank's whole program.
 
     Node torch.Tensor.add(x, y)                      x + y
     Node torch.nn.functional.gelu(x)                 F.gelu(x)
@@ -12,9 +12,8 @@ Names come from data (keys of a ModuleDict or of a dict of inputs, say): what is
 Names in scope of the printed code: `torch`, `F` (torch.nn.functional), `importlib`, `function` (of `smpc.tracer.targets`), `tensor_ops`
 (of `smpc.executor`), `self`.
 
-A rank's program as one Python file that a person can read, import and step through.
-
-The stage classes in the file are, to the letter, the code that the executor runs; INSTRUCTIONS is the program it walks.
+`emit_rank` writes a rank's program as one file that a person can read, import and step through. Its stage classes are, to the letter, the
+code that the executor runs. Its INSTRUCTIONS are the program that the executor runs.
 """
 
 from __future__ import annotations

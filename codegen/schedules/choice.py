@@ -1,4 +1,4 @@
-"""Which schedule runs, and on which placement: what the settings `pipeline`, `schedule` and `virtual_pipeline_degree` say.
+"""Which schedule runs, and on which placement: by the settings `pipeline`, `schedule` and `virtual_pipeline_degree`, or by a CSV file.
 
     name of `schedule`   what it is                                        pieces per rank   rank of stage s
     gpipe                `simple`: all forwards, then all backwards        any               s % p
@@ -18,9 +18,8 @@ two, (v + 1) / 2 pieces of a rank on the way down and the others on the way up, 
 Example: `choose(4, 8)` is 1f1b on ranks (0, 1, 2, 3); `choose(4, 8, schedule="zb-v")` has 8 stages, on ranks
 (0, 1, 2, 3, 3, 2, 1, 0).
 
-Schedules as CSV files, in the format of torch.distributed.pipelining ("compute_only").
-
-A row for each rank, a cell for each action, in order:
+Schedules are read from CSV files (`read_csv`) and written to them (`to_csv`) in the format of torch.distributed.pipelining
+("compute_only"): a row for each rank, a cell for each action, in order:
 
     0F3     forward of stage 0 on microbatch 3
     0B3     its backward

@@ -1,4 +1,6 @@
-"""A rank's description of its process in the job's store, and what other processes of its host can see of it.
+"""What ranks tell each other in the job's store about their processes: who they are, and which of them failed first.
+
+Each rank signs with a description of its process. Other processes of its host can see more of it.
 
     sign(store, rank, place)                 this process is that rank, and was last there
     signed = signature(store, rank)          None where there is none
@@ -10,7 +12,7 @@ Terms
 
 Nothing that is read from the store is run; what is no signature of this format counts as none.
 
-The record of the first rank that fails, in the store that all ranks share, for the others to show.
+The first rank that fails publishes a record, for the others to show.
 
 Terms
     report      JSON under the key `smpc/error`: the rank that is at fault, where it was, and a text for people. Written once: the first

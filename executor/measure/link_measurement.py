@@ -1,4 +1,6 @@
-"""Measures messages between two ranks: seconds for an empty message, and bytes per second.
+"""Measures between ranks: the latency and bandwidth of messages, and the offset of clocks.
+
+A message's time has two parts: seconds for an empty message, and bytes per second.
 
     wire = measure_wire(transport, rank, num_ranks)     # collective over the pipeline, between steps
 
@@ -8,7 +10,7 @@ the pairs. With the result, a `Wire` of a device description, message times are 
 
     dataclasses.replace(find_device("cpu"), inside_host=wire)
 
-How far the clocks of ranks on other hosts are from rank 0's.
+`clock_offset` measures how far the clocks of ranks on other hosts are from rank 0's.
 
     offset = clock_offset(group, device)        # collective; `time.monotonic_ns() + offset` is rank 0's clock, about
 

@@ -11,11 +11,9 @@ A value that shares memory with a buffer (BatchNorm statistics, a slice of a pos
 has run: the buffer may be written by the next microbatch before the value has been sent, or read by the next
 stage of this rank.
 
-Sums the gradient of a parameter that several pipeline ranks hold.
-
-Every holder sends its gradient to every other and adds up what exists in order of rank, so all end with the
-same bits. Where no holder has a gradient, there is none afterwards. A mask says whether one
-follows.
+`Reduction` sums the gradient of a parameter that several pipeline ranks hold. Every holder sends its gradient to every other and adds up
+what exists in order of rank, so all end with the same bits. Where no holder has a gradient, there is none afterwards. A mask says whether
+one follows.
 
 Gradients accumulate over steps until the user clears them, and gradients of a former step are already summed: only the first holder may
 contribute them. The others start every training step without gradients (`start`). If parameters are sharded over replicas, holders with

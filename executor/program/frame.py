@@ -1,4 +1,6 @@
-"""The tensors of one stage and one microbatch on a rank, from the first value received until the last gradient is sent.
+"""What the handlers of a bound program work on: a `Frame` of tensors for each stage and microbatch, and the `Step`.
+
+A frame has the tensors of one stage and one microbatch on a rank, from the first value received until the last gradient is sent:
 
     inputs     values in the order of StageCode.inputs; put there by RECV and MOVE, taken by F
     leaves     F leaves here those inputs that want a gradient; B reads their .grad
@@ -17,9 +19,8 @@ An input that the stage passes on is one tensor, both input and output: its edge
 autograd adds the gradient that comes from further down first and the stage's own contributions after it, as
 in an unsplit run.
 
-The bound form of a program: handlers, and the inputs that the caller of a step passes to them.
-
-A `Handler` is an instruction with its operands looked up. It reads everything that differs from step to step from its program's `Step`.
+A `Step` has the inputs that the caller of a step passes to the handlers. A `Handler` is an instruction with its operands looked up. It
+reads everything that differs from step to step from its program's `Step`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Attention of a sequence of which each rank has a slice of the queries.
+"""Operations on a sequence of which each rank has a slice: attention, exchanges of slices, losses and means.
 
-Keys and values whole, or sliced as the queries are; `smpc.executor.sequence.ring` has another way for the latter.
+Attention takes keys and values that are whole, or sliced as the queries are. `smpc.executor.sequence.ring` has another way for the latter.
 
 `causal_rows`: keys and values are whole. Query i sees keys up to i: every run of queries that a rank has is a call of its own, with the
 keys up to its last query.
 
-Slices of one dimension for slices of another, where the slices are pieces (`smpc.executor.pieces`).
+`all_to_all` exchanges slices of one dimension for slices of another, where the slices are pieces (`smpc.executor.pieces`).
 
-Losses and means over a sequence of which each rank has a slice: every rank gives a summand.
+`rows_cross_entropy` and `mean_part` are losses and means over the whole sequence: every rank gives a summand.
 
     loss = sum over own rows of loss_i / number of all rows that count
 

@@ -1,4 +1,4 @@
-"""A placement problem in numbers: a graph of nodes, the devices, and the objective.
+"""A placement problem in numbers: a graph of nodes, the devices, and the objective; and what a placement costs.
 
 Terms
     node        something that runs on one device: its time on a device of speed 1, memory that its device holds for it, and
@@ -19,7 +19,8 @@ How nodes may be split over devices, `split`:
 
 Each device runs at least one node, unless `may_idle`.
 
-The cost of a placement by definition, in fractions: reported numbers are exact, whatever the solvers round.
+`times`, `memory` and `largest_load` are a placement's costs by definition, in fractions: reported numbers are exact, whatever the solvers
+round.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Buffers and tensor attributes that are one and the same tensor: a trace reads it under one of its names.
+"""What of the environment depends on the identity of objects: aliased tensors, and a recording's environment on another copy.
+
+Buffers and tensor attributes may be one and the same tensor. A trace reads it under one of its names.
 
     self.register_buffer("frequencies", table)
     self.original = self.frequencies                # the trace reads "frequencies" for both
@@ -6,7 +8,7 @@
 After `self.original = other` it would go on reading the first. So which of these are the same is guarded. Two that become the same are
 detected as well: a write into one of them would be seen in the other. Parameters are looked after elsewhere.
 
-The environment of a recording, for other objects than those that were recorded, or for the same ones after a change of our own.
+`moved` is the environment of a recording for other objects than those that were recorded, or for the same ones after a change of our own.
 
     copied = copy.deepcopy(model)                                # what is recorded
     trace, environment = ...

@@ -1,4 +1,6 @@
-"""Sharding rules for slices of a sequence, beside the rules of `smpc.codegen.rewrite.tensor_parallel.rules`.
+"""Sharding rules of context parallelism: for slices of a sequence, and for the calls that share a sequence.
+
+Rules for slices of a sequence, beside the rules of `smpc.codegen.rewrite.tensor_parallel.rules`:
 
     operation                        slices                  result     way
     scaled_dot_product_attention     q Z(2)  k B     v B     Z(2)       causal_rows: own queries, with the keys up to each
@@ -10,7 +12,7 @@
 
 Labels and masks are whole: every rank counts the labels that are not ignored, and takes what it needs of a mask.
 
-How tensor-parallel ranks share what context-parallel ranks call: along every dimension but the sequence.
+Rules by which tensor-parallel ranks share what context-parallel ranks call, along every dimension but the sequence:
 
     call                              sliced along
     gathers, cuts, exchanges          any dimension but those that they work along

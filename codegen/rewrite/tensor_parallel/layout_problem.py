@@ -1,4 +1,6 @@
-"""The choice of strategies as a numeric problem: strategies of each operation, users of each value, and costs.
+"""The choice of strategies as a numeric problem, and the parts of a trace that decide alike: equal blocks, and iterations of loops.
+
+The problem has the strategies of each operation, the users of each value, and costs.
 
 Terms
     part      a node with all that play its part in equal blocks, by the position of the first: they get the same strategy
@@ -10,7 +12,7 @@ holds beyond its share. The last has by far the largest weight: the purpose of t
 paid once for each value and layout, whatever the number of users. A sharded parameter is used in its layout, never gathered: gathering
 is a job for fully sharded data parallelism, which does it better.
 
-Equal blocks of a trace: what is decided for one layer holds for all like it.
+Equal blocks (`representatives`): what is decided for one layer is decided for all that equal it.
 
 Two module calls are equal if their nodes agree one by one: same operations, constants and specs, the same values inside, values from
 outside in the same order and with the same specs, parameters of the same names below the module. They count as equal blocks if their
@@ -20,7 +22,7 @@ must be able to differ even if they are equal. The outermost of nested calls cou
     >>> representatives(trace)            # doctest: +SKIP
     (0, 1, 2, 3, 2, 3, 2, 3, 8)           # nodes 2 and 3 are a block; it comes again at 4 and at 6
 
-Equal iterations of a loop that a model's Python unrolled: what is decided for one holds for all.
+Equal iterations (`iterations`) of a loop that a model's Python unrolled: what is decided for one is decided for all.
 
 The scan of a state-space model is one such loop: `state = decay[:, :, i] * state + update[:, :, i]`, for every position i of the sequence.
 

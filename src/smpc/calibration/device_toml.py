@@ -1,6 +1,7 @@
-"""A device as the file that `--device` takes: the keys of `smpc.partitioner.costs.device`, numbers with four digits.
+"""Writes what a calibration found as the file that `--device` takes.
 
-Calibrates and writes the file; what every rank runs.
+The file has the keys of `smpc.partitioner.costs.device`, and numbers with four digits. `calibrate_to` calibrates and writes it: every rank
+runs this.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ parameters of which half-precision ones and masters were saved take the masters'
                         ranks' state
     metadata            what is given, and "extra_state", "tied" (other names), and "optimizer", the options of the parameter groups
 
-A rank's part of a tensor: all of it, or for a DTensor (FSDP2, torch's tensor parallelism) its local part with its offsets.
+`shard_of` is a rank's part of a tensor: all of it, or for a DTensor (FSDP2, torch's tensor parallelism) its local part with its offsets.
 
     shard_of("model", "head.weight", dtensor)     the Shard of this rank, a view; perhaps an empty one
 

@@ -2,7 +2,8 @@
 
 Its options have one name each: what typer shows and parses.
 
-`observed` is `--report` and `--trace`: asks the ranks for their records, and turns those into a report and a trace when they have ended.
+`observed` is what `--report` and `--trace` do: it asks the ranks for their records, and turns those into a report and a trace when they
+have ended.
 
 Every rank writes its measurements to a folder (`smpc.v1.session.supervision`): the one of `--trace`, or a temporary one. Launchers of
 several nodes write to the same folder if it is on a shared disk, and the last one to end makes the trace of all ranks; otherwise each

@@ -1,4 +1,6 @@
-"""Cuts a batch along its samples: tensors in tuples, lists and mappings along their first dimension; what is no tensor goes to all, but
+"""Batches of a Trainer's ranks: cut into microbatches, and checked to be alike where ranks slice layers together.
+
+`cut` cuts a batch along its samples: tensors in tuples, lists and mappings along their first dimension; what is no tensor goes to all, but
 for lists without tensors that have as many members as there are samples: texts, names, and the like.
 
 An object with `smp_slice(num_pieces, index, axis)`, as of `smpc.v1`, cuts itself along axis 0, into equal pieces.
@@ -6,7 +8,8 @@ An object with `smp_slice(num_pieces, index, axis)`, as of `smpc.v1`, cuts itsel
 num_samples({"ids": tensor of 10 rows}) == 10
 cut(batch, 4)       microbatches of 4, 4 and 2 samples
 
-Values that must be equal on ranks, checked or shared: on all ranks, or on the ranks that slice layers together.
+`check_alike`, `check_same_batch` and `share_random_state` check or share values that must be equal: on all ranks, or on the ranks that
+slice layers together.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""The folder of a run's checkpoints, on this machine or in object storage: names, links, checks, removal. Rank 0 alone calls these.
+"""The folder of a run's checkpoints, on this machine or in object storage, and the JSON in which they have Python's values.
+
+Names, links, checks and removal of checkpoints are rank 0's alone.
 
              on this machine                                object storage (`s3://bucket/run`), through fsspec
 written      under a hidden name, to the disk, renamed      an object is there when it is complete
 latest       a symbolic link                                an object, latest-rank0.pt.symlink, that has the name; written last
 checks       size and crc32 of each file                    sizes; the archives that torch writes have checksums of their own
 
-Values of Python as JSON and back: what a data loader's `state_dict` is made of, without pickling anything.
+`encoded` and `decoded` bring values of Python to JSON and back: what a data loader's `state_dict` is made of, without pickling anything.
 
 >>> decoded(encoded({"rows": (1, 2), "seen": b"ab"}))
 {'rows': (1, 2), 'seen': b'ab'}

@@ -1,4 +1,6 @@
-"""Routers: from logits [N, E], one for each token and expert, to the k experts of each token and their weights.
+"""Routers and their losses.
+
+A router takes logits [N, E], one for each token and expert, to the k experts of each token and their weights:
 
     top_k       the k largest, with their softmax: over the k chosen, or over all experts
     sinkhorn    the k largest of a plan that gives all experts the same number of tokens, found by Sinkhorn's iteration; the weights are
@@ -8,7 +10,7 @@
 
 All return (index [N, k] int64, weights [N, k] in the logits' dtype). Gradients go through the weights alone.
 
-Losses of the router, and how they join a loss that is computed elsewhere.
+Losses of a router, and how they join a loss that is computed elsewhere:
 
     aux_loss    coefficient E sum_e f_e P_e: f_e is the share of slots that went to expert e, P_e the mean probability of e. It is 1 times
                 the coefficient if both are even (Fedus et al. 2021, arXiv 2101.03961)

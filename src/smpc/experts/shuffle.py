@@ -1,4 +1,6 @@
-"""Tokens permuted over all ranks of a group before they are routed, and put back after.
+"""Rows on their way between ranks of a group: exchanged, or permuted before they are routed and put back after.
+
+`shuffle` permutes tokens over all ranks.
 
 Ranks that hold neighbouring text send the same experts their tokens; after a shuffle every rank has a sample of all of it. The permutation
 is drawn from a seed that all ranks share, over the global number of a token: that of its rank first, then its own. Every rank gets back as
@@ -7,8 +9,7 @@ many tokens as it had, so numbers may differ between ranks.
     mixed, ticket = shuffle(tokens, seed, group)
     result = unshuffle(layer(mixed), ticket, group)
 
-Rows from every rank of a group to every other, in numbers that differ: an all-to-all that autograd goes back through.
-
+`exchange` brings rows from every rank of a group to every other, in numbers that differ: an all-to-all that autograd goes back through.
 All ranks know the largest number of rows that any of them sends to any. So all of them decide alike whether the rows go through the
 memory that the processes of a host share, padded, or through the process group, as they are.
 """

@@ -4,7 +4,7 @@ The module stays the same object under the same name, with the same hooks. Its c
 ranks of their experts, calls the module's own forward there, with one expert a row and weights of one, and multiplies by the weights
 where the tokens came from. A rank to which no token comes calls it with one row of zeros, so that its parameters get gradients of zero.
 
-A module that stays the same object takes another forward: its class becomes a subclass that a role comes first in.
+`take_role` gives a module that stays the same object another forward: its class becomes a subclass that a role comes first in.
 """
 
 from __future__ import annotations

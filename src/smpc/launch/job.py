@@ -20,7 +20,7 @@ LOCAL_RANK, MASTER_ADDR, ...): the same script runs under plain `torchrun`. What
 
 OMP_NUM_THREADS is 1 when it is not set and there is more than one rank, as with `torchrun`.
 
-Arguments of a script with the variables of the rank that gets them: what `--expand-args` asks for.
+`expanded` puts a rank's variables into the arguments of its script: what `--expand-args` asks for.
 
     $NAME, ${NAME}    the value of a variable in the rank's environment; one that is not set stays as it is written
     ~, ~/...          HOME of that environment, at the beginning of an argument alone

@@ -25,7 +25,7 @@ A model that only one rank has values of (`source`) is divided without them, and
     rank 0    whole      unit 0 in parts    w0 -> all, let go of    w1 -> all, ...      unit 1 in parts ...
     rank 1    on meta    unit 0 in parts    own part of w0          own part of w1      at most its parts and one tensor
 
-Tensors of one rank, given to all, one at a time: the others have room for the largest of them, and for no second one.
+`Incoming` gives tensors of one rank to all, one at a time: the others have room for the largest of them, and for no second one.
 
     incoming = Incoming.of(model.parameters(), source=0)
     values = incoming.take(weight)                  rank 0's values, on every rank; until the next call

@@ -1,4 +1,6 @@
-"""Where compiled programs part from the model: the first module, in forward order, that gives something else.
+"""How compiled programs differ from the model: the results of two runs side by side, and the first module that gives something else.
+
+The first in forward order is looked for.
 
 Only after a difference has been found. Three runs, each of which notes what modules give:
 
@@ -8,7 +10,7 @@ Only after a difference has been found. Three runs, each of which notes what mod
 
 Where all values of the forward pass are the same, the names of what differs have to do: `owner_first`.
 
-The results of two runs side by side: outputs, gradients, buffers, parameters, attributes and random states, in this order.
+`differences` compares outputs, gradients, buffers, parameters, attributes and random states, in this order.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A file is written under another name in the same folder, brought to the disk and renamed: under its own name it is always complete. It is
 readable by its owner only. Reading unpickles tensors and plain values; anything else is refused, and there is no other way of reading.
 
-Archives that torch.save writes, looked at before torch reads them.
+`check_archive` looks at archives that torch.save writes, before torch reads them.
 
     check_archive(stream, where)     raises CheckpointError if it is damaged, or would take more than it has
 

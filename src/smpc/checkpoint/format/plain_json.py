@@ -8,9 +8,9 @@
 Supported: None, bool, int, float (NaN and infinities too), str, bytes, list, tuple, set, dict with any of these as keys, defaultdict of a
 plain type, collections.Counter (MultiStepLR has one), torch.Tensor, torch.dtype, torch.device, numpy.ndarray (comes back as a tensor),
 numpy's numbers. DTensors are refused, as they would have to be gathered. Anything else raises CheckpointError with its path; or, with
-`objects`, its attributes are saved, and it comes back as a SavedObject (`smpc.checkpoint.format.plain_json`).
+`objects`, its attributes are saved, and it comes back as a SavedObject.
 
-Objects of any class among the user's content: how they are saved and restored. Neither runs any code.
+A SavedObject is an object of any class among the user's content. Saving and restoring it run none of its code.
 
     user_content={"args": argparse.Namespace(lr=0.1), "config": GPT2Config(...)}
     resume_from_checkpoint(...)["args"]      SavedObject of argparse.Namespace: {"lr": 0.1}

@@ -27,7 +27,7 @@ With t tensor-parallel, c context-parallel and e expert-parallel ranks, what is 
 layouts, with collectives that take what they send over the wires that these ranks share. Of a model that returns its `loss` and other
 tensors these ranks return the loss alone, so that logits are never gathered; `found.config()` says so (`tensor_parallel_outputs`).
 
-The queue of a search, and its remainder at the end.
+`Waiting` is the queue of a search, `Rest` what is left of it at the end.
 """
 
 from __future__ import annotations

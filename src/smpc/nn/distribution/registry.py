@@ -9,15 +9,15 @@ Terms
     arguments      what a module was constructed with. Registering a class makes its instances remember them; those of torch's own
                    classes are read from their attributes
 
-Hooks take the arguments of the method that they translate, without self. Hooks for other releases of a class are fitted
-(`smpc.nn.distribution.registry`); a hook that cannot be fitted is refused when it is registered.
+Hooks take the arguments of the method that they translate, without self. Hooks for other releases of a class are fitted (`fitted`); a hook
+that cannot be fitted is refused when it is registered.
 
     registry = Registry()
     registry.register(MyLinear, DistributedLinear, init_hook=lambda width: ((width, width), {}))
 
 Source: "Registering Tensor Parallelism Distributed Modules" in the public reference of SMP v1; `state_hook` is an addition.
 
-Fits hooks that were written for another release of a class: other names, other defaults, added or removed arguments.
+`fitted` fits hooks that were written for another release of a class: other names, other defaults, added or removed arguments.
 
     forward(hidden_states, past_key_values=None, attention_mask=None, **kwargs)      what is called
     hook(hidden_states, layer_past=None, attention_mask=None)                        what was registered for it

@@ -1,9 +1,7 @@
-"""Observing the steps of a distributed model: callbacks, and predicted against measured memory and time.
+"""The steps of a distributed model observed, for callbacks, `model.report()`, and `smpc run --report` and `--trace`.
 
-How the steps of a training script are observed: for callbacks, `model.report()`, and `smpc run --report` and `--trace`.
-
-The launcher asks through the environment (`smpc.observe.window.Observation`, read by `smp.init`), and the ranks answer with files in
-its folder:
+`model.report()` compares predicted with measured memory and time. For `smpc run`, the launcher asks through the environment
+(`smpc.observe.window.Observation`, read by `smp.init`), and the ranks answer with files in its folder:
 
     rank3.json      the record of rank 3, written after the last step of the window, or when the process ends before
     plan.json       the plan, by global rank 0, unless the model is not cut

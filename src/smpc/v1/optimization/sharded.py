@@ -24,8 +24,8 @@ differently.
 
 After the step owners send in buckets, two at a time: memory for them is bounded, whatever the parameters' sizes.
 
-Attributes of an optimizer that scripts read under `sharded_data_parallel_degree`, by DeepSpeed's names. Without that key they do not
-exist.
+`ShardedNames` are attributes of an optimizer that scripts read under `sharded_data_parallel_degree`, by DeepSpeed's names. Without that
+key they do not exist.
 
     optimizer.fp16_groups                      for each group, the model's parameters, in parts
     optimizer.fp32_partitioned_groups_flat     for each group, this rank's parts of what is updated, in one flat fp32 tensor; a copy
@@ -34,7 +34,7 @@ exist.
 
 Source: public training scripts for SMP v1.
 
-Dealing parameters out to owners, so that all own about as many bytes: whole where it must be, in ranges of rows where that may be.
+`deal` deals parameters out to owners, so that all own about as many bytes: whole where it must be, in ranges of rows where that may be.
 
     deal([Lot(60_000, rows=100), Lot(9_000), Lot(600)], loads := [0, 0])
         [(Cut(owner=0, start=0, stop=43), Cut(owner=1, start=43, stop=100)), (Cut(owner=0),), (Cut(owner=1),)]

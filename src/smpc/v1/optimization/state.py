@@ -10,7 +10,7 @@ Terms
 
 Parameters that the model does not have are called `#i`, by their number in the optimizer.
 
-Initial state for an optimizer that has made no step yet: the state that it would have after one, to load values into.
+`make_state` gives an optimizer that has made no step yet the state that it would have after one, to load values into.
 
     make_state(optimizer, [weight, bias])     optimizer.state has entries for both; neither they nor their gradients have changed
 

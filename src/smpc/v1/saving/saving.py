@@ -16,10 +16,9 @@ is partitioned; with as many stages and the same model, the partition is the sav
 
 Source: public SMP v1 API ("APIs for Saving and Loading"). The keyword-only arguments are additions.
 
-How this session's ranks save and load together: one channel for calls that scripts wait for, one for background saves.
-
-The ranks meet in the job's store, not in a process group: creating a channel then needs no collective call, and if a rank does not
-come, the others raise an error with its number after `checkpoint_timeout`.
+A `Checkpointer` is how this session's ranks save and load together. It has one channel for calls that scripts wait for, and one for
+background saves. The ranks meet in the job's store, not in a process group: creating a channel then needs no collective call, and if a rank
+does not come, the others raise an error with its number after `checkpoint_timeout`.
 """
 
 from __future__ import annotations

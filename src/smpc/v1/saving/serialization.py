@@ -9,7 +9,7 @@ never runs code: see `smpc.checkpoint.folder.files`.
 
 Source: public SMP v1 API ("APIs for Saving and Loading").
 
-`smp.load` of files that `smp.save_checkpoint` has written: for scripts that open the parts of a checkpoint themselves.
+`load_saved` is `smp.load` of files that `smp.save_checkpoint` has written, for scripts that open the parts of a checkpoint themselves.
 
     smp.load("run/step200_partial")                     {"model": {name: tensor}, "optimizer": {...}, ..., "user_content": ...}
     smp.load("run/step200_partial/user_content.pt")     the user content

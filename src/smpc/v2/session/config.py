@@ -1,15 +1,13 @@
-"""The configuration of SMP v2: its keys, their meaning, defaults and bounds.
+"""The configuration of SMP v2: its keys, their meaning, defaults and bounds, and the rules between degrees.
 
     >>> Config.parse({"tensor_parallel_degree": 2}, world_size=8).shard_degree(8)
     4
 
 Sources are a dict, flat or nested as a SageMaker estimator takes it, the text of a JSON object, or the path of a file with one; the JSON
 object in the environment variable SM_HP_MP_PARAMETERS overrides it. Everything that is wrong is said in one error
-(`smpc.config.report`), before anything is started. The rules between degrees are in `smpc.v2.session.config`.
+(`smpc.config.report`), before anything is started.
 
-Source: the public configuration reference of SMP v2.
-
-The degrees of parallelism that SMP v2 is configured with, and the rules that they keep on a number of ranks.
+Degrees of parallelism keep rules on a number of ranks (`broken_rules`).
 
 Terms, with the letters of the rules below
     W   world size

@@ -8,13 +8,13 @@
 
 A state dict that only rank 0 has (`broadcast_from_rank0`) is loaded as it is elsewhere: its tensors travel whole, one after the other.
 
-Full state dicts of models that several ranks have slices of: whole tensors in them, whatever FSDP does with the slices.
+Full state dicts of models that several ranks have slices of have whole tensors, whatever FSDP does with the slices:
 
     put_together(state)      whole tensors in place of this rank's slices of them
     cut(state)               the inverse
 
 The state dict of a model that FSDP1 wraps is one of whole tensors by hooks (`give_whole_state`); the other places where torch makes or
-takes full state dicts call the functions above (`smpc.v2.session.full_state_patch`).
+takes full state dicts call the functions above.
 """
 
 from __future__ import annotations

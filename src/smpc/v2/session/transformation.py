@@ -5,10 +5,9 @@ device and dtype change.
 
 Source: "torch.sagemaker.transform" in the public reference of SMP v2.
 
-A batch to record a model with before there is one: what layouts of weights are chosen by.
-
-It is made of `dummy_inputs`, which Hugging Face's models have, with longer sequences and with labels; or given by the script, as
-`transform(model, config={"sample_inputs": batch})`.
+`samples_of` is a batch to record a model with before there is one. Layouts of weights are chosen by it. It is made of `dummy_inputs`, which
+Hugging Face's models have, with longer sequences and with labels; or given by the script, as `transform(model, config={"sample_inputs":
+batch})`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Layouts of weights are chosen once, by a sample; every recording that follows keeps them.
 
-Sequences that scripts cut themselves: a rank's inputs are gathered before the model runs, and its outputs are cut like the inputs.
+Of sequences that scripts cut themselves, a rank's inputs are gathered before the model runs (`whole_inputs`), and its outputs are cut like
+the inputs (`own_output`).
 
     the script      cuts dimension 1 of its inputs into 2n chunks, and passes chunks r and 2n - 1 - r on rank r of n
     before          the ranks gather the inputs, so that positions, masks and shifted labels are right for the whole sequence

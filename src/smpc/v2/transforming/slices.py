@@ -1,4 +1,4 @@
-"""The slices of a transformed model on a tensor-parallel rank, and how wrappers around it exchange whole tensors.
+"""The slices of a transformed model on a tensor-parallel rank: how ranks agree on them, and how wrappers exchange whole tensors.
 
 FSDP1    parameters are slices, which it shards as if each were the whole
 FSDP2    parameters are DTensors of (replica, shard, tensor), as torch makes them for tensor parallelism. A slice that cannot be one is
@@ -6,7 +6,7 @@ FSDP2    parameters are DTensors of (replica, shard, tensor), as torch makes the
 
 Full state dicts of either have whole tensors (`full_state`), and checkpoints do (`as_boxes`).
 
-Parts of weights: the ranks of a tensor- or expert-parallel group agree on the weights, and each keeps its slices.
+`agree_on_weights` and `keep_slices`: the ranks of a tensor- or expert-parallel group agree on the weights, and each keeps its slices.
 
 load_state_dict_from_rank0    sources                    who has weights afterwards
 False                         None                       all ranks that had some: the first rank's of each group, in slices

@@ -1,4 +1,6 @@
-"""The signature that a compiled program depends on: the model's inputs for one microbatch, and its modes; and the table of programs.
+"""The signature that a compiled program depends on, the table of programs, and the check of the first program (key `verify`).
+
+A signature is of the model's inputs for one microbatch, and of its modes.
 
 Terms
     modes       `training` of every module and `requires_grad` of every parameter, as bytes; and whether autograd is on
@@ -19,8 +21,8 @@ same ones without communication.
 
     bound 3, steps with signatures a b c b d     numbers 0 1 2 1 2: d replaces c
 
-The key `verify`: pipeline rank 0 runs the first microbatch in plain PyTorch and as compiled, and all ranks learn whether the results
-agree.
+`verify_first` obeys the key `verify`: pipeline rank 0 runs the first microbatch in plain PyTorch and as compiled, and all ranks learn
+whether the results agree.
 
 It happens in the first step, after its programs are made and before the model is divided among the ranks: the one moment at which a rank
 has the whole model and its programs. Nothing of the model, of the script's data or of the random generators is changed by it.
