@@ -41,7 +41,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from smpc.config.limits import at_least
+from smpc.config.numbers import at_least
 from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner.costs.cost import CostModel, NodeTimes, deferred_time, weight_time
 from smpc.partitioner.costs.device import Device

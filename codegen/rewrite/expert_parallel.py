@@ -19,7 +19,7 @@ from torch import nn
 
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, contiguous_stride
 from smpc.codegen.rewrite.tensor_parallel.rewrite import Collective
-from smpc.config.limits import format_bytes
+from smpc.config.numbers import format_bytes
 from smpc.errors import PartitionError
 from smpc.tracer.ir import Node, NodeKind, StateSpec, TensorSpec, Trace
 from smpc.tracer.targets import GETITEM

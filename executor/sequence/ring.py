@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import is_fake
 from smpc.codegen.ring import Part, RingStep, ring_steps
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.pieces import own_pieces
-from smpc.executor.sequence.attention import Cut
+from smpc.executor.sequence.sliced import Cut
 from smpc.kernels.attention.blocks import block_backward, block_forward, merge
 
 _KEYS, _GRADIENTS = 0, 1  # tags of messages

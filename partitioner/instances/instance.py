@@ -35,7 +35,7 @@ from typing import Any
 
 import networkx as nx
 
-from smpc.config.limits import shown
+from smpc.config.numbers import shown
 from smpc.errors import PartitionError
 
 SPLITS = ("row", "contiguous", "free")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from smpc.config.files import MAX_PLAN_BYTES, parse_json, read_text
-from smpc.config.limits import shown
+from smpc.config.numbers import shown
 from smpc.errors import PartitionError, printable
 from smpc.partitioner.instances.instance import Instance, Link, Node, Processor
 

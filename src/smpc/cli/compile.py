@@ -21,7 +21,7 @@ from smpc.compile.keys import CompilationKeys
 from smpc.config import Config
 from smpc.config.files import output_violation
 from smpc.config.key import keys_of
-from smpc.config.limits import MAX_MICROBATCHES, MAX_WORLD_SIZE, shown
+from smpc.config.numbers import MAX_MICROBATCHES, MAX_WORLD_SIZE, shown
 from smpc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def _check_counts(counts: dict[str, int], world_size: int | None) -> None:
 
 def _check_names(target: str, settings: Config, given: dict[str, Any]) -> None:
     """Raise ConfigError for what is wrong whatever the model is, before torch is imported, which takes seconds."""
-    from smpc.config.limits import parse_bytes
+    from smpc.config.numbers import parse_bytes
     from smpc.partitioner.costs.device import find_devices
     from smpc.partitioner.costs.optimizers import find_optimizer
 

@@ -27,7 +27,7 @@ import typer
 
 from smpc.aliasing import VARIABLE
 from smpc.config.files import output_violation
-from smpc.config.limits import shown
+from smpc.config.numbers import shown
 from smpc.errors import ConfigError
 from smpc.launch.job import Job, default_num_ranks, launch
 from smpc.launch.nodes import NodeOptions

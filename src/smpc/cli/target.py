@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 
 from smpc.cli.verify import check_fits
 from smpc.config import parse_json, read_text
-from smpc.config.limits import MAX_BYTES, MAX_INPUT_BYTES, MAX_MASK_BYTES, MAX_MICROBATCH_BYTES, shown
+from smpc.config.numbers import MAX_BYTES, MAX_INPUT_BYTES, MAX_MASK_BYTES, MAX_MICROBATCH_BYTES, shown
 from smpc.errors import ConfigError, printable
 
 if TYPE_CHECKING:

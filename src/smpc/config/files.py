@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from smpc.config.limits import shown
+from smpc.config.numbers import shown
 from smpc.errors import ConfigError, ConfigTypeError, printable
 
 MAX_FILE_BYTES = 4 << 20  # of settings

@@ -27,7 +27,7 @@ from typing import Any
 
 from smpc.config.files import parse_json, parse_toml, read_text
 from smpc.config.key import Key, keys_of
-from smpc.config.limits import shown
+from smpc.config.numbers import shown
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError, printable
 
 # The keys of the launcher's part of a nested configuration, beside `enabled`.

@@ -45,7 +45,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from smpc.config.limits import MAX_LOCAL_RANKS, MAX_SECONDS, shown
+from smpc.config.numbers import MAX_LOCAL_RANKS, MAX_SECONDS, shown
 from smpc.errors import ConfigError
 from smpc.launch.nodes import NodeOptions, Place
 from smpc.launch.output import OutputOptions, RankOutput

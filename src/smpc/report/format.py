@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 
 from smpc.codegen.program import Op
-from smpc.config.limits import format_bytes, scaled
+from smpc.config.numbers import format_bytes, scaled
 from smpc.errors import printable
 
 __all__ = [

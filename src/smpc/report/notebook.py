@@ -27,7 +27,7 @@ from smpc.codegen.rewrite.tensor_parallel.rewrite import describe
 from smpc.compile.options import PipelineOptions
 from smpc.compile.result import Compilation
 from smpc.config.files import output_violation
-from smpc.config.limits import shown
+from smpc.config.numbers import shown
 from smpc.errors import ConfigError, ConfigTypeError
 from smpc.partitioner.graph.plan import Plan, plan_warnings
 from smpc.report.advice import Outlook, outlook

@@ -18,7 +18,7 @@ import dataclasses
 
 from smpc.codegen.schedules.choice import Choice, choose
 from smpc.codegen.simulate import Costs, Timeline, Transfer, simulate_step
-from smpc.config.limits import MAX_MICROBATCHES, shown
+from smpc.config.numbers import MAX_MICROBATCHES, shown
 from smpc.errors import ConfigError
 from smpc.partitioner.graph.plan import Plan
 from smpc.report.memory import microbatch_bytes, resident_bytes

@@ -60,7 +60,7 @@ from smpc.compile.search.space import (
     ways,
 )
 from smpc.compile.search.workloads import Load, Workloads
-from smpc.config.limits import parse_bytes
+from smpc.config.numbers import parse_bytes
 from smpc.errors import CodegenError, ConfigError, MemoryLimitError, PartitionError
 from smpc.partitioner.costs.description import Device
 from smpc.partitioner.costs.device import find_device

@@ -23,7 +23,7 @@ from torch import nn
 
 from smpc.compile.options import PipelineOptions
 from smpc.compile.step import Sharding
-from smpc.config.limits import MAX_PIPELINE_RANKS, size_violation
+from smpc.config.numbers import MAX_PIPELINE_RANKS, size_violation
 from smpc.errors import ConfigError
 from smpc.experts.structure import find_experts
 from smpc.mesh import Axis, Mesh

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor, nn
 
 from smpc.errors import StepError
-from smpc.executor.transport.layout import WireFormat
+from smpc.executor.transport.messages import WireFormat
 from smpc.tracer.constants import is_constant, normalise
 from smpc.tracer.ir import TensorSpec, spec_of
 

@@ -34,7 +34,7 @@ from typing import Any
 
 from smpc.config import parse_json, read_file
 from smpc.config.key import key
-from smpc.config.limits import MAX_COUNT, MAX_RANKS, MAX_SEED
+from smpc.config.numbers import MAX_COUNT, MAX_RANKS, MAX_SEED
 from smpc.config.report import Report, Schema
 from smpc.errors import ConfigError, ConfigTypeError
 

@@ -29,41 +29,6 @@ from smpc.executor.pieces import own_pieces, pieces_of
 Cut = tuple[int, tuple[int, ...], bool]
 
 
-def rows_cross_entropy(
-    group: TensorGroup,
-    cut: Cut,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: None = None,
-    ignore_index: int = -100,
-    reduce: None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """This rank's summand of `torch.nn.functional.cross_entropy`: own rows of the logits `input`, all labels `target`."""
-    dim, blocks, mirrored = cut
-    own = own_pieces(target, max(0, dim - 1), group.rank, group.size, blocks, mirrored) if group.size > 1 else target
-    loss = F.cross_entropy(
-        input, own, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
-    )
-    if reduction == "sum":
-        return loss
-    counted = target != ignore_index
-    if weight is None:
-        return loss / counted.sum()
-    return loss / weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0).sum()
-
-
-def mean_part(group: TensorGroup, cut: Cut, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """This rank's summand of `input.mean(...)` over a dimension of which all ranks have equally much."""
-    found: Tensor = input.mean(*args, **kwargs) / group.size
-    return found
-
-
-Pieces = tuple[tuple[int, ...], bool]  # blocks, mirrored
-
-
 def all_to_all(
     tensor: Tensor,
     split_dim: int,
@@ -150,3 +115,38 @@ def exchanged_attention(
         mask = mask.chunk(group.size, -3)[group.rank]
     found = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return all_to_all(found, 2, 1, group, split_pieces=pieces).contiguous()
+
+
+def rows_cross_entropy(
+    group: TensorGroup,
+    cut: Cut,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: None = None,
+    ignore_index: int = -100,
+    reduce: None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """This rank's summand of `torch.nn.functional.cross_entropy`: own rows of the logits `input`, all labels `target`."""
+    dim, blocks, mirrored = cut
+    own = own_pieces(target, max(0, dim - 1), group.rank, group.size, blocks, mirrored) if group.size > 1 else target
+    loss = F.cross_entropy(
+        input, own, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+    )
+    if reduction == "sum":
+        return loss
+    counted = target != ignore_index
+    if weight is None:
+        return loss / counted.sum()
+    return loss / weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0).sum()
+
+
+def mean_part(group: TensorGroup, cut: Cut, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """This rank's summand of `input.mean(...)` over a dimension of which all ranks have equally much."""
+    found: Tensor = input.mean(*args, **kwargs) / group.size
+    return found
+
+
+Pieces = tuple[tuple[int, ...], bool]  # blocks, mirrored
