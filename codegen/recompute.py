@@ -138,7 +138,7 @@ class Checkpointing:
 
         def contexts() -> Contexts:
             forward, again = context_fn()
-            return forward, _both(Checkpointing(), again)
+            return forward, _nested_contexts(Checkpointing(), again)
 
         if self.inputs is not None and not self._depth:
             self.inputs += [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -177,7 +177,8 @@ def _generator(*args: Any, **kwargs: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+def _nested_contexts(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    """The contexts of a checkpointed region, one inside the other."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

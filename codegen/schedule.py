@@ -54,7 +54,7 @@ def simple(num_stages: int, placement: Sequence[int], num_microbatches: int, act
     Bubble (p - 1) / (m + p - 1) on balanced stages, one to a rank. In flight: m on every stage, whatever
     `active_microbatches` says, since no backward starts before the last forward.
     """
-    _check(num_stages, placement, num_microbatches, active_microbatches)
+    _check_schedule_sizes(num_stages, placement, num_microbatches, active_microbatches)
     microbatches = range(num_microbatches)
     return _merge([_forwards(s, microbatches) + _backwards(s, microbatches) for s in range(num_stages)], placement)
 
@@ -72,7 +72,7 @@ def interleaved(num_stages: int, placement: Sequence[int], num_microbatches: int
     Bubble (p - 1) / (m + p - 1) on balanced stages, one to a rank, if active >= min(m, p).
     In flight on stage s: w, under any placement.
     """
-    _check(num_stages, placement, num_microbatches, active_microbatches)
+    _check_schedule_sizes(num_stages, placement, num_microbatches, active_microbatches)
     return _merge(
         _backward_first(num_microbatches, _peaks(num_stages, num_microbatches, active_microbatches)), placement
     )
@@ -80,7 +80,7 @@ def interleaved(num_stages: int, placement: Sequence[int], num_microbatches: int
 
 def evaluation(num_stages: int, placement: Sequence[int], num_microbatches: int) -> Schedule:
     """Forwards only. Bubble (p - 1) / (m + p - 1); nothing is kept for a backward."""
-    _check(num_stages, placement, num_microbatches, 1)
+    _check_schedule_sizes(num_stages, placement, num_microbatches, 1)
     return _merge([_forwards(stage, range(num_microbatches)) for stage in range(num_stages)], placement)
 
 
@@ -103,7 +103,7 @@ def in_flight(name: str, num_stages: int, num_microbatches: int, active_microbat
     simple: m. interleaved: min(m, p - s, active) on stage s.
     """
     scheduler(name)
-    _check(num_stages, range(num_stages), num_microbatches, active_microbatches)
+    _check_schedule_sizes(num_stages, range(num_stages), num_microbatches, active_microbatches)
     if name == "simple":
         return (num_microbatches,) * num_stages
     return _peaks(num_stages, num_microbatches, active_microbatches)
@@ -147,7 +147,8 @@ def _merge(orders: Sequence[tuple[Action, ...]], placement: Sequence[int]) -> Sc
     return merge(sequences, chain(num_stages), Costs.uniform(num_stages), num_ranks=num_ranks).schedule
 
 
-def _check(num_stages: int, placement: Sequence[int], num_microbatches: int, active: int) -> None:
+def _check_schedule_sizes(num_stages: int, placement: Sequence[int], num_microbatches: int, active: int) -> None:
+    """Raises an error for numbers of stages, ranks and microbatches that no schedule has."""
     problems = []
     if num_stages < 1 or len(placement) != num_stages:
         problems.append(f"expected a rank for each of {num_stages} stages, at least one; found {tuple(placement)}")

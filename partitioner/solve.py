@@ -120,8 +120,10 @@ def solve_partition(
     def make(stage_of: Sequence[int], solver: str, note: str) -> Plan:
         bottleneck = float(stage_costs(analysis.units, scale, in_flight, stage_of).max())
         proven = bound if prove or num_stages == 1 else 0.0
-        objective = _objective(memory_weight, bottleneck, proven, solver, note, limit)
-        return _plan(analysis, np.asarray(stage_of), scale, in_flight, placement, schedule, objective, resident)
+        objective = _plan_objective(memory_weight, bottleneck, proven, solver, note, limit)
+        return _plan_of_stages(
+            analysis, np.asarray(stage_of), scale, in_flight, placement, schedule, objective, resident
+        )
 
     plan = _unlimited(analysis, scale, in_flight, contiguous, bound, make)
     peak = max(rank_peaks(plan, limits).values())
@@ -203,8 +205,8 @@ def plan_from_assignment(
     bound = lower_bound(graph, analysis.clusters, analysis.units, scale, in_flight, reached=bottleneck)
     reordered = sum(bool(stage_of[graph.rank[u]] > stage_of[graph.rank[w]]) for u, w in graph.gradient_order())
     note = f"{reordered} gradient sums in another order than in one process" if reordered else ""
-    objective = _objective(memory_weight, bottleneck, bound, "manual", note)
-    return _plan(analysis, stage_of, scale, in_flight, placement, schedule, objective, resident)
+    objective = _plan_objective(memory_weight, bottleneck, bound, "manual", note)
+    return _plan_of_stages(analysis, stage_of, scale, in_flight, placement, schedule, objective, resident)
 
 
 def _check_settings(
@@ -228,14 +230,15 @@ def with_bound(plan: Plan, proven: float) -> Plan:
     return replace(plan, objective=replace(objective, lower_bound=proven, gap=gap))
 
 
-def _objective(
+def _plan_objective(
     memory_weight: float, bottleneck: float, bound: float, solver: str, note: str, limit: int = 0
 ) -> Objective:
+    """What a plan says of its objective and its proof."""
     proven = min(bound, bottleneck)
     return Objective(memory_weight, bottleneck, proven, relative_gap(bottleneck, proven), solver, note, limit)
 
 
-def _plan(
+def _plan_of_stages(
     analysis: Analysis,
     stage_of: IntArray,
     scale: Scale,
@@ -245,6 +248,7 @@ def _plan(
     objective: Objective,
     resident: Sequence[Resident] | None = None,
 ) -> Plan:
+    """The plan of an assignment of units to stages."""
     graph, num_stages = analysis.graph, len(in_flight)
     check_stages(graph, analysis.clusters, stage_of, num_stages)
     crossing = find_crossing(graph, analysis.recomputable, stage_of, num_stages)
@@ -269,7 +273,7 @@ def _plan(
         )
         for s in range(num_stages)
     ]
-    stages = tuple(_stage(analysis, stage_of, crossing, use, ranks[use.index], costs[use.index]) for use in uses)
+    stages = tuple(_plan_stage(analysis, stage_of, crossing, use, ranks[use.index], costs[use.index]) for use in uses)
     shared = tuple(
         SharedParameter(state.name, holders)
         for i, state in enumerate(trace.state)
@@ -292,7 +296,7 @@ def _plan(
     )
 
 
-def _stage(
+def _plan_stage(
     analysis: Analysis,
     stage_of: IntArray,
     crossing: Crossing,
@@ -300,6 +304,7 @@ def _stage(
     rank: int,
     cost: float,
 ) -> Stage:
+    """What a plan says of one stage."""
     graph, trace = analysis.graph, analysis.graph.trace
     index, state, positions = use.index, use.state, list(use.positions)
     again = crossing.recomputed[index]
@@ -444,7 +449,7 @@ def plan_within(problem: Limited) -> Plan:
     )
     if problem.limits:
         peaks = _Scaled(peaks, problem.limits)
-    chain = _chain(problem, peaks, problem.in_flight)
+    chain = _limited_chain(problem, peaks, problem.in_flight)
     limit = problem.limit // problem.stages_per_rank
     best: Plan | None = None
     for _ in range(_ATTEMPTS):
@@ -472,10 +477,11 @@ def plan_within(problem: Limited) -> Plan:
     if least <= problem.limit:
         return plan
     least = min(least, problem.unlimited_peak)
-    raise MemoryLimitError(_infeasible(problem, peaks, least), least)
+    raise MemoryLimitError(_no_plan_fits(problem, peaks, least), least)
 
 
-def _chain(problem: Limited, peaks: PeakRows, in_flight: Sequence[int]) -> LimitedChain:
+def _limited_chain(problem: Limited, peaks: PeakRows, in_flight: Sequence[int]) -> LimitedChain:
+    """The problem as a chain, with peaks of memory."""
     analysis = problem.analysis
     speeds = problem.scale.speeds if len(in_flight) == len(problem.in_flight) else ()
     scale = Scale.of(analysis.units, in_flight, problem.scale.memory_weight, speeds)
@@ -513,7 +519,8 @@ def _placed(problem: Limited, peaks: PeakRows) -> Plan | None:
     return plan if max(rank_peaks(plan, problem.limits).values()) <= problem.limit else None
 
 
-def _infeasible(problem: Limited, peaks: PeakRows, least: int) -> str:
+def _no_plan_fits(problem: Limited, peaks: PeakRows, least: int) -> str:
+    """The text of the error if no plan is within the memory limit."""
     num_stages = len(problem.in_flight)
     if problem.limits:
         return (
@@ -543,7 +550,7 @@ def _fewest_stages(problem: Limited, peaks: PeakRows) -> int | None:
         if in_flight is None:
             continue
         try:
-            chain = _chain(problem, peaks.scheduled(in_flight), in_flight)
+            chain = _limited_chain(problem, peaks.scheduled(in_flight), in_flight)
         except PartitionError:  # fewer pieces than stages
             return None
         if chain.windows(math.inf, problem.limit) is not None and fits(chain, problem.limit):

@@ -295,7 +295,7 @@ def _python_calls(recorder: Recorder) -> Iterator[None]:
     """Routes every call of a module, a custom autograd function and a script, and every attribute that is set, through the recorder."""
     transforms = Transforms(recorder)
     with (
-        _module_calls(recorder),
+        _recorded_module_calls(recorder),
         _function_calls(recorder, transforms),
         _script_calls(recorder),
         transforms.recorded(),
@@ -305,7 +305,8 @@ def _python_calls(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def _module_calls(recorder: Recorder) -> Iterator[None]:
+def _recorded_module_calls(recorder: Recorder) -> Iterator[None]:
+    """Module calls and writes to attributes of modules go to the recorder."""
     original, set_attribute = nn.Module.__call__, nn.Module.__setattr__
     calls, thread = recorder.reads.calls, threading.get_ident()
 

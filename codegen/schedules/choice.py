@@ -290,7 +290,7 @@ def parse_csv(text: str, origin: str) -> Schedule:
     """The schedule in a text; messages call it `origin`."""
     rows, wrong, letters = [], [], {}
     origin = printable(origin)
-    for rank, row in enumerate(_rows(text, origin)):
+    for rank, row in enumerate(_csv_rows(text, origin)):
         actions = []
         for column, cell in enumerate(row):
             if not _is_known(cell):
@@ -331,7 +331,8 @@ def _cells(actions: tuple[Action, ...], split: frozenset[tuple[int, int]]) -> It
         yield f"{action.stage}{'I' if is_part else action.op}{action.microbatch}"
 
 
-def _rows(text: str, origin: str) -> Iterator[list[str]]:
+def _csv_rows(text: str, origin: str) -> Iterator[list[str]]:
+    """The rows of a CSV file; malformed ones are a ConfigError."""
     reader = csv.reader(io.StringIO(text))
     try:
         yield from reader

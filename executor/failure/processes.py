@@ -50,12 +50,12 @@ class Process:
     def own(cls) -> Process:
         """This one."""
         _, born = _status(os.getpid())
-        return cls(os.getpid(), born, _host())
+        return cls(os.getpid(), born, _host_identity())
 
     @property
     def is_here(self) -> bool:
         """Whether this host's /proc tells of it."""
-        return self.host == _host() != ""
+        return self.host == _host_identity() != ""
 
     @property
     def has_ended(self) -> bool:
@@ -122,7 +122,8 @@ def _status(pid: int) -> tuple[str, int]:
         return "", 0
 
 
-def _host() -> str:
+def _host_identity() -> str:
+    """The kernel and the process namespace of this process; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip() + os.readlink(
             "/proc/self/ns/pid"

@@ -172,10 +172,11 @@ def frame_of(thread: int) -> FrameType | None:
 
 def last_collectives() -> str:
     """The newest entries of torch's flight recorders; "" where they are off (TORCH_FR_BUFFER_SIZE) or missing."""
-    return "; ".join(text for recorder in _RECORDERS for text in _recorded(recorder))
+    return "; ".join(text for recorder in _RECORDERS for text in _recorded_collectives(recorder))
 
 
-def _recorded(recorder: str) -> list[str]:
+def _recorded_collectives(recorder: str) -> list[str]:
+    """The collectives that torch's flight recorder knows of, as text."""
     try:
         dump = getattr(torch._C._distributed_c10d, recorder)
         # True: collectives too, not just communicators; False: also those that have completed.

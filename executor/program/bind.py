@@ -306,7 +306,7 @@ class Binder:
             if roots:
                 torch.autograd.backward(*zip(*roots, strict=True))  # type: ignore[arg-type]
             if hooks is not None:
-                _reduce_alone(hooks, reduced[1:])
+                _reduce_after_program(hooks, reduced[1:])
             for position in leaves:
                 leaf = frame.leaves[position]
                 if leaf is not None and frame.grads[position] is None:
@@ -325,7 +325,7 @@ class Binder:
         def run() -> None:
             split.note(pending.run(), is_last)
             if hooks is not None:
-                _reduce_alone(hooks, reduced)
+                _reduce_after_program(hooks, reduced)
 
         return run
 
@@ -382,7 +382,7 @@ def _reductions(
     return found
 
 
-def _reduce_alone(hooks: StepHooks, stages: Sequence[int]) -> None:
+def _reduce_after_program(hooks: StepHooks, stages: Sequence[int]) -> None:
     """Average the gradients of stages whose backwards are done: nothing but the hooks' own root is differentiated."""
     for stage in stages:
         extra = hooks.before_last_backward(stage, [])

@@ -215,7 +215,8 @@ def _products(tensor: float, scalar: float = 0.9) -> Mapping[str, Curve]:
     )
 
 
-def _hopper(name: str, memory_bandwidth: float, memory_bytes: int, source: str) -> Device:
+def _hopper_device(name: str, memory_bandwidth: float, memory_bytes: int, source: str) -> Device:
+    """A device of the Hopper generation; its kinds differ in memory."""
     peak = {
         "float64": 67e12,
         "float32": 67e12,
@@ -242,14 +243,14 @@ def _hopper(name: str, memory_bandwidth: float, memory_bytes: int, source: str) 
     )
 
 
-H100 = _hopper(
+H100 = _hopper_device(
     "H100 SXM",
     3.35e12,
     80 * 10**9,
     "NVIDIA H100 Tensor Core GPU datasheet (SXM: 67 TFLOP/s FP32, 1979 TFLOP/s BF16 with sparsity, NVLink 900 GB/s "
     "and PCIe Gen5 128 GB/s in both directions), DGX H100 datasheet (8 devices, 400 Gbit/s network each)",
 )
-_H200 = _hopper(
+_H200 = _hopper_device(
     "H200 SXM",
     4.8e12,
     141 * 10**9,

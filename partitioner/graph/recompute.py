@@ -57,10 +57,11 @@ class Active:
 def requested_regions(trace: Trace, patterns: Sequence[str] = ()) -> Requested:
     """The regions that the model and the patterns ask for. ConfigError for a pattern that matches nothing."""
     wanted = tuple(patterns)
-    return trace.remembered((requested_regions, wanted), lambda: _requested(trace, wanted))
+    return trace.remembered((requested_regions, wanted), lambda: _requested_regions(trace, wanted))
 
 
-def _requested(trace: Trace, patterns: tuple[str, ...]) -> Requested:
+def _requested_regions(trace: Trace, patterns: tuple[str, ...]) -> Requested:
+    """The regions that the model or patterns ask to compute again, and notes on those that cannot be."""
     found, notes = [], []
     last_write: dict[int, int] = {}
     for position, node in enumerate(trace.nodes):

@@ -195,7 +195,10 @@ def share_sequence(
         return sequence.allows(node, strategy) and fits(ways, node, strategy)
 
     choice = choose(trace, degree, allowed, WEIGHTS, facts=facts)
-    sharded, whole = rewrite(trace, choice, facts, CONTEXT, sums_later=plan.sums_later), _whole(facts, sequence, choice)
+    sharded, whole = (
+        rewrite(trace, choice, facts, CONTEXT, sums_later=plan.sums_later),
+        _whole_operations(facts, sequence, choice),
+    )
     if plan.output_dim is None:
         return ContextTrace(sharded, layout, whole)
     return ContextTrace(*_with_slices(sharded, sequence, trace, plan.output_dim, layout, whole))
@@ -293,7 +296,8 @@ def _check_lengths(trace: Trace, inputs: Mapping[str, Dims], degree: int, layout
         )
 
 
-def _whole(facts: Facts, sequence: SequenceDims, choice: ShardingChoice) -> tuple[Whole, ...]:
+def _whole_operations(facts: Facts, sequence: SequenceDims, choice: ShardingChoice) -> tuple[Whole, ...]:
+    """The operations on the sequence that every rank computes whole."""
     strategies = dict(choice.by_node)
     found: Counter[tuple[str, str, str]] = Counter()
     for node in facts.trace.nodes:

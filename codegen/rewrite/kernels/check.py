@@ -118,7 +118,7 @@ class _Sides:
         for name in self.inputs:
             spec = self.graph.spec(name)
             if name in labels:
-                found[name] = _labels(spec, *labels[name], size, numbers)
+                found[name] = _drawn_labels(spec, *labels[name], size, numbers)
             else:
                 found[name] = _random(spec, self.wide, size, numbers)
         return found
@@ -213,7 +213,7 @@ def _compare(sides: _Sides) -> str:
             found = _with_gradients(sides.new, values, size)
         except Exception as error:
             return f"the op does not take it: {type(error).__name__}: {str(error).splitlines()[0]}"
-        return _difference(expected, found, sides)
+        return _kernel_difference(expected, found, sides)
     return reason or "it is too large to be checked"
 
 
@@ -232,7 +232,8 @@ def _with_gradients(
     return [*found, *torch.autograd.grad([out for out, _ in roots], wanted, [g for _, g in roots], allow_unused=True)]
 
 
-def _difference(expected: list[torch.Tensor | None], found: list[torch.Tensor | None], sides: _Sides) -> str:
+def _kernel_difference(expected: list[torch.Tensor | None], found: list[torch.Tensor | None], sides: _Sides) -> str:
+    """What the kernel computes otherwise than the replaced operations; empty if nothing."""
     results = [*(f"its {sides.graph.op(name)}" for name, _ in sides.replacement.also), "its result"]
     names = [*results, *(f"the gradient of {n}" for n in sides.inputs if sides.graph.spec(n).requires_grad)]
     for what, a, b in zip(names, expected, found, strict=True):
@@ -282,9 +283,10 @@ def _random(spec: TensorSpec, wide: bool, size: Callable[[int], int], numbers: t
     return values.to(torch.float64 if wide else dtype).requires_grad_(spec.requires_grad)
 
 
-def _labels(
+def _drawn_labels(
     spec: TensorSpec, classes: int, ignored: int, size: Callable[[int], int], numbers: torch.Generator
 ) -> torch.Tensor:
+    """Labels at random to check a kernel with; the first one is ignored."""
     found = torch.randint(0, size(classes), [size(length) for length in spec.shape], generator=numbers)
     if found.numel() > 1:
         found.view(-1)[0] = ignored

@@ -59,7 +59,7 @@ class Graph:
         for name in trace.output_names:
             found.setdefault(name, {})[OUTPUT] = None
         self._users = {name: tuple(users) for name, users in found.items()}
-        self._ops = {node.name: _operation(node) for node in trace.nodes}
+        self._ops = {node.name: _kind_of_operation(node) for node in trace.nodes}
 
     def node(self, name: str) -> Node:
         """The node of that name."""
@@ -192,7 +192,8 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
-def _operation(node: Node) -> str:
+def _kind_of_operation(node: Node) -> str:
+    """A node's operation under the one name of its many spellings."""
     if node.kind is not NodeKind.CALL_FUNCTION or node.mutates:
         return node.kind if not node.mutates else f"in place {node.target}"
     owner, _, last = node.target.rpartition(".")

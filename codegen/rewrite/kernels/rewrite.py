@@ -202,11 +202,11 @@ def splice(
         dataclasses.replace(region, first=positions[region.first], last=positions[region.last])
         for region in trace.regions
     )
-    calls = tuple(_call(call, index, positions, lost, lacking) for index, call in enumerate(trace.calls))
+    calls = tuple(_respliced_call(call, index, positions, lost, lacking) for index, call in enumerate(trace.calls))
     return dataclasses.replace(trace, nodes=tuple(nodes), calls=calls, regions=regions, storages=tuple(storages))
 
 
-def _call(
+def _respliced_call(
     call: ModuleCall, index: int, positions: Sequence[int], lost: Sequence[int], lacking: Mapping[str, None]
 ) -> ModuleCall:
     """The call over the new nodes."""

@@ -243,7 +243,7 @@ def _described(source: Source, advance: Advance | None) -> tuple[dict[str, Any],
         key = ".".join(path)
         if key in bring:
             raise CheckpointError(f"two tensors would be called {printable(key)}; rename one")
-        bring[key] = _bringing(source, item, advance)
+        bring[key] = _tensor_reader(source, item, advance)
         inner = state
         for part in path[:-1]:
             inner = inner.setdefault(part, {})
@@ -251,7 +251,9 @@ def _described(source: Source, advance: Advance | None) -> tuple[dict[str, Any],
     return state, bring
 
 
-def _bringing(source: Source, item: Item, advance: Advance | None) -> Callable[[], Tensor]:
+def _tensor_reader(source: Source, item: Item, advance: Advance | None) -> Callable[[], Tensor]:
+    """Reads a tensor of the source when it is called."""
+
     def bring() -> Tensor:
         values = source.read(item)
         if advance is not None:

@@ -108,7 +108,7 @@ class Saving:
         self._held = _own_shards(self._content, self._trees, self._channel.rank)
         folder = ""
         if self._channel.rank == 0:
-            self._pickles = _pickled(self._content.pickled)
+            self._pickles = _pickled_objects(self._content.pickled)
             for line in self._root.clean():
                 warnings.warn(line, stacklevel=2)
             self._draft = self._root.begin(self._tag, force=self._force)
@@ -242,7 +242,8 @@ def _own_shards(content: Content, trees: dict[str, Any], rank: int) -> list[Shar
     return shards
 
 
-def _pickled(objects: Mapping[str, Any]) -> dict[str, bytes]:
+def _pickled_objects(objects: Mapping[str, Any]) -> dict[str, bytes]:
+    """The pickles of objects by file name; CheckpointError for names or objects that cannot be."""
     data = {}
     for name, value in objects.items():
         if not is_plain_name(f"{name}.pkl"):

@@ -100,12 +100,12 @@ def verify_command(
         root = Root(path)
         problems += root.damaged()
         for tag in root.tags():
-            problems += _verify(root.find(tag))
+            problems += _verify_folder(root.find(tag))
         for tag in _full(root.path):
             problems += _verify_full(root.path, tag)
     elif os.path.lexists(os.path.join(path, NAME)):
         read_manifest(Root(path).path)  # bad input, not damage
-        problems += _verify(Root(path).path)
+        problems += _verify_folder(Root(path).path)
     else:
         problems += _verify_files(path)
     for problem in problems:
@@ -152,12 +152,12 @@ def convert_command(
     from smpc.checkpoint.sources.export import write_archive_of, write_file_of, write_folder
     from smpc.checkpoint.sources.renamed_source import tied_names, with_tied
 
-    as_dtype = _dtype(dtype)
+    as_dtype = _dtype_option(dtype)
     _check_form(to, {"--copy": copy, "--model-type": model_type}, as_dtype)
     if not 1e-9 <= max_file_size < math.inf:
         raise ConfigError(f"--max-file-size: expected a number of GB above 0, found {max_file_size:g}")
     most = int(max_file_size * 1e9)
-    files = _texts(copy or [])
+    files = _copied_texts(copy or [])
     with open_source(source) as opened:
         total = sum(item.num_bytes for item in opened.items if to in (Form.PARTIAL, Form.DCP) or item.kind == "model")
         with _plain_warnings(), _bar(f"Writing {target}", total) as advance:
@@ -229,7 +229,8 @@ def _is_root(path: str) -> bool:
     )
 
 
-def _verify(folder: str) -> list[str]:
+def _verify_folder(folder: str) -> list[str]:
+    """Verifies a checkpoint folder; returns what is damaged."""
     from smpc.checkpoint.reader import Checkpoint, verify
     from smpc.report.format import format_bytes
 
@@ -255,7 +256,7 @@ def _verify_full(folder: str, tag: str) -> list[str]:
     if os.path.isdir(beside.path):
         problems += beside.damaged()
         for name in beside.tags():
-            problems += _verify(beside.find(name))
+            problems += _verify_folder(beside.find(name))
     return problems
 
 
@@ -310,7 +311,7 @@ def _show_root(root: Root) -> None:
             )
         )
     headers = ("Checkpoint", "Kinds", "Tensors", "Size", "Ranks")
-    _print(root.path, TextTable(headers, tuple(rows), left=headers[:2]))
+    _print_table(root.path, TextTable(headers, tuple(rows), left=headers[:2]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -338,7 +339,7 @@ def _show_source(path: str, source: Source, tensors: bool) -> None:
             for i in source.items
         ]
         headers: tuple[str, ...] = ("Kind", "Name", "Dtype", "Shape", "Size")
-        _print(path, TextTable(headers, tuple(rows), left=headers[:4]))
+        _print_table(path, TextTable(headers, tuple(rows), left=headers[:4]))
     else:
         kinds = sorted({item.kind for item in source.items})
         summary = []
@@ -349,7 +350,7 @@ def _show_source(path: str, source: Source, tensors: bool) -> None:
                 (printable(kind), str(len(items)), dtypes, format_bytes(sum(item.num_bytes for item in items)))
             )
         headers = ("Kind", "Tensors", "Dtypes", "Size")
-        _print(path, TextTable(headers, tuple(summary), left=("Kind", "Dtypes")))
+        _print_table(path, TextTable(headers, tuple(summary), left=("Kind", "Dtypes")))
     for line in _notes(source):
         typer.echo(line)
 
@@ -430,7 +431,8 @@ def _checkpoint_of(source: Source) -> Checkpoint | None:
     return source.checkpoint if isinstance(source, CheckpointSource) else None
 
 
-def _print(path: str, table: TextTable) -> None:
+def _print_table(path: str, table: TextTable) -> None:
+    """Prints a table under the name of a checkpoint."""
     from rich.text import Text
 
     from smpc.report.format import printable
@@ -455,7 +457,8 @@ def _as_hugging_face(source: Source, model_type: str) -> Source:
     return theirs
 
 
-def _texts(paths: list[str]) -> dict[str, str]:
+def _copied_texts(paths: list[str]) -> dict[str, str]:
+    """The texts of the files of `--copy`, by name."""
     from smpc.checkpoint.format.regular import is_file
 
     texts = {}
@@ -474,7 +477,8 @@ def _texts(paths: list[str]) -> dict[str, str]:
     return texts
 
 
-def _dtype(name: str | None) -> Any:
+def _dtype_option(name: str | None) -> Any:
+    """The dtype of `--dtype`."""
     import torch
 
     if name is None:

@@ -46,7 +46,8 @@ from smpc.sharding.tensors import local, sharded_like, whole
 _OPTIMIZERS, _SCHEDULERS, _TIMESTAMP, _RNG = "state/optimizers", "state/schedulers", "state/timestamp", "rng"
 
 
-def _plain(state: State, groups: bool = True) -> dict[str, Any]:
+def _plain_state(state: State, groups: bool = True) -> dict[str, Any]:
+    """The values of a run that are no tensors."""
     names = _parameter_names(state)
     return {
         "timestamp": asdict(state.timestamp),
@@ -58,7 +59,7 @@ def _plain(state: State, groups: bool = True) -> dict[str, Any]:
         "schedulers": [encoded(encodable(scheduler.state_dict())) for scheduler in state.schedulers],
         "groups": [
             {
-                key: [names[parameter] for parameter in value] if key == "params" else _jsonable(value)
+                key: [names[parameter] for parameter in value] if key == "params" else _jsonable_value(value)
                 for key, value in encodable({**group, "params": tuple(group["params"])}).items()
             }
             for group in (state.optimizer.param_groups if groups else ())
@@ -70,13 +71,14 @@ def _plain(state: State, groups: bool = True) -> dict[str, Any]:
     }
 
 
-def _jsonable(value: Any) -> Any:
+def _jsonable_value(value: Any) -> Any:
+    """A value as JSON has it."""
     if isinstance(value, Tensor | np.ndarray):
         return value.item() if value.ndim == 0 or value.shape == (1,) else value.tolist()
     if isinstance(value, Mapping):
-        return {str(key): _jsonable(inner) for key, inner in value.items()}
+        return {str(key): _jsonable_value(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_jsonable(inner) for inner in value]
+        return [_jsonable_value(inner) for inner in value]
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -91,7 +93,7 @@ def _tree(state: State, *, weights_only: bool) -> dict[str, Any]:
     found: dict[str, Any] = {
         "model": {_stored(state, name): value for name, value in state.model.state_dict().items()},
         "timestamp": {"Timestamp": asdict(state.timestamp)},
-        "plain": json.dumps(_plain(state, groups=not weights_only)),
+        "plain": json.dumps(_plain_state(state, groups=not weights_only)),
     }
     if not weights_only:
         moments = {
@@ -142,11 +144,12 @@ def _plain_name(stored: str) -> str:
 
 def _own(state: State) -> dict[str, Any]:
     """State of this rank only: its random state, the random state at the beginning of the epoch's data, and its data loader's position."""
-    begun = {} if state.begun is None or not state.timestamp.batch_in_epoch else _tensors(state.begun)
-    return {**_tensors(capture_rng()), "loader": encoded(state.loader), "begun": begun}
+    begun = {} if state.begun is None or not state.timestamp.batch_in_epoch else _random_state_tensors(state.begun)
+    return {**_random_state_tensors(capture_rng()), "loader": encoded(state.loader), "begun": begun}
 
 
-def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+def _random_state_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The random state of a rank, as tensors and JSON."""
     version, numbers, gauss = state["python"]
     name, keys, *rest = state["numpy"]
     tensors = {"torch": state["torch"], "python": numbers, "numpy": keys}
@@ -200,7 +203,7 @@ def save_sharded(
 
     def publish() -> None:
         for file in sorted(Path(draft).iterdir()):
-            _sync(str(file))
+            _sync_file(str(file))
         sync_folder(draft)
         storage.forget_checks(path)
         aside = os.path.join(parent, f".{name}.replaced")
@@ -213,7 +216,7 @@ def save_sharded(
         shutil.rmtree(aside, ignore_errors=True)
 
     storage.on_rank_0(begin)
-    _save(tree, path, checkpoint_id=draft, planner=planner)
+    _save_tree(tree, path, checkpoint_id=draft, planner=planner)
     storage.on_rank_0(publish)
     return path
 
@@ -226,12 +229,13 @@ def _save_remote(tree: dict[str, Any], path: str, *, overwrite: bool, planner: S
         storage.forget_checks(path)
 
     storage.on_rank_0(begin)
-    _save(tree, path, storage_writer=Writer(path), planner=planner)
+    _save_tree(tree, path, storage_writer=Writer(path), planner=planner)
     storage.on_rank_0(lambda: storage.write_checks(path))
     return path
 
 
-def _save(tree: dict[str, Any], path: str, **options: Any) -> None:
+def _save_tree(tree: dict[str, Any], path: str, **options: Any) -> None:
+    """Saves a nested dict; its failures on all ranks are one CheckpointError."""
     try:
         save(tree, **options)
     except CheckpointException as error:
@@ -239,7 +243,8 @@ def _save(tree: dict[str, Any], path: str, **options: Any) -> None:
         raise CheckpointError(f"cannot write {path}: {failures[:2000]}") from error
 
 
-def _sync(path: str) -> None:
+def _sync_file(path: str) -> None:
+    """Brings a file to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -337,10 +337,11 @@ def _begin(given: Mapping[str, Any], found: checked.Arguments) -> None:
         found.how.check_there(load_path)
     dist.initialize_dist(found.how.device, timeout=given["dist_timeout"])
     check_alike(given, given["model"], found.optimizer)
-    _seed(given["seed"])
+    _seed_rank(given["seed"])
 
 
-def _seed(given: int | None) -> None:
+def _seed_rank(given: int | None) -> None:
+    """Seeds all generators of this rank."""
     if given is None:
         return
     seed = given + dist.get_global_rank()

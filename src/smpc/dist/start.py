@@ -89,7 +89,7 @@ def initialize_dist(device: str | torch.device | None = None, timeout: float = 3
 
     Raises ConfigError for other devices and for a place that is incomplete; GroupError, if there is a group of another backend.
     """
-    kind = _kind(device)
+    kind = _kind_of_device(device)
     if not is_available():
         raise GroupError("this torch was built without torch.distributed")
     checked_seconds(timeout)
@@ -129,7 +129,8 @@ def checked_seconds(timeout: float) -> float:
     return timeout
 
 
-def _kind(device: str | torch.device | None) -> str:
+def _kind_of_device(device: str | torch.device | None) -> str:
+    """cpu or gpu: what collectives run on."""
     if device is None:
         return "gpu" if torch.cuda.is_available() else "cpu"
     name = device.type if isinstance(device, torch.device) else device

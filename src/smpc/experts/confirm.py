@@ -38,7 +38,7 @@ class Confirmed:
 def confirm(experts: Stacked) -> Confirmed | str:
     """What is needed to cut these experts, or why they cannot be cut."""
     reasons = []
-    for counts in _candidates(experts):
+    for counts in _counting_attributes(experts):
         for hidden in _widths(experts):
             reason = _tried(experts, counts, hidden)
             if reason is None:
@@ -47,7 +47,8 @@ def confirm(experts: Stacked) -> Confirmed | str:
     return next((reason for reason in reasons if "returned" in reason), reasons[-1])
 
 
-def _candidates(experts: Stacked) -> list[tuple[str, ...]]:
+def _counting_attributes(experts: Stacked) -> list[tuple[str, ...]]:
+    """Sets of attributes that may hold the number of experts."""
     numbers = [
         name
         for name, value in vars(experts.module).items()

@@ -97,7 +97,7 @@ def dispatch(
     `hidden` is [N, H], `index` [N, k] of integers. With a `capacity`, N may differ between ranks, the capacity may not. Raises UsageError
     for shapes that do not fit, ConfigError for a way that does not exist, a capacity below 1, or fewer experts than ranks.
     """
-    _check(hidden, index, num_experts, group, way, capacity)
+    _check_dispatch(hidden, index, num_experts, group, way, capacity)
     if capacity is not None:
         return _with_capacity(hidden, index, num_experts, group, capacity)
     if way == "all_gather" and group.size > 1:
@@ -260,7 +260,10 @@ def _returned(outputs: Tensor, plan: Plan, group: TensorGroup) -> Tensor:
     return reduce_scatter(every, 0, group)[: plan.num_tokens * plan.num_slots]
 
 
-def _check(hidden: Tensor, index: Tensor, num_experts: int, group: TensorGroup, way: str, capacity: int | None) -> None:
+def _check_dispatch(
+    hidden: Tensor, index: Tensor, num_experts: int, group: TensorGroup, way: str, capacity: int | None
+) -> None:
+    """Raises UsageError for tokens and indices that cannot be dispatched."""
     if (
         hidden.dim() != 2
         or index.dim() != 2

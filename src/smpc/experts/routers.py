@@ -33,7 +33,7 @@ from smpc.errors import ConfigError
 
 def top_k(logits: Tensor, k: int, *, over_chosen: bool = True) -> tuple[Tensor, Tensor]:
     """The k largest. `over_chosen`: their weights sum to 1; else they are those of the softmax over all experts."""
-    _check(logits, k)
+    _check_logits(logits, k)
     values, index = logits.topk(k, dim=-1)
     return index, values.softmax(-1) if over_chosen else logits.softmax(-1).gather(-1, index)
 
@@ -42,7 +42,7 @@ def sinkhorn(
     logits: Tensor, k: int, *, training: bool = True, tolerance: float = 1e-4, limit: int = 100
 ) -> tuple[Tensor, Tensor]:
     """The k largest of the balanced plan. Iterates until the plan changes by less than `tolerance`, at most `limit` times."""
-    _check(logits, k)
+    _check_logits(logits, k)
     with torch.no_grad():
         index = (_balanced_plan(logits, tolerance, limit) if training else logits).topk(k, dim=-1).indices
     return index, _own_weights(logits, index)
@@ -50,7 +50,7 @@ def sinkhorn(
 
 def balanced(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Round robin over the experts."""
-    _check(logits, k)
+    _check_logits(logits, k)
     count, num_experts = logits.shape
     index = round_robin(count, k, num_experts, logits.device)
     return index, _own_weights(logits, index)
@@ -83,7 +83,8 @@ def _balanced_plan(logits: Tensor, tolerance: float, limit: int) -> Tensor:
     return plan * tokens * experts
 
 
-def _check(logits: Tensor, k: int) -> None:
+def _check_logits(logits: Tensor, k: int) -> None:
+    """Raises ConfigError for logits and numbers of experts that cannot be routed."""
     if logits.dim() != 2 or not 1 <= k <= logits.shape[-1]:
         raise ConfigError(
             f"expected logits [N, E] and 1 to E experts for each token, found shape {tuple(logits.shape)} and {k}; "

@@ -102,10 +102,11 @@ def check_name(group: Any) -> None:
 def meshes_of(kinds: Iterable[Over], device_type: str) -> dict[Over, DeviceMesh]:
     """The mesh of each kind that this rank is in; equal groups are made once. Collective."""
     made: dict[Groups, distributed.ProcessGroup] = {}
-    return {kind: _mesh(kind, device_type, made) for kind in dict.fromkeys(kinds)}
+    return {kind: _mesh_over(kind, device_type, made) for kind in dict.fromkeys(kinds)}
 
 
-def _mesh(kind: Over, device_type: str, made: dict[Groups, distributed.ProcessGroup]) -> DeviceMesh:
+def _mesh_over(kind: Over, device_type: str, made: dict[Groups, distributed.ProcessGroup]) -> DeviceMesh:
+    """The device mesh over which units are sharded; makes groups that are not there."""
     if kind.slices > 1:
         axes = _axes(kind)
         mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))

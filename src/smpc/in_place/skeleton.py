@@ -105,11 +105,11 @@ def _stand_in(model: nn.Module, whole: Whole, units: Mapping[str, Casts | None])
         above = [".".join(owner.split(".")[:end]) for end in range(len(owner.split(".")), 0, -1)] if owner else []
         unit = next((found for name in above if (found := units.get(name)) is not None), None)
         if unit is None:  # the outermost one, which may be around the model: its parameters are there while it runs
-            now = getattr(unwrapped(_submodule(model, owner)), key, None)
+            now = getattr(unwrapped(_unwrapped_submodule(model, owner)), key, None)
             unit = Casts(now.dtype if isinstance(now, Tensor) else None)
         dtype = unit.parameters or dtype
     made = nn.Parameter(torch.empty(whole.shape, dtype=dtype, device="meta"), whole.requires_grad)
-    held = unwrapped(_submodule(model, owner))._parameters.get(key)
+    held = unwrapped(_unwrapped_submodule(model, owner))._parameters.get(key)
     if held is not None:
         made.requires_grad_(held.requires_grad)
         made.__dict__ = held.__dict__  # attributes that scripts give it: guards watch this very dict
@@ -121,7 +121,8 @@ def trained_parameters(module: nn.Module) -> tuple[bool, ...]:
     return tuple(parameter.requires_grad for parameter in module._parameters.values() if parameter is not None)
 
 
-def _submodule(model: nn.Module, name: str) -> nn.Module:
+def _unwrapped_submodule(model: nn.Module, name: str) -> nn.Module:
+    """The submodule of that name, inside of all wrappers."""
     found = model
     for key in name.split(".") if name else ():
         inner = unwrapped(found)._modules[key]

@@ -60,10 +60,11 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})", re.ASCII)
 
 def expanded(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
     """The arguments of one rank."""
-    return tuple(_expanded(argument, environment) for argument in arguments)
+    return tuple(_expanded_argument(argument, environment) for argument in arguments)
 
 
-def _expanded(argument: str, environment: Mapping[str, str]) -> str:
+def _expanded_argument(argument: str, environment: Mapping[str, str]) -> str:
+    """One argument with the variables of an environment."""
     home = environment.get("HOME", "")
     if home and (argument == "~" or argument.startswith("~/")):
         argument = home.rstrip("/") + argument[1:]
@@ -179,7 +180,7 @@ def _attempt(job: Job, place: Place, attempt: int) -> tuple[int, bool]:
         is_known = not failures or any(not failure.is_consequence for failure in failures)
         rendezvous.finish(_LAST_WORDS_SECONDS, interruption, processes.is_hastened, looks_for_cause=not is_known)
     output.close()
-    status = _verdict(place, processes, failures, rendezvous.remote, output)
+    status = _job_status(place, processes, failures, rendezvous.remote, output)
     return status, status in (0, _USAGE_STATUS) or processes.signal is not None
 
 
@@ -187,9 +188,10 @@ def _tell(text: str) -> None:
     print(readable(f"smpc: {text}"), file=sys.stderr, flush=True)
 
 
-def _verdict(
+def _job_status(
     place: Place, processes: Processes, failures: list[RankFailure], remote: Failure | None, output: RankOutput
 ) -> int:
+    """Prints what ended the job and returns its exit status."""
     if processes.signal is not None:
         return 128 + processes.signal
     failures = sorted(failures, key=lambda failure: failure.order)

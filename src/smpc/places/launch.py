@@ -67,11 +67,13 @@ class Launch:
         if not address:
             address = LOOPBACK if on_one_host else place.first_host
         local_master = is_loopback(address)
-        local_rank = _local("LOCAL_RANK", place.local_rank, place.rank if local_master else None, problems)
-        local_size = _local("LOCAL_WORLD_SIZE", place.local_size, place.world_size if local_master else None, problems)
+        local_rank = _local_number("LOCAL_RANK", place.local_rank, place.rank if local_master else None, problems)
+        local_size = _local_number(
+            "LOCAL_WORLD_SIZE", place.local_size, place.world_size if local_master else None, problems
+        )
         problems += [] if address else [_NO_ADDRESS]
         if problems:
-            raise ConfigError("\n".join([*problems, _advice(place)]))
+            raise ConfigError("\n".join([*problems, _address_advice(place)]))
         return cls(
             place.rank,
             place.world_size,
@@ -85,7 +87,8 @@ class Launch:
         )
 
 
-def _advice(place: Place) -> str:
+def _address_advice(place: Place) -> str:
+    """What to do without MASTER_ADDR and MASTER_PORT."""
     if place.launcher == "torch":
         return "start the script with smpc run or torchrun, which set them"
     return (
@@ -93,7 +96,8 @@ def _advice(place: Place) -> str:
     )
 
 
-def _local(name: str, found: int | None, default: int | None, problems: list[str]) -> int:
+def _local_number(name: str, found: int | None, default: int | None, problems: list[str]) -> int:
+    """A number of this host that the launcher has set, or its default."""
     value = default if found is None else found
     if value is None:
         problems.append(f"{name}: expected a whole number, found '' in the environment")

@@ -117,7 +117,7 @@ def _read(names: _Names, environ: Mapping[str, str]) -> Place | None:
         missing = names.rank if rank is None else names.world_size[0]
         found = "=".join(size or rank or ())
         raise ConfigError(
-            f"{missing}: expected a whole number, found '' in the environment, which has {found}; {_advice(names)}"
+            f"{missing}: expected a whole number, found '' in the environment, which has {found}; {_launcher_advice(names)}"
         )
     local_rank, local_size = _given(environ, names.local_rank), _given(environ, names.local_size)
     problems = [
@@ -126,7 +126,7 @@ def _read(names: _Names, environ: Mapping[str, str]) -> Place | None:
         if not (text.isascii() and text.isdigit() and len(text) < 10)
     ]
     if problems:
-        raise ConfigError("\n".join([*problems, _advice(names)]))
+        raise ConfigError("\n".join([*problems, _launcher_advice(names)]))
     job = _given(environ, names.job)
     place = Place(
         int(rank[1]),
@@ -162,11 +162,12 @@ def _check_bounds(place: Place, names: _Names) -> None:
         f"expected {rank} < {size} and {local} < {locals_} <= {size}, found {place.origin}"
         + ("" if place.local_rank is None else f", {local}={place.local_rank}")
         + ("" if place.local_size is None else f", {locals_}={place.local_size}")
-        + f"\n{_advice(names)}"
+        + f"\n{_launcher_advice(names)}"
     )
 
 
-def _advice(names: _Names) -> str:
+def _launcher_advice(names: _Names) -> str:
+    """What to do about variables of a launcher."""
     if names is _TORCH:
         return "start the script with smpc run or torchrun, which set them"
     return (

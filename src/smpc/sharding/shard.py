@@ -215,7 +215,7 @@ def shard(
             module,
             mesh=unit.mesh if unit.mesh is not None else mesh,
             reshard_after_forward=not options.stays_outside,
-            mp_policy=unit.policy or _precision(options, wide, is_root=not unit.name),
+            mp_policy=unit.policy or _precision_policy(options, wide, is_root=not unit.name),
             offload_policy=_offload(mesh.device_type) if options.offload else OffloadPolicy(),
             ignored_params={*ignored, *taken} or None,
         )
@@ -279,7 +279,8 @@ def _without_views(module: nn.Module, inputs: object, output: Any) -> Any:
     )
 
 
-def _precision(options: ShardingOptions, wide: bool, *, is_root: bool) -> MixedPrecisionPolicy:
+def _precision_policy(options: ShardingOptions, wide: bool, *, is_root: bool) -> MixedPrecisionPolicy:
+    """torch's policy of mixed precision for a unit."""
     return MixedPrecisionPolicy(
         param_dtype=options.param_dtype,
         reduce_dtype=torch.float32 if wide else options.reduce_dtype,

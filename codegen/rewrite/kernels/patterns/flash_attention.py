@@ -39,7 +39,7 @@ def find(graph: Graph) -> Iterator[Replacement | Refusal]:
         q, k, v = (item for item in tensors)
         if q is None or k is None or v is None:
             continue
-        reason = _objection(graph, name, q, k, v)
+        reason = _why_not_flash(graph, name, q, k, v)
         if reason:
             yield Refusal(_OP, name, reason)
             continue
@@ -52,13 +52,14 @@ def find(graph: Graph) -> Iterator[Replacement | Refusal]:
         if isinstance(found, str):
             yield Refusal(_OP, name, found)
         else:
-            yield _replacement(graph, name, (q, k, v), mask, found)
+            yield _flash_replacement(graph, name, (q, k, v), mask, found)
 
 
 REWRITE = Rewrite(_OP, find)
 
 
-def _objection(graph: Graph, name: str, q: str, k: str, v: str) -> str:
+def _why_not_flash(graph: Graph, name: str, q: str, k: str, v: str) -> str:
+    """Why flash attention cannot take the place of an attention; empty if it can."""
     shapes = [graph.shape(item) for item in (q, k, v)]
     dropout = graph.argument(name, 4, "dropout_p", 0.0)
     if dropout:
@@ -74,7 +75,10 @@ def _objection(graph: Graph, name: str, q: str, k: str, v: str) -> str:
     return ""
 
 
-def _replacement(graph: Graph, name: str, heads: tuple[str, str, str], mask: str | None, found: Mask) -> Replacement:
+def _flash_replacement(
+    graph: Graph, name: str, heads: tuple[str, str, str], mask: str | None, found: Mask
+) -> Replacement:
+    """Flash attention in the place of an attention."""
     q, k, v = heads
     unrepeated = (_unrepeated(graph, k, graph.shape(q)[1]), _unrepeated(graph, v, graph.shape(q)[1]))
     if (

@@ -39,7 +39,7 @@ def find(graph: Graph) -> Iterator[Replacement | Refusal]:
     for name in graph.find("neg"):
         turned = _turned(graph, name)
         if turned is not None:
-            yield _replacement(graph, turned)
+            yield _rotary_replacement(graph, turned)
 
 
 REWRITE = Rewrite(_OP, find)
@@ -65,7 +65,8 @@ def _turned(graph: Graph, neg: str) -> _Turned | None:
     return None if sin is None or cos is None else _Turned(total, x, cos, sin, interleaved)
 
 
-def _replacement(graph: Graph, turned: _Turned) -> Replacement | Refusal:
+def _rotary_replacement(graph: Graph, turned: _Turned) -> Replacement | Refusal:
+    """The rotary kernel in the place of operations that turn x, or why it cannot be."""
     result, x = _with_rest(graph, turned)
     shape = graph.shape(x)
     table_shape = graph.shape(turned.cos)

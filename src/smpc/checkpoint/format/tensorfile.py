@@ -152,7 +152,7 @@ def _parsed(text: bytes, data: int, where: str) -> tuple[_Tensors, dict[str, str
     try:
         document = json.loads(text, object_pairs_hook=without_duplicates)
         notes = document.pop("__metadata__", {})
-        tensors = {key: _described(values, data) for key, values in document.items()}
+        tensors = {key: _tensor_of_header(values, data) for key, values in document.items()}
         return tensors, {str(key): str(value) for key, value in notes.items()}
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error
@@ -232,7 +232,8 @@ def _write_blocks(stream: _Stream, values: Tensor, block_size: int, advance: Adv
     return tuple(sums)
 
 
-def _described(values: Any, data: int) -> tuple[torch.dtype, tuple[int, ...], int]:
+def _tensor_of_header(values: Any, data: int) -> tuple[torch.dtype, tuple[int, ...], int]:
+    """The dtype, shape and place of a tensor that the header describes."""
     dtype, shape, (begin, end) = dtype_of(values["dtype"]), checked_shape(values["shape"]), values["data_offsets"]
     if any(type(number) is not int or not 0 <= number < 1 << 62 for number in (begin, end)):
         raise ValueError("an offset is not a whole number")

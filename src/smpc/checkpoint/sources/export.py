@@ -244,12 +244,13 @@ def new_path(path: str | os.PathLike[str], *, force: bool = False) -> Iterator[s
             draft = os.path.join(folder, "draft")
             yield draft
             with publishing(parent):
-                _publish(draft, target, force)
+                _publish_export(draft, target, force)
     except OSError as error:
         raise CheckpointError(f"cannot write {target}: {error.strerror}") from error
 
 
-def _publish(draft: str, target: str, force: bool) -> None:
+def _publish_export(draft: str, target: str, force: bool) -> None:
+    """Moves what was written to its name; with `force` in the place of what was there."""
     parent, name = os.path.split(target)
     replaced = None
     if force and os.path.lexists(target):

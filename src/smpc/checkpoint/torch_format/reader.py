@@ -56,7 +56,7 @@ class Reader(FileSystemReader):
             with self.fs.create_stream(path, "rb") as file:
                 data = file.read(MOST + 1)
         except FileNotFoundError:
-            raise CheckpointError(f"no checkpoint in {self.path}: {_instead(self.fs, self.path)}") from None
+            raise CheckpointError(f"no checkpoint in {self.path}: {_found_instead(self.fs, self.path)}") from None
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
         if len(data) > MOST:
@@ -139,7 +139,8 @@ def _tensor(described: Described) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=described.dtype), torch.Size(described.shape), chunks)
 
 
-def _instead(fs: Any, path: Any) -> str:
+def _found_instead(fs: Any, path: Any) -> str:
+    """What there is in place of a checkpoint, for the error."""
     names = names_in(fs, path)
     if not names:
         return "nothing is there"

@@ -146,7 +146,7 @@ def fitted(name: str, hook: Translation | None, owner: type[nn.Module], translat
             f"{_text(wanted)}, found {_text(found)}"
         )
     takes_more = any(p.kind is p.VAR_KEYWORD for p in found)
-    return functools.partial(_call, _Fit(f"{name} of {owner.__name__}", hook, wanted, places, takes_more))
+    return functools.partial(_call_fitted, _Fit(f"{name} of {owner.__name__}", hook, wanted, places, takes_more))
 
 
 class _Fit:
@@ -161,7 +161,8 @@ class _Fit:
         self.is_told = False
 
 
-def _call(fit: _Fit, *args: Any, **kwargs: Any) -> Any:
+def _call_fitted(fit: _Fit, *args: Any, **kwargs: Any) -> Any:
+    """Calls a hook with the arguments of another release, fitted."""
     given = dict(fit.signature.bind(*args, **kwargs).arguments)
     extra: dict[str, Any] = {}
     for parameter in fit.signature.parameters.values():

@@ -118,7 +118,7 @@ def make_observer(
         if not written:
             written.append(True)
             atexit.unregister(write)
-            _write(folder, observer.record, plan())
+            _write_record(folder, observer.record, plan())
 
     observer.on_window_end = write
     atexit.register(write)
@@ -129,7 +129,8 @@ def _nothing() -> None:
     return None
 
 
-def _write(folder: Path, record: RankRecord, plan: Plan | None) -> None:
+def _write_record(folder: Path, record: RankRecord, plan: Plan | None) -> None:
+    """Writes a rank's record, and on rank 0 the plan, for the launcher."""
     texts = {f"rank{record.rank}.json": record.to_json()}
     if record.rank == 0 and plan is not None:
         texts["plan.json"] = plan.to_json()

@@ -101,7 +101,8 @@ def _get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_total_norm
 
 
-def _elementwise(original: Callable[..., Any]) -> Callable[..., Any]:
+def _clips_elements(original: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's function that clips gradients, for models of several ranks."""
     name = original.__name__.removeprefix("_")
 
     def clip(parameters: Tensors, *args: Any, **kwargs: Any) -> Any:
@@ -125,8 +126,8 @@ def _elementwise(original: Callable[..., Any]) -> Callable[..., Any]:
 _MAKERS = {
     "clip_grad_norm_": _clip_grad_norm,
     "_get_total_norm": _get_total_norm,
-    "_clip_grads_with_norm_": _elementwise,
-    "clip_grad_value_": _elementwise,
+    "_clip_grads_with_norm_": _clips_elements,
+    "clip_grad_value_": _clips_elements,
 }
 
 

@@ -366,13 +366,13 @@ class ShardedNames(Optimizer):
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
         """The model's parameters, whatever their dtype."""
-        _check("fp16_groups")
+        _check_sharded("fp16_groups")
         return [[self.parameter_of(entry) for entry in group["params"]] for group in self.optimizer.param_groups]
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
         """Masters, or the parameters themselves in fp32: this rank's parts."""
-        _check("fp32_partitioned_groups_flat")
+        _check_sharded("fp32_partitioned_groups_flat")
         groups = [[local(entry.detach()) for entry in group["params"]] for group in self.optimizer.param_groups]
         return [
             torch.cat([part.float().reshape(-1) for part in parts]) if parts else torch.zeros(0) for parts in groups
@@ -381,13 +381,13 @@ class ShardedNames(Optimizer):
     @property
     def ds_param_shard_group(self) -> dist.ProcessGroup:
         """The process group over which each parameter is sharded."""
-        _check("ds_param_shard_group")
+        _check_sharded("ds_param_shard_group")
         return state.session.groups[Axis.FSDP]
 
     @property
     def _global_grad_norm(self) -> Any:
         """0-dimensional; None before the first step, and without clipping."""
-        _check("_global_grad_norm")
+        _check_sharded("_global_grad_norm")
         return self._norm
 
 
@@ -397,7 +397,8 @@ def max_norm() -> float:
     return state.cfg.sdp_gradient_clipping if is_sharded else 0.0
 
 
-def _check(name: str) -> None:
+def _check_sharded(name: str) -> None:
+    """Raises AttributeError without sharded data parallelism."""
     if not (state.initialized and state.session.mesh.shard_size > 1):
         raise AttributeError(
             f"DistributedOptimizer.{name}: there is one under sharded data parallelism alone (sharded_data_parallel_degree above 1)"

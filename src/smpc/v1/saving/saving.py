@@ -63,14 +63,14 @@ class Checkpointer:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.channel = _channel(session, "now", _skipped)
+        self.channel = _checkpoint_channel(session, "now", _skipped)
         self._saver: BackgroundSaver | None = None
 
     @property
     def saver(self) -> BackgroundSaver:
         """The saver in the background; made by its first use."""
         if self._saver is None:
-            self._saver = BackgroundSaver(_channel(self._session, "background"))
+            self._saver = BackgroundSaver(_checkpoint_channel(self._session, "background"))
         return self._saver
 
     def check(self) -> None:
@@ -103,9 +103,10 @@ def _skipped(ranks: Sequence[int]) -> str | None:
     return None if whereabouts is None else whereabouts.skipped(ranks)
 
 
-def _channel(
+def _checkpoint_channel(
     session: Session, name: str, skipped: Callable[[Sequence[int]], str | None] = lambda ranks: None
 ) -> Channel:
+    """The channel of all ranks for checkpoints, through the store."""
     size = session.mesh.world_size
     if size == 1:
         return Alone()
@@ -157,7 +158,7 @@ def save_checkpoint(
     def collect() -> str:
         """The work that may fail on one rank alone."""
         with state.acting(script):
-            contents.append(_content(model, optimizer, data, *_split(user_content, pickle)))
+            contents.append(_saved_content(model, optimizer, data, *_split(user_content, pickle)))
         return f"partial={partial}, asynchronous={asynchronous}, force={force}, num_kept_partial_checkpoints={keep}, {full_format=}"
 
     _check_alike(together(found.channel, collect))
@@ -214,7 +215,7 @@ def resume_from_checkpoint(
     if tag is not None and not isinstance(tag, str):
         raise ConfigTypeError(f"tag: expected a str or None, found {type(tag).__name__}")
     check_data(data)
-    model = _model()
+    model = _resumed_model()
     only_masters = not load_sharded_optimizer_state and state.cfg.shard_optimizer_state
     if not load_sharded_optimizer_state and not only_masters and state.session.rank == 0:
         warnings.warn("load_sharded_optimizer_state has no effect: shard_optimizer_state is not set", stacklevel=2)
@@ -290,7 +291,7 @@ def _resume(
     found: Checkpointer,
 ) -> Any:
     """Load the contents of a folder of `smpc.checkpoint`, with the model if it is there; returns its user content."""
-    model, optimizer, opened = _model(), state.optimizer if load_optimizer else None, []
+    model, optimizer, opened = _resumed_model(), state.optimizer if load_optimizer else None, []
 
     def read() -> None:
         """The work that may fail on one rank alone."""
@@ -366,13 +367,14 @@ def _fill(
             )
 
 
-def _content(
+def _saved_content(
     model: DistributedModel | None,
     optimizer: DistributedOptimizer | None,
     data: StatefulData | None,
     user: Any,
     pickled: Any,
 ) -> Content:
+    """What a rank saves: model, optimizer, data's position and the user's content."""
     session = state.session
     metadata: dict[str, Any] = {"topology": topology.describe(session)}
     rank_state = topology.capture(session) | data_position.capture(data)
@@ -494,7 +496,8 @@ def _joined(user: Any, pickled: Mapping[str, Any]) -> Any:
     return {**user, **pickled} if pickled else user
 
 
-def _model() -> DistributedModel:
+def _resumed_model() -> DistributedModel:
+    """The model that is resumed; UsageError if there is none, or several."""
     model = state.model
     if len(state.with_models) > 1:
         raise UsageError(

@@ -128,10 +128,11 @@ def _end(session: Session) -> None:
         if session.device.type == "cuda":  # the host is ahead: peers may still wait for what this rank computes
             torch.cuda.synchronize(session.device)
     finally:
-        _close(session)
+        _close_session(session)
 
 
-def _close(session: Session) -> None:
+def _close_session(session: Session) -> None:
+    """Undoes what the session has made."""
     for close in state.closers:
         close()
     state.clear()

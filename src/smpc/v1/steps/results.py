@@ -113,10 +113,13 @@ class Returned:
 def take(value: Any, detach: bool) -> Returned:
     """What the step function has just returned; `detach`: its tensors lose their history, and hold no memory but their own."""
     leaves, structure = flatten(value)
-    return Returned([_apart(leaf) if detach and isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+    return Returned(
+        [_detached_result(leaf) if detach and isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
+    )
 
 
-def _apart(tensor: Tensor) -> Tensor:
+def _detached_result(tensor: Tensor) -> Tensor:
+    """A result of a step that does not keep much larger memory alive."""
     found = tensor.detach()
     if found.layout is not torch.strided:
         return found

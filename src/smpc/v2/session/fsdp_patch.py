@@ -179,7 +179,7 @@ def _patch_fsdp1(session: Session) -> Callable[[], None]:
         if not session.config.is_native and given.get("process_group") is None and given.get("device_mesh") is None:
             given |= _arranged(session, given.get("sharding_strategy"))
         if post_param_init_fn is not None and given.get("param_init_fn") is not None:
-            given["param_init_fn"] = _then(given["param_init_fn"], post_param_init_fn)
+            given["param_init_fn"] = _fill_then_post(given["param_init_fn"], post_param_init_fn)
         if rest:
             raise TypeError("FullyShardedDataParallel: pass mixed_precision and what follows it by name")
         if isinstance(module, PartOfExperts):
@@ -262,7 +262,9 @@ def experts_inside(module: nn.Module) -> list[tuple[nn.Module, str, PartOfExpert
     ]
 
 
-def _then(fill: Callable[[nn.Module], object], post: Callable[..., object]) -> Callable[[nn.Module], None]:
+def _fill_then_post(fill: Callable[[nn.Module], object], post: Callable[..., object]) -> Callable[[nn.Module], None]:
+    """Fills a module, then does what the script wants to be done."""
+
     def both(module: nn.Module) -> None:
         fill(module)
         post(module)

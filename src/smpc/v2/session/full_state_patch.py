@@ -73,11 +73,12 @@ def is_whole(value: Any, part: Part) -> bool:
 def give_whole_state(model: FullyShardedDataParallel) -> None:
     """Makes full state dicts of a model that FSDP1 wraps have whole tensors."""
     if slices_of(model) is not None:
-        model._register_state_dict_hook(_give)  # type: ignore[no-untyped-call]
-        model._register_load_state_dict_pre_hook(_take, with_module=True)  # type: ignore[no-untyped-call]
+        model._register_state_dict_hook(_give_whole)  # type: ignore[no-untyped-call]
+        model._register_load_state_dict_pre_hook(_take_slices, with_module=True)  # type: ignore[no-untyped-call]
 
 
-def _give(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _give_whole(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A hook: whole tensors in place of slices in a state dict that FSDP1 has made."""
     slices = slices_of(model)
     if slices is None or not _is_full(model):
         return
@@ -87,7 +88,8 @@ def _give(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -
             state[name] = part.whole(value.to(_device_of(part.group, value))).to(value.device)
 
 
-def _take(model: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _take_slices(model: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """A hook: slices in place of whole tensors in a state dict that FSDP1 loads."""
     slices = slices_of(model)
     if slices is None or not _is_full(model):
         return

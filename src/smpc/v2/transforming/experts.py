@@ -140,11 +140,11 @@ def divide_experts(
     _check(
         experts, config, num_holders if group is not None else 1, is_divided=group is not None, is_recorded=is_recorded
     )
-    routers = [] if config is None else _routers(model, experts, config)
+    routers = [] if config is None else _configured_routers(model, experts, config)
     for one in experts:
         mark_block(_block(model, one))
     if group is not None:
-        _cut(model, experts, group, config, sources)
+        _cut_experts(model, experts, group, config, sources)
     if config is None:
         return
     for router, places in routers:
@@ -157,7 +157,7 @@ def divide_experts(
             take_role(block, Shuffled)
 
 
-def _cut(
+def _cut_experts(
     model: nn.Module,
     experts: list[Found],
     group: TensorGroup,
@@ -211,7 +211,7 @@ def _block(model: nn.Module, one: Found) -> nn.Module:
     return one.block if isinstance(one, Listed) else model.get_submodule(one.name.rpartition(".")[0])
 
 
-def _routers(model: nn.Module, experts: list[Found], config: MoEConfig) -> list[tuple[nn.Module, _Places]]:
+def _configured_routers(model: nn.Module, experts: list[Found], config: MoEConfig) -> list[tuple[nn.Module, _Places]]:
     """The routers that are to do something else than before; ConfigUnsupportedError if one is not found."""
     mode = config.moe_load_balancing
     if mode == "none" and not config.moe_z_loss_coeff:

@@ -53,7 +53,7 @@ def whole_inputs(args: Any, kwargs: Mapping[str, Any], group: TensorGroup) -> tu
     leaves, _ = tree_flatten((args, dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     _check(tensors, group)
-    join: Callable[[Tensor], Tensor] = lambda tensor: _whole(tensor, group)  # noqa: E731
+    join: Callable[[Tensor], Tensor] = lambda tensor: _gathered_chunks(tensor, group)  # noqa: E731
     return tree_map_only(Tensor, join, args), tree_map_only(Tensor, join, dict(kwargs))
 
 
@@ -67,7 +67,7 @@ def _is_cut(tensor: Tensor) -> bool:
     return tensor.dim() in (2, 3)
 
 
-def _whole(tensor: Tensor, group: TensorGroup) -> Tensor:
+def _gathered_chunks(tensor: Tensor, group: TensorGroup) -> Tensor:
     if not _is_cut(tensor):
         return tensor
     if tensor.requires_grad:

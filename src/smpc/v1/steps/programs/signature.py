@@ -225,7 +225,7 @@ def read_signature(inputs: Inputs, modes: bytes, grad_enabled: bool, autocast: A
     described: list[TensorSpec | Constant] = []
     for position, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
-            described.append(_constant(leaf, structure, position))
+            described.append(_constant_input(leaf, structure, position))
             continue
         if grad_enabled and leaf.requires_grad:
             raise StepError(
@@ -264,7 +264,8 @@ def check_equal(signatures: Sequence[Signature], step_name: str) -> None:
         )
 
 
-def _constant(leaf: Any, structure: Structure, position: int) -> Constant:
+def _constant_input(leaf: Any, structure: Structure, position: int) -> Constant:
+    """An input that is no tensor; StepError if it cannot be sent."""
     leaf = normalise(leaf)
     if is_constant(leaf):
         return Constant(f"{type(leaf).__qualname__}:{leaf!r}", leaf)
