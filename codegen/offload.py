@@ -51,7 +51,7 @@ def insert_offloads(
     programs: Sequence[Sequence[Instruction]], stages: Collection[int], horizon: int
 ) -> tuple[tuple[Instruction, ...], ...]:
     """The programs with OFFLOAD, RELEASE and RELOAD for these stages."""
-    return tuple(_insert(program, stages, horizon) for program in programs)
+    return tuple(_insert_moves(program, stages, horizon) for program in programs)
 
 
 def resident(schedule: Schedule, num_stages: int, horizon: int) -> tuple[Resident, ...]:
@@ -100,7 +100,7 @@ def moves(tasks: Sequence[Action | Instruction], horizon: int) -> Mapping[int, S
     return {position: before for position, before in found.items() if before}
 
 
-def _insert(program: Sequence[Instruction], stages: Collection[int], horizon: int) -> tuple[Instruction, ...]:
+def _insert_moves(program: Sequence[Instruction], stages: Collection[int], horizon: int) -> tuple[Instruction, ...]:
     """Moves come after all that the task before them sends, ahead of what the next task receives."""
     before = moves([instruction for instruction in program if instruction.op in _TASKS], horizon)
     found: list[Instruction] = []

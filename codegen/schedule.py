@@ -56,7 +56,9 @@ def simple(num_stages: int, placement: Sequence[int], num_microbatches: int, act
     """
     _check_schedule_sizes(num_stages, placement, num_microbatches, active_microbatches)
     microbatches = range(num_microbatches)
-    return _merge([_forwards(s, microbatches) + _backwards(s, microbatches) for s in range(num_stages)], placement)
+    return _merge_stages(
+        [_forwards(s, microbatches) + _backwards(s, microbatches) for s in range(num_stages)], placement
+    )
 
 
 def interleaved(num_stages: int, placement: Sequence[int], num_microbatches: int, active_microbatches: int) -> Schedule:
@@ -73,7 +75,7 @@ def interleaved(num_stages: int, placement: Sequence[int], num_microbatches: int
     In flight on stage s: w, under any placement.
     """
     _check_schedule_sizes(num_stages, placement, num_microbatches, active_microbatches)
-    return _merge(
+    return _merge_stages(
         _backward_first(num_microbatches, _peaks(num_stages, num_microbatches, active_microbatches)), placement
     )
 
@@ -81,7 +83,7 @@ def interleaved(num_stages: int, placement: Sequence[int], num_microbatches: int
 def evaluation(num_stages: int, placement: Sequence[int], num_microbatches: int) -> Schedule:
     """Forwards only. Bubble (p - 1) / (m + p - 1); nothing is kept for a backward."""
     _check_schedule_sizes(num_stages, placement, num_microbatches, 1)
-    return _merge([_forwards(stage, range(num_microbatches)) for stage in range(num_stages)], placement)
+    return _merge_stages([_forwards(stage, range(num_microbatches)) for stage in range(num_stages)], placement)
 
 
 SCHEDULES: Mapping[str, Scheduler] = MappingProxyType({"interleaved": interleaved, "simple": simple})
@@ -140,7 +142,7 @@ def _backward_first(num_microbatches: int, peaks: Sequence[int]) -> list[tuple[A
     return list(merge(sequences, chain(num_stages), costs, num_ranks=num_stages, in_flight=peaks).schedule)
 
 
-def _merge(orders: Sequence[tuple[Action, ...]], placement: Sequence[int]) -> Schedule:
+def _merge_stages(orders: Sequence[tuple[Action, ...]], placement: Sequence[int]) -> Schedule:
     """The orders of the stages as orders of the ranks."""
     num_stages, num_ranks = len(orders), max(placement) + 1
     sequences = list(zip(placement, orders, strict=True))
@@ -183,10 +185,10 @@ def interleaved_1f1b(num_ranks: int, num_pieces: int, num_microbatches: int) -> 
     total = -(-num_microbatches // num_ranks) * num_ranks * num_pieces
     order = []
     for rank in range(num_ranks):
-        forwards = [forward(s, m) for s, m in _turns(rank, num_ranks, num_pieces, total)]
+        forwards = [forward(s, m) for s, m in _forward_turns(rank, num_ranks, num_pieces, total)]
         backwards = [
             backward(num_ranks * num_pieces - 1 - s, m)
-            for s, m in _turns(num_ranks - 1 - rank, num_ranks, num_pieces, total)
+            for s, m in _forward_turns(num_ranks - 1 - rank, num_ranks, num_pieces, total)
         ]
         warm_up = min(total, 2 * (num_ranks - rank - 1) + (num_pieces - 1) * num_ranks)
         actions = [*forwards[:warm_up], *_alternate(forwards[warm_up:], backwards), *backwards[total - warm_up :]]
@@ -194,7 +196,7 @@ def interleaved_1f1b(num_ranks: int, num_pieces: int, num_microbatches: int) -> 
     return tuple(order)
 
 
-def _turns(rank: int, num_ranks: int, num_pieces: int, total: int) -> Iterator[tuple[int, int]]:
+def _forward_turns(rank: int, num_ranks: int, num_pieces: int, total: int) -> Iterator[tuple[int, int]]:
     """(stage, microbatch) of a rank's forwards, in order."""
     for index in range(total):
         turn, within = divmod(index, num_ranks * num_pieces)

@@ -66,7 +66,7 @@ def _preferred(trace: Trace, planned: Trace, plan: Plan) -> dict[str, int]:
             found[node.name] = of_call[calls[call]]
         elif node.name in matched:
             found[node.name] = matched[node.name]
-    _fill(nodes, found)
+    _fill_stages(nodes, found)
     return found
 
 
@@ -112,7 +112,7 @@ def _module_occurrences(trace: Trace) -> Iterator[tuple[str, int]]:
         count[call.fqn] += 1
 
 
-def _fill(nodes: list[Node], stages: dict[str, int]) -> None:
+def _fill_stages(nodes: list[Node], stages: dict[str, int]) -> None:
     """Stages for the rest: after the producers, or, without any, at the first consumer. Writes into `stages`."""
     for node in nodes:
         producers = [stages[name] for name in node.inputs if name in stages]

@@ -376,10 +376,10 @@ class _Scaled(PeakRows):
 
     def row(self, start: int, stop: int, stage: int) -> IntArray:
         """Peak of start..j for each j, scaled."""
-        return _scaled(super().row(start, stop, stage), self.limits[stage], max(self.limits))
+        return _scaled_to_limit(super().row(start, stop, stage), self.limits[stage], max(self.limits))
 
 
-def _scaled(num_bytes: IntArray, limit: int, largest: int) -> IntArray:
+def _scaled_to_limit(num_bytes: IntArray, limit: int, largest: int) -> IntArray:
     """Bytes of a rank in those of the rank with the largest limit, rounded up; no more than that limit if and only if they fit."""
     if limit >= largest:
         return num_bytes
@@ -399,7 +399,7 @@ def rank_peaks(plan: Plan, limits: Sequence[int] = ()) -> dict[int, int]:
     if not limits:
         return peaks
     own = {stage.rank: limit for stage, limit in zip(plan.stages, limits, strict=True)}
-    return {rank: int(_scaled(np.asarray(peak), own[rank], max(limits))) for rank, peak in peaks.items()}
+    return {rank: int(_scaled_to_limit(np.asarray(peak), own[rank], max(limits))) for rank, peak in peaks.items()}
 
 
 def check_peaks(plan: Plan, limits: Sequence[int]) -> None:
@@ -464,7 +464,7 @@ def plan_within(problem: Limited) -> Plan:
             break
         limit -= excess
     if num_stages > 1 and (best is None or (problem.prove and best.objective.gap > problem.tolerance)):
-        placed = _placed(problem, peaks)
+        placed = _plan_of_ilp(problem, peaks)
         if placed is not None and (best is None or _improves(placed, best, problem.tolerance)):
             best = placed
     if best is not None:
@@ -493,7 +493,7 @@ def _improves(plan: Plan, other: Plan, tolerance: float) -> bool:
     return plan.objective.bottleneck < other.objective.bottleneck * (1.0 - tolerance)
 
 
-def _placed(problem: Limited, peaks: PeakRows) -> Plan | None:
+def _plan_of_ilp(problem: Limited, peaks: PeakRows) -> Plan | None:
     """The plan of the integer program, if it finds one that fits."""
     analysis = problem.analysis
     coarse = coarse_problem(

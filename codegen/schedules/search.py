@@ -468,7 +468,7 @@ def polish(problem: Problem, schedule: Schedule, moves: int) -> Schedule:
     for count in range(moves):
         rank = numbers.randrange(len(orders))
         order = orders[rank]
-        moved = _move(order, numbers)
+        moved = _moved_action(order, numbers)
         if moved is None or not problem.holds(rank, moved, clock.split):
             continue
         orders[rank] = moved
@@ -483,7 +483,7 @@ def polish(problem: Problem, schedule: Schedule, moves: int) -> Schedule:
     return best if problem.makespan(best) <= problem.makespan(schedule) else schedule
 
 
-def _move(order: list[Key], numbers: random.Random) -> list[Key] | None:
+def _moved_action(order: list[Key], numbers: random.Random) -> list[Key] | None:
     """The order with one action elsewhere; None where that is no move."""
     if not order:
         return None

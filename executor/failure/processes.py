@@ -49,7 +49,7 @@ class Process:
     @classmethod
     def own(cls) -> Process:
         """This one."""
-        _, born = _status(os.getpid())
+        _, born = _process_status(os.getpid())
         return cls(os.getpid(), born, _host_identity())
 
     @property
@@ -76,7 +76,7 @@ class Process:
 
     @property
     def _letter(self) -> str:
-        letter, born = _status(self.pid)
+        letter, born = _process_status(self.pid)
         return letter if born == self.born else ""
 
 
@@ -113,7 +113,7 @@ def signature(store: Store, rank: int) -> Signature | None:
     return Signature.read(store.get(key)) if store.check([key]) else None
 
 
-def _status(pid: int) -> tuple[str, int]:
+def _process_status(pid: int) -> tuple[str, int]:
     """The letter of a process's state and its start time; ("", 0) of none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

@@ -36,16 +36,16 @@ import torch
 from smpc.executor.failure.processes import Report
 
 
-def _own(*names: str) -> tuple[str, ...]:
+def _executor_files(*names: str) -> tuple[str, ...]:
     """Files and folders of the executor, as frames name them."""
     paths = [Path(__file__).parents[1] / name for name in names]
     assert all(path.exists() for path in paths), paths
     return tuple(map(str, paths))
 
 
-_WAITS = _own("transport", "program/inbox.py")
+_WAITS = _executor_files("transport", "program/inbox.py")
 _TORCH = Path(torch.__file__).parent
-_COLLECTIVES = (str(_TORCH / "distributed"), *_own("collectives.py", "host_memory"))
+_COLLECTIVES = (str(_TORCH / "distributed"), *_executor_files("collectives.py", "host_memory"))
 _AUTOGRAD = str(_TORCH / "autograd")
 _MAX_FRAMES = 25
 _MAX_COLLECTIVES = 3

@@ -44,7 +44,7 @@ def measure_wire(transport: Transport, rank: int, num_ranks: int, device: torch.
         if rank in (first, first + 1):
             times = [_one_way(transport, rank, first, size, device) for size in (_SMALL, _LARGE)]
             results[first] = torch.tensor(times, dtype=torch.float64)
-    _share(transport, rank, num_ranks, results)
+    _share_results(transport, rank, num_ranks, results)
     transport.flush()
     if num_ranks == 1:
         return Wire(float("inf"), 0.0)
@@ -71,7 +71,7 @@ def _one_way(transport: Transport, rank: int, first: int, size: int, device: tor
     return statistics.median(times) if times else 0.0
 
 
-def _share(transport: Transport, rank: int, num_ranks: int, results: Tensor) -> None:
+def _share_results(transport: Transport, rank: int, num_ranks: int, results: Tensor) -> None:
     """Everyone's results to everyone: to the last rank along the pipeline, and back."""
     form = _message_format("measured messages", tuple(results.shape), "float64")
     if rank > 0:

@@ -44,12 +44,12 @@ def all_to_all(
     return collectives.collective(
         tensor,
         group,
-        lambda x: _exchanged(x, there, back, group),
-        lambda grad: _exchanged(grad, back, there, group),
+        lambda x: _exchanged_slices(x, there, back, group),
+        lambda grad: _exchanged_slices(grad, back, there, group),
     )
 
 
-def _exchanged(
+def _exchanged_slices(
     tensor: Tensor, split_at: tuple[int, Pieces], gather_at: tuple[int, Pieces], group: TensorGroup
 ) -> Tensor:
     (split_dim, sent), (gather_dim, got) = split_at, gather_at

@@ -280,7 +280,7 @@ def times(instance: Instance, device_of: Mapping[str, int]) -> list[Fraction]:
     for node in instance.nodes:
         device = instance.devices[device_of[node.name]]
         found[device_of[node.name]] += Fraction(node.time_at(device) or 0) / Fraction(device.speed)
-    for (_, device_index), num_bytes in _sent(instance, device_of).items():
+    for (_, device_index), num_bytes in _sent_by_source(instance, device_of).items():
         if (bandwidth := instance.devices[device_index].bandwidth) is not None:
             found[device_index] += num_bytes / Fraction(bandwidth)
     return found
@@ -324,11 +324,15 @@ def received_bytes(instance: Instance, device_of: Mapping[str, int]) -> float:
     """Bytes that cross: what one source sends to one device once."""
     home = device_of
     return float(
-        sum(num_bytes for (source, target), num_bytes in _sent(instance, device_of).items() if home[source] != target)
+        sum(
+            num_bytes
+            for (source, target), num_bytes in _sent_by_source(instance, device_of).items()
+            if home[source] != target
+        )
     )
 
 
-def _sent(instance: Instance, device_of: Mapping[str, int]) -> dict[tuple[str, int], Fraction]:
+def _sent_by_source(instance: Instance, device_of: Mapping[str, int]) -> dict[tuple[str, int], Fraction]:
     """The transfers of each source, by the device that sends or receives them: the largest of several edges."""
     sent: dict[tuple[str, int], Fraction] = {}
     for edge in instance.edges:

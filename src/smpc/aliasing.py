@@ -123,10 +123,10 @@ def alias() -> None:
             _warn_of_installed(package, known.__spec__)
     for name in TARGETS:
         if not name.startswith("torch.") or "torch" in sys.modules:
-            _import(name)
+            _import_alias(name)
 
 
-def _import(name: str) -> None:
+def _import_alias(name: str) -> None:
     """Import an alias, unless it belongs to an installed package."""
     parent = name.rpartition(".")[0]
     if parent in ("", "torch", _TOP) or _is_alias(parent):

@@ -147,7 +147,7 @@ class _Sides:
         """The node for these sizes and types, dropping nothing."""
         target = _WIDE_TARGETS.get(node.target, node.target) if self.wide else node.target
         args, kwargs = _undropped(target, node.args, dict(node.kwargs))
-        change = functools.partial(_mapped, wide=self.wide, size=size)
+        change = functools.partial(_mapped_argument, wide=self.wide, size=size)
         return dataclasses.replace(
             node, target=target, args=change(args), kwargs=tuple((key, change(value)) for key, value in kwargs.items())
         )
@@ -167,16 +167,16 @@ def _undropped(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     return args, {**kwargs, "p": 0.0}
 
 
-def _mapped(tree: Any, wide: bool, size: Callable[[int], int]) -> Any:
+def _mapped_argument(tree: Any, wide: bool, size: Callable[[int], int]) -> Any:
     """An argument with its sizes and types changed; booleans and references stay."""
     if type(tree) is int:
         return size(tree)
     if isinstance(tree, torch.dtype):
         return torch.float64 if wide and tree in _NARROW else tree
     if type(tree) in (tuple, list):
-        return type(tree)(_mapped(item, wide, size) for item in tree)
+        return type(tree)(_mapped_argument(item, wide, size) for item in tree)
     if isinstance(tree, slice):
-        return slice(*(_mapped(item, wide, size) for item in (tree.start, tree.stop, tree.step)))
+        return slice(*(_mapped_argument(item, wide, size) for item in (tree.start, tree.stop, tree.step)))
     return tree
 
 
@@ -244,14 +244,14 @@ def _kernel_difference(expected: list[torch.Tensor | None], found: list[torch.Te
         one, two = (torch.zeros_like(like) if item is None else item for item in (a, b))
         if one.shape != two.shape or one.dtype != two.dtype:
             return f"{what} is {one.dtype} {list(one.shape)}, the op's {two.dtype} {list(two.shape)}"
-        error = _error(one, two)
+        error = _largest_error(one, two)
         if not error <= sides.tolerance:
             kind = "in fp64" if sides.wide else f"in {str(one.dtype).removeprefix('torch.')}"
             return f"{what} differs from the op's by {error:.1e} of its size {kind}"
     return ""
 
 
-def _error(a: torch.Tensor, b: torch.Tensor) -> float:
+def _largest_error(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest difference, row by row, as a part of the row's largest value; NaN where one is infinite or NaN and the other not."""
     if a.numel() == 0:
         return 0.0

@@ -126,7 +126,7 @@ def _agree_on_load(
     """All ranks open the checkpoint and agree on what is loaded."""
     answers = together(channel, lambda: _compare_shards(folder, wanted, opened, cast))
     loaded = _loaded_by_all(opened[0], answers, kinds, frozenset(known))
-    _refuse(loaded, answers, opened[0].folder, strict)
+    _refuse_load(loaded, answers, opened[0].folder, strict)
     return answers, loaded
 
 
@@ -169,7 +169,7 @@ def _loaded_by_all(
     return Loaded(tuple(missing), tuple(unexpected))
 
 
-def _refuse(loaded: Loaded, answers: Sequence[Any], folder: str, strict: bool) -> None:
+def _refuse_load(loaded: Loaded, answers: Sequence[Any], folder: str, strict: bool) -> None:
     """Raise if anything does not fit. Every rank has all answers, so it needs no agreement."""
     wrong = list(dict.fromkeys(line for answer in answers for line in answer["wrong"]))
     if strict:

@@ -101,7 +101,7 @@ def verify_command(
         problems += root.damaged()
         for tag in root.tags():
             problems += _verify_folder(root.find(tag))
-        for tag in _full(root.path):
+        for tag in _full_models(root.path):
             problems += _verify_full(root.path, tag)
     elif os.path.lexists(os.path.join(path, NAME)):
         read_manifest(Root(path).path)  # bad input, not damage
@@ -160,7 +160,7 @@ def convert_command(
     files = _copied_texts(copy or [])
     with open_source(source) as opened:
         total = sum(item.num_bytes for item in opened.items if to in (Form.PARTIAL, Form.DCP) or item.kind == "model")
-        with _plain_warnings(), _bar(f"Writing {target}", total) as advance:
+        with _plain_warnings(), _progress_bar(f"Writing {target}", total) as advance:
             if to is Form.PARTIAL:
                 write_checkpoint(opened, target, dtype=as_dtype, advance=advance)
             elif to is Form.FULL:
@@ -225,7 +225,9 @@ def _is_root(path: str) -> bool:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     return NAME not in names and (
-        MARKER in names or bool(_full(path)) or any(os.path.lexists(os.path.join(path, name, NAME)) for name in names)
+        MARKER in names
+        or bool(_full_models(path))
+        or any(os.path.lexists(os.path.join(path, name, NAME)) for name in names)
     )
 
 
@@ -236,7 +238,7 @@ def _verify_folder(folder: str) -> list[str]:
 
     try:
         with Checkpoint.open(folder) as checkpoint:
-            with _bar(f"Verifying {folder}", checkpoint.manifest.num_bytes) as advance:
+            with _progress_bar(f"Verifying {folder}", checkpoint.manifest.num_bytes) as advance:
                 damaged = verify(checkpoint, advance)
             size = format_bytes(checkpoint.manifest.num_bytes)
             if not damaged:
@@ -277,7 +279,7 @@ def _verify_files(path: str) -> list[str]:
     problems: list[str] = []
     for file in files:
         try:
-            with _bar(f"Verifying {file}", os.path.getsize(file)) as advance:
+            with _progress_bar(f"Verifying {file}", os.path.getsize(file)) as advance:
                 found = verify_file(file, advance)
         except CheckpointError as error:
             problems += str(error).splitlines()
@@ -324,7 +326,7 @@ def _show_root(root: Root) -> None:
         *(str(warning.message) for warning in caught),
     ]:  # what is ignored, and a marker that names something else
         typer.echo(printable(line))
-    full = _full(root.path)
+    full = _full_models(root.path)
     if full:
         typer.echo(f"full models, of smp.save_checkpoint(partial=False): {', '.join(map(printable, full))}")
 
@@ -391,7 +393,7 @@ class _Described:
         return f"<{self._text}>"
 
 
-def _full(path: str) -> list[str]:
+def _full_models(path: str) -> list[str]:
     """The full models in a folder: what has content beside it."""
     from smpc.checkpoint.sources.export import standing
 
@@ -401,7 +403,7 @@ def _full(path: str) -> list[str]:
 
 def _root_json(root: Root) -> dict[str, Any]:
     found = {"path": root.path, "checkpoints": root.tags(), "incomplete": root.incomplete()}
-    return found | {"full": _full(root.path)}
+    return found | {"full": _full_models(root.path)}
 
 
 def _source_json(source: Source) -> dict[str, Any]:
@@ -507,7 +509,7 @@ def _plain_warnings() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def _progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A function that takes the bytes done; draws a bar on stderr if that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda count: None

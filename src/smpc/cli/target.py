@@ -91,7 +91,9 @@ def _from_factory(target: str) -> tuple[nn.Module, Any]:
     where, _, name = target.rpartition(":")
     module = _load_file(target, where) if where.endswith(".py") else _load_module(target, where)
     factory = _target_attribute(target, module, name)
-    return _model_and_inputs(target, name, _guard(target, shown(name)[1:-1], _file_of(module, where), factory))
+    return _model_and_inputs(
+        target, name, _guard_user_code(target, shown(name)[1:-1], _file_of(module, where), factory)
+    )
 
 
 def _load_file(target: str, where: str) -> ModuleType:
@@ -107,7 +109,7 @@ def _load_file(target: str, where: str) -> ModuleType:
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules[name] = module  # dataclasses and pickle look classes up by their module's name
     loader = spec.loader
-    _guard(target, "the file", str(path), lambda: loader.exec_module(module))
+    _guard_user_code(target, "the file", str(path), lambda: loader.exec_module(module))
     return module
 
 
@@ -125,7 +127,7 @@ def _load_module(target: str, where: str) -> ModuleType:
     if found is None:
         hint = f"; for a file, write {where}.py:..." if os.path.isfile(f"{where}.py") else ""
         raise ConfigError(f"TARGET {shown(target)}: no module {shown(where)} on the path or in {os.getcwd()}{hint}")
-    module = _guard(target, "the module", found.origin or where, lambda: importlib.import_module(where))
+    module = _guard_user_code(target, "the module", found.origin or where, lambda: importlib.import_module(where))
     assert isinstance(module, ModuleType)
     return module
 
@@ -135,14 +137,14 @@ def _target_attribute(target: str, module: ModuleType, name: str) -> Callable[[]
     found: Any = module
     file = _file_of(module, module.__name__)
     for part in name.split("."):
-        names = _guard(target, shown(name)[1:-1], file, functools.partial(dir, found))
+        names = _guard_user_code(target, shown(name)[1:-1], file, functools.partial(dir, found))
         if part not in names:
             matches = difflib.get_close_matches(
                 part[:100], [n for n in names if not n.startswith("__")], n=1, cutoff=0.5
             )
             hint = f"; did you mean {matches[0]!r}?" if matches else ""
             raise ConfigError(f"TARGET {shown(target)}: {file} has no {shown(name)}{hint}")
-        found = _guard(target, shown(name)[1:-1], file, functools.partial(getattr, found, part))
+        found = _guard_user_code(target, shown(name)[1:-1], file, functools.partial(getattr, found, part))
     if not callable(found):
         raise ConfigError(
             f"TARGET {shown(target)}: expected a function of no arguments, found {type(found).__name__} {shown(name)}"
@@ -151,7 +153,7 @@ def _target_attribute(target: str, module: ModuleType, name: str) -> Callable[[]
     return factory
 
 
-def _guard(target: str, what: str, path: str, call: Callable[[], Any]) -> Any:
+def _guard_user_code(target: str, what: str, path: str, call: Callable[[], Any]) -> Any:
     """Run the user's code; what it raises becomes one line with its type, message and place in the user's file."""
     try:
         return call()
@@ -159,7 +161,7 @@ def _guard(target: str, what: str, path: str, call: Callable[[], Any]) -> Any:
         raise
     except BaseException as error:
         text = " ".join(_text_of(error).split())
-        place = _place(error, path)
+        place = _place_of_error(error, path)
         raise ConfigError(f"TARGET {shown(target)}: {what} raised {type(error).__name__}: {text} ({place})") from error
 
 
@@ -175,7 +177,7 @@ def _file_of(module: ModuleType, otherwise: str) -> str:
     return getattr(module, "__file__", None) or otherwise
 
 
-def _place(error: BaseException, path: str) -> str:
+def _place_of_error(error: BaseException, path: str) -> str:
     """file:line where the error left the user's file; of a syntax error, where it is."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"

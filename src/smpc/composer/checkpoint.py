@@ -86,7 +86,7 @@ def _parameter_names(state: State) -> dict[Any, str]:
     return {parameter: name for name, parameter in state.model.named_parameters()}
 
 
-def _tree(state: State, *, weights_only: bool) -> dict[str, Any]:
+def _state_tree(state: State, *, weights_only: bool) -> dict[str, Any]:
     """The state to save, with tensors as this rank has them."""
     kind = type(state.optimizer).__name__
     names = _parameter_names(state)
@@ -109,7 +109,7 @@ def _stored(state: State, name: str) -> str:
     return f"{name}@{state.numbered[name][0]}" if name in state.numbered else name
 
 
-def _there(state: State, names: Iterable[str], there: Collection[str]) -> dict[str, str]:
+def _names_there(state: State, names: Iterable[str], there: Collection[str]) -> dict[str, str]:
     """The names in a checkpoint, which has `there`, of these names of the state; names that it lacks are left out.
 
     Raises CheckpointError for values of other groups than the state has: none is the right one.
@@ -167,7 +167,7 @@ def _captured(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def save_full(state: State, path: str, *, weights_only: bool, overwrite: bool) -> str:
     """Rank 0 writes one file with whole tensors. Collective; the path."""
-    tree = _mapped(_tree(state, weights_only=weights_only), lambda tensor: whole(tensor).cpu())
+    tree = _mapped(_state_tree(state, weights_only=weights_only), lambda tensor: whole(tensor).cpu())
     rng = dist.all_gather_object(_own(state))
 
     def write() -> None:
@@ -190,7 +190,7 @@ def save_sharded(
     state: State, path: str, *, weights_only: bool, overwrite: bool, planner: SavePlanner | None = None
 ) -> str:
     """Every rank writes its parts into a folder. Collective; the path. `planner`: torch's or a script's own."""
-    tree = {"state": _tree(state, weights_only=weights_only), "rng": {str(dist.get_global_rank()): _own(state)}}
+    tree = {"state": _state_tree(state, weights_only=weights_only), "rng": {str(dist.get_global_rank()): _own(state)}}
     if is_url(path):
         return _save_remote(tree, path, overwrite=overwrite, planner=planner)
     parent, name = os.path.split(os.path.abspath(path))
@@ -261,7 +261,7 @@ def load_model(state: State, reader: Reader, *, strict: bool, ignore: Sequence[s
     def is_skipped(name: str) -> bool:
         return any(fnmatch.fnmatch(f"state/model/{each}", p) for p in ignore for each in (name, _plain_name(name)))
 
-    called = _there(state, [name for name in own if not is_skipped(name)], there)
+    called = _names_there(state, [name for name in own if not is_skipped(name)], there)
     missing = sorted(name for name in own if name not in called and not is_skipped(name))
     unexpected = sorted(
         name for name in there if name not in own and _plain_name(name) not in called and not is_skipped(name)
@@ -374,7 +374,7 @@ def _load_optimizer(state: State, reader: Reader) -> None:
     root = f"optimizers.{kind if saved_kinds else ANY}.state."
     below = (name for name in reader.shapes if name.startswith(root))
     there = {name.removeprefix(root).rpartition(".")[0] for name in below}
-    called = _there(state, names.values(), there)
+    called = _names_there(state, names.values(), there)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         prefix = f"{root}{called.get(names[parameter], names[parameter])}."
         keys = [name.removeprefix(prefix) for name in reader.shapes if name.startswith(prefix)]

@@ -98,14 +98,14 @@ def parse_json(text: str, what: str, *, infinite: bool = False) -> dict[str, Any
     value = _parsed_file(what, "JSON", lambda: json.loads(text, object_pairs_hook=_unique_keys, parse_int=_whole))
     if not isinstance(value, dict):
         raise ConfigTypeError(f"{printable(what)}: expected a JSON object, found {type(value).__name__}")
-    _check(value, what, infinite)
+    _check_values(value, what, infinite)
     return value
 
 
 def parse_toml(text: str, what: str) -> dict[str, Any]:
     """A TOML document."""
     value: dict[str, Any] = _parsed_file(what, "TOML", lambda: tomllib.loads(text))
-    _check(value, what, infinite=False)
+    _check_values(value, what, infinite=False)
     return value
 
 
@@ -146,7 +146,7 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
-def _check(value: Any, what: str, infinite: bool) -> None:
+def _check_values(value: Any, what: str, infinite: bool) -> None:
     """Raise ConfigError for values nested too deeply, and for numbers that are too long or not finite; without recursion."""
     what = printable(what)
     level = [value]

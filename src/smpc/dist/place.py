@@ -27,14 +27,14 @@ def is_initialized() -> bool:
 
 def get_world_size() -> int:
     """How many ranks the job has; 1 alone. Raises GroupError where WORLD_SIZE says something else than the process group."""
-    return _agreed("WORLD_SIZE", distributed.get_world_size() if is_initialized() else None, 1)
+    return _agreed_number("WORLD_SIZE", distributed.get_world_size() if is_initialized() else None, 1)
 
 
 def get_global_rank(group: distributed.ProcessGroup | None = None) -> int:
     """This process's rank in the job, or its position in `group`; 0 alone. Raises GroupError where RANK says something else."""
     if group is not None and is_initialized():
         return distributed.get_rank(group)
-    return _agreed("RANK", distributed.get_rank() if is_initialized() else None, 0)
+    return _agreed_number("RANK", distributed.get_rank() if is_initialized() else None, 0)
 
 
 def get_local_world_size() -> int:
@@ -75,7 +75,7 @@ def _place() -> Place | None:
     return Place.find(os.environ)
 
 
-def _agreed(name: str, of_group: int | None, alone: int) -> int:
+def _agreed_number(name: str, of_group: int | None, alone: int) -> int:
     """The process group's number, checked against the environment; without a group, the environment's."""
     place = _place()
     of_launcher = None if place is None else (place.world_size if name == "WORLD_SIZE" else place.rank)

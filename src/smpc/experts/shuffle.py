@@ -75,7 +75,7 @@ class Shuffle:
 def shuffle(tokens: Tensor, seed: int, group: TensorGroup) -> tuple[Tensor, Shuffle]:
     """[N, ...] other tokens of the group, and what `unshuffle` needs. `seed` must be the same on all ranks; another for each call."""
     sizes: list[int] = gathered(torch.tensor([tokens.shape[0]], device=tokens.device), 0, group).tolist()
-    ticket = _drawn(sizes, seed, group.rank, tokens.device)
+    ticket = _drawn_order(sizes, seed, group.rank, tokens.device)
     arrived = exchange(permuted(tokens, ticket.leaving), ticket.traffic, group)
     return permuted(arrived, ticket.arriving), ticket
 
@@ -88,7 +88,7 @@ def unshuffle(tokens: Tensor, ticket: Shuffle, group: TensorGroup) -> Tensor:
     return unpermuted(arrived, ticket.leaving)
 
 
-def _drawn(sizes: list[int], seed: int, rank: int, device: torch.device) -> Shuffle:
+def _drawn_order(sizes: list[int], seed: int, rank: int, device: torch.device) -> Shuffle:
     """Global place p gets the token of number order[p]."""
     order = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(seed))
     place = torch.empty_like(order)

@@ -125,7 +125,7 @@ def _routing_arguments(
     return given[0], given[1], given[2]
 
 
-def _recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+def _recorded_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """What a recorder runs in place of a part's forward: the same shape, and what rows evenly spread over experts compute and keep."""
     parts: Parts = vars(module)[PARTS]
     hidden, index, weights = _routing_arguments(parts.names, args, kwargs)
@@ -154,7 +154,7 @@ def _activated(rows: Tensor, width: int) -> Tensor:
     return torch.nn.functional.silu(rows) if rows.grad_fn is not None else rows
 
 
-register_shape_rule(PartOfExperts, _recorded)
+register_shape_rule(PartOfExperts, _recorded_forward)
 
 
 def cut(confirmed: Confirmed, group: TensorGroup, options: Options) -> None:

@@ -77,7 +77,7 @@ def skeleton(model: nn.Module, parameters: tuple[Whole, ...]) -> Skeleton:
     for name, inner, made in pairs:
         prefix = f"{name}." if name else ""
         keys = _keys_of(named, prefix)
-        _fill(inner, made, {key: stand_ins[named[prefix + key].names[0]] for key in keys}, referring, memo)
+        _fill_copy(inner, made, {key: stand_ins[named[prefix + key].names[0]] for key in keys}, referring, memo)
         originals |= {id(made): inner, id(vars(made)): vars(inner)}
         originals |= {id(vars(made)[table]): vars(inner)[table] for table in ("_modules", "_buffers")}
         originals[id(vars(made)["_parameters"])] = None
@@ -89,7 +89,7 @@ def skeleton(model: nn.Module, parameters: tuple[Whole, ...]) -> Skeleton:
     for name, _, made in pairs:
         unit = units[name]
         if name and unit is not None:  # the model's own casts come before and after all of this
-            _cast(made, unit)
+            _cast_like_unit(made, unit)
     return Skeleton(memo[id(model)], originals)
 
 
@@ -131,7 +131,7 @@ def _unwrapped_submodule(model: nn.Module, name: str) -> nn.Module:
     return found
 
 
-def _cast(module: nn.Module, unit: Casts) -> None:
+def _cast_like_unit(module: nn.Module, unit: Casts) -> None:
     """Has a copy take and give what the unit would."""
     inputs, outputs = unit.inputs, unit.outputs
     if inputs is not None:
@@ -186,7 +186,7 @@ class _Referring:
         return self._known[id(value)]
 
 
-def _fill(
+def _fill_copy(
     module: nn.Module,
     made: nn.Module,
     parameters: Mapping[str, nn.Parameter],

@@ -56,21 +56,21 @@ def main(launcher_pid: int, command: list[str]) -> int:
                 _write_report(_report(error, status))
                 _exit_soon(status)
             else:
-                _leave()
+                _tell_launcher_of_end()
         raise
     except BaseException as error:
         if os.getpid() != own_pid:
             raise
         try:
-            return _fail(error)
+            return _report_failure(error)
         except BaseException as later:  # of a signal's handler, as torch has one for data loaders whose workers die
-            return _fail(later)
+            return _report_failure(later)
     if os.getpid() == own_pid:
-        _leave()
+        _tell_launcher_of_end()
     return 0
 
 
-def _fail(error: BaseException) -> int:
+def _report_failure(error: BaseException) -> int:
     """Report what ends this rank; its exit status."""
     status = _error_status(error)
     error.__traceback__ = _user_part(error.__traceback__)
@@ -220,7 +220,7 @@ def _write_report(report: dict[str, Any]) -> bool:
     return True
 
 
-def _leave() -> None:
+def _tell_launcher_of_end() -> None:
     """Tell the launcher that the script has ended well: exit handlers may take so long that a peer misses this rank before it is gone."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:

@@ -56,13 +56,13 @@ class Launch:
         except ConfigError as error:
             *lines, advice = str(error).splitlines()
             if lines:  # of single variables: then the master's are named too
-                _port(environ, "", lines)
+                _port_of_job(environ, "", lines)
                 lines += [] if address else [_NO_ADDRESS]
             raise ConfigError("\n".join([*lines, advice])) from None
         has_master = bool(address or environ.get("MASTER_PORT", "").strip())
         if place is None or (place.world_size == 1 and (place.launcher != "torch" or not has_master)):
             return cls(0, 1, 0, 1, None, single_host=True, has_store=False)
-        port = _port(environ, place.job and f"{place.launcher} {place.job}", problems)
+        port = _port_of_job(environ, place.job and f"{place.launcher} {place.job}", problems)
         on_one_host = place.local_size == place.world_size and place.launcher != "torch"
         if not address:
             address = LOOPBACK if on_one_host else place.first_host
@@ -105,7 +105,7 @@ def _local_number(name: str, found: int | None, default: int | None, problems: l
     return value
 
 
-def _port(environ: Mapping[str, str], job: str, problems: list[str]) -> int:
+def _port_of_job(environ: Mapping[str, str], job: str, problems: list[str]) -> int:
     """MASTER_PORT; if it is not set, the port of the numbered `job`, unless `job` is ""."""
     text = environ.get("MASTER_PORT", "").strip()
     if not text and job:

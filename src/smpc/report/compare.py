@@ -89,12 +89,12 @@ def _plan_changes(before: Plan, after: Plan) -> Iterator[Change]:
         old, new = getattr(before, field.name), getattr(after, field.name)
         if dataclasses.is_dataclass(old) and dataclasses.is_dataclass(new):
             formats = _SCHEDULE_FORMATS if field.name == "schedule" else _PLAN_FORMATS
-            yield from _fields(field.name, old, new, formats)
+            yield from _field_changes(field.name, old, new, formats)
         elif old != new:
             yield _field_change("plan", field.name, old, new, _PLAN_FORMATS.get(field.name, _text))
 
 
-def _fields(where: str, before: Any, after: Any, formats: Mapping[str, _Format]) -> Iterator[Change]:
+def _field_changes(where: str, before: Any, after: Any, formats: Mapping[str, _Format]) -> Iterator[Change]:
     """The fields that differ between two values of one dataclass; of lists of names, how many left and came."""
     for field in dataclasses.fields(before):
         old, new = getattr(before, field.name), getattr(after, field.name)
@@ -224,7 +224,7 @@ def _stage_changes(before: Plan, after: Plan) -> Iterator[Change]:
 def _changes_of_stage(where: str, before: Stage, after: Stage) -> Iterator[Change]:
     """Changes of one stage."""
     moved = before.num_parameters != after.num_parameters
-    for change in _fields(where, before, after, _STAGE_FORMATS):
+    for change in _field_changes(where, before, after, _STAGE_FORMATS):
         if not (moved and change.what in _SECONDARY):
             yield dataclasses.replace(change, what=_TITLES.get(change.what, change.what))
 

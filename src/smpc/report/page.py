@@ -69,7 +69,7 @@ def render_page(compilation: Compilation, found: Outlook | None = None) -> str:
         "programs": _programs(compilation),
         **{f"{name}_table": _html_table(table(plan), rank_of) for name, table in _TABLES.items()},
         "summary": "".join(f"<dt>{html.escape(a)}</dt><dd>{html.escape(b)}</dd>" for a, b in summary(plan)),
-        "data": _embedded(_data(compilation.trace, plan, timeline)),
+        "data": _embedded(_page_data(compilation.trace, plan, timeline)),
         "style": style,
         "style_hash": _hash(style),
         "script": script,
@@ -97,7 +97,7 @@ def _embedded(data: Any) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _data(trace: Trace, plan: Plan, timeline: Timeline) -> dict[str, Any]:
+def _page_data(trace: Trace, plan: Plan, timeline: Timeline) -> dict[str, Any]:
     """The data that the script draws; seconds and bytes."""
     events: list[list[tuple[float, ...]]] = [[] for _ in range(timeline.num_ranks)]
     for event in timeline.events:

@@ -42,7 +42,7 @@ def _again_in_table(name: str) -> str:
     return printable(name) if len(parts) == 1 or len(name) <= _NAME else f"{len(parts)} parts"
 
 
-def _parts(found: Search) -> tuple[str, ...]:
+def _parts_legend(found: Search) -> tuple[str, ...]:
     """The legend of a number in the table: `2 parts of a block computed again: norm + attention`."""
     names = sorted(
         {result.candidate.recompute for result in _shown_results(found)}, key=lambda name: (name.count(" + "), name)
@@ -133,7 +133,7 @@ def search_summary(found: Search) -> tuple[tuple[str, str], ...]:
             "ways were left without a plan, with what the best of them takes at least; Shared: what replicas "
             "divide; Again: what the backward computes again, +host: and what that reads is offloaded",
         ),
-        *(("", text) for text in _parts(found)),
+        *(("", text) for text in _parts_legend(found)),
         *((("Left out", rest),) if rest else ()),
         ("Settings", f"placement_strategy: {placement}, optimizer {printable(found.optimizer)}"),
         *_not_settings(found),

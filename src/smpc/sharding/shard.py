@@ -222,7 +222,7 @@ def shard(
         if unit.divisor is not None:
             made.set_gradient_divide_factor(unit.divisor)
         if source is not None:
-            _fill(module, own, taken, "cpu" if options.offload else mesh.device_type, source, ignored)
+            _fill_unit(module, own, taken, "cpu" if options.offload else mesh.device_type, source, ignored)
         new = _untaken(module, taken)
         if wide:
             widen(new)
@@ -244,7 +244,7 @@ def _offload(device_type: str) -> CPUOffloadPolicy:
 
 
 @torch.no_grad()
-def _fill(
+def _fill_unit(
     module: nn.Module,
     old: Sequence[nn.Parameter],
     taken: Collection[nn.Parameter],

@@ -138,7 +138,7 @@ def read_mask(graph: Graph, mask: str, num_queries: int, num_keys: int) -> Mask 
         return f"its mask {spec} is added to the scores and has a row for every query"
     offset: int | None = None
     keys: list[str] = []
-    for part in dict.fromkeys(_parts(graph, mask)):
+    for part in dict.fromkeys(_parts_of_mask(graph, mask)):
         value = _constant(graph, part)
         if value is not None and bool(value.all()):
             continue
@@ -153,13 +153,13 @@ def read_mask(graph: Graph, mask: str, num_queries: int, num_keys: int) -> Mask 
     return Mask(offset, tuple(keys))
 
 
-def _parts(graph: Graph, name: str) -> Iterator[str]:
+def _parts_of_mask(graph: Graph, name: str) -> Iterator[str]:
     """The parts of a conjunction."""
     if graph.op(name) in _SAME_VALUES and len(graph.node(name).inputs) >= 1:
-        yield from _parts(graph, graph.node(name).inputs[0])
+        yield from _parts_of_mask(graph, graph.node(name).inputs[0])
     elif graph.op(name) == "and" and graph.tensors(name) is not None:
         for operand in graph.tensors(name) or ():
-            yield from _parts(graph, operand)
+            yield from _parts_of_mask(graph, operand)
     else:
         yield name
 

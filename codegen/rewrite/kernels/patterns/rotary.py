@@ -37,7 +37,7 @@ class _Turned:
 def find(graph: Graph) -> Iterator[Replacement | Refusal]:
     """Every rotation of a trace."""
     for name in graph.find("neg"):
-        turned = _turned(graph, name)
+        turned = _read_from_half(graph, name)
         if turned is not None:
             yield _rotary_replacement(graph, turned)
 
@@ -45,7 +45,7 @@ def find(graph: Graph) -> Iterator[Replacement | Refusal]:
 REWRITE = Rewrite(_OP, find)
 
 
-def _turned(graph: Graph, neg: str) -> _Turned | None:
+def _read_from_half(graph: Graph, neg: str) -> _Turned | None:
     """Reads forwards from the negated half."""
     joined = graph.sole_user(neg)
     interleaved = joined is not None and graph.op(joined) == "stack"
@@ -82,7 +82,7 @@ def _rotary_replacement(graph: Graph, turned: _Turned) -> Replacement | Refusal:
     tables: list[Ref] = []
     given: dict[str, None] = {}
     for table in (turned.cos, turned.sin):
-        source = _doubled(graph, table)
+        source = _doubled_table(graph, table)
         if source is None:
             return Refusal(_OP, result, "nothing shows that its tables hold every column twice")
         flat = _flat(graph, table, 1 if positions == 2 else 2)
@@ -119,7 +119,7 @@ def _flat(graph: Graph, table: str, head: int) -> str | None:
     return None
 
 
-def _doubled(graph: Graph, table: str) -> str | None:
+def _doubled_table(graph: Graph, table: str) -> str | None:
     """The input of the operation that doubles the columns of a table."""
     name = table
     while True:

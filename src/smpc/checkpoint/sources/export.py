@@ -57,7 +57,7 @@ def write_file_of(
     advance: Advance | None = None,
 ) -> str:
     """Write one safetensors file with all tensors of a kind. Raises CheckpointError if it exists or cannot be written."""
-    shards = _shards(source, kind, rename, dtype)
+    shards = _shards_of_source(source, kind, rename, dtype)
     with new_path(path, force=force) as draft:
         write_tensors(draft, shards, BLOCK_SIZE, metadata=_noted(notes), advance=advance, seal=True)
     return os.path.abspath(os.fspath(path))
@@ -78,7 +78,7 @@ def write_archive_of(
 
     Raises CheckpointError if the file exists or cannot be written.
     """
-    shards = _shards(source, kind, None, dtype)
+    shards = _shards_of_source(source, kind, None, dtype)
     names = {name for name, _ in shards}
     more = {key: name for key, name in (aliases or {}).items() if name in names}
     with new_path(path, force=force) as draft:
@@ -107,7 +107,7 @@ def write_folder(
             if wrong
             else f"max_file_bytes: expected a positive number, found {max_file_bytes}"
         )
-    groups = _grouped(_shards(source, kind, rename, dtype), max_file_bytes)
+    groups = _grouped_in_files(_shards_of_source(source, kind, rename, dtype), max_file_bytes)
     names = (
         [SINGLE] if len(groups) == 1 else [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in _count(groups)]
     )
@@ -286,7 +286,9 @@ def _locked_folder(parent: str) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _shards(source: Source, kind: str, rename: Rename | None, dtype: torch.dtype | None) -> list[tuple[str, Shard]]:
+def _shards_of_source(
+    source: Source, kind: str, rename: Rename | None, dtype: torch.dtype | None
+) -> list[tuple[str, Shard]]:
     """The tensors of a kind as shards that are read when they are written, by their names in the file."""
     items = [item for item in source.items if item.kind == kind]
     if not items:
@@ -317,7 +319,7 @@ def _read(source: Source, item: Item, dtype: torch.dtype) -> Tensor:
     return source.read(item).to(dtype)
 
 
-def _grouped(shards: Sequence[tuple[str, Shard]], most: int) -> list[list[tuple[str, Shard]]]:
+def _grouped_in_files(shards: Sequence[tuple[str, Shard]], most: int) -> list[list[tuple[str, Shard]]]:
     """In order, as many to a file as fit."""
     groups: list[list[tuple[str, Shard]]] = [[]]
     size = 0

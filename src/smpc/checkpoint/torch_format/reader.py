@@ -98,10 +98,10 @@ class Reader(FileSystemReader):
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(data))
                 continue
-            _fill(planner, item, chunk, where)
+            _fill_item(planner, item, chunk, where)
 
 
-def _fill(planner: LoadPlanner, item: ReadItem, chunk: Any, where: str) -> None:
+def _fill_item(planner: LoadPlanner, item: ReadItem, chunk: Any, where: str) -> None:
     """Copy the part of a chunk that an item asks for to where the planner wants it."""
     if not isinstance(chunk, Tensor) or any(
         start + size > whole for start, size, whole in zip(item.storage_offsets, item.lengths, chunk.shape, strict=True)

@@ -152,7 +152,7 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _note_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Notes a call that fills a parameter on meta."""
-    written = _written(func, args, kwargs)
+    written = _filled_tensor(func, args, kwargs)
     if written is None or not written.is_meta:
         return
     if _is_own_initializer(written):
@@ -176,7 +176,7 @@ def _note_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     _add(written, change)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _filled_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The tensor that an operation changes; None if there is none, or several."""
     found = []
     for index, argument in enumerate(func._schema.arguments):

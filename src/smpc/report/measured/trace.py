@@ -80,13 +80,13 @@ def _measured_slices(records: Sequence[RankRecord], origin: int) -> Iterator[dic
                     **where,
                     "ts": start / 1e3,
                     "dur": (span.end - span.start) / 1e3,
-                    "name": _name(span.instruction),
+                    "name": _span_name(span.instruction),
                     "cat": _CATEGORIES.get(span.instruction.op, "communication"),
                     "args": {"instruction": str(span.instruction), "step": step.step},
                 }
 
 
-def _name(instruction: Instruction) -> str:
+def _span_name(instruction: Instruction) -> str:
     """As in the predicted step, with the number of the microbatch: `F3`, `RECV 3`."""
     if instruction.op in BUSY:
         return f"{instruction.op}{instruction.microbatch}"

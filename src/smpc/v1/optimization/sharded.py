@@ -114,7 +114,7 @@ def deal(lots: Sequence[Lot], loads: list[int]) -> list[tuple[Cut, ...]]:
     found: dict[int, tuple[Cut, ...]] = {}
     for i in first:
         found[i] = (_least(lots[i], loads),)
-    found |= _fill(lots, large, loads)
+    found |= _fill_owners(lots, large, loads)
     for i in last:
         found[i] = (_least(lots[i], loads),)
     return [found[i] for i in range(len(lots))]
@@ -126,13 +126,13 @@ def _least(lot: Lot, loads: list[int]) -> Cut:
     return Cut(owner, 0, lot.rows)
 
 
-def _fill(lots: Sequence[Lot], large: Sequence[int], loads: list[int]) -> dict[int, tuple[Cut, ...]]:
+def _fill_owners(lots: Sequence[Lot], large: Sequence[int], loads: list[int]) -> dict[int, tuple[Cut, ...]]:
     """Owners one after the other, each up to the level that those left can reach together."""
     found: dict[int, list[Cut]] = {i: [] for i in large}
     left = sum(lots[i].size for i in large)
     queue = [(i, 0) for i in large]  # lot, first row that is left
     for owner in range(len(loads)):
-        room = _level(loads[owner:], left) - loads[owner]
+        room = _level_of_owners(loads[owner:], left) - loads[owner]
         is_last = owner == len(loads) - 1
         while queue and (room > 0 or is_last):
             i, start = queue.pop(0)
@@ -160,7 +160,7 @@ def _bytes(lot: Lot, start: int, stop: int) -> int:
     return lot.size * stop // lot.rows - lot.size * start // lot.rows
 
 
-def _level(loads: Sequence[int], left: int) -> int:
+def _level_of_owners(loads: Sequence[int], left: int) -> int:
     """How high all that is left fills owners with these loads."""
     ordered = sorted(loads)
     filled = 0
@@ -301,7 +301,7 @@ class Shards:
             for cut in cuts:
                 if cut.owner == owner:
                     whole = entry.parameter.detach()
-                    yield from _pieces(whole if len(cuts) == 1 else entry.range_of(cut).of(whole))
+                    yield from _pieces_of_tensor(whole if len(cuts) == 1 else entry.range_of(cut).of(whole))
 
 
 class _Exchange:
@@ -331,7 +331,7 @@ class _Exchange:
                 tensor.copy_(part.view(tensor.shape))
 
 
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+def _pieces_of_tensor(tensor: Tensor) -> Iterator[Tensor]:
     """A tensor, along dimension 0, in pieces of at most a bucket; larger rows one at a time."""
     if tensor.numel() <= _BUCKET or tensor.shape[0] == 1:
         if tensor.numel():

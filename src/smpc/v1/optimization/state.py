@@ -86,7 +86,7 @@ class OptimizerState:
 
     def local(self, *, gather: bool) -> dict[str, Any]:
         """This rank's state. Collective over all ranks if state is sharded and `gather`."""
-        own = {**_whole(self._named_state(local=True)), PARTIAL: True}
+        own = {**_gathered_state(self._named_state(local=True)), PARTIAL: True}
         model = _named_model()
         if self._world is None or not model.partitioned:
             return own
@@ -110,8 +110,8 @@ class OptimizerState:
         else:
             control = model.meet("optimizer.state_dict")
         if control is None:
-            return _whole(self._named_state(local=False))
-        own = _whole(self._named_state(local=True))
+            return _gathered_state(self._named_state(local=False))
+        own = _gathered_state(self._named_state(local=True))
         part = {(name, key): value for name, items in own["state"].items() for key, value in items.items()}
         mesh, rank = state.session.mesh, state.session.rank
         wanted = not only_on_rank_0 or mesh.pp_rank(rank) == mesh.tp_rank(rank) == 0
@@ -453,7 +453,7 @@ class OptimizerState:
         return found
 
 
-def _whole(named: Mapping[str, Any]) -> dict[str, Any]:
+def _gathered_state(named: Mapping[str, Any]) -> dict[str, Any]:
     """A state with sharded values gathered; collective over the replicas."""
     states = {
         name: {key: whole(value) if isinstance(value, Tensor) else value for key, value in items.items()}

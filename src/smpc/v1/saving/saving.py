@@ -158,7 +158,7 @@ def save_checkpoint(
     def collect() -> str:
         """The work that may fail on one rank alone."""
         with state.acting(script):
-            contents.append(_saved_content(model, optimizer, data, *_split(user_content, pickle)))
+            contents.append(_saved_content(model, optimizer, data, *_split_pickled(user_content, pickle)))
         return f"partial={partial}, asynchronous={asynchronous}, force={force}, num_kept_partial_checkpoints={keep}, {full_format=}"
 
     _check_alike(together(found.channel, collect))
@@ -229,7 +229,7 @@ def resume_from_checkpoint(
     if found_tag is None:
         return None
     if partial:
-        return _resume(
+        return _resume_contents(
             lambda: Root(path).find(found_tag), True, load_optimizer, only_masters, strict, unpickle, data, found
         )
     rest = together(found.channel, lambda: full_folder.rest_of(os.fspath(path), found_tag))[found.channel.rank]
@@ -241,7 +241,7 @@ def resume_from_checkpoint(
             if data is not None:
                 _warn("data: there is no position beside this model; the data begins at its present position")
         else:
-            content = _resume(lambda: rest, False, load_optimizer, only_masters, strict, unpickle, data, found)
+            content = _resume_contents(lambda: rest, False, load_optimizer, only_masters, strict, unpickle, data, found)
         load_model()  # last: all that can be wrong with the rest has been found
     return content
 
@@ -280,7 +280,7 @@ def _legacy_content(path: str, tag: str, found: Checkpointer) -> Any:
     return contents[0]
 
 
-def _resume(
+def _resume_contents(
     find: Callable[[], str],
     with_model: bool,
     load_optimizer: bool,
@@ -322,7 +322,9 @@ def _resume(
         verify_source(checkpoint, found.channel, kinds)  # from here on things change
         _use_plan(model, checkpoint)
         into, verified = model if with_model else None, model.partitioned
-        model.when_partitioned(lambda: _fill(folder, into, optimizer, only_masters, strict, verified, found))
+        model.when_partitioned(
+            lambda: _fill_from_checkpoint(folder, into, optimizer, only_masters, strict, verified, found)
+        )
         model.checkpoint_state.load_extra(checkpoint.metadata.get("extra_state", {}))
         data_position.restore(checkpoint, data, state.session, found.channel)
         topology.restore(checkpoint, state.session, found.channel)
@@ -334,7 +336,7 @@ def _resume(
     return user
 
 
-def _fill(
+def _fill_from_checkpoint(
     folder: str,
     model: DistributedModel | None,
     optimizer: DistributedOptimizer | None,
@@ -343,7 +345,7 @@ def _fill(
     verified: bool,
     found: Checkpointer,
 ) -> None:
-    """Load all tensors, everything or nothing; later than `_resume` if the model is not partitioned yet. Collective."""
+    """Load all tensors, everything or nothing; later than `_resume_contents` if the model is not partitioned yet. Collective."""
     with Checkpoint.open(folder) as checkpoint:
         shards: list[Shard] = [] if model is None else model.checkpoint_state.shards()
         kinds = [] if model is None else ["model"]
@@ -480,7 +482,7 @@ def _check_save(
     return os.path.abspath(os.fspath(path)), tag
 
 
-def _split(user: Any, names: Collection[str]) -> tuple[Any, dict[str, Any]]:
+def _split_pickled(user: Any, names: Collection[str]) -> tuple[Any, dict[str, Any]]:
     """The user's content without the part to be pickled, and that part."""
     if not names:
         return user, {}

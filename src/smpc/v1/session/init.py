@@ -83,7 +83,7 @@ def init(config: Mapping[str, Any] | Config | None = None) -> None:
     state.session_number += 1
     monitor: FailureMonitor | None = None
     try:
-        store = _get_default_store() if given else _meet(launch, parsed)
+        store = _get_default_store() if given else _meet_ranks(launch, parsed)
         if launch.world_size > 1:
             monitor = make_monitor(_clone(store), parsed, mesh, launch.rank, state.session_number)
         with _watched(monitor, "connecting the processes"):
@@ -220,7 +220,7 @@ def _start_world(backend: str, launch: Launch, config: Config, store: Store) -> 
     )
 
 
-def _meet(launch: Launch, config: Config) -> Store:
+def _meet_ranks(launch: Launch, config: Config) -> Store:
     """The store of this session's processes, who are all here."""
     if launch.master_port is None:
         return HashStore()

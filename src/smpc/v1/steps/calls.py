@@ -265,10 +265,10 @@ def tensors_within(value: Any) -> Iterator[Tensor]:
             if isinstance(leaf, Tensor):
                 yield leaf
             else:
-                waiting += _inside(leaf)
+                waiting += _held_values(leaf)
 
 
-def _inside(value: Any) -> list[Any]:
+def _held_values(value: Any) -> list[Any]:
     """The values that an object holds directly."""
     found: list[Any] = []
     if isinstance(value, Mapping):

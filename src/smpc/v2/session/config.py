@@ -134,7 +134,7 @@ class Config:
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise ConfigError(f"expected at least 1 process, found {world_size!r}")
         report = Report(Schema.of(cls, _rules_of(world_size)))
-        origin, parameters = _read(source)
+        origin, parameters = _read_source(source)
         report.add_source(origin, parameters)
         report.add_environment(environ or {})
         report.check(report.values).raise_if_any()
@@ -158,7 +158,7 @@ class Config:
                 yield f"{field.name}: {value!r} has no effect here: {reason}"
 
 
-def _read(source: Any) -> tuple[str, Mapping[str, Any]]:
+def _read_source(source: Any) -> tuple[str, Mapping[str, Any]]:
     """What a source is called in messages, and its parameters."""
     if source is None:
         return "config", {}

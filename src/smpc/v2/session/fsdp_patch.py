@@ -188,7 +188,7 @@ def _patch_fsdp1(session: Session) -> Callable[[], None]:
         fill = given.get("param_init_fn")
         fill = fill.fill if isinstance(fill, _Sparing) else fill
         if experts:
-            _ignore(given, [each for _, _, each in experts])
+            _ignore_modules(given, [each for _, _, each in experts])
         if fill is not None:
             given["param_init_fn"] = _Sparing(fill, experts) if experts else fill
         original(self, module, **given)
@@ -238,7 +238,7 @@ def _experts_arranged(session: Session) -> dict[str, Any]:
     return {"process_group": session.groups[Axis.EXPERT_DATA], "device_mesh": None, "sharding_strategy": strategy}
 
 
-def _ignore(given: dict[str, Any], modules: list[nn.Module]) -> None:
+def _ignore_modules(given: dict[str, Any], modules: list[nn.Module]) -> None:
     """Have FSDP1 leave modules alone, in the form that the script has said of others."""
     states = list(given.get("ignored_states") or ())
     if given.get("ignored_modules"):

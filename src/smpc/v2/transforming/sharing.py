@@ -52,7 +52,7 @@ def whole_inputs(args: Any, kwargs: Mapping[str, Any], group: TensorGroup) -> tu
     """The inputs of the whole sequence. UsageError on all ranks if they do not fit each other. Collective."""
     leaves, _ = tree_flatten((args, dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    _check(tensors, group)
+    _check_chunks(tensors, group)
     join: Callable[[Tensor], Tensor] = lambda tensor: _gathered_chunks(tensor, group)  # noqa: E731
     return tree_map_only(Tensor, join, args), tree_map_only(Tensor, join, dict(kwargs))
 
@@ -75,7 +75,7 @@ def _gathered_chunks(tensor: Tensor, group: TensorGroup) -> Tensor:
     return all_gather(tensor, _DIM, group, mirrored=True)
 
 
-def _check(tensors: list[Tensor], group: TensorGroup) -> None:
+def _check_chunks(tensors: list[Tensor], group: TensorGroup) -> None:
     """UsageError if ranks have different shapes, or what cannot be a rank's part of a sequence."""
     device = tensors[0].device if tensors else torch.device("cpu")
     shapes = [tuple(tensor.shape) for tensor in tensors]
