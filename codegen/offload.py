@@ -8,7 +8,7 @@ gets
     RELOAD s m     `horizon` tasks ahead of B, so that copying it back overlaps with them
 
 The others would be loaded back at once, and stay. So each copy has a task or more to hide behind: out the one after F, in those ahead of
-B. What is moved is decided when the step runs (`smpc.executor.program.offload`), from the values themselves.
+B. What is moved is decided when the step runs (`smpc.executor.program.host_copies`), from the values themselves.
 
 Example, horizon 1: F0 F1 F2 F3 B0 becomes F0 OFFLOAD0 F1 RELEASE0 F2 RELOAD0 F3 B0, and so for each microbatch.
 

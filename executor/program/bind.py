@@ -1,7 +1,7 @@
 """Binds a program: turns every instruction into functions of no arguments whose operands are already looked up.
 
     F, B, W     one handler
-    OFFLOAD, RELEASE, RELOAD    one handler each, see `smpc.executor.program.offload`
+    OFFLOAD, RELEASE, RELOAD    one handler each, see `smpc.executor.program.host_copies`
     SEND, RECV, MOVE, and for gradients        one handler each, see `smpc.executor.program.bind_channels`
     REDUCE      a handler that sends to the other holders, one for each of them that waits for it, one that sums
 
@@ -36,8 +36,8 @@ from smpc.codegen.stage import StageModule
 from smpc.errors import StepError, TransportError
 from smpc.executor.program.bind_channels import ChannelBinder
 from smpc.executor.program.frame import Frame, Handler, Inputs, Root, Step
+from smpc.executor.program.host_copies import Mover, addresses
 from smpc.executor.program.inbox import MASK_DTYPE, Delivery, Inbox, Presence, mask_form
-from smpc.executor.program.offload import Mover, addresses
 from smpc.executor.program.receive_order import Points, posting_points
 from smpc.executor.program.send_completion import other_holders
 from smpc.executor.replicas.step_hooks import StepHooks

@@ -12,7 +12,7 @@ A frame has the tensors of one stage and one microbatch on a rank, from the firs
     pending    what a split backward has left for W: see `smpc.executor.split_backward.pending`
     kept       between F and OFFLOAD: what checkpointed regions keep and may be moved
     stay       ... and the addresses of storages that must not be
-    away       between OFFLOAD and RELOAD: what is moved, see `smpc.executor.program.offload`
+    away       between OFFLOAD and RELOAD: what is moved, see `smpc.executor.program.host_copies`
     loaded     on CUDA, between RELOAD and B: when it is back
 
 An input that the stage passes on is one tensor, both input and output: its edge is the leaf itself, so
@@ -34,8 +34,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from smpc.codegen.program import Instruction
+from smpc.executor.program.host_copies import Away, restore_sizes
 from smpc.executor.program.inbox import Inbox
-from smpc.executor.program.offload import Away, restore_sizes
 from smpc.executor.split_backward.pending import Pending
 
 Root: TypeAlias = tuple[Tensor | GradientEdge, Tensor | None]

@@ -219,7 +219,7 @@ class FullSaving:
 
 
 def standing(path: str | os.PathLike[str]) -> str | None:
-    """Where the file or folder is that `path` names: what a forced save had moved aside if that died; None if there is nothing."""
+    """Where the exported file or folder is that `path` names: what a forced save had moved aside if that died; None if there is nothing."""
     target = os.path.abspath(os.fspath(path))
     if os.path.lexists(target):
         return target
