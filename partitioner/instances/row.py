@@ -93,7 +93,7 @@ class _Numbers:
 
 
 def _search_row(numbers: _Numbers, gap: float, time_limit: float) -> Found | None:
-    """A placement in a row within the gap, or None if limits allow none."""
+    """The best placement in a row that is found; None if limits allow none."""
     start, solver = _contiguous_placement(numbers), "chain"
     highest = numbers.cost(start) if start is not None else _everything(numbers)
     units, dag, scale, in_flight = numbers.units, numbers.dag, numbers.scale, numbers.in_flight

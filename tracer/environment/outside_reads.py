@@ -194,7 +194,7 @@ def _is_models(thread: int, caller: dict[str, Any]) -> bool:
 
 
 def _clock_ahead(clock: Any, thread: int, caller: dict[str, Any], *args: Any) -> Any:
-    """A clock's reading, which is ahead for the model's own code: so two runs of it differ."""
+    """A clock's reading, years ahead for the model's own code."""
     now = clock(*args)
     if not _is_models(thread, caller):
         return now
@@ -202,7 +202,7 @@ def _clock_ahead(clock: Any, thread: int, caller: dict[str, Any], *args: Any) ->
 
 
 def _date_ahead(date: Any, thread: int, caller: dict[str, Any], *args: Any) -> Any:
-    """A date, which is ahead for the model's own code unless it gives a time."""
+    """A date, years ahead for the model's own code unless it gives the time itself."""
     is_told = len(args) == (2 if date is _STRFTIME else 1)
     if is_told or not _is_models(thread, caller):
         return date(*args)

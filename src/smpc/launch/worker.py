@@ -207,7 +207,7 @@ def _report(error: BaseException, status: int) -> dict[str, Any]:
 
 
 def _write_report(report: dict[str, Any]) -> bool:
-    """Writes the report of an error for the launcher; False if there is none that asks."""
+    """Writes the report of an error for the launcher; False if it does not ask for one, or it cannot be written."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False

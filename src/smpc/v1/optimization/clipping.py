@@ -102,7 +102,7 @@ def _get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _clips_elements(original: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's function that clips gradients, for models of several ranks."""
+    """torch's function that clips gradients by a number, refused where fp32 masters would not be clipped by it."""
     name = original.__name__.removeprefix("_")
 
     def clip(parameters: Tensors, *args: Any, **kwargs: Any) -> Any:

@@ -263,7 +263,7 @@ def experts_inside(module: nn.Module) -> list[tuple[nn.Module, str, PartOfExpert
 
 
 def _fill_then_post(fill: Callable[[nn.Module], object], post: Callable[..., object]) -> Callable[[nn.Module], None]:
-    """Fills a module, then does what the script wants to be done."""
+    """The function that fills a module and then calls `post` with it."""
 
     def both(module: nn.Module) -> None:
         fill(module)
