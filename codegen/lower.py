@@ -135,7 +135,7 @@ class _Lowering:
 
     def send(self, direction: Op, channel: Channel, microbatch: int) -> None:
         """Send a message to another rank; what stays on the rank is moved when it is needed."""
-        source, destination = _ends(direction, channel)
+        source, destination = _message_ends(direction, channel)
         if source != destination:
             send, receive, _ = _OPS[direction]
             self.programs[source].append(Instruction(send, microbatch=microbatch, edge=channel.index, peer=destination))
@@ -144,7 +144,7 @@ class _Lowering:
 
     def receive(self, direction: Op, channel: Channel, microbatch: int) -> None:
         """Receive a message and everything that was sent before it, unless that has been done."""
-        source, destination = _ends(direction, channel)
+        source, destination = _message_ends(direction, channel)
         _, receive, move = _OPS[direction]
         if source == destination:
             self.programs[destination].append(Instruction(move, microbatch=microbatch, edge=channel.index))
@@ -156,7 +156,7 @@ class _Lowering:
             self.received.add(message)
 
 
-def _ends(direction: Op, channel: Channel) -> tuple[int, int]:
+def _message_ends(direction: Op, channel: Channel) -> tuple[int, int]:
     """The ranks that a message comes from and goes to."""
     if direction is Op.FORWARD:
         return channel.source_rank, channel.destination_rank

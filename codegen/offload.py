@@ -1,4 +1,4 @@
-"""Offloading: when what checkpointed regions keep waits in CPU memory for the backward pass.
+"""Offloading to CPU memory: when what checkpointed regions keep is moved there and back, and how long the copies take.
 
 A task is an action of a rank: F, B or W. Of a stage and microbatch whose B is the n-th task after its F, with n > horizon + 2, the program
 gets
@@ -8,11 +8,11 @@ gets
     RELOAD s m     `horizon` tasks ahead of B, so that copying it back overlaps with them
 
 The others would be loaded back at once, and stay. So each copy has a task or more to hide behind: out the one after F, in those ahead of
-B. What is moved is decided when the step runs (`smpc.executor.program.offload`), from the values themselves.
+B. What is moved is decided when the step runs (`smpc.executor.program.host_copies`), from the values themselves.
 
 Example, horizon 1: F0 F1 F2 F3 B0 becomes F0 OFFLOAD0 F1 RELEASE0 F2 RELOAD0 F3 B0, and so for each microbatch.
 
-When what is offloaded is copied to the host and back, and what of that computing waits for.
+`HostCopies` predicts when the copies run, and what of them computing waits for.
 
 Terms
     copy        what OFFLOAD or RELOAD starts: bytes / rate + latency seconds. Each direction of a rank's link has one at a time, in the
@@ -20,7 +20,7 @@ Terms
     release     computing goes on behind a RELEASE when that copy out has ended: until then its memory is not free
     stall       what these waits add to the step
 
-A device computes while it copies. So of a rank, task i is followed by these (`smpc.codegen.offload`), at the time t at which it and its
+A device computes while it copies. So of a rank, task i is followed by these above, at the time t at which it and its
 messages are done:
 
     OFFLOAD     starts at t, or when the copy out before it has ended
@@ -52,7 +52,7 @@ def insert_offloads(
     programs: Sequence[Sequence[Instruction]], stages: Collection[int], horizon: int
 ) -> tuple[tuple[Instruction, ...], ...]:
     """The programs with OFFLOAD, RELEASE and RELOAD for these stages."""
-    return tuple(_insert(program, stages, horizon) for program in programs)
+    return tuple(_insert_moves(program, stages, horizon) for program in programs)
 
 
 def resident(schedule: Schedule, num_stages: int, horizon: int) -> tuple[Resident, ...]:
@@ -119,7 +119,7 @@ def moves(tasks: Sequence[Action | Instruction], horizon: int) -> Mapping[int, S
     return {position: before for position, before in found.items() if before}
 
 
-def _insert(program: Sequence[Instruction], stages: Collection[int], horizon: int) -> tuple[Instruction, ...]:
+def _insert_moves(program: Sequence[Instruction], stages: Collection[int], horizon: int) -> tuple[Instruction, ...]:
     """Moves come after all that the task before them sends, ahead of what the next task receives."""
     before = moves([instruction for instruction in program if instruction.op in _TASKS], horizon)
     found: list[Instruction] = []

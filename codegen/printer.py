@@ -1,4 +1,4 @@
-"""Python source for nodes and module calls, as a person would write it.
+"""Python source, as a person would write it: of nodes and module calls, and of a rank's whole program.
 
     Node torch.Tensor.add(x, y)                      x + y
     Node torch.nn.functional.gelu(x)                 F.gelu(x)
@@ -12,9 +12,8 @@ Names come from data (keys of a ModuleDict or of a dict of inputs, say): what is
 Names in scope of the printed code: `torch`, `F` (torch.nn.functional), `importlib`, `function` (of `smpc.tracer.targets`), `tensor_ops`
 (of `smpc.executor`), `self`.
 
-A rank's program as one Python file that a person can read, import and step through.
-
-The stage classes in the file are, to the letter, the code that the executor runs; INSTRUCTIONS is the program it walks.
+`emit_rank` writes a rank's program as one file that a person can read, import and step through. Its stage classes are, to the letter, the
+code that the executor runs. Its INSTRUCTIONS are the program that the executor runs.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def _module_source(node: Node, name_of: Namer) -> str:
     names, group = kwargs.pop(targets.ON_SUMMANDS)
     alone = dataclasses.replace(node, kwargs=tuple(kwargs.items()))
     before = (module, repr(names), to_source(group, name_of))
-    return f"{_callee(targets.ON_SUMMANDS)}({', '.join((*before, _arguments(alone, name_of)))})"
+    return f"{_printed_callee(targets.ON_SUMMANDS)}({', '.join((*before, _arguments(alone, name_of)))})"
 
 
 def is_statement(node: Node) -> bool:
@@ -143,9 +142,9 @@ def _function_source(node: Node, name_of: Namer) -> str:
         owner, value = _operand(args[0], name_of), to_source(args[2], name_of)
         return f"{owner}.{args[1]} = {value}" if is_plain_name(args[1]) else f"setattr({owner}, {args[1]!r}, {value})"
     if target == targets.GETITEM:
-        return f"{_operand(args[0], name_of)}[{_index(args[1], name_of)}]"
+        return f"{_operand(args[0], name_of)}[{_printed_index(args[1], name_of)}]"
     if target == targets.SETITEM:
-        return f"{_operand(args[0], name_of)}[{_index(args[1], name_of)}] = {to_source(args[2], name_of)}"
+        return f"{_operand(args[0], name_of)}[{_printed_index(args[1], name_of)}] = {to_source(args[2], name_of)}"
     owner, _, method = target.rpartition(".")
     if owner == "torch.Tensor" and is_plain_name(method) and args and isinstance(args[0], Ref):
         if len(args) == 2 and not node.kwargs and _is_operand(args[1]):
@@ -156,10 +155,11 @@ def _function_source(node: Node, name_of: Namer) -> str:
         if len(args) == 1 and not node.kwargs and method in _PREFIX:
             return f"{_PREFIX[method]}{_operand(args[0], name_of)}"
         return f"{_operand(args[0], name_of)}.{method}({_arguments(node, name_of, skip=1)})"
-    return f"{_callee(target)}({_arguments(node, name_of)})"
+    return f"{_printed_callee(target)}({_arguments(node, name_of)})"
 
 
-def _callee(target: str) -> str:
+def _printed_callee(target: str) -> str:
+    """A function as the printed code names it."""
     if not all(map(is_plain_name, target.split("."))):
         return f"function({target!r})"
     if target.startswith("torch.nn.functional."):
@@ -197,7 +197,8 @@ def _operand(value: Any, name_of: Namer) -> str:
     return source if isinstance(value, Ref) or not source.startswith("-") else f"({source})"
 
 
-def _index(value: Any, name_of: Namer) -> str:
+def _printed_index(value: Any, name_of: Namer) -> str:
+    """An index as the printed code has it between brackets."""
     if type(value) is tuple and value:
         inner = ", ".join(_index_item(item, name_of) for item in value)
         return f"{inner}," if len(value) == 1 else inner

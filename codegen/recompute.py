@@ -69,11 +69,11 @@ def _find_buffer(module: nn.Module, path: str) -> Tensor | None:
 
 
 def _protecting(buffers: Sequence[Owner], keep_values: bool) -> Contexts:
-    before = _copies(buffers) if keep_values else None
+    before = _copies_of_buffers(buffers) if keep_values else None
     return nullcontext(), _in_place_of(buffers, before)
 
 
-def _copies(buffers: Sequence[Owner]) -> list[Tensor]:
+def _copies_of_buffers(buffers: Sequence[Owner]) -> list[Tensor]:
     """Copies of the buffers; two names of one buffer have one copy."""
     memo: dict[int, Tensor] = {}
     for owner, name in buffers:
@@ -88,7 +88,7 @@ def _copies(buffers: Sequence[Owner]) -> list[Tensor]:
 def _in_place_of(buffers: Sequence[Owner], values: Sequence[Tensor] | None) -> Iterator[None]:
     """The buffers are tensors of these values (None: of their own), and afterwards again what they are now."""
     now = [owner._buffers[name] for owner, name in buffers]
-    for (owner, name), value in zip(buffers, values or _copies(buffers), strict=True):
+    for (owner, name), value in zip(buffers, values or _copies_of_buffers(buffers), strict=True):
         owner._buffers[name] = value
     try:
         yield
@@ -138,7 +138,7 @@ class Checkpointing:
 
         def contexts() -> Contexts:
             forward, again = context_fn()
-            return forward, _both(Checkpointing(), again)
+            return forward, _nested_contexts(Checkpointing(), again)
 
         if self.inputs is not None and not self._depth:
             self.inputs += [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -177,7 +177,8 @@ def _generator(*args: Any, **kwargs: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+def _nested_contexts(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    """The contexts of a checkpointed region, one inside the other."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

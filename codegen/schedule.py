@@ -54,9 +54,11 @@ def simple(num_stages: int, placement: Sequence[int], num_microbatches: int, act
     Bubble (p - 1) / (m + p - 1) on balanced stages, one to a rank. In flight: m on every stage, whatever
     `active_microbatches` says, since no backward starts before the last forward.
     """
-    _check(num_stages, placement, num_microbatches, active_microbatches)
+    _check_schedule_sizes(num_stages, placement, num_microbatches, active_microbatches)
     microbatches = range(num_microbatches)
-    return _merge([_forwards(s, microbatches) + _backwards(s, microbatches) for s in range(num_stages)], placement)
+    return _merge_stages(
+        [_forwards(s, microbatches) + _backwards(s, microbatches) for s in range(num_stages)], placement
+    )
 
 
 def interleaved(num_stages: int, placement: Sequence[int], num_microbatches: int, active_microbatches: int) -> Schedule:
@@ -72,16 +74,16 @@ def interleaved(num_stages: int, placement: Sequence[int], num_microbatches: int
     Bubble (p - 1) / (m + p - 1) on balanced stages, one to a rank, if active >= min(m, p).
     In flight on stage s: w, under any placement.
     """
-    _check(num_stages, placement, num_microbatches, active_microbatches)
-    return _merge(
+    _check_schedule_sizes(num_stages, placement, num_microbatches, active_microbatches)
+    return _merge_stages(
         _backward_first(num_microbatches, _peaks(num_stages, num_microbatches, active_microbatches)), placement
     )
 
 
 def evaluation(num_stages: int, placement: Sequence[int], num_microbatches: int) -> Schedule:
     """Forwards only. Bubble (p - 1) / (m + p - 1); nothing is kept for a backward."""
-    _check(num_stages, placement, num_microbatches, 1)
-    return _merge([_forwards(stage, range(num_microbatches)) for stage in range(num_stages)], placement)
+    _check_schedule_sizes(num_stages, placement, num_microbatches, 1)
+    return _merge_stages([_forwards(stage, range(num_microbatches)) for stage in range(num_stages)], placement)
 
 
 SCHEDULES: Mapping[str, Scheduler] = MappingProxyType({"interleaved": interleaved, "simple": simple})
@@ -103,7 +105,7 @@ def in_flight(name: str, num_stages: int, num_microbatches: int, active_microbat
     simple: m. interleaved: min(m, p - s, active) on stage s.
     """
     scheduler(name)
-    _check(num_stages, range(num_stages), num_microbatches, active_microbatches)
+    _check_schedule_sizes(num_stages, range(num_stages), num_microbatches, active_microbatches)
     if name == "simple":
         return (num_microbatches,) * num_stages
     return _peaks(num_stages, num_microbatches, active_microbatches)
@@ -140,14 +142,15 @@ def _backward_first(num_microbatches: int, peaks: Sequence[int]) -> list[tuple[A
     return list(merge(sequences, chain(num_stages), costs, num_ranks=num_stages, in_flight=peaks).schedule)
 
 
-def _merge(orders: Sequence[tuple[Action, ...]], placement: Sequence[int]) -> Schedule:
+def _merge_stages(orders: Sequence[tuple[Action, ...]], placement: Sequence[int]) -> Schedule:
     """The orders of the stages as orders of the ranks."""
     num_stages, num_ranks = len(orders), max(placement) + 1
     sequences = list(zip(placement, orders, strict=True))
     return merge(sequences, chain(num_stages), Costs.uniform(num_stages), num_ranks=num_ranks).schedule
 
 
-def _check(num_stages: int, placement: Sequence[int], num_microbatches: int, active: int) -> None:
+def _check_schedule_sizes(num_stages: int, placement: Sequence[int], num_microbatches: int, active: int) -> None:
+    """Raises an error for numbers of stages, ranks and microbatches that no schedule has."""
     problems = []
     if num_stages < 1 or len(placement) != num_stages:
         problems.append(f"expected a rank for each of {num_stages} stages, at least one; found {tuple(placement)}")
@@ -182,10 +185,10 @@ def interleaved_1f1b(num_ranks: int, num_pieces: int, num_microbatches: int) -> 
     total = -(-num_microbatches // num_ranks) * num_ranks * num_pieces
     order = []
     for rank in range(num_ranks):
-        forwards = [forward(s, m) for s, m in _turns(rank, num_ranks, num_pieces, total)]
+        forwards = [forward(s, m) for s, m in _forward_turns(rank, num_ranks, num_pieces, total)]
         backwards = [
             backward(num_ranks * num_pieces - 1 - s, m)
-            for s, m in _turns(num_ranks - 1 - rank, num_ranks, num_pieces, total)
+            for s, m in _forward_turns(num_ranks - 1 - rank, num_ranks, num_pieces, total)
         ]
         warm_up = min(total, 2 * (num_ranks - rank - 1) + (num_pieces - 1) * num_ranks)
         actions = [*forwards[:warm_up], *_alternate(forwards[warm_up:], backwards), *backwards[total - warm_up :]]
@@ -193,7 +196,7 @@ def interleaved_1f1b(num_ranks: int, num_pieces: int, num_microbatches: int) -> 
     return tuple(order)
 
 
-def _turns(rank: int, num_ranks: int, num_pieces: int, total: int) -> Iterator[tuple[int, int]]:
+def _forward_turns(rank: int, num_ranks: int, num_pieces: int, total: int) -> Iterator[tuple[int, int]]:
     """(stage, microbatch) of a rank's forwards, in order."""
     for index in range(total):
         turn, within = divmod(index, num_ranks * num_pieces)

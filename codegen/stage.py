@@ -126,7 +126,7 @@ def build_stage(code: StageCode, model: nn.Module, device: torch.device | str = 
             _check_free(owner, name, path)
             owner.add_module(name, model.get_submodule(path))
         else:
-            _hold(stage, model, path)
+            _hold_tensor(stage, model, path)
     return stage
 
 
@@ -189,7 +189,8 @@ def _check_free(owner: nn.Module, name: str, path: str) -> None:
         )
 
 
-def _hold(stage: StageModule, model: nn.Module, path: str) -> None:
+def _hold_tensor(stage: StageModule, model: nn.Module, path: str) -> None:
+    """Gives a stage the parameter, buffer or attribute of the model at `path`."""
     owner, name = _container(stage, model, path)
     origin = model.get_submodule(_owner(path))
     if name in origin._parameters:

@@ -78,7 +78,7 @@ def verify(
             needed = _expected(rank, expectation, split_backwards(program), _offloaded(program))
             problems += [f"rank {rank}{text}" for text in _check_complete(program, needed)]
             problems += [f"rank {rank}{text}" for text in _check_order(program, needed)]
-    peaks = _peaks(programs, expectation)
+    peaks = _peaks_in_flight(programs, expectation)
     bounds = peaks if max_in_flight is None else max_in_flight
     for stage, (peak, bound) in enumerate(zip(peaks, bounds, strict=True)):
         if peak > bound:
@@ -138,7 +138,7 @@ def _expected(
     needed: dict[Instruction, tuple[Instruction, ...]] = {}
     local = [channel for channel in expectation.channels if rank in (channel.source_rank, channel.destination_rank)]
     for microbatch in range(expectation.num_microbatches):
-        obtained = [entry for channel in local for entry in _transfers(rank, channel, microbatch, expectation)]
+        obtained = [entry for channel in local for entry in _transfers_of_rank(rank, channel, microbatch, expectation)]
         needed.update((instruction, before) for instruction, before, _ in obtained)
         for stage in (stage for stage, home in enumerate(expectation.placement) if home == rank):
             ahead, back = forward(stage, microbatch).instruction, backward(stage, microbatch).instruction
@@ -164,7 +164,7 @@ def _offloaded(program: Sequence[Instruction]) -> frozenset[tuple[int, int]]:
     return frozenset((i.stage, i.microbatch) for i in program if i.op in _MOVES)
 
 
-def _transfers(
+def _transfers_of_rank(
     rank: int, channel: Channel, microbatch: int, expectation: Expectation
 ) -> Iterator[tuple[Instruction, tuple[Instruction, ...], Instruction | None]]:
     """What the rank does for a message and its gradients: (instruction, those before it, the action that uses it)."""
@@ -211,7 +211,7 @@ def _check_order(
             if before not in done:
                 yield f", instruction {position}: {instruction} comes before {before}, which it needs"
         done.add(instruction)
-        keys = [(kind, instruction.stage) for kind in _ascending(instruction, split)]
+        keys = [(kind, instruction.stage) for kind in _ordered_kinds(instruction, split)]
         after = max((latest.get(key, -1) for key in keys), default=-1)
         if instruction.microbatch < after:
             where = f", instruction {position}: {instruction}"
@@ -219,7 +219,7 @@ def _check_order(
         latest.update(dict.fromkeys(keys, instruction.microbatch))
 
 
-def _ascending(instruction: Instruction, split: frozenset[tuple[int, int]]) -> tuple[Op | None, ...]:
+def _ordered_kinds(instruction: Instruction, split: frozenset[tuple[int, int]]) -> tuple[Op | None, ...]:
     """The kinds that the instruction is of, each of which has the order of the microbatches on a stage."""
     if instruction.op is Op.FORWARD:
         return (Op.FORWARD,)
@@ -230,7 +230,7 @@ def _ascending(instruction: Instruction, split: frozenset[tuple[int, int]]) -> t
     return ()
 
 
-def _peaks(programs: Sequence[Sequence[Instruction]], expectation: Expectation) -> tuple[int, ...]:
+def _peaks_in_flight(programs: Sequence[Sequence[Instruction]], expectation: Expectation) -> tuple[int, ...]:
     """By stage, the most microbatches whose F has run and whose last part of B has not; 0 if nothing is kept for a backward."""
     peaks = [0] * len(expectation.placement)
     now = [0] * len(expectation.placement)
@@ -238,7 +238,7 @@ def _peaks(programs: Sequence[Sequence[Instruction]], expectation: Expectation) 
         split = split_backwards(program)
         for instruction in program:
             if instruction.stage in range(len(now)):
-                now[instruction.stage] += (instruction.op is Op.FORWARD) - (None in _ascending(instruction, split))
+                now[instruction.stage] += (instruction.op is Op.FORWARD) - (None in _ordered_kinds(instruction, split))
                 peaks[instruction.stage] = max(peaks[instruction.stage], now[instruction.stage])
     return tuple(peaks)
 

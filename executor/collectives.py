@@ -177,11 +177,11 @@ def gathered(tensor: Tensor, dim: int, group: TensorGroup) -> Tensor:
     if tensor.dtype is torch.bool:
         return gathered(tensor.to(torch.uint8), dim, group).to(torch.bool)
     first = tensor.movedim(dim, 0)
-    whole = _gathered(first, group)
+    whole = _gathered_rows(first, group)
     return whole.movedim(0, dim) if dim % tensor.dim() else whole
 
 
-def _gathered(tensor: Tensor, group: TensorGroup) -> Tensor:
+def _gathered_rows(tensor: Tensor, group: TensorGroup) -> Tensor:
     slots = None if is_fake(tensor) else group.slots_for(tensor)
     if slots is not None:
         return slots.gather(tensor)

@@ -24,8 +24,8 @@ from torch.func import functional_call
 from smpc.executor import collectives, pieces
 from smpc.executor.collectives import TensorGroup, all_reduce, replicate_in
 from smpc.executor.draws import attention_with_noise, draw_apart, dropout_noise
-from smpc.executor.sequence.attention import all_to_all, causal_rows, exchanged_attention, mean_part, rows_cross_entropy
 from smpc.executor.sequence.ring import ring_attention
+from smpc.executor.sequence.sliced import all_to_all, causal_rows, exchanged_attention, mean_part, rows_cross_entropy
 from smpc.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 
 __all__ = [

@@ -55,7 +55,7 @@ def _compute_nodes(trace: Trace) -> list[Node]:
 def _preferred(trace: Trace, planned: Trace, plan: Plan) -> dict[str, int]:
     """The stage that every node prefers, whether or not it can run there."""
     of_call, matched = _stages_of_calls(planned, plan), _matched(trace, planned, plan)
-    calls = list(_occurrences(trace))
+    calls = list(_module_occurrences(trace))
     found: dict[str, int] = {}
     nodes = _compute_nodes(trace)
     for node in nodes:
@@ -66,7 +66,7 @@ def _preferred(trace: Trace, planned: Trace, plan: Plan) -> dict[str, int]:
             found[node.name] = of_call[calls[call]]
         elif node.name in matched:
             found[node.name] = matched[node.name]
-    _fill(nodes, found)
+    _fill_stages(nodes, found)
     return found
 
 
@@ -74,7 +74,7 @@ def _stages_of_calls(planned: Trace, plan: Plan) -> dict[tuple[str, int], int]:
     """(module, how many calls of it came before) -> stage, for the calls that are wholly in one stage."""
     assignment = dict(plan.assignment)
     found: dict[tuple[str, int], int] = {}
-    for key, call in zip(_occurrences(planned), planned.calls, strict=True):
+    for key, call in zip(_module_occurrences(planned), planned.calls, strict=True):
         span = planned.nodes[call.first : call.last]
         stages = {assignment[node.name] for node in span if node.name in assignment}
         if len(stages) == 1:
@@ -97,21 +97,22 @@ def _matched(trace: Trace, planned: Trace, plan: Plan) -> dict[str, int]:
 
 def _nodes_of_calls(trace: Trace) -> dict[tuple[str, int], list[Node]]:
     """The compute nodes of every call, without the nodes of calls inside it."""
-    calls = list(_occurrences(trace))
+    calls = list(_module_occurrences(trace))
     found: dict[tuple[str, int], list[Node]] = {}
     for node in _compute_nodes(trace):
         found.setdefault(calls[node.call], []).append(node)
     return found
 
 
-def _occurrences(trace: Trace) -> Iterator[tuple[str, int]]:
+def _module_occurrences(trace: Trace) -> Iterator[tuple[str, int]]:
+    """The name of each module call and how often it has occurred before."""
     count: Counter[str] = Counter()
     for call in trace.calls:
         yield call.fqn, count[call.fqn]
         count[call.fqn] += 1
 
 
-def _fill(nodes: list[Node], stages: dict[str, int]) -> None:
+def _fill_stages(nodes: list[Node], stages: dict[str, int]) -> None:
     """Stages for the rest: after the producers, or, without any, at the first consumer. Writes into `stages`."""
     for node in nodes:
         producers = [stages[name] for name in node.inputs if name in stages]

@@ -72,7 +72,7 @@ def assign_manually(
     wishes = _unit_wishes(trace, members, _node_wishes(graph, clusters, partition_of, default))
     order = list(nx.lexicographical_topological_sort(dag))
     movable = [all(clusters.input_only[position] for position in found) for found in members]
-    stages, placement = _cut([unit for unit in order if not movable[unit]], wishes, default)
+    stages, placement = _stages_of_wishes([unit for unit in order if not movable[unit]], wishes, default)
     _place_movable(graph, members, labels, order, stages, dag)
     empty = [str(rank) for rank in range(num_ranks) if rank not in placement]
     if empty:
@@ -135,7 +135,7 @@ def _unit_wishes(trace: Trace, members: Sequence[Sequence[int]], wishes: Sequenc
             if wish is not None:
                 first.setdefault(wish, position)
         if len(first) > 1:
-            places = [f"{_describe(trace, position)} on partition {wish}" for wish, position in first.items()]
+            places = [f"{_node_as_text(trace, position)} on partition {wish}" for wish, position in first.items()]
             wrong.append(" and ".join(places))
         found.append(next(iter(first), None))
     if wrong:
@@ -151,14 +151,17 @@ def _unit_wishes(trace: Trace, members: Sequence[Sequence[int]], wishes: Sequenc
     return found
 
 
-def _describe(trace: Trace, position: int) -> str:
+def _node_as_text(trace: Trace, position: int) -> str:
+    """A node as messages name it: its module and source line."""
     node = trace.nodes[position]
     module = node.target if node.kind is NodeKind.CALL_MODULE else trace.calls[node.call].fqn
     where = f", {node.source}" if node.source else ""
     return f"{f'module {module}' if module else 'the model itself'} ({node.name}{where})"
 
 
-def _cut(units: Sequence[int], wishes: Sequence[int | None], default: int) -> tuple[dict[int, int], list[int]]:
+def _stages_of_wishes(
+    units: Sequence[int], wishes: Sequence[int | None], default: int
+) -> tuple[dict[int, int], list[int]]:
     """Stage of each of these units, given in the order of execution, and the partition of each stage."""
     stages: dict[int, int] = {}
     placement: list[int] = []

@@ -41,7 +41,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from smpc.config.limits import at_least
+from smpc.config.numbers import at_least
 from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner.costs.cost import CostModel, NodeTimes, deferred_time, weight_time
 from smpc.partitioner.costs.device import Device
@@ -123,8 +123,10 @@ def solve_partition(
     def make(stage_of: Sequence[int], solver: str, note: str) -> Plan:
         bottleneck = float(stage_costs(analysis.units, scale, in_flight, stage_of).max())
         proven = bound if prove or num_stages == 1 else 0.0
-        objective = _objective(memory_weight, bottleneck, proven, solver, note, limit)
-        return _plan(analysis, np.asarray(stage_of), scale, in_flight, placement, schedule, objective, resident, split)
+        objective = _plan_objective(memory_weight, bottleneck, proven, solver, note, limit)
+        return _plan_of_stages(
+            analysis, np.asarray(stage_of), scale, in_flight, placement, schedule, objective, resident, split
+        )
 
     plan = _unlimited(analysis, scale, in_flight, contiguous, bound, make)
     peak = max(rank_peaks(plan, limits).values())
@@ -211,8 +213,8 @@ def plan_from_assignment(
         bound = lower_bound(graph, analysis.clusters, analysis.units, scale, in_flight, reached=bottleneck)
     reordered = sum(bool(stage_of[graph.rank[u]] > stage_of[graph.rank[w]]) for u, w in graph.gradient_order())
     note = f"{reordered} gradient sums in another order than in one process" if reordered else ""
-    objective = _objective(memory_weight, bottleneck, bound, "manual", note)
-    return _plan(analysis, stage_of, scale, in_flight, placement, schedule, objective, resident, split)
+    objective = _plan_objective(memory_weight, bottleneck, bound, "manual", note)
+    return _plan_of_stages(analysis, stage_of, scale, in_flight, placement, schedule, objective, resident, split)
 
 
 def _check_settings(
@@ -236,9 +238,10 @@ def with_bound(plan: Plan, proven: float) -> Plan:
     return replace(plan, objective=replace(objective, lower_bound=proven, gap=gap))
 
 
-def _objective(
+def _plan_objective(
     memory_weight: float, bottleneck: float, bound: float, solver: str, note: str, limit: int = 0
 ) -> Objective:
+    """What a plan says of its objective and its proof."""
     proven = min(bound, bottleneck)
     return Objective(memory_weight, bottleneck, proven, relative_gap(bottleneck, proven), solver, note, limit)
 
@@ -248,7 +251,7 @@ def _is_away(resident: Sequence[Resident] | None, in_flight: Sequence[int]) -> b
     return resident is not None and any(here.most < count for here, count in zip(resident, in_flight, strict=True))
 
 
-def _plan(
+def _plan_of_stages(
     analysis: Analysis,
     stage_of: IntArray,
     scale: Scale,
@@ -259,6 +262,7 @@ def _plan(
     resident: Sequence[Resident] | None = None,
     split: Sequence[SplitUse] | None = None,
 ) -> Plan:
+    """The plan of an assignment of units to stages."""
     graph, num_stages = analysis.graph, len(in_flight)
     check_stages(graph, analysis.clusters, stage_of, num_stages)
     crossing = find_crossing(graph, analysis.recomputable, stage_of, num_stages)
@@ -286,7 +290,7 @@ def _plan(
         )
         for s in range(num_stages)
     ]
-    made = (_stage(analysis, stage_of, crossing, use, ranks[use.index], costs[use.index]) for use in uses)
+    made = (_plan_stage(analysis, stage_of, crossing, use, ranks[use.index], costs[use.index]) for use in uses)
     stages = tuple(replace(stage, num_in_flight=in_flight[stage.index]) for stage in made)
     shared = tuple(
         SharedParameter(state.name, holders)
@@ -310,7 +314,7 @@ def _plan(
     )
 
 
-def _stage(
+def _plan_stage(
     analysis: Analysis,
     stage_of: IntArray,
     crossing: Crossing,
@@ -318,6 +322,7 @@ def _stage(
     rank: int,
     cost: float,
 ) -> Stage:
+    """What a plan says of one stage."""
     graph, trace = analysis.graph, analysis.graph.trace
     index, state, positions = use.index, use.state, list(use.positions)
     again = crossing.recomputed[index]
@@ -391,10 +396,10 @@ class _Scaled(PeakRows):
 
     def row(self, start: int, stop: int, stage: int) -> IntArray:
         """Peak of start..j for each j, scaled."""
-        return _scaled(super().row(start, stop, stage), self.limits[stage], max(self.limits))
+        return _scaled_to_limit(super().row(start, stop, stage), self.limits[stage], max(self.limits))
 
 
-def _scaled(num_bytes: IntArray, limit: int, largest: int) -> IntArray:
+def _scaled_to_limit(num_bytes: IntArray, limit: int, largest: int) -> IntArray:
     """Bytes of a rank in those of the rank with the largest limit, rounded up; no more than that limit if and only if they fit."""
     if limit >= largest:
         return num_bytes
@@ -414,7 +419,7 @@ def rank_peaks(plan: Plan, limits: Sequence[int] = ()) -> dict[int, int]:
     if not limits:
         return peaks
     own = {stage.rank: limit for stage, limit in zip(plan.stages, limits, strict=True)}
-    return {rank: int(_scaled(np.asarray(peak), own[rank], max(limits))) for rank, peak in peaks.items()}
+    return {rank: int(_scaled_to_limit(np.asarray(peak), own[rank], max(limits))) for rank, peak in peaks.items()}
 
 
 def check_peaks(plan: Plan, limits: Sequence[int]) -> None:
@@ -464,7 +469,7 @@ def plan_within(problem: Limited) -> Plan:
     )
     if problem.limits:
         peaks = _Scaled(peaks, problem.limits)
-    chain = _chain(problem, peaks, problem.in_flight)
+    chain = _limited_chain(problem, peaks, problem.in_flight)
     limit = problem.limit // problem.stages_per_rank
     best: Plan | None = None
     for _ in range(_ATTEMPTS):
@@ -479,7 +484,7 @@ def plan_within(problem: Limited) -> Plan:
             break
         limit -= excess
     if num_stages > 1 and (best is None or (problem.prove and best.objective.gap > problem.tolerance)):
-        placed = _placed(problem, peaks)
+        placed = _plan_of_ilp(problem, peaks)
         if placed is not None and (best is None or _improves(placed, best, problem.tolerance)):
             best = placed
     if best is not None:
@@ -492,10 +497,11 @@ def plan_within(problem: Limited) -> Plan:
     if least <= problem.limit:
         return plan
     least = min(least, problem.unlimited_peak)
-    raise MemoryLimitError(_infeasible(problem, peaks, least), least)
+    raise MemoryLimitError(_no_plan_fits(problem, peaks, least), least)
 
 
-def _chain(problem: Limited, peaks: PeakRows, in_flight: Sequence[int]) -> LimitedChain:
+def _limited_chain(problem: Limited, peaks: PeakRows, in_flight: Sequence[int]) -> LimitedChain:
+    """The problem as a chain, with peaks of memory."""
     analysis = problem.analysis
     speeds = problem.scale.speeds if len(in_flight) == len(problem.in_flight) else ()
     scale = Scale.of(analysis.units, in_flight, problem.scale.memory_weight, speeds)
@@ -507,7 +513,7 @@ def _improves(plan: Plan, other: Plan, tolerance: float) -> bool:
     return plan.objective.bottleneck < other.objective.bottleneck * (1.0 - tolerance)
 
 
-def _placed(problem: Limited, peaks: PeakRows) -> Plan | None:
+def _plan_of_ilp(problem: Limited, peaks: PeakRows) -> Plan | None:
     """The plan of the integer program, if it finds one that fits."""
     analysis = problem.analysis
     coarse = coarse_problem(
@@ -533,7 +539,8 @@ def _placed(problem: Limited, peaks: PeakRows) -> Plan | None:
     return plan if max(rank_peaks(plan, problem.limits).values()) <= problem.limit else None
 
 
-def _infeasible(problem: Limited, peaks: PeakRows, least: int) -> str:
+def _no_plan_fits(problem: Limited, peaks: PeakRows, least: int) -> str:
+    """The text of the error if no plan is within the memory limit."""
     num_stages = len(problem.in_flight)
     if problem.limits:
         return (
@@ -563,7 +570,7 @@ def _fewest_stages(problem: Limited, peaks: PeakRows) -> int | None:
         if in_flight is None:
             continue
         try:
-            chain = _chain(problem, peaks.scheduled(in_flight), in_flight)
+            chain = _limited_chain(problem, peaks.scheduled(in_flight), in_flight)
         except PartitionError:  # fewer pieces than stages
             return None
         if chain.windows(math.inf, problem.limit) is not None and fits(chain, problem.limit):

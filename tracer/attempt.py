@@ -147,14 +147,14 @@ def record_once(subject: Subject) -> Run:
             stack.enter_context(torch.autocast(autocast.device_type, dtype, autocast.enabled))
         stack.enter_context(recorder.watch.active(mode))
         try:
-            output = _called(recorder, subject, args, kwargs)
+            output = _called_model(recorder, subject, args, kwargs)
             _check_running(recorder.reads.running.found or python.begun())
             if recorder.watch.must_look_closely:
                 raise LookCloselyError
             with torch._C.DisableTorchFunction():
                 run = _finished(model, recorder, output, submodules)
         except UntraceableError as error:
-            raise _cause(recorder, model, error) from error.__cause__
+            raise _cause_of_failure(recorder, model, error) from error.__cause__
     for guard in run.guards:
         guard.value = None
     subject.sizes.forget()
@@ -167,7 +167,7 @@ def _forget(recorder: Recorder) -> None:
         vars(item).clear()
 
 
-def _called(recorder: Recorder, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _called_model(recorder: Recorder, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The model's output."""
     try:
         with recorder.reads.calls:
@@ -189,7 +189,7 @@ def _check_running(found: str) -> None:
         )
 
 
-def _cause(recorder: Recorder, model: nn.Module, error: UntraceableError) -> UntraceableError:
+def _cause_of_failure(recorder: Recorder, model: nn.Module, error: UntraceableError) -> UntraceableError:
     """The error, or the error of the module whose work for other threads was not recorded."""
     handed = next((read for read in recorder.reads.outside if read.what == PARALLEL), None)
     if handed is None:
@@ -298,7 +298,7 @@ def _python_calls(recorder: Recorder) -> Iterator[None]:
     """Routes every call of a module, a custom autograd function and a script, and every attribute that is set, through the recorder."""
     transforms = Transforms(recorder)
     with (
-        _module_calls(recorder),
+        _recorded_module_calls(recorder),
         watching_conversions(recorder),
         _function_calls(recorder, transforms),
         _script_calls(recorder),
@@ -309,7 +309,8 @@ def _python_calls(recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def _module_calls(recorder: Recorder) -> Iterator[None]:
+def _recorded_module_calls(recorder: Recorder) -> Iterator[None]:
+    """Module calls and writes to attributes of modules go to the recorder."""
     original, set_attribute = nn.Module.__call__, nn.Module.__setattr__
     calls, thread = recorder.reads.calls, threading.get_ident()
 

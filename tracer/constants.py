@@ -65,20 +65,21 @@ def normalise(value: Any) -> Any:
 
 def references(tree: Any) -> tuple[str, ...]:
     """Names of the `Ref`s in a tree of containers, each once, in order."""
-    return tuple(dict.fromkeys(_walk(tree)))
+    return tuple(dict.fromkeys(_names_in(tree)))
 
 
-def _walk(tree: Any) -> Iterator[str]:
+def _names_in(tree: Any) -> Iterator[str]:
+    """The names of the nodes that arguments refer to."""
     if isinstance(tree, Ref):
         yield tree.name
     elif isinstance(tree, (tuple, list)):
         for item in tree:
-            yield from _walk(item)
+            yield from _names_in(item)
     elif isinstance(tree, dict):
         for item in tree.values():
-            yield from _walk(item)
+            yield from _names_in(item)
     elif isinstance(tree, slice):
-        yield from _walk((tree.start, tree.stop, tree.step))
+        yield from _names_in((tree.start, tree.stop, tree.step))
 
 
 def map_references(tree: Any, function: Callable[[str], Any]) -> Any:

@@ -62,7 +62,7 @@ def answer(
     spare = references(args[:1]) if target in _SHAPED_BY_THE_REST else ()
     wanted = references((args[1:] if spare else args, dict(kwargs)))
     device = next((tensor.device for tensor in inputs.values()), torch.device("cpu"))
-    values = _values(nodes, wanted, spare, inputs, read, device)
+    values = _values_of_nodes(nodes, wanted, spare, inputs, read, device)
     real_args = [resolved(arg, values, device) for arg in args]
     real_kwargs = {key: resolved(value, values, device) for key, value in kwargs.items()}
     drawn_on = [device] if device.type == "cuda" else []
@@ -91,7 +91,7 @@ def origins(nodes: Sequence[Node], target: str, args: tuple[Any, ...], kwargs: M
     """Names of the parameters and buffers on which depends what a call gives; None if it depends on more, random numbers say."""
     spare = references(args[:1]) if target in _SHAPED_BY_THE_REST else ()
     try:
-        cone, _ = _cone(nodes, references((args[1:] if spare else args, dict(kwargs))), spare)
+        cone, _ = _computed_from(nodes, references((args[1:] if spare else args, dict(kwargs))), spare)
     except NoAnswerError:
         return None
     return [node.target for node in nodes if node.name in cone and node.kind is NodeKind.GET_ATTR]
@@ -119,7 +119,7 @@ def state_asked_for(trace: Trace) -> list[str]:
 def is_fixed(nodes: Sequence[Node], names: Sequence[str], inputs: Container[str] = ()) -> bool:
     """Whether these nodes have the same values in every run: all that they are computed from is sizes, and these inputs, if any."""
     try:
-        cone, _ = _cone(nodes, names, ())
+        cone, _ = _computed_from(nodes, names, ())
     except NoAnswerError:
         return False
     given = (NodeKind.PLACEHOLDER, NodeKind.GET_ATTR)
@@ -132,7 +132,7 @@ def values_of(nodes: Sequence[Node], names: Sequence[str]) -> dict[str, Any]:
     def read(fqn: str) -> Tensor:
         raise NoAnswerError(f"it depends on {fqn}")
 
-    return _values(nodes, names, (), {}, read, torch.device("cpu"))
+    return _values_of_nodes(nodes, names, (), {}, read, torch.device("cpu"))
 
 
 def shapes(value: Any) -> tuple[tuple[int, ...], ...]:
@@ -140,7 +140,7 @@ def shapes(value: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(tensor.shape) for tensor in tensors_in(value))
 
 
-def _values(
+def _values_of_nodes(
     nodes: Sequence[Node],
     wanted: Sequence[str],
     spare: Sequence[str],
@@ -149,7 +149,7 @@ def _values(
     device: torch.device,
 ) -> dict[str, Any]:
     """Real values of the wanted nodes; of the spare ones only the shapes matter, unless the others need them."""
-    cone, shapes_only = _cone(nodes, wanted, spare)
+    cone, shapes_only = _computed_from(nodes, wanted, spare)
     values: dict[str, Any] = {}
     for node in nodes:
         if node.name in shapes_only:
@@ -169,7 +169,9 @@ def _values(
     return values
 
 
-def _cone(nodes: Sequence[Node], wanted: Sequence[str], spare: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
+def _computed_from(
+    nodes: Sequence[Node], wanted: Sequence[str], spare: Sequence[str]
+) -> tuple[frozenset[str], frozenset[str]]:
     """The wanted nodes and everything that they are computed from, writes into their memory included; and spare ones."""
     cone, shapes_only = set(wanted), set(spare)
     storages: set[int] = set()

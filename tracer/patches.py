@@ -136,7 +136,7 @@ class Functions:
                 self._refuse(cls, f"uses {inside.foreign}, which is not among its arguments")
             self._check_attributes(cls)
             results = list(tensors_in(out))
-            for tensor in _held(cls, results):
+            for tensor in _held_by_context(cls, results):
                 recorder.note_saved(tensor)
             written = [tensor for tensor, version in before if version_of(tensor) != version]
             if results or written:
@@ -147,7 +147,7 @@ class Functions:
     def restore(self) -> None:
         """Gives the classes back the attributes that they had: what a recording sets may hold fakes."""
         for cls, attributes in self._attributes.items():
-            for name in _changed(cls, attributes):
+            for name in _changed_attributes(cls, attributes):
                 if name in attributes:
                     setattr(cls, name, attributes[name])
                 else:
@@ -173,7 +173,7 @@ class Functions:
     def _check_attributes(self, cls: _Class) -> None:
         """A node calls the class as it is later, not as it was when the model called it."""
         for base in cls.__mro__:
-            changed = _changed(base, self._attributes[base]) if base in self._attributes else []
+            changed = _changed_attributes(base, self._attributes[base]) if base in self._attributes else []
             if changed:
                 self._refuse(cls, f"has class attributes that are set while the model runs ({', '.join(changed)})")
 
@@ -212,7 +212,7 @@ def _subclasses(cls: type[Function]) -> Iterator[type[Function]]:
         yield from _subclasses(subclass)
 
 
-def _changed(cls: type, attributes: Mapping[str, Any]) -> list[str]:
+def _changed_attributes(cls: type, attributes: Mapping[str, Any]) -> list[str]:
     """Names of the attributes of a class that are not those."""
     now = vars(cls)
     names = dict.fromkeys((*attributes, *now))
@@ -230,7 +230,7 @@ def _with_sizes(values: Any, tree: Any) -> Any:
     return tree
 
 
-def _held(cls: _Class, results: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _held_by_context(cls: _Class, results: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Tensors that a function's `ctx` holds as attributes; it stands in autograd's graph as the origin of the results."""
     for tensor in results:
         context = tensor.grad_fn
@@ -248,7 +248,7 @@ def call_script(
 ) -> Any:
     """The result of `run`, which calls the torch.jit.ScriptFunction with these arguments; adds the node of that call."""
     with torch._C.DisableTorchFunction():
-        target = _name(recorder, function)
+        target = _script_function_name(recorder, function)
         recorder.sizes.refuse((args, kwargs))
         arguments = recorder.arguments(target, args, kwargs)
         given = list(tensors_in((args, kwargs)))
@@ -261,7 +261,8 @@ def call_script(
     return out
 
 
-def _name(recorder: Recorder, function: Any) -> str:
+def _script_function_name(recorder: Recorder, function: Any) -> str:
+    """The qualified name of a TorchScript function; an error if it does not lead to it."""
     origin: Any = vars(function).get("_torchdynamo_inline")  # the Python that was compiled
     name = f"{origin.__module__}.{origin.__qualname__}" if origin is not None else function.name
     try:
@@ -347,7 +348,7 @@ class Transforms:
         """Raise if a custom autograd function that is called under a transform has a backward that is needed."""
         if not self._depth or not torch.is_grad_enabled():
             return
-        if any(_plain(tensor).requires_grad for tensor in tensors_in(args)):
+        if any(_plain_tensor(tensor).requires_grad for tensor in tensors_in(args)):
             raise self._recorder.error(
                 f"custom autograd function {cls.__qualname__} is called under a transform, such as torch.vmap, where its backward "
                 "cannot be recorded"
@@ -374,7 +375,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if not recorder.known(real):
                     recorder.add_constant(real, out)
                 return out
-            written = _written(func, args, kwargs)
+            written = _written_arguments(func, args, kwargs)
             results = list(tensors_in(out))
             if results or written:
                 target = targets.name_of(func)
@@ -395,7 +396,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._recorder.amend_saved(position, [found for found in saved if not _is_wrapped(found)])
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The arguments that an operation writes in place, as its schema says."""
     found: list[torch.Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
@@ -408,7 +409,7 @@ def _is_wrapped(tensor: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def _plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor below all transforms."""
     while _is_wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)

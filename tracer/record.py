@@ -169,12 +169,12 @@ class _Attempts:
     def _attempt(self, leaves: Mapping[str, None], sizes: DataSized) -> Run:
         subject = Subject(self.model, self.names, self.request, frozenset(leaves), sizes, Survivors())
         with subject.survivors:
-            run = _settled(subject, _looked(subject))
+            run = _settled(subject, _run_looking(subject))
         subject.survivors.check()
         return run
 
 
-def _looked(subject: Subject) -> Run:
+def _run_looking(subject: Subject) -> Run:
     """A run, made once more where somebody has used a generator of random numbers, to see who it was."""
     try:
         return record_once(subject)
@@ -195,7 +195,7 @@ def _settled(subject: Subject, run: Run) -> Run:
         try:
             run.leftovers.apply()
             with ahead([read.namespace for read in run.outside]):
-                again = _looked(dataclasses.replace(subject, sizes=subject.sizes.again(), is_again=True))
+                again = _run_looking(dataclasses.replace(subject, sizes=subject.sizes.again(), is_again=True))
         except (TraceError, SizeAskedError):
             again = None
         finally:
@@ -216,7 +216,7 @@ def _undisturbed(subject: Subject, run: Run) -> Run:
     read = next((read for read in run.outside if read.is_of_files), None)
     if read is None:
         with suppress(TraceError, SizeAskedError), ahead([read.namespace for read in run.outside]):
-            again = _looked(dataclasses.replace(subject, sizes=subject.sizes.again(), is_again=True))
+            again = _run_looking(dataclasses.replace(subject, sizes=subject.sizes.again(), is_again=True))
             if is_same(run.trace, again.trace, ()):
                 return run
         read = run.outside[0]

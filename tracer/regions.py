@@ -162,10 +162,11 @@ class RegionLog:
     def finished(self, calls: tuple[ModuleCall, ...]) -> tuple[Region, ...]:
         """The regions, each with the name of the module that it is a call of, or of the one whose code it is."""
         regions = (region for region in self._regions if region is not None and region.first < region.last)
-        return tuple(_named(region, calls) for region in regions)
+        return tuple(_named_region(region, calls) for region in regions)
 
 
-def _named(region: Region, calls: tuple[ModuleCall, ...]) -> Region:
+def _named_region(region: Region, calls: tuple[ModuleCall, ...]) -> Region:
+    """A checkpointed region with the name of the module that it is the whole call of."""
     inside = [
         call for call in calls if call.parent == region.call and region.first <= call.first and call.last <= region.last
     ]

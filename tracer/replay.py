@@ -78,7 +78,7 @@ def replay(
     for position, node in enumerate(trace.nodes):
         watch(position, values, False)
         if node.kind is not NodeKind.GET_ATTR:
-            values[node.name] = _evaluate(node, values, inputs, model, device)
+            values[node.name] = _evaluate_node(node, values, inputs, model, device)
         watch(position, values, True)
     return trace.output.unflatten(resolved(leaf, values, device) for leaf in trace.output_leaves)
 
@@ -92,7 +92,7 @@ def verify(trace: Trace, model: nn.Module, args: Sequence[Any] = (), kwargs: Map
     for replayed in (False, True):
         copied = copy.deepcopy(model)
         copied.zero_grad(set_to_none=True)
-        own_args, own_kwargs = _cloned(args, kwargs or {})
+        own_args, own_kwargs = _cloned_inputs(args, kwargs or {})
         with torch.random.fork_rng():
             output = replay(trace, copied, own_args, own_kwargs) if replayed else copied(*own_args, **own_kwargs)
         outputs = [leaf for leaf in flatten(output)[0] if isinstance(leaf, torch.Tensor)]
@@ -113,7 +113,7 @@ def verify(trace: Trace, model: nn.Module, args: Sequence[Any] = (), kwargs: Map
         )
 
 
-def _cloned(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _cloned_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The inputs with copies of their tensors; one tensor in two places stays one."""
     leaves, structure = flatten((tuple(args), dict(kwargs)))
     copies = {id(leaf): leaf.detach().clone() for leaf in leaves if isinstance(leaf, torch.Tensor)}
@@ -125,13 +125,14 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
 
 
-def _evaluate(
+def _evaluate_node(
     node: Node,
     values: Mapping[str, Any],
     inputs: Mapping[str, torch.Tensor],
     model: nn.Module,
     device: torch.device,
 ) -> Any:
+    """The value of a node of the trace."""
     if node.kind is NodeKind.PLACEHOLDER:
         return inputs[node.name]
     args = [resolved(arg, values, device) for arg in node.args]
@@ -184,12 +185,13 @@ def context(grad_enabled: bool, autocast: Autocast | None) -> Iterator[None]:
 def resolved(tree: Any, values: Mapping[str, Any], device: torch.device) -> Any:
     """An argument with values in place of names."""
     tree = map_references(tree, lambda name: values[name])
-    return _place(tree, device)
+    return _on_device(tree, device)
 
 
-def _place(tree: Any, device: torch.device) -> Any:
+def _on_device(tree: Any, device: torch.device) -> Any:
+    """Arguments of a node with the device in its places."""
     if isinstance(tree, TraceDevice):
         return device
     if type(tree) in (tuple, list):
-        return type(tree)(_place(item, device) for item in tree)
+        return type(tree)(_on_device(item, device) for item in tree)
     return tree

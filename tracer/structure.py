@@ -105,7 +105,7 @@ class Structure:
             return cls(values)
         if self.kind == "mapping":
             return _build_mapping(cls, self.keys, values)
-        instance = _bare(cls)
+        instance = _bare_instance(cls)
         for key, value in zip(self.keys, values, strict=True):
             object.__setattr__(instance, key, value)
         return instance
@@ -114,10 +114,11 @@ class Structure:
 def flatten(value: Any) -> tuple[list[Any], Structure]:
     """Leaves of a value, left to right, and the structure that holds them."""
     leaves: list[Any] = []
-    return leaves, _flatten(value, leaves, ())
+    return leaves, _flatten_value(value, leaves, ())
 
 
-def _flatten(value: Any, leaves: list[Any], open_objects: tuple[int, ...]) -> Structure:
+def _flatten_value(value: Any, leaves: list[Any], open_objects: tuple[int, ...]) -> Structure:
+    """The structure of a value, whose leaves are appended."""
     kind, keys, children = _open(value, open_objects)
     if kind == LEAF:
         leaves.append(value)
@@ -126,7 +127,7 @@ def _flatten(value: Any, leaves: list[Any], open_objects: tuple[int, ...]) -> St
     named = kind in ("namedtuple", "return_type", "mapping", "dataclass", "object")
     return Structure(
         kind,
-        tuple(_flatten(child, leaves, inside) for child in children),
+        tuple(_flatten_value(child, leaves, inside) for child in children),
         keys,
         _class_name(type(value)) if named else "",
     )
@@ -174,7 +175,7 @@ def _holds_tensor(attributes: Any) -> bool:
     level, seen = [attributes], {id(attributes)}
     for _ in range(_DEPTH):
         below = []
-        for item in (item for each in level for item in _inside(each)):
+        for item in (item for each in level for item in _values_inside(each)):
             if isinstance(item, torch.Tensor):
                 return True
             if id(item) not in seen and not isinstance(item, (str, int, float, torch.nn.Module, type)):
@@ -184,15 +185,16 @@ def _holds_tensor(attributes: Any) -> bool:
     return False
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def _values_inside(value: Any) -> Iterable[Any]:
+    """The values that a container has inside."""
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, (list, tuple)):
         return value
-    return _inside(getattr(value, "__dict__", ()))
+    return _values_inside(getattr(value, "__dict__", ()))
 
 
-def _bare(cls: Any) -> Any:
+def _bare_instance(cls: Any) -> Any:
     """An instance without attributes; of classes that C has written (types.SimpleNamespace), as they make one."""
     try:
         return object.__new__(cls)

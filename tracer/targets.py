@@ -58,9 +58,9 @@ def name_call(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, tup
     """
     kind = getattr(func, "__name__", "")
     if kind == "__get__":
-        return GETATTR, (args[0], _attribute(func))
+        return GETATTR, (args[0], _attribute_of_slot(func))
     if kind == "__set__":
-        return SETATTR, (args[0], _attribute(func), args[1])
+        return SETATTR, (args[0], _attribute_of_slot(func), args[1])
     if kind == "__getitem__":
         return GETITEM, args
     if kind == "__setitem__":
@@ -73,13 +73,13 @@ def name_of(func: Callable[..., Any]) -> str:
     if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return f"torch.ops.{func}"
     try:
-        found = _index().get(func)
+        found = _index_of_functions().get(func)
     except TypeError:  # not hashable
         found = None
     if found is not None:
         return found
     name = f"{func.__module__}.{func.__qualname__}"
-    if _reaches(name, func):
+    if _name_reaches(name, func):
         return name
     raise KeyError(f"{func!r} is called {name}, but that name does not lead to it")
 
@@ -88,10 +88,10 @@ def name_of_apply(cls: type[torch.autograd.Function]) -> str:
     """The name under which a custom autograd function is called. Raises KeyError when the class cannot be reached by its name."""
     name = f"{cls.__module__}.{cls.__qualname__}{APPLY}"
     apply = _TORCH_APPLY.__get__(None, cls)
-    if _reaches(name, apply):
+    if _name_reaches(name, apply):
         return name
     function.cache_clear()  # a class that a notebook has defined again has the name of the one before
-    if _reaches(name, apply):
+    if _name_reaches(name, apply):
         return name
     raise KeyError(f"{name.removesuffix(APPLY)} does not lead to it")
 
@@ -122,14 +122,15 @@ def function(name: str) -> Callable[..., Any]:
     )
 
 
-def _attribute(func: Callable[..., Any]) -> str:
+def _attribute_of_slot(func: Callable[..., Any]) -> str:
     """The attribute that a bound `__get__` or `__set__` belongs to."""
     descriptor: Any = func.__self__  # type: ignore[attr-defined]
     getter: Any = descriptor.fget if isinstance(descriptor, property) else descriptor
     return str(getter.__name__)
 
 
-def _reaches(name: str, func: Callable[..., Any]) -> bool:
+def _name_reaches(name: str, func: Callable[..., Any]) -> bool:
+    """Whether the name leads to this function."""
     try:
         found = function(name)
     except KeyError:
@@ -138,7 +139,7 @@ def _reaches(name: str, func: Callable[..., Any]) -> bool:
 
 
 @functools.cache
-def _index() -> dict[Callable[..., Any], str]:
+def _index_of_functions() -> dict[Callable[..., Any], str]:
     """Every function of the usual namespaces, by identity, with its best name."""
     found: dict[Callable[..., Any], str] = {operator.getitem: GETITEM}
     for namespace in _NAMESPACES:

@@ -19,7 +19,7 @@ from torch import nn
 
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, contiguous_stride
 from smpc.codegen.rewrite.tensor_parallel.rewrite import Collective
-from smpc.config.limits import format_bytes
+from smpc.config.numbers import format_bytes
 from smpc.errors import PartitionError
 from smpc.tracer.ir import Node, NodeKind, StateSpec, TensorSpec, Trace
 from smpc.tracer.targets import GETITEM
@@ -83,12 +83,14 @@ def divide_experts(trace: Trace, experts: Sequence[Experts], degree: int) -> Exp
         most = -(-found.num_experts // degree)
         held = [name for member in found.members[:most] for name in member]
         absent = [name for member in found.members[most:] for name in member]
-        local.update({state[name].name: _some(state[name], most) for name in found.tensors})
+        local.update({state[name].name: _fewer_experts(state[name], most) for name in found.tensors})
         local.update({state[name].name: None for name in absent if name in state})
         own = [*found.tensors, *held]
         elements = sum(state[name].spec.num_elements for name in own if state[name].is_parameter)
         per_expert = elements // (found.num_experts if found.tensors else most)
-        collectives += [_traffic(trace, node, found, per_expert, degree) for node in _calls(trace, found)]
+        collectives += [
+            _traffic_of_call(trace, node, found, per_expert, degree) for node in _calls_of_experts(trace, found)
+        ]
     divided = tuple(new for spec in trace.state if (new := local.get(spec.name, spec)) is not None)
     return ExpertTrace(dataclasses.replace(trace, state=divided), degree, tuple(experts), tuple(collectives))
 
@@ -97,7 +99,10 @@ def shares_of(found: ExpertTrace, trace: Trace) -> tuple[Collective, ...]:
     """The messages of a rank that has slices of the sequences; it runs `trace`."""
     shares = []
     for item in found.collectives:
-        before, after = _result(found.trace, found.trace.node(item.node)), _result(trace, trace.node(item.node))
+        before, after = (
+            _result_of_experts(found.trace, found.trace.node(item.node)),
+            _result_of_experts(trace, trace.node(item.node)),
+        )
         whole = 0 if before is None or after is None else before.num_elements
         own = whole if after is None else after.num_elements
         sent = [num_bytes * own // max(1, whole) for num_bytes in (item.forward_bytes, item.backward_bytes)]
@@ -105,7 +110,7 @@ def shares_of(found: ExpertTrace, trace: Trace) -> tuple[Collective, ...]:
     return tuple(shares)
 
 
-def _calls(trace: Trace, found: Experts) -> list[Node]:
+def _calls_of_experts(trace: Trace, found: Experts) -> list[Node]:
     """The nodes in which the experts are called: themselves, or a module around them."""
     calls = [
         node
@@ -120,16 +125,16 @@ def _calls(trace: Trace, found: Experts) -> list[Node]:
     return calls
 
 
-def _traffic(trace: Trace, node: Node, found: Experts, per_expert: int, degree: int) -> Collective:
+def _traffic_of_call(trace: Trace, node: Node, found: Experts, per_expert: int, degree: int) -> Collective:
     """The messages of a rank for a call: each row goes to its expert and back, and so do the gradients."""
-    spec = _result(trace, node)
-    rows = _rows(trace, node, found, per_expert)
+    spec = _result_of_experts(trace, node)
+    rows = _rows_of_tokens(trace, node, found, per_expert)
     sent = 0 if spec is None else 2 * rows * spec.shape[-1] * spec.torch_dtype.itemsize * (degree - 1) // degree
     backward = sent if spec is not None and spec.requires_grad else 0
     return Collective(node.name, _FUNCTION, node.name, REPLICATED, REPLICATED, found.module, sent, backward)
 
 
-def _result(trace: Trace, node: Node) -> TensorSpec | None:
+def _result_of_experts(trace: Trace, node: Node) -> TensorSpec | None:
     """The result for the tokens: the node's tensor, or its first floating-point tensor."""
     if node.spec is not None:
         return node.spec
@@ -139,7 +144,7 @@ def _result(trace: Trace, node: Node) -> TensorSpec | None:
     )
 
 
-def _rows(trace: Trace, node: Node, found: Experts, per_expert: int) -> int:
+def _rows_of_tokens(trace: Trace, node: Node, found: Experts, per_expert: int) -> int:
     """The rows that a rank's tokens make: one for each chosen expert. Where these are not told, each row uses each element once."""
     specs = [trace.node(name).spec for name in node.inputs]
     chosen = [spec for spec in specs if spec is not None and spec.dtype in ("int64", "int32")]
@@ -148,7 +153,7 @@ def _rows(trace: Trace, node: Node, found: Experts, per_expert: int) -> int:
     return round(node.flops / (2 * per_expert)) if per_expert else 0
 
 
-def _some(state: StateSpec, count: int) -> StateSpec:
+def _fewer_experts(state: StateSpec, count: int) -> StateSpec:
     """A parameter with fewer experts."""
     shape = (count, *state.spec.shape[1:])
     spec = TensorSpec(shape, state.spec.dtype, contiguous_stride(shape), state.spec.requires_grad)

@@ -31,24 +31,28 @@ def draw_whole(trace: Trace) -> Trace:
     """The trace with dropouts as products of values and of noise."""
     measurer = Measurer(trace)
     found = []
-    for replacement in _dropouts(trace):
+    for replacement in _dropout_replacements(trace):
         nodes = measurer.nodes(replacement)
         if isinstance(nodes, tuple):
             found.append((replacement, nodes))
     return splice(trace, found, measurer.storages) if found else trace
 
 
-def _dropouts(trace: Trace) -> Iterator[Replacement]:
+def _dropout_replacements(trace: Trace) -> Iterator[Replacement]:
+    """Replacements of operations with dropout, whose noise is drawn whole."""
     for node in trace.nodes:
         if not node.random or node.kind is not NodeKind.CALL_FUNCTION or node.mutates or node.autocast is not None:
             continue
-        calls = {"dropout": _dropout, "scaled_dot_product_attention": _attention}.get(short_name(node.target))
+        calls = {"dropout": _dropout_by_noise, "scaled_dot_product_attention": _attention_by_noise}.get(
+            short_name(node.target)
+        )
         found = None if calls is None else calls(trace, node)
         if found is not None:
             yield Replacement("draw_whole", (node.name,), found)
 
 
-def _dropout(trace: Trace, node: Node) -> tuple[Call, ...] | None:
+def _dropout_by_noise(trace: Trace, node: Node) -> tuple[Call, ...] | None:
+    """A dropout as a product with noise that is drawn whole."""
     given, p = argument(node, 0, "input"), argument(node, 1, "p", 0.5)
     spec = trace.node(given.name).spec if isinstance(given, Ref) else None
     if spec is None or not isinstance(p, (int, float)):
@@ -56,7 +60,8 @@ def _dropout(trace: Trace, node: Node) -> tuple[Call, ...] | None:
     return (_noise(spec.shape, spec.stride, p, spec.torch_dtype), Call("torch.mul", (given, Ref("#0"))))
 
 
-def _attention(trace: Trace, node: Node) -> tuple[Call, ...] | None:
+def _attention_by_noise(trace: Trace, node: Node) -> tuple[Call, ...] | None:
+    """Attention with dropout, whose noise is drawn whole."""
     tensors = [argument(node, place, name) for place, name in enumerate(("query", "key", "value"))]
     mask, p = argument(node, 3, "attn_mask"), argument(node, 4, "dropout_p", 0.0)
     if not all(isinstance(each, Ref) for each in tensors) or not isinstance(p, (int, float)):

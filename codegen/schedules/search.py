@@ -123,7 +123,7 @@ def search(
         (num_microbatches,) * len(placement) if in_flight is None else tuple(in_flight),
         unlimited if slots is None else tuple(slots),
     )
-    found = _search(_in_ticks(problem), tuple(starts), moves)
+    found = _search_schedule(_in_ticks(problem), tuple(starts), moves)
     return min(filter(problem.allows, (found, *starts)), key=problem.makespan)
 
 
@@ -149,7 +149,8 @@ def _in_ticks(problem: Problem) -> Problem:
 
 
 @functools.lru_cache(maxsize=_MEMORY)
-def _search(problem: Problem, starts: tuple[Schedule, ...], moves: int) -> Schedule:
+def _search_schedule(problem: Problem, starts: tuple[Schedule, ...], moves: int) -> Schedule:
+    """The schedule with the shortest makespan that policies and moves find."""
     found = [(problem.makespan(start), start) for start in starts if problem.allows(start)]
     policies = [
         Policy(patience, late, first)
@@ -467,7 +468,7 @@ def polish(problem: Problem, schedule: Schedule, moves: int) -> Schedule:
     for count in range(moves):
         rank = numbers.randrange(len(orders))
         order = orders[rank]
-        moved = _move(order, numbers)
+        moved = _moved_action(order, numbers)
         if moved is None or not problem.holds(rank, moved, clock.split):
             continue
         orders[rank] = moved
@@ -482,7 +483,7 @@ def polish(problem: Problem, schedule: Schedule, moves: int) -> Schedule:
     return best if problem.makespan(best) <= problem.makespan(schedule) else schedule
 
 
-def _move(order: list[Key], numbers: random.Random) -> list[Key] | None:
+def _moved_action(order: list[Key], numbers: random.Random) -> list[Key] | None:
     """The order with one action elsewhere; None where that is no move."""
     if not order:
         return None

@@ -94,7 +94,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     leaves gaps in which a W is not yet due. So a rank runs its F and B in the order of the rule, each as soon as it is
     ready, and a W when it is 2 (p - 1) places overdue, or when nothing else is ready.
     """
-    rule = tuple(_rank(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
+    rule = tuple(_zb_v_actions(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
     if 2 * num_microbatches >= 3 * num_ranks - 1:
         return rule
     num_stages, slots = 2 * num_ranks, (2 * num_ranks,) * num_ranks
@@ -102,7 +102,8 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     return with_late_weights(rule, v_placement(num_ranks), chain(num_stages), Costs.uniform(num_stages), lag, slots)
 
 
-def _rank(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
+def _zb_v_actions(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:
+    """The actions of a rank in the schedule zb-v."""
     pieces = (rank, 2 * num_ranks - 1 - rank)
     total = max(num_microbatches, 2 * num_ranks - 1)
     done = {"F0": 0, "B0": 0, "W0": 0, "F1": 0, "B1": 0, "W1": 0}

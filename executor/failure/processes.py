@@ -1,4 +1,6 @@
-"""A rank's description of its process in the job's store, and what other processes of its host can see of it.
+"""What ranks tell each other in the job's store about their processes: who they are, and which of them failed first.
+
+Each rank signs with a description of its process. Other processes of its host can see more of it.
 
     sign(store, rank, place)                 this process is that rank, and was last there
     signed = signature(store, rank)          None where there is none
@@ -10,7 +12,7 @@ Terms
 
 Nothing that is read from the store is run; what is no signature of this format counts as none.
 
-The record of the first rank that fails, in the store that all ranks share, for the others to show.
+The first rank that fails publishes a record, for the others to show.
 
 Terms
     report      JSON under the key `smpc/error`: the rank that is at fault, where it was, and a text for people. Written once: the first
@@ -47,13 +49,13 @@ class Process:
     @classmethod
     def own(cls) -> Process:
         """This one."""
-        _, born = _status(os.getpid())
-        return cls(os.getpid(), born, _host())
+        _, born = _process_status(os.getpid())
+        return cls(os.getpid(), born, _host_identity())
 
     @property
     def is_here(self) -> bool:
         """Whether this host's /proc tells of it."""
-        return self.host == _host() != ""
+        return self.host == _host_identity() != ""
 
     @property
     def has_ended(self) -> bool:
@@ -74,7 +76,7 @@ class Process:
 
     @property
     def _letter(self) -> str:
-        letter, born = _status(self.pid)
+        letter, born = _process_status(self.pid)
         return letter if born == self.born else ""
 
 
@@ -111,7 +113,7 @@ def signature(store: Store, rank: int) -> Signature | None:
     return Signature.read(store.get(key)) if store.check([key]) else None
 
 
-def _status(pid: int) -> tuple[str, int]:
+def _process_status(pid: int) -> tuple[str, int]:
     """The letter of a process's state and its start time; ("", 0) of none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
@@ -120,7 +122,8 @@ def _status(pid: int) -> tuple[str, int]:
         return "", 0
 
 
-def _host() -> str:
+def _host_identity() -> str:
+    """The kernel and the process namespace of this process; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip() + os.readlink(
             "/proc/self/ns/pid"

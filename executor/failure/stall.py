@@ -36,16 +36,16 @@ import torch
 from smpc.executor.failure.processes import Report
 
 
-def _own(*names: str) -> tuple[str, ...]:
+def _executor_files(*names: str) -> tuple[str, ...]:
     """Files and folders of the executor, as frames name them."""
     paths = [Path(__file__).parents[1] / name for name in names]
     assert all(path.exists() for path in paths), paths
     return tuple(map(str, paths))
 
 
-_WAITS = _own("transport", "program/inbox.py")
+_WAITS = _executor_files("transport", "program/inbox.py")
 _TORCH = Path(torch.__file__).parent
-_COLLECTIVES = (str(_TORCH / "distributed"), *_own("collectives.py", "host_memory"))
+_COLLECTIVES = (str(_TORCH / "distributed"), *_executor_files("collectives.py", "host_memory"))
 _AUTOGRAD = str(_TORCH / "autograd")
 _MAX_FRAMES = 25
 _MAX_COLLECTIVES = 3
@@ -172,10 +172,11 @@ def frame_of(thread: int) -> FrameType | None:
 
 def last_collectives() -> str:
     """The newest entries of torch's flight recorders; "" where they are off (TORCH_FR_BUFFER_SIZE) or missing."""
-    return "; ".join(text for recorder in _RECORDERS for text in _recorded(recorder))
+    return "; ".join(text for recorder in _RECORDERS for text in _recorded_collectives(recorder))
 
 
-def _recorded(recorder: str) -> list[str]:
+def _recorded_collectives(recorder: str) -> list[str]:
+    """The collectives that torch's flight recorder knows of, as text."""
     try:
         dump = getattr(torch._C._distributed_c10d, recorder)
         # True: collectives too, not just communicators; False: also those that have completed.

@@ -112,9 +112,9 @@ def connect(group: dist.ProcessGroup, wanted_bytes: int) -> Shared | None:
             return None
         timeout = backend.options._timeout.total_seconds()
         with _Opening(group.rank(), wanted_bytes) as opening:
-            cards = [_Card(*card) for card in _told(group, opening.card(wanted))]
+            cards = [_Card(*card) for card in _numbers_of_ranks(group, opening.card(wanted))]
             is_open = opening.open(cards)
-            if not all(vote for (vote,) in _told(group, [int(is_open)])):
+            if not all(vote for (vote,) in _numbers_of_ranks(group, [int(is_open)])):
                 return None
             return opening.shared(timeout)
 
@@ -187,7 +187,7 @@ def _is_possible() -> bool:
     return sys.platform == "linux" and platform.machine() == "x86_64"
 
 
-def _told(group: dist.ProcessGroup, own: Sequence[int]) -> list[list[int]]:
+def _numbers_of_ranks(group: dist.ProcessGroup, own: Sequence[int]) -> list[list[int]]:
     """Every rank's numbers."""
     sent = torch.tensor(own, dtype=torch.int64, device="cpu")
     received = torch.empty(group.size() * len(own), dtype=torch.int64, device="cpu")

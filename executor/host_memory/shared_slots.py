@@ -108,7 +108,7 @@ class SharedSlots:
 
     def sum(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
         """The sum of all ranks' tensors, contiguous, or in `out`. Half precision is summed in fp32 and rounded once."""
-        return _added(self._exchange(tensor, "sum"), out)
+        return _sum_of_slots(self._exchange(tensor, "sum"), out)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """All ranks' tensors, joined along the first dimension."""
@@ -116,7 +116,7 @@ class SharedSlots:
 
     def scattered_sum(self, tensor: Tensor) -> Tensor:
         """This rank's share, along the first dimension, of the sum of all ranks' tensors."""
-        return _added(self._exchange(tensor, "scattered sum", shared_out=True), None)
+        return _sum_of_slots(self._exchange(tensor, "scattered sum", shared_out=True), None)
 
     def all_to_all(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's share, along the first dimension, of every rank's tensor, joined along `dim`."""
@@ -195,7 +195,7 @@ class SharedSlots:
         )
 
 
-def _added(parts: tuple[Tensor, ...], out: Tensor | None) -> Tensor:
+def _sum_of_slots(parts: tuple[Tensor, ...], out: Tensor | None) -> Tensor:
     """The sum in the order of the ranks."""
     target = None if out is None else out.detach()
     if len(parts) == 2:

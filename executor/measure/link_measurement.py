@@ -1,4 +1,6 @@
-"""Measures messages between two ranks: seconds for an empty message, and bytes per second.
+"""Measures between ranks: the latency and bandwidth of messages, and the offset of clocks.
+
+A message's time has two parts: seconds for an empty message, and bytes per second.
 
     wire = measure_wire(transport, rank, num_ranks)     # collective over the pipeline, between steps
 
@@ -8,7 +10,7 @@ the pairs. With the result, a `Wire` of a device description, message times are 
 
     dataclasses.replace(find_device("cpu"), inside_host=wire)
 
-How far the clocks of ranks on other hosts are from rank 0's.
+`clock_offset` measures how far the clocks of ranks on other hosts are from rank 0's.
 
     offset = clock_offset(group, device)        # collective; `time.monotonic_ns() + offset` is rank 0's clock, about
 
@@ -42,7 +44,7 @@ def measure_wire(transport: Transport, rank: int, num_ranks: int, device: torch.
         if rank in (first, first + 1):
             times = [_one_way(transport, rank, first, size, device) for size in (_SMALL, _LARGE)]
             results[first] = torch.tensor(times, dtype=torch.float64)
-    _share(transport, rank, num_ranks, results)
+    _share_results(transport, rank, num_ranks, results)
     transport.flush()
     if num_ranks == 1:
         return Wire(float("inf"), 0.0)
@@ -53,7 +55,7 @@ def measure_wire(transport: Transport, rank: int, num_ranks: int, device: torch.
 
 def _one_way(transport: Transport, rank: int, first: int, size: int, device: torch.device) -> float:
     """Seconds of one message of that many elements, on the first of two neighbours; 0 on the second."""
-    form = _form("a measured message", (size,), "float32")
+    form = _message_format("a measured message", (size,), "float32")
     payload = torch.zeros(size, device=device)
     peer = first + 1 if rank == first else first
     times = []
@@ -61,34 +63,36 @@ def _one_way(transport: Transport, rank: int, first: int, size: int, device: tor
         start = time.perf_counter()
         if rank == first:
             transport.send(peer, payload, form)
-            _arrive(transport, peer, form)
+            _arrived_message(transport, peer, form)
             times.append((time.perf_counter() - start) / 2)
         else:
-            _arrive(transport, peer, form)
+            _arrived_message(transport, peer, form)
             transport.send(peer, payload, form)
     return statistics.median(times) if times else 0.0
 
 
-def _share(transport: Transport, rank: int, num_ranks: int, results: Tensor) -> None:
+def _share_results(transport: Transport, rank: int, num_ranks: int, results: Tensor) -> None:
     """Everyone's results to everyone: to the last rank along the pipeline, and back."""
-    form = _form("measured messages", tuple(results.shape), "float64")
+    form = _message_format("measured messages", tuple(results.shape), "float64")
     if rank > 0:
-        results[:rank] = _arrive(transport, rank - 1, form)[:rank]
+        results[:rank] = _arrived_message(transport, rank - 1, form)[:rank]
     if rank < num_ranks - 1:
         transport.send(rank + 1, results.clone(), form)
-        results.copy_(_arrive(transport, rank + 1, form))
+        results.copy_(_arrived_message(transport, rank + 1, form))
     if rank > 0:
         transport.send(rank - 1, results.clone(), form)
 
 
-def _arrive(transport: Transport, peer: int, form: WireFormat) -> Tensor:
+def _arrived_message(transport: Transport, peer: int, form: WireFormat) -> Tensor:
+    """The next message of a peer, once it is here."""
     tensor = transport.receive(peer, form).wait()
     if tensor.device.type == "cuda":
         torch.cuda.synchronize(tensor.device)
     return tensor
 
 
-def _form(name: str, shape: tuple[int, ...], dtype: str) -> WireFormat:
+def _message_format(name: str, shape: tuple[int, ...], dtype: str) -> WireFormat:
+    """The wire format of a contiguous tensor."""
     strides = [1] * len(shape)
     for dim in reversed(range(len(shape) - 1)):
         strides[dim] = strides[dim + 1] * shape[dim + 1]

@@ -1,4 +1,6 @@
-"""Notes when the instructions of a rank run, for reports and traces. Nothing of it runs unless someone asks.
+"""Measures a rank's step for reports and traces: when its instructions run, and how much memory its tensors take.
+
+Nothing of it runs unless someone asks. `Recorder` notes when instructions run:
 
     recorder = Recorder(device)
     interpreter.record(recorder)        # between two steps; record(None) ends it
@@ -14,7 +16,7 @@ On a CPU a span is the time of the call. On a GPU it is the time between two eve
 includes the stream's wait for the message; `take` waits for the device. An instruction that is bound to several handlers (REDUCE)
 has several spans. An instruction that fails has none.
 
-Counts the bytes of the tensors that are alive while something runs on a CPU, where no allocator keeps count.
+`LiveBytes` counts the bytes of the tensors that are alive while something runs on a CPU, where no allocator keeps count:
 
     with LiveBytes(held) as counter:        # `held`: tensors that are there already and count too
         step()

@@ -1,7 +1,7 @@
 """Binds a program: turns every instruction into functions of no arguments whose operands are already looked up.
 
     F, B, W     one handler
-    OFFLOAD, RELEASE, RELOAD    one handler each, see `smpc.executor.program.offload`
+    OFFLOAD, RELEASE, RELOAD    one handler each, see `smpc.executor.program.host_copies`
     SEND, RECV, MOVE, and for gradients        one handler each, see `smpc.executor.program.bind_channels`
     REDUCE      a handler that sends to the other holders, one for each of them that waits for it, one that sums
 
@@ -11,11 +11,9 @@ A value that shares memory with a buffer (BatchNorm statistics, a slice of a pos
 has run: the buffer may be written by the next microbatch before the value has been sent, or read by the next
 stage of this rank.
 
-Sums the gradient of a parameter that several pipeline ranks hold.
-
-Every holder sends its gradient to every other and adds up what exists in order of rank, so all end with the
-same bits. Where no holder has a gradient, there is none afterwards. A mask says whether one
-follows.
+`Reduction` sums the gradient of a parameter that several pipeline ranks hold. Every holder sends its gradient to every other and adds up
+what exists in order of rank, so all end with the same bits. Where no holder has a gradient, there is none afterwards. A mask says whether
+one follows.
 
 Gradients accumulate over steps until the user clears them, and gradients of a former step are already summed: only the first holder may
 contribute them. The others start every training step without gradients (`start`). If parameters are sharded over replicas, holders with
@@ -38,8 +36,8 @@ from smpc.codegen.stage import StageModule
 from smpc.errors import StepError, TransportError
 from smpc.executor.program.bind_channels import ChannelBinder
 from smpc.executor.program.frame import Frame, Handler, Inputs, Root, Step
+from smpc.executor.program.host_copies import Mover, addresses
 from smpc.executor.program.inbox import MASK_DTYPE, Delivery, Inbox, Presence, mask_form
-from smpc.executor.program.offload import Mover, addresses
 from smpc.executor.program.receive_order import Points, posting_points
 from smpc.executor.program.send_completion import other_holders
 from smpc.executor.replicas.step_hooks import StepHooks
@@ -308,7 +306,7 @@ class Binder:
             if roots:
                 torch.autograd.backward(*zip(*roots, strict=True))  # type: ignore[arg-type]
             if hooks is not None:
-                _reduce_alone(hooks, reduced[1:])
+                _reduce_after_program(hooks, reduced[1:])
             for position in leaves:
                 leaf = frame.leaves[position]
                 if leaf is not None and frame.grads[position] is None:
@@ -327,7 +325,7 @@ class Binder:
         def run() -> None:
             split.note(pending.run(), is_last)
             if hooks is not None:
-                _reduce_alone(hooks, reduced)
+                _reduce_after_program(hooks, reduced)
 
         return run
 
@@ -384,7 +382,7 @@ def _reductions(
     return found
 
 
-def _reduce_alone(hooks: StepHooks, stages: Sequence[int]) -> None:
+def _reduce_after_program(hooks: StepHooks, stages: Sequence[int]) -> None:
     """Average the gradients of stages whose backwards are done: nothing but the hooks' own root is differentiated."""
     for stage in stages:
         extra = hooks.before_last_backward(stage, [])

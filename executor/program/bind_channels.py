@@ -71,7 +71,7 @@ class ChannelBinder:
         """A function that takes the channel's values out of where they are made."""
         step = self._step
         if channel.source == INPUTS:
-            return partial(_inputs, step, channel, microbatch)
+            return partial(_given_inputs, step, channel, microbatch)
         outputs = self._codes[channel.source].outputs
         slots = tuple(outputs.index(value) for value in channel.values)
         frame = self._frames[channel.source, microbatch]
@@ -281,7 +281,8 @@ def _keep_layout(grads: list[Tensor | None], slot: int, stride: tuple[int, ...],
         grads[slot] = gradient
 
 
-def _inputs(step: Step, channel: Channel, microbatch: int) -> list[Tensor]:
+def _given_inputs(step: Step, channel: Channel, microbatch: int) -> list[Tensor]:
+    """The model's inputs for a channel; StepError if some are missing."""
     if step.inputs is None:
         raise StepError("pipeline rank 0 needs the model's inputs, found None")
     given = step.inputs[microbatch]

@@ -1,4 +1,6 @@
-"""The tensors of one stage and one microbatch on a rank, from the first value received until the last gradient is sent.
+"""What the handlers of a bound program work on: a `Frame` of tensors for each stage and microbatch, and the `Step`.
+
+A frame has the tensors of one stage and one microbatch on a rank, from the first value received until the last gradient is sent:
 
     inputs     values in the order of StageCode.inputs; put there by RECV and MOVE, taken by F
     leaves     F leaves here those inputs that want a gradient; B reads their .grad
@@ -10,16 +12,15 @@
     pending    what a split backward has left for W: see `smpc.executor.split_backward.pending`
     kept       between F and OFFLOAD: what checkpointed regions keep and may be moved
     stay       ... and the addresses of storages that must not be
-    away       between OFFLOAD and RELOAD: what is moved, see `smpc.executor.program.offload`
+    away       between OFFLOAD and RELOAD: what is moved, see `smpc.executor.program.host_copies`
     loaded     on CUDA, between RELOAD and B: when it is back
 
 An input that the stage passes on is one tensor, both input and output: its edge is the leaf itself, so
 autograd adds the gradient that comes from further down first and the stage's own contributions after it, as
 in an unsplit run.
 
-The bound form of a program: handlers, and the inputs that the caller of a step passes to them.
-
-A `Handler` is an instruction with its operands looked up. It reads everything that differs from step to step from its program's `Step`.
+A `Step` has the inputs that the caller of a step passes to the handlers. A `Handler` is an instruction with its operands looked up. It
+reads everything that differs from step to step from its program's `Step`.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from smpc.codegen.program import Instruction
+from smpc.executor.program.host_copies import Away, restore_sizes
 from smpc.executor.program.inbox import Inbox
-from smpc.executor.program.offload import Away, restore_sizes
 from smpc.executor.split_backward.pending import Pending
 
 Root: TypeAlias = tuple[Tensor | GradientEdge, Tensor | None]

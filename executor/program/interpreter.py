@@ -1,4 +1,4 @@
-"""Runs one rank's program.
+"""Runs programs: one rank's (`Interpreter`), or those of all pipeline ranks in one process (`run_loopback`).
 
 The interpreter has no policy: it goes through the instructions in order, and everything about them was looked
 up when it was built (`smpc.executor.program.bind`). A step is
@@ -7,7 +7,7 @@ up when it was built (`smpc.executor.program.bind`). A step is
     advance     ... the instructions, one after another
     finish      wait until everything sent has left; reduce what data parallelism has not reduced yet
 
-`run` does all of it. `smpc.executor.run_loopback` runs several interpreters in one process.
+`run` does all of it.
 
 Example, on each rank: `Interpreter(program, stages, transport).run(inputs, on_output)` where `stages[i]` is
 the module of stage i, `inputs[m]["input_ids"]` a tensor of microbatch m (on rank 0 alone), and `on_output(m,
@@ -17,10 +17,8 @@ returns `[(loss, None)]`, or None to do no backward.
 An exception leaves the interpreter empty and carries a note that names rank, instruction, stage and
 microbatch.
 
-Runs the programs of all pipeline ranks in one process and one thread.
-
-Ranks take turns; each runs until it needs a message that has not been sent. The result equals real processes', bit by
-bit. For tests, debugging and training on one device.
+`run_loopback` runs the interpreters of all pipeline ranks in one thread. Ranks take turns; each runs until it needs a message that has not
+been sent. The result equals real processes', bit by bit. For tests, debugging and training on one device.
 """
 
 from __future__ import annotations

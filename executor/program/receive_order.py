@@ -82,7 +82,7 @@ def _steps(program: RankProgram) -> list[_Step]:
 
 def _in_order(programs: Sequence[RankProgram]) -> list[tuple[int, _Step]]:
     """(rank, step) of all programs, each after what it waits for, by the times at which they end."""
-    steps, costs = [_steps(program) for program in programs], [_costs(program) for program in programs]
+    steps, costs = [_steps(program) for program in programs], [_instruction_times(program) for program in programs]
     position, now = [0] * len(programs), [0] * len(programs)
     sent_at: dict[tuple[int, int], list[int]] = defaultdict(list)  # times, by (source, destination)
     taken: dict[tuple[int, int], int] = defaultdict(int)
@@ -122,7 +122,7 @@ def _in_order(programs: Sequence[RankProgram]) -> list[tuple[int, _Step]]:
     return order
 
 
-def _costs(program: RankProgram) -> dict[Instruction, int]:
+def _instruction_times(program: RankProgram) -> dict[Instruction, int]:
     """How long the instructions that compute take."""
     split = split_backwards(program.instructions)
     times = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.WEIGHT: 1}

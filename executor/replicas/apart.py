@@ -1,4 +1,4 @@
-"""Modules whose parameters are others on each rank of the replicas' group, such as experts that ranks divide among them.
+"""Modules whose parameters differ between the ranks of the replicas' group, such as experts that ranks divide, and their gradients.
 
     all else     in parts on all replicas            a unit of `smpc.sharding` over their mesh
     apart        in parts on those with the same     a unit over a mesh of its own, inside of what is around it
@@ -6,7 +6,7 @@
 Gradients of what is apart are averaged over the ranks of its mesh; what they must be divided by beyond that is up to whoever made them
 others.
 
-Gradients of experts that ranks divide among them: averaged over the ranks that hold the same ones.
+`ExpertReplicas` averages gradients of experts that ranks divide among them, over the ranks that hold the same ones.
 
     inner      averages everything else over all replicas (`StageReplicas(..., apart=experts)`)
     group      ranks that hold the same experts: one of every so many replicas

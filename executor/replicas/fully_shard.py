@@ -1,4 +1,6 @@
-"""Sharded data parallelism: every stage's parameters, gradients and optimizer state lie in parts on the replicas (FSDP2, `fully_shard`).
+"""Sharded data parallelism (FSDP2, `fully_shard`): parameters, gradients and optimizer state of stages or modules in parts on replicas.
+
+`StageShards` has the stages of a program in parts:
 
     between steps     parameters are DTensors, of which this rank has 1 / replicas
     in a step         the first forward of a stage gathers its parameters, once for all microbatches; backwards add up whole gradients;
@@ -13,7 +15,7 @@ hooks FSDP uses, and first take over the parameters that are there now.
 
 Example: `shards = StageShards(stages, group)`, then `Interpreter(program, shards.modules(stages), transport, hooks=shards)`.
 
-Sharded data parallelism of a module that runs as it is, without a program: its blocks are units of `smpc.sharding`.
+`ModuleShards` has a module that runs as it is, without a program: its blocks are units of `smpc.sharding`.
 
 Construction gives all ranks the parameters and buffers of the group's first one, and divides the parameters over the mesh. The hooks are
 those of a step; without them, every backward averages its gradients. What is `apart` lies in parts on other ranks.

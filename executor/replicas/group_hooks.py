@@ -1,6 +1,6 @@
 """Reduces gradients over a tensor-, context- or expert-parallel group, once a step, around the reduction over replicas.
 
-Gradients over the ranks of a tensor-parallel group, after the average over replicas.
+`TensorReplicas` reduces over a tensor-parallel group, after the average over replicas:
 
     a parameter of a distributed module     acts on the samples of the whole group, and its gradient sums over them: divided by the size
                                             of the group where each rank has samples of its own, so that it averages the ranks' losses

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import is_fake
 from smpc.codegen.ring import Part, RingStep, ring_steps
 from smpc.executor.collectives import TensorGroup
 from smpc.executor.pieces import own_pieces
-from smpc.executor.sequence.attention import Cut
+from smpc.executor.sequence.sliced import Cut
 from smpc.kernels.attention.blocks import block_backward, block_forward, merge
 
 _KEYS, _GRADIENTS = 0, 1  # tags of messages
@@ -67,10 +67,10 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out, lse = q.new_empty(q.shape, dtype=wide), q.new_empty(q.shape[:3], dtype=wide)
-        for step, keys, values in _around(torch.stack((k, v)), group, causal, mirrored):
+        for step, keys, values in _around_ring(torch.stack((k, v)), group, causal, mirrored):
             if step.queries is None:
                 continue
-            rows, own, bias = _rows(step, q), _own_keys(step, keys, values), _bias(step, biases)
+            rows, own, bias = _rows(step, q), _own_keys(step, keys, values), _bias_of_step(step, biases)
             block = block_forward(q[:, :, rows], *own, bias, scale, step.causal)
             if step.source == group.rank:  # the first, of all queries
                 out.copy_(block[0])
@@ -90,10 +90,10 @@ class _Ring(torch.autograd.Function):
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         travelling: Tensor | None = None  # gradients of the keys and values of the step, with the parts of ranks before
         incoming: _Exchange | None = None
-        for step, keys, values in _around(torch.stack((k, v)), group, ctx.causal, ctx.mirrored):
+        for step, keys, values in _around_ring(torch.stack((k, v)), group, ctx.causal, ctx.mirrored):
             part: Tensor | None = None  # None: nothing to add
             if step.queries is not None:
-                rows, own, bias = _rows(step, q), _own_keys(step, keys, values), _bias(step, tuple(biases))
+                rows, own, bias = _rows(step, q), _own_keys(step, keys, values), _bias_of_step(step, tuple(biases))
                 dq_part, *parts = block_backward(
                     grad[:, :, rows],
                     q[:, :, rows],
@@ -120,7 +120,7 @@ class _Ring(torch.autograd.Function):
         return dq.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None, None, None, None, None
 
 
-def _around(
+def _around_ring(
     pair: Tensor, group: TensorGroup, causal: bool, mirrored: bool
 ) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
     """Every step with the keys and values of its source; the next are on their way while the caller computes."""
@@ -180,7 +180,7 @@ def _own_keys(step: RingStep, keys: Tensor, values: Tensor) -> tuple[Tensor, Ten
     return keys[:, :, :half], values[:, :, :half]
 
 
-def _bias(step: RingStep, biases: tuple[Tensor, ...]) -> Tensor | None:
+def _bias_of_step(step: RingStep, biases: tuple[Tensor, ...]) -> Tensor | None:
     if not biases:
         return None
     whole = biases[step.source]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from smpc.errors import TransportError
 from smpc.executor.host_memory.shared_memory import connect
-from smpc.executor.transport.layout import WireFormat
+from smpc.executor.transport.messages import WireFormat
 from smpc.executor.transport.rings import LIMIT, Post, Rings, ring_bytes
 
 _TAG, _MAIL_TAG = 0x5350, 0x5351  # any numbers that users' own send and recv are unlikely to take

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from smpc.errors import TransportError
-from smpc.executor.transport.layout import WireFormat
+from smpc.executor.transport.messages import WireFormat
 
 Queues = dict[tuple[int, int], deque[Tensor]]
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smpc.errors import TransportError
-from smpc.executor.transport.layout import WireFormat
+from smpc.executor.transport.messages import WireFormat
 
 
 class NcclReceipt:

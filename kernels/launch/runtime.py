@@ -1,4 +1,6 @@
-"""Where a kernel runs: compiled on a CUDA device, in Triton's interpreter, or as the same formula in torch.
+"""Where a kernel runs, and how large a launch is.
+
+A kernel runs compiled on a CUDA device, in Triton's interpreter, or as the same formula in torch.
 
     backend(device)    an NVIDIA card from Ampere on, Triton installed    -> Backend.TRITON
                        TRITON_INTERPRET=1, Triton installed               -> Backend.INTERPRETER   (tests without a GPU)
@@ -16,7 +18,7 @@ such a file is first imported: set it before the first op runs, for the whole pr
         with launching_on(x.device):
             return launch_forward(x, weight, eps)      # kernel[grid](..., num_warps=8, **LAUNCH_OPTIONS)
 
-How large a launch is: programs for each device, warps for each program.
+`num_programs` is the number of programs for a device, `warps_for` the number of warps for a program.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def name_of(node: Node) -> str:
     "linear", those of batches of them "bmm", convolutions "conv", fused attentions "attention",
     "attention_causal" or "attention_dropout", for which some devices have other kernels.
     """
-    name = _called(node)[0].strip("_")
+    name = _called_function(node)[0].strip("_")
     if name[:1] in ("r", "i") and name[1:] in _ARITHMETIC:
         name = name[1:]
     if name == "matmul" and node.flops:
@@ -112,7 +112,7 @@ def name_of(node: Node) -> str:
     return _NAMES.get(name, name)
 
 
-def _called(node: Node) -> tuple[str, int]:
+def _called_function(node: Node) -> tuple[str, int]:
     """The last part of the name of the function that does the work, and which of the node's arguments is its first one."""
     name = node.target.rpartition(".")[2]
     if name == "draw_apart" and node.args and isinstance(node.args[0], str):  # (name, group, *arguments)
@@ -121,13 +121,13 @@ def _called(node: Node) -> tuple[str, int]:
 
 
 def _argument(node: Node, place: int, name: str) -> object:
-    place += _called(node)[1]
+    place += _called_function(node)[1]
     return node.args[place] if len(node.args) > place else dict(node.kwargs).get(name)
 
 
 def is_attention(node: Node) -> bool:
     """Whether it is a fused attention."""
-    return "attention" in _called(node)[0] and node.flops > 0
+    return "attention" in _called_function(node)[0] and node.flops > 0
 
 
 def attention_flops(node: Node) -> float:
@@ -374,7 +374,7 @@ def _work_key(node: Node, dtype: str, num_gradients: int, kept: int) -> tuple[ob
 def node_times(trace: Trace, cost_model: CostModel) -> NodeTimes:
     """Times of every node of a trace."""
     forward, backward = np.zeros((2, len(trace.nodes)))
-    weights = _weights(trace, cost_model) if cost_model.accumulated else {}
+    weights = _weight_gradient_bytes(trace, cost_model) if cost_model.accumulated else {}
     known: dict[int, tuple[float, float]] = {}
     for item in _costed(trace):
         i, node, kept = item.position, item.node, item.kept
@@ -443,7 +443,7 @@ def _kept_bytes(trace: Trace, node: Node, storages: Mapping[str, int]) -> int:
     return sum(trace.storages[i] for i in node.saved if i not in known)
 
 
-def _weights(trace: Trace, cost_model: CostModel) -> dict[str, int]:
+def _weight_gradient_bytes(trace: Trace, cost_model: CostModel) -> dict[str, int]:
     """Bytes of the gradients of the trained parameters, by the nodes that read them."""
     state = {name: item for item in trace.state for name in item.names}
     reads = (node for node in trace.nodes if node.kind is NodeKind.GET_ATTR and node.target in state)
@@ -563,10 +563,10 @@ def deferred_of(trace: Trace) -> Iterator[Node]:
 
 def _shares(trace: Trace) -> FloatArray:
     """The part of each node's backward that W has."""
-    return trace.remembered(_shares, lambda: np.asarray([_share(trace, node) for node in trace.nodes]))
+    return trace.remembered(_shares, lambda: np.asarray([_weight_share(trace, node) for node in trace.nodes]))
 
 
-def _share(trace: Trace, node: Node) -> float:
+def _weight_share(trace: Trace, node: Node) -> float:
     """The part of a node's backward that W has."""
     if node.kind is NodeKind.CALL_MODULE:
         return 0.5 if node.saved else 0.0

@@ -1,4 +1,6 @@
-"""What a device is, in numbers: peaks, what kernels reach of them, and the wires between devices of a host and between hosts.
+"""Devices in numbers: what describes one, and the devices that have a name.
+
+A description has peaks, what kernels reach of them, and the wires between devices of a host and between hosts.
 
     Kernels(launch=5e-6, processors=132, products={"bfloat16": ((1.0, 0.72),)}, memory=((1.0, 0.9),), attention=(0.37, 0.33))
 
@@ -22,7 +24,7 @@ What was measured of an operation (`operations`, by the names of `smpc.partition
 shares of the peak, by the FLOPs of one product, or of the memory bandwidth, by the bytes that it moves; in its forward and its backward.
 What was measured of collectives counts for ranks of one host.
 
-The devices that have a name. Peaks, bandwidths and sizes are those of the makers' public datasheets, without sparsity.
+Peaks, bandwidths and sizes of the devices that have a name are those of the makers' public datasheets, without sparsity.
 
 float32 products are taken to run without TF32, as torch does by default. What kernels and wires reach of their peaks is what public
 measurements of public libraries say, rounded, for work of any model. Memory's share and the variation of devices came in after a first
@@ -214,7 +216,8 @@ def _products(tensor: float, scalar: float = 0.9) -> Mapping[str, Curve]:
     )
 
 
-def _hopper(name: str, memory_bandwidth: float, memory_bytes: int, source: str) -> Device:
+def _hopper_device(name: str, memory_bandwidth: float, memory_bytes: int, source: str) -> Device:
+    """A device of the Hopper generation; its kinds differ in memory."""
     peak = {
         "float64": 67e12,
         "float32": 67e12,
@@ -241,14 +244,14 @@ def _hopper(name: str, memory_bandwidth: float, memory_bytes: int, source: str) 
     )
 
 
-H100 = _hopper(
+H100 = _hopper_device(
     "H100 SXM",
     3.35e12,
     80 * 10**9,
     "NVIDIA H100 Tensor Core GPU datasheet (SXM: 67 TFLOP/s FP32, 1979 TFLOP/s BF16 with sparsity, NVLink 900 GB/s "
     "and PCIe Gen5 128 GB/s in both directions), DGX H100 datasheet (8 devices, 400 Gbit/s network each)",
 )
-_H200 = _hopper(
+_H200 = _hopper_device(
     "H200 SXM",
     4.8e12,
     141 * 10**9,

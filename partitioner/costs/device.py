@@ -74,7 +74,7 @@ import difflib
 import re
 from collections.abc import Sequence
 
-from smpc.config.limits import MAX_RANKS, shown
+from smpc.config.numbers import MAX_RANKS, shown
 from smpc.errors import ConfigError
 from smpc.partitioner.costs.description import DEVICES, H100, Device, Wire
 from smpc.partitioner.costs.device_file import read_device, read_table

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from smpc.config.files import parse_toml, read_text
-from smpc.config.limits import MAX_RANKS, parse_bytes, shown
+from smpc.config.numbers import MAX_RANKS, parse_bytes, shown
 from smpc.errors import ConfigError, printable
 from smpc.partitioner.costs.collectives import IN_OPERATIONS, Kind
 from smpc.partitioner.costs.description import ALL, PCIE4, Curve, Device, Kernels, Wire

@@ -75,10 +75,13 @@ def typical(passes: Sequence[NodeTimes]) -> NodeTimes:
 
     Where processes share cores, a node is rarely interrupted and a stage always: medians of nodes leave the interruptions out.
     """
-    return NodeTimes(_medians([times.forward for times in passes]), _medians([times.backward for times in passes]))
+    return NodeTimes(
+        _median_times([times.forward for times in passes]), _median_times([times.backward for times in passes])
+    )
 
 
-def _medians(passes: Sequence[FloatArray]) -> FloatArray:
+def _median_times(passes: Sequence[FloatArray]) -> FloatArray:
+    """The median time of each node, to the scale of the median pass."""
     stacked = np.array(passes)
     medians: FloatArray = np.median(stacked, axis=0)
     total = medians.sum()

@@ -57,10 +57,11 @@ class Active:
 def requested_regions(trace: Trace, patterns: Sequence[str] = ()) -> Requested:
     """The regions that the model and the patterns ask for. ConfigError for a pattern that matches nothing."""
     wanted = tuple(patterns)
-    return trace.remembered((requested_regions, wanted), lambda: _requested(trace, wanted))
+    return trace.remembered((requested_regions, wanted), lambda: _requested_regions(trace, wanted))
 
 
-def _requested(trace: Trace, patterns: tuple[str, ...]) -> Requested:
+def _requested_regions(trace: Trace, patterns: tuple[str, ...]) -> Requested:
+    """The regions that the model or patterns ask to compute again, and notes on those that cannot be."""
     found, notes = [], []
     last_write: dict[int, int] = {}
     for position, node in enumerate(trace.nodes):
@@ -146,7 +147,7 @@ def active_regions(
             found[whole[0]].append(region)
         elif owners:
             split.setdefault(region.name, tuple(sorted(owners)))
-    return Active(tuple(_grouped(found[stage]) for stage in range(len(found))), tuple(split.items()))
+    return Active(tuple(_grouped_regions(found[stage]) for stage in range(len(found))), tuple(split.items()))
 
 
 def _owners(graph: Graph, region: Region, stage_of: IntArray) -> dict[int, frozenset[int]]:
@@ -158,7 +159,7 @@ def _owners(graph: Graph, region: Region, stage_of: IntArray) -> dict[int, froze
     return {stage: frozenset(found) for stage, found in owners.items()}
 
 
-def _grouped(regions: Sequence[Region]) -> tuple[Region, ...]:
+def _grouped_regions(regions: Sequence[Region]) -> tuple[Region, ...]:
     """The regions of a stage, with a sequence's consecutive layers merged by its strategy."""
     found: list[Region] = []
     open_groups: dict[int, tuple[int, int]] = {}  # sequence -> (index into found, layers in that group)
@@ -177,8 +178,8 @@ def _grouped(regions: Sequence[Region]) -> tuple[Region, ...]:
 
 def changing_buffers(trace: Trace, region: Region) -> tuple[str, ...]:
     """Canonical names of the buffers that a region uses and that the model changes, inside it or elsewhere, in order of state."""
-    storages, names, whole = _changed(trace, range(len(trace.nodes)))
-    own_storages, own_names, own_whole = _changed(trace, range(region.first, region.last))
+    storages, names, whole = _changed_state(trace, range(len(trace.nodes)))
+    own_storages, own_names, own_whole = _changed_state(trace, range(region.first, region.last))
     read = (trace.node(name) for node in trace.nodes[region.first : region.last] for name in node.inputs)
     used = {node.target for node in read if node.kind is NodeKind.GET_ATTR} | own_names
     found = []
@@ -190,7 +191,7 @@ def changing_buffers(trace: Trace, region: Region) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _changed(trace: Trace, positions: range) -> tuple[set[int], set[str], tuple[str, ...]]:
+def _changed_state(trace: Trace, positions: range) -> tuple[set[int], set[str], tuple[str, ...]]:
     """The state that these nodes may change: storages, names of buffers, prefixes of the names of buffers."""
     nodes = [trace.nodes[position] for position in positions]
     storages = {trace.node(name).storage for node in nodes for name in node.mutates} - {-1}

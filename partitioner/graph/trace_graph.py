@@ -417,7 +417,7 @@ def find_crossing(
             elif graph.state_of[position] >= 0:
                 state[stage].add(graph.state_of[position])
     recomputed = tuple(tuple(i for i in sorted(again[stage]) if stage_of[graph.rank[i]] != stage) for stage in stages)
-    return Crossing(_edges(graph.trace, carried), recomputed, tuple(tuple(sorted(found)) for found in state))
+    return Crossing(_graph_edges(graph.trace, carried), recomputed, tuple(tuple(sorted(found)) for found in state))
 
 
 def check_assignment(trace: Trace, assignment: Mapping[str, int], num_stages: int) -> None:
@@ -520,7 +520,8 @@ def _reads(graph: Graph, needed: Mapping[int, set[int]], again: list[set[int]]) 
     return [sorted(found) for found in reads]
 
 
-def _edges(trace: Trace, carried: Mapping[tuple[int, int], list[int]]) -> tuple[Edge, ...]:
+def _graph_edges(trace: Trace, carried: Mapping[tuple[int, int], list[int]]) -> tuple[Edge, ...]:
+    """The edges of the graph, with the bytes of values and gradients that cross."""
     edges = []
     for index, ((destination, source), positions) in enumerate(sorted(carried.items())):
         nodes = [trace.nodes[i] for i in positions]

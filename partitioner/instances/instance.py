@@ -1,4 +1,4 @@
-"""A placement problem in numbers: a graph of nodes, the devices, and the objective.
+"""A placement problem in numbers: a graph of nodes, the devices, and the objective; and what a placement costs.
 
 Terms
     node        something that runs on one device: its time on a device of speed 1, memory that its device holds for it, and
@@ -19,7 +19,8 @@ How nodes may be split over devices, `split`:
 
 Each device runs at least one node, unless `may_idle`.
 
-The cost of a placement by definition, in fractions: reported numbers are exact, whatever the solvers round.
+`times`, `memory` and `largest_load` are a placement's costs by definition, in fractions: reported numbers are exact, whatever the solvers
+round.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import Any
 
 import networkx as nx
 
-from smpc.config.limits import shown
+from smpc.config.numbers import shown
 from smpc.errors import PartitionError
 
 SPLITS = ("row", "contiguous", "free")
@@ -279,7 +280,7 @@ def times(instance: Instance, device_of: Mapping[str, int]) -> list[Fraction]:
     for node in instance.nodes:
         device = instance.devices[device_of[node.name]]
         found[device_of[node.name]] += Fraction(node.time_at(device) or 0) / Fraction(device.speed)
-    for (_, device_index), num_bytes in _sent(instance, device_of).items():
+    for (_, device_index), num_bytes in _sent_by_source(instance, device_of).items():
         if (bandwidth := instance.devices[device_index].bandwidth) is not None:
             found[device_index] += num_bytes / Fraction(bandwidth)
     return found
@@ -323,11 +324,15 @@ def received_bytes(instance: Instance, device_of: Mapping[str, int]) -> float:
     """Bytes that cross: what one source sends to one device once."""
     home = device_of
     return float(
-        sum(num_bytes for (source, target), num_bytes in _sent(instance, device_of).items() if home[source] != target)
+        sum(
+            num_bytes
+            for (source, target), num_bytes in _sent_by_source(instance, device_of).items()
+            if home[source] != target
+        )
     )
 
 
-def _sent(instance: Instance, device_of: Mapping[str, int]) -> dict[tuple[str, int], Fraction]:
+def _sent_by_source(instance: Instance, device_of: Mapping[str, int]) -> dict[tuple[str, int], Fraction]:
     """The transfers of each source, by the device that sends or receives them: the largest of several edges."""
     sent: dict[tuple[str, int], Fraction] = {}
     for edge in instance.edges:

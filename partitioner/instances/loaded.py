@@ -102,7 +102,7 @@ def load_problem(instance: Instance) -> LoadProblem:
     sent, factor = values(instance, unit_of)
     per_second, _ = _weights(instance)
     return LoadProblem(
-        _costs(instance, kinds, unit_of, size),
+        _load_costs(instance, kinds, unit_of, size),
         memory,
         limits,
         tuple(_double(per_second / (Fraction(kind.bandwidth) * factor)) if kind.bandwidth else 0.0 for kind in kinds),
@@ -121,7 +121,8 @@ def _weights(instance: Instance) -> tuple[Fraction, Fraction]:
     return (1 - weight) / time, weight / held
 
 
-def _costs(instance: Instance, kinds: list[Processor], unit_of: list[int], size: tuple[int, int]) -> FloatArray:
+def _load_costs(instance: Instance, kinds: list[Processor], unit_of: list[int], size: tuple[int, int]) -> FloatArray:
+    """The load of each unit on each kind of device."""
     per_second, per_byte = _weights(instance)
     costs = np.zeros(size)
     for k, kind in enumerate(kinds):

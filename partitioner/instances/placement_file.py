@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from smpc.config.files import MAX_PLAN_BYTES, parse_json, read_text
-from smpc.config.limits import shown
+from smpc.config.numbers import shown
 from smpc.errors import PartitionError, printable
 from smpc.partitioner.instances.instance import Instance, Link, Node, Processor
 
@@ -62,7 +62,7 @@ def _published(data: Row, split: str) -> Instance:
         if row.get("colorClass") is not None:
             groups.setdefault(row["colorClass"], []).append(str(row["id"]))
     return Instance.of(
-        (_node(row) for row in data["nodes"]),
+        (_node_of_row(row) for row in data["nodes"]),
         (Link(str(row["sourceId"]), str(row["destId"]), row.get("cost") or 0.0) for row in data["edges"]),
         devices,
         together=(group for group in groups.values() if len(group) > 1),
@@ -71,7 +71,8 @@ def _published(data: Row, split: str) -> Instance:
     )
 
 
-def _node(row: Row) -> Node:
+def _node_of_row(row: Row) -> Node:
+    """The node that a row of the file describes."""
     on_accelerator = row.get("fpgaLatency") if row.get("supportedOnFpga", 1) else None
     on_cpu = row.get("cpuLatency")
     time = next((value for value in (on_accelerator, on_cpu) if value is not None), 0.0)

@@ -29,10 +29,10 @@ _MAX_ILP_UNITS = 48
 def solve_row(instance: Instance, gap: float, time_limit: float) -> Found | None:
     """The best placement found; None if nothing fits."""
     numbers = _Numbers.of(instance)
-    found = _search(numbers, gap, time_limit)
+    found = _search_row(numbers, gap, time_limit)
     if found is not None and not is_within(instance, found.by_node(instance, numbers.unit_of)):
         numbers = numbers.strict()  # rounding: keep to limits rounded down
-        stricter = _search(numbers, gap, time_limit)
+        stricter = _search_row(numbers, gap, time_limit)
         found = (
             None if stricter is None else replace(stricter, lower_bound=min(found.lower_bound, stricter.lower_bound))
         )
@@ -41,7 +41,7 @@ def solve_row(instance: Instance, gap: float, time_limit: float) -> Found | None
 
 def a_cut_fits(instance: Instance) -> bool:
     """Whether some cut of the nodes in topological order is within the limits, which is quick to say."""
-    return _contiguous(_Numbers.of(instance)) is not None
+    return _contiguous_placement(_Numbers.of(instance)) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,9 @@ class _Numbers:
         return float(stage_costs(self.units, self.scale, self.in_flight, stage_of).max())
 
 
-def _search(numbers: _Numbers, gap: float, time_limit: float) -> Found | None:
-    start, solver = _contiguous(numbers), "chain"
+def _search_row(numbers: _Numbers, gap: float, time_limit: float) -> Found | None:
+    """The best placement in a row that is found; None if limits allow none."""
+    start, solver = _contiguous_placement(numbers), "chain"
     highest = numbers.cost(start) if start is not None else _everything(numbers)
     units, dag, scale, in_flight = numbers.units, numbers.dag, numbers.scale, numbers.in_flight
     bound = graph_bound(units, dag, scale, in_flight, 0.0, highest) if len(in_flight) > 1 else highest
@@ -119,7 +120,8 @@ def _search(numbers: _Numbers, gap: float, time_limit: float) -> Found | None:
     return None if start is None else Found(tuple(start), bound, solver, note)
 
 
-def _contiguous(numbers: _Numbers) -> tuple[int, ...] | None:
+def _contiguous_placement(numbers: _Numbers) -> tuple[int, ...] | None:
+    """The best placement that is contiguous in one order of the units."""
     order = list(nx.lexicographical_topological_sort(numbers.dag))
     chain = ChainProblem(numbers.units.subset(order), numbers.scale, numbers.in_flight)
     try:

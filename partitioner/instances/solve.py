@@ -112,7 +112,7 @@ def _infeasible(instance: Instance, unit_of: Sequence[int]) -> PartitionError:
         f"every device that would do is {_rounded_up(least)}"
     )
     if len(set(instance.devices)) == 1 and _is_plain(instance):
-        fewest = _fewest(instance, len(set(unit_of)))
+        fewest = _fewest_devices(instance, len(set(unit_of)))
         some = (
             f"the fewest devices that would do are {fewest}"
             if fewest
@@ -122,7 +122,7 @@ def _infeasible(instance: Instance, unit_of: Sequence[int]) -> PartitionError:
     return MemoryLimitError(f"{text}; raise memory_limit or use more devices", math.ceil(least))
 
 
-def _fewest(instance: Instance, num_units: int) -> int | None:
+def _fewest_devices(instance: Instance, num_units: int) -> int | None:
     """The fewest devices like those given for which a placement is found."""
     limit = Fraction(instance.devices[0].memory_limit or 1)
     lowest = max(len(instance.devices) + 1, math.ceil(sum(Fraction(node.memory) for node in instance.nodes) / limit))

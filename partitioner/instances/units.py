@@ -53,10 +53,10 @@ def joined(instance: Instance) -> tuple[list[int], nx.DiGraph[int]]:
 def values(instance: Instance, unit_of: Sequence[int]) -> tuple[tuple[Value, ...], Fraction]:
     """The transfers of each source to other units, in integers proportional to the bytes of the edges, and the factor."""
     sent, factor = in_proportion([edge.num_bytes for edge in instance.edges])
-    return tuple(_values(instance, sent, unit_of)), factor
+    return tuple(_transfers_of_units(instance, sent, unit_of)), factor
 
 
-def _values(instance: Instance, sent: Sequence[int], unit_of: Sequence[int]) -> Iterator[Value]:
+def _transfers_of_units(instance: Instance, sent: Sequence[int], unit_of: Sequence[int]) -> Iterator[Value]:
     """The transfers of each source to other units: once to each device, so targets of different size count as nested parts."""
     number = instance.number_of
     sizes: dict[int, dict[int, int]] = {}

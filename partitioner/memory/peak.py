@@ -202,7 +202,7 @@ def stage_memory(graph: Graph, cost_model: CostModel, use: StageUse, edges: Sequ
     deferred = None
     if use.split is not None:
         deferred = deferred_bytes(graph, cost_model, use.positions, use.state, use.regions)
-    during_step = _peak(graph, cost_model, use, edges, activations, parameters, deferred) + communication
+    during_step = _peak_of_stage(graph, cost_model, use, edges, activations, parameters, deferred) + communication
     largest = max((spec.spec.num_bytes for spec in parameters), default=0)
     after_step = gradient_bytes + cost_model.optimizer_scratch(parameter_bytes, largest)
     peak = parameter_bytes + optimizer_bytes + buffer_bytes + max(during_step, after_step)
@@ -294,7 +294,7 @@ class _Activations:
         return num_in_flight * self.total - away * self.offloaded
 
 
-def _peak(
+def _peak_of_stage(
     graph: Graph,
     cost_model: CostModel,
     use: StageUse,

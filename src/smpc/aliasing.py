@@ -120,13 +120,13 @@ def alias() -> None:
     for package in _PACKAGES:
         known = sys.modules.get(package)
         if known is not None and not _is_alias(package):
-            _tell(package, known.__spec__)
+            _warn_of_installed(package, known.__spec__)
     for name in TARGETS:
         if not name.startswith("torch.") or "torch" in sys.modules:
-            _import(name)
+            _import_alias(name)
 
 
-def _import(name: str) -> None:
+def _import_alias(name: str) -> None:
     """Import an alias, unless it belongs to an installed package."""
     parent = name.rpartition(".")[0]
     if parent in ("", "torch", _TOP) or _is_alias(parent):
@@ -196,9 +196,9 @@ class _Finder(MetaPathFinder):
         if fullname not in TARGETS:
             return None
         if fullname == _TOP or fullname in _PACKAGES:
-            if (real := _real_spec(fullname, path, target)) is not None:
+            if (real := _installed_spec(fullname, path, target)) is not None:
                 if fullname in _PACKAGES:
-                    _tell(fullname, real)
+                    _warn_of_installed(fullname, real)
                 return real
         elif not _is_alias(fullname.rpartition(".")[0]):
             return None  # of the installed package
@@ -206,7 +206,8 @@ class _Finder(MetaPathFinder):
         return ModuleSpec(fullname, _Loader(), origin=f"smpc alias of {TARGETS[fullname]}", is_package=is_package)
 
 
-def _real_spec(fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+def _installed_spec(fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+    """Where a package of that name is installed, or None."""
     for finder in sys.meta_path:
         if not isinstance(finder, _Finder):
             spec = finder.find_spec(fullname, path, target)
@@ -221,7 +222,8 @@ def _is_alias(name: str) -> bool:
     return isinstance(sys.modules.get(name), _Alias)
 
 
-def _tell(package: str, real: ModuleSpec | None) -> None:
+def _warn_of_installed(package: str, real: ModuleSpec | None) -> None:
+    """Warns that a package of that name is installed and imported in place of smpc."""
     where = "" if real is None else real.origin or ", ".join(real.submodule_search_locations or ())
     warnings.warn(
         f"{package} is installed ({where}): it is imported in place of smpc; uninstall it to run this script on "

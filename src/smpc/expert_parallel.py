@@ -149,7 +149,7 @@ def shard(
     settings that are wrong, for a model without experts, and for a pattern that matches no experts.
     """
     group = group if isinstance(group, TensorGroup) else TensorGroup.of(group)
-    options = _options(group, dispatch, capacity_factor, router, gradients)
+    options = _expert_options(group, dispatch, capacity_factor, router, gradients)
     confirmed, left_whole = _confirmed(model, group, experts, router)
     found: list[Found] = [one.experts if isinstance(one, Confirmed) else one for one in confirmed]
     holdings = Holdings.of(model, found if group.size > 1 else [], group)
@@ -161,7 +161,10 @@ def shard(
     return ExpertParallelModule(model, group, holdings, {one.name: one.num_experts for one in found}, left_whole)
 
 
-def _options(group: TensorGroup, dispatch: str, capacity_factor: float | None, router: str, gradients: str) -> Options:
+def _expert_options(
+    group: TensorGroup, dispatch: str, capacity_factor: float | None, router: str, gradients: str
+) -> Options:
+    """The options of expert parallelism, checked."""
     wrong = [
         f"{name}: expected one of {', '.join(allowed)}, found {value!r}"
         for name, value, allowed in (

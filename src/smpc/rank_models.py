@@ -272,7 +272,7 @@ class RankModels:
             wanted: dict[str, nn.Module | None] = {}
             for name, child in theirs._modules.items():
                 if child is not None and id(child) not in memo:
-                    copied = _deepcopy(child, copies)
+                    copied = _copy_if_possible(child, copies)
                     memo.update(_pairs(child, copied))
                     self._kept.append(child)
                 wanted[name] = None if child is None else memo[id(child)]
@@ -289,7 +289,7 @@ class RankModels:
             if ours is theirs:
                 continue
             for key in changed.get(id(theirs), ()):
-                vars(ours)[key] = _deepcopy(vars(theirs)[key], copies)
+                vars(ours)[key] = _copy_if_possible(vars(theirs)[key], copies)
             for key in self._attributes.get(id(theirs), {}).keys() - vars(theirs).keys():
                 vars(ours).pop(key, None)
 
@@ -308,7 +308,9 @@ class RankModels:
             for key, ids in _hooks(theirs).items():
                 if ids != known.get(key):
                     vars(ours)[key].clear()  # the dict itself is the copy's already
-                    vars(ours)[key].update({i: _deepcopy(hook, copies) for i, hook in vars(theirs)[key].items()})
+                    vars(ours)[key].update(
+                        {i: _copy_if_possible(hook, copies) for i, hook in vars(theirs)[key].items()}
+                    )
 
     def _follow_buffers(self, rank: int, own: nn.Module) -> None:
         """Buffers that are one tensor stay one tensor here, also after the script has replaced some."""
@@ -420,12 +422,13 @@ def copied_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     except Exception:  # a class's own __deepcopy__ may raise anything
         for module in model.modules():
             for value in (*plain_attributes(module).values(), *(vars(module)[key] for key in _hooks(module))):
-                if _deepcopy(value, dict(memo)) is value:
+                if _copy_if_possible(value, dict(memo)) is value:
                     memo[id(value)] = value
         return copy.deepcopy(model, dict(memo))
 
 
-def _deepcopy(value: Any, memo: dict[int, Any]) -> Any:
+def _copy_if_possible(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy, or the value itself if it cannot be copied."""
     try:
         return copy.deepcopy(value, memo)
     except Exception:  # as above

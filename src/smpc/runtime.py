@@ -96,8 +96,8 @@ class RankPrograms:
         self.trace = compilation.trace
         self.environment = compilation.environment
         self.plan = compilation.plan
-        self.batch = _batch(compilation.trace, compilation.plan)
-        self.flops = _flops(compilation.trace, compilation.plan)
+        self.batch = _batch_size(compilation.trace, compilation.plan)
+        self.flops = _flops_of_step(compilation.trace, compilation.plan)
         self._read_inputs, self._written_inputs = _input_reader(compilation.trace), _written_inputs(compilation.trace)
         codes = [code for each in compilation.programs for code in each.stages]
         shared = (item.name for item in compilation.plan.shared_parameters)
@@ -107,7 +107,7 @@ class RankPrograms:
         self._num_microbatches, self._device = program.num_microbatches, device
         self.stages = {code.index: build_stage(code, model, device) for code in program.stages}
         self._refreshed = [stage for stage in self.stages.values() if stage.holds_tensors]
-        _compile(self.stages, program, model)
+        _apply_torch_compile(self.stages, program, model)
         labels = _labels(compilation.trace)
         made = hooks(self.stages)  # may replace the model's parameters
         trains = _summing(made, self.stages, compilation, model)
@@ -426,7 +426,7 @@ def _noting_loss(
     return call
 
 
-def _compile(stages: Mapping[int, StageModule], program: RankProgram, model: nn.Module) -> None:
+def _apply_torch_compile(stages: Mapping[int, StageModule], program: RankProgram, model: nn.Module) -> None:
     """Applies torch.compile; warns of compiled modules that run uncompiled."""
     splits = bool(split_backwards(program.instructions))
     found = [compile_stage(stages[code.index], code, model, splits=splits) for code in program.stages]
@@ -447,14 +447,14 @@ def _check_environment(environment: Environment) -> None:
     environment.leave()
 
 
-def _batch(trace: Trace, plan: Plan) -> tuple[int | None, int | None]:
+def _batch_size(trace: Trace, plan: Plan) -> tuple[int | None, int | None]:
     """Samples and tokens of a step."""
     specs = [node.spec for node in trace.nodes if node.kind is NodeKind.PLACEHOLDER and node.spec is not None]
     integers = ("int64", "int32")
     return batch_of([(spec.shape, spec.dtype in integers) for spec in specs], plan.schedule.num_microbatches)
 
 
-def _flops(trace: Trace, plan: Plan) -> tuple[float, float]:
+def _flops_of_step(trace: Trace, plan: Plan) -> tuple[float, float]:
     """FLOPs of a step, averaged over the pipeline's ranks: of its forwards, and of forwards and backwards."""
     forward, both = useful_flops(trace)
     share = plan.schedule.num_microbatches / plan.pipeline_parallel_degree

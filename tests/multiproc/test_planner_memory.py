@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 import smpc.executor.program.bind
 from smpc.compile import compile_model
-from smpc.executor.program.offload import Mover
+from smpc.executor.program.host_copies import Mover
 from smpc.executor.replicas.fully_shard import StageShards
 from smpc.executor.transport import GlooTransport
 from smpc.runtime import Runtime

@@ -161,9 +161,9 @@ def kept(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def watching(note: Use) -> Iterator[None]:
     """In this context `note` is called before every function of the modules `random`, `numpy.random` and `torch` that uses a generator."""
-    replaced = [(home, name, function) for home, name, function in _functions()]
+    replaced = [(home, name, function) for home, name, function in _random_functions()]
     for home, name, function in replaced:
-        setattr(home, name, _noted(function, f"{home.__name__}.{name}", name in _SEEDING, note))
+        setattr(home, name, _noting_draws(function, f"{home.__name__}.{name}", name in _SEEDING, note))
     try:
         yield
     finally:
@@ -171,7 +171,8 @@ def watching(note: Use) -> Iterator[None]:
             setattr(home, name, function)
 
 
-def _functions() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+def _random_functions() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """The functions of `random` and `numpy.random` that use the generator of the process."""
     for home, generator in ((random, random._inst), (numpy.random, _NUMPY)):
         for name in dir(home):
             function = getattr(home, name)
@@ -185,7 +186,9 @@ def _functions() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         yield from ((home, name, vars(home)[name]) for name in _CUDA_FUNCTIONS if name in vars(home))
 
 
-def _noted(function: Callable[..., Any], name: str, seeds: bool, note: Use) -> Callable[..., Any]:
+def _noting_draws(function: Callable[..., Any], name: str, seeds: bool, note: Use) -> Callable[..., Any]:
+    """The function, whose calls by users are noted."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         if not _is_internal(sys._getframe(1)):
             note(name, seeds)

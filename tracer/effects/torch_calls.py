@@ -1,6 +1,6 @@
-"""Torch calls: their kind, their effects on arguments, and their surroundings.
+"""Torch calls: their kind, their effects on arguments, and the settings and modes that surround them.
 
-Torch calls that the model's Python does not simply make itself, told apart before anything is recorded.
+Some calls are not made by the model's Python alone. They are told apart before anything is recorded:
 
     inside a kernel      C++ code calls kernels by itself (TorchScript, say). Their calls are below autograd: a record of it
                          would compute the same values and have no backward. It is not recorded.
@@ -26,11 +26,10 @@ use, write and draw, since a stage only has its arguments and its own tensors.
 
 Autograd's engine has threads of its own, which run no code of the model.
 
-Settings of the process that decide what torch calls give, and that a trace does not hold.
-
-Grad mode and autocast are recorded with every node. All else must be, while a node is recorded, as it was when the recording began: a stage
-calls the node's function under the settings of its own process. A module that changes a setting and puts it back is called whole; one
-that leaves it changed is refused.
+`settings` are settings of the process that decide what torch calls give, and that a trace does not hold. Grad mode and autocast are
+recorded with every node. All else must be, while a node is recorded, as it was when the recording began: a stage calls the node's function
+under the settings of its own process. A module that changes a setting and puts it back is called whole; one that leaves it changed is
+refused.
 
 `uncompiled`: what was given to torch.compile runs as it is, without compiling, while anybody asks for that. torch keeps one setting for
 all threads, its stance, and stages of one process run in threads. If each thread set it and put back what

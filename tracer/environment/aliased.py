@@ -1,4 +1,6 @@
-"""Buffers and tensor attributes that are one and the same tensor: a trace reads it under one of its names.
+"""What of the environment depends on the identity of objects: aliased tensors, and a recording's environment on another copy.
+
+Buffers and tensor attributes may be one and the same tensor. A trace reads it under one of its names.
 
     self.register_buffer("frequencies", table)
     self.original = self.frequencies                # the trace reads "frequencies" for both
@@ -6,7 +8,7 @@
 After `self.original = other` it would go on reading the first. So which of these are the same is guarded. Two that become the same are
 detected as well: a write into one of them would be seen in the other. Parameters are looked after elsewhere.
 
-The environment of a recording, for other objects than those that were recorded, or for the same ones after a change of our own.
+`moved` is the environment of a recording for other objects than those that were recorded, or for the same ones after a change of our own.
 
     copied = copy.deepcopy(model)                                # what is recorded
     trace, environment = ...
@@ -116,13 +118,14 @@ def _places(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[_Place, 
         for table in (module._buffers, vars(module)):
             for name, value in table.items():
                 path = f"{fqn}.{name}" if fqn else str(name)
-                for item, tensor in _tensors(name, value):
+                for item, tensor in _held_tensors(name, value):
                     inner = path if item is MISSING else item_path(path, item)
                     if inner is not None and not isinstance(tensor, nn.Parameter):
                         yield _Place(module, table, name, item, fqn, inner), tensor
 
 
-def _tensors(name: str, value: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+def _held_tensors(name: str, value: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    """The tensors in an attribute, with their keys if it is a container."""
     if isinstance(value, torch.Tensor):
         yield MISSING, value
     elif name not in _TABLES and isinstance(value, (list, tuple, dict)):
@@ -144,12 +147,13 @@ def moved(
 
     `modules`: the model's, by name. `versions`: see `Environment`.
     """
-    guards = list(_guards(environment.guards, original))
-    tables: list[TableLike] = list(_tables(environment.tables, original))
+    guards = list(_moved_guards(environment.guards, original))
+    tables: list[TableLike] = list(_moved_tables(environment.tables, original))
     return Environment(guards, [*tables, Aliases(modules, read_tensors(trace), guards)], versions)
 
 
-def _guards(guards: Iterable[Guard], original: Original) -> Iterator[Guard]:
+def _moved_guards(guards: Iterable[Guard], original: Original) -> Iterator[Guard]:
+    """The guards, on the objects that are looked at from now on."""
     for guard in guards:
         place = guard.place
         holder = original(place.holder)
@@ -160,7 +164,8 @@ def _guards(guards: Iterable[Guard], original: Original) -> Iterator[Guard]:
             yield Guard(found, expected, value, guard.readers, guard.owner)
 
 
-def _tables(tables: Iterable[TableLike], original: Original) -> Iterator[TableLike]:
+def _moved_tables(tables: Iterable[TableLike], original: Original) -> Iterator[TableLike]:
+    """The tables, of the objects that are looked at from now on."""
     for table in tables:
         holder = original(table.holder) if isinstance(table, (Table, Names)) else None
         if holder is not None and isinstance(table, Table):

@@ -162,8 +162,8 @@ _AHEAD_NS = 315_360_001_370_000_007  # ten years, and no multiple of what a mode
 def ahead(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
     """Moves the clocks in module `time` and in these namespaces, for this thread's code, except Python's and torch's."""
     thread = threading.get_ident()
-    moved = {clock: partial(_count, clock, thread) for clock in _CLOCKS}
-    moved |= {date: partial(_date, date, thread) for date in _DATES}
+    moved = {clock: partial(_clock_ahead, clock, thread) for clock in _CLOCKS}
+    moved |= {date: partial(_date_ahead, date, thread) for date in _DATES}
     places = [
         (space, name)
         for space in (vars(time), *namespaces)
@@ -193,14 +193,16 @@ def _is_models(thread: int, caller: dict[str, Any]) -> bool:
     return threading.get_ident() == thread and not is_trusted(str(caller.get("__name__", "")))
 
 
-def _count(clock: Any, thread: int, caller: dict[str, Any], *args: Any) -> Any:
+def _clock_ahead(clock: Any, thread: int, caller: dict[str, Any], *args: Any) -> Any:
+    """A clock's reading, years ahead for the model's own code."""
     now = clock(*args)
     if not _is_models(thread, caller):
         return now
     return now + (_AHEAD_NS if isinstance(now, int) else _AHEAD_NS / 1e9)
 
 
-def _date(date: Any, thread: int, caller: dict[str, Any], *args: Any) -> Any:
+def _date_ahead(date: Any, thread: int, caller: dict[str, Any], *args: Any) -> Any:
+    """A date, years ahead for the model's own code unless it gives the time itself."""
     is_told = len(args) == (2 if date is _STRFTIME else 1)
     if is_told or not _is_models(thread, caller):
         return date(*args)

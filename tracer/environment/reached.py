@@ -99,7 +99,7 @@ class Reached:
             elif isinstance(value, type):
                 yield from self._of_class(value, used)
             else:
-                queue += _parts(value)
+                queue += _parts_of_value(value)
 
     def _of_function(self, function: FunctionType) -> Iterator[Guard]:
         if "__wrapped__" in vars(function):
@@ -186,7 +186,7 @@ def _is_method(value: Any) -> bool:
     return isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, (ModuleType, type(None)))
 
 
-def _parts(value: Any) -> list[Any]:
+def _parts_of_value(value: Any) -> list[Any]:
     """The parts of a value."""
     if isinstance(value, MethodType):
         return [value.__func__, value.__self__]
@@ -204,7 +204,7 @@ def _parts(value: Any) -> list[Any]:
         return []
     if isinstance(value, ContextVar):
         return [value.get(None)]
-    attributes = _attributes(value) or {}
+    attributes = _attributes_of(value) or {}
     found = [attributes["__wrapped__"]] if "__wrapped__" in attributes else []
     return [*found, type(value)] if is_looked_into(value) else found
 
@@ -235,7 +235,7 @@ def places_in(value: Any) -> Iterator[GuardSource]:
     elif is_looked_into(value):
         what = f"of a {type(value).__qualname__}"
         yield GuardSource(value, CLASS, f"the class {what}")
-        attributes = _attributes(value)
+        attributes = _attributes_of(value)
         for name in list(attributes or ()):
             yield GuardSource(attributes, name, f"attribute {name!r} {what}")
         for name in (name for cls in type(value).__mro__ for name in slots_of(cls)):
@@ -269,7 +269,7 @@ def tables_in(value: Any) -> Iterator[tuple[dict[str, Any], str]]:
     elif isinstance(value, torch.Tensor):
         yield vars(value), "of a tensor"
     elif is_looked_into(value):
-        attributes = _attributes(value)
+        attributes = _attributes_of(value)
         if type(attributes) is dict:
             yield attributes, f"of a {type(value).__qualname__}"
 
@@ -293,14 +293,15 @@ _IMPORTING = frozenset({"import_module", "__import__", "modules"})
 
 def imported_modules(code: CodeType, namespace: Mapping[str, Any]) -> list[str]:
     """Names of the modules that a function's import statements name, and that it may ask importlib or `sys.modules` for."""
-    names = [*_imports(code, str(namespace.get("__package__") or ""))]
+    names = [*_imports_of_code(code, str(namespace.get("__package__") or ""))]
     if not _IMPORTING.isdisjoint(code.co_names):
         names += [item for item in code.co_consts if isinstance(item, str)]
     return [name for name in dict.fromkeys(names) if name and not is_trusted(name)]
 
 
 @functools.lru_cache(maxsize=4096)
-def _imports(code: CodeType, package: str) -> tuple[str, ...]:
+def _imports_of_code(code: CodeType, package: str) -> tuple[str, ...]:
+    """The modules that code imports."""
     found: dict[str, None] = {}
     constants: list[Any] = [0, None]  # the last two: how far up, and the names that are wanted
     for step in dis.get_instructions(code):
@@ -340,10 +341,10 @@ def is_looked_into(value: Any) -> bool:
     kinds = (nn.Module, ModuleType, type, FunctionType, MethodType, property, staticmethod, classmethod)
     if isinstance(value, kinds) or type(value).__module__.partition(".")[0] in _OPAQUE:
         return False
-    return _attributes(value) is not None or any(slots_of(cls) for cls in type(value).__mro__)
+    return _attributes_of(value) is not None or any(slots_of(cls) for cls in type(value).__mro__)
 
 
-def _attributes(value: Any) -> dict[str, Any] | None:
+def _attributes_of(value: Any) -> dict[str, Any] | None:
     """The dict of an object's attributes; None if it has none. A `__getattr__` of its class may raise anything."""
     try:
         found = getattr(value, "__dict__", None)

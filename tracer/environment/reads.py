@@ -586,7 +586,7 @@ class Reads:
         found: set[str] = set()
         for code in self._codes:
             found.update(code.co_names)
-            found.update(_strings(code.co_consts))
+            found.update(_strings_of_code(code.co_consts))
         return found
 
     def _names_used(self) -> set[str] | None:
@@ -613,14 +613,15 @@ def _is_importing(frame: FrameType | None) -> bool:
     return False
 
 
-def _strings(constants: tuple[Any, ...]) -> Iterator[str]:
+def _strings_of_code(constants: tuple[Any, ...]) -> Iterator[str]:
+    """The strings among the constants of code, and words in them that may be names."""
     for constant in constants:
         if isinstance(constant, str):
             yield constant
             if "{" in constant:  # "{0.scale}".format(settings)
                 yield from _WORD.findall(constant)
         elif isinstance(constant, (tuple, frozenset)):
-            yield from _strings(tuple(constant))
+            yield from _strings_of_code(tuple(constant))
 
 
 @contextmanager

@@ -91,11 +91,11 @@ class Leftovers:
         if not empty:
             return
         copies: dict[int, torch.Tensor] = {}
-        _fill([(guard, _copied(value, copies)) for guard, value in empty])
+        _fill_places([(guard, _copied_state(value, copies)) for guard, value in empty])
 
     def apply(self) -> None:
         """Puts everything there, as the run has left it, until `restore`."""
-        self._before += _fill(self._real)
+        self._before += _fill_places(self._real)
 
     def _evaluated(self, value: Any) -> Any:
         if isinstance(value, FakeTensor):
@@ -125,7 +125,7 @@ class Leftovers:
         self._before.clear()
 
 
-def _fill(content: Iterable[tuple[Guard, Any]]) -> list[tuple[Any, Any]]:
+def _fill_places(content: Iterable[tuple[Guard, Any]]) -> list[tuple[Any, Any]]:
     """Puts values into places: into the existing container, if it has that type. Returns these containers with their former contents."""
     before = []
     for guard, value in content:
@@ -139,14 +139,14 @@ def _fill(content: Iterable[tuple[Guard, Any]]) -> list[tuple[Any, Any]]:
     return before
 
 
-def _copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+def _copied_state(value: Any, copies: dict[int, torch.Tensor]) -> Any:
     """The value with containers and tensors of its own; tensors that are one stay one."""
     if isinstance(value, torch.Tensor):
         return copies.setdefault(id(value), value.clone())
     if type(value) in (list, tuple, set):
-        return type(value)(_copied(item, copies) for item in value)
+        return type(value)(_copied_state(item, copies) for item in value)
     if type(value) is dict:
-        return {key: _copied(item, copies) for key, item in value.items()}
+        return {key: _copied_state(item, copies) for key, item in value.items()}
     return value
 
 
@@ -187,10 +187,10 @@ def settled(guards: Sequence[Guard], changed: Sequence[Guard], again: Sequence[G
 
 def is_same(first: Trace, second: Trace, cached: Iterable[str]) -> bool:
     """Whether `second` computes what `first` does, reading tensors from places where `first` computes the nodes `cached`."""
-    return bool(_form(first, frozenset(cached)) == _form(second, frozenset()))
+    return bool(_form_of_trace(first, frozenset(cached)) == _form_of_trace(second, frozenset()))
 
 
-def _form(trace: Trace, cached: frozenset[str]) -> Any:
+def _form_of_trace(trace: Trace, cached: frozenset[str]) -> Any:
     """The trace without names and without what only cached tensors need; these, and plain tensor attributes, are alike."""
     state = {name for spec in trace.state for name in spec.names}
     wanted, live = set(trace.output_names), set[str]()
@@ -280,7 +280,7 @@ class Survivors:
         if alive:
             raise TraceError(
                 f"cannot trace the model: forward keeps a tensor of shape {list(alive[0].shape)} beyond the call, in "
-                f"{_described(alive[0])}; the next call would find a tensor without values there; what to do: keep it in a registered "
+                f"{_named_holder(alive[0])}; the next call would find a tensor without values there; what to do: keep it in a registered "
                 "buffer or as an attribute of a module, or return it"
             )
 
@@ -342,7 +342,7 @@ def _holders(held: list[Any]) -> list[Any]:
     return found
 
 
-def _described(tensor: torch.Tensor) -> str:
+def _named_holder(tensor: torch.Tensor) -> str:
     """The nearest holder with a name."""
     with _unfrozen():
         holders = _holders([tensor])

@@ -84,14 +84,16 @@ def check_dtypes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
     if func.__class__ is not OpOverload or func.namespace != "aten" or func.is_view:
         return
     try:
-        refusal = _refusal(func, _described(args), tuple([(key, _described(value)) for key, value in kwargs.items()]))
+        refusal = _refusal(
+            func, _hashable_argument(args), tuple([(key, _hashable_argument(value)) for key, value in kwargs.items()])
+        )
     except (_NoEvidence, TypeError):  # the latter: an argument that cannot be hashed
         return
     if refusal:
         raise DtypeError(refusal)
 
 
-def _described(value: Any) -> Any:
+def _hashable_argument(value: Any) -> Any:
     """An argument, hashable, so that calls which differ in large sizes alone are one."""
     kind = value.__class__
     if kind is FakeTensor or kind is torch.Tensor or kind is torch.nn.Parameter:
@@ -99,7 +101,7 @@ def _described(value: Any) -> Any:
             raise _NoEvidence
         return _Tensor((value.dtype, tuple([size if size < _SIZES[-1] else _SIZES[-1] for size in value.shape])))
     if kind is tuple or kind is list:
-        return tuple([_described(item) for item in value])
+        return tuple([_hashable_argument(item) for item in value])
     if kind is int:
         return value if value < _SIZES[-1] else _SIZES[-1]  # it may be one of the sizes
     if kind is float:
@@ -114,7 +116,7 @@ def _described(value: Any) -> Any:
 @lru_cache(maxsize=4096)
 def _refusal(func: OpOverload, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> str:
     """Why the kernel does not take these dtypes; "" if it does, or nothing shows that it does not."""
-    found = tuple(tensor[0] for tensor in _tensors((args, kwargs)))
+    found = tuple(tensor[0] for tensor in _metered_tensors((args, kwargs)))
     if any(word in func._schema.name for word in _BY_MASKS) and (torch.bool in found or torch.uint8 in found):
         return ""
     if not found or any(word in func._schema.name for word in _NOT_RUN):
@@ -133,12 +135,13 @@ def _refusal(func: OpOverload, args: tuple[Any, ...], kwargs: tuple[tuple[str, A
     return ""
 
 
-def _tensors(value: Any) -> Iterator[_Tensor]:
+def _metered_tensors(value: Any) -> Iterator[_Tensor]:
+    """The tensors in nested tuples."""
     if isinstance(value, _Tensor):
         yield value
     elif isinstance(value, tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from _metered_tensors(item)
 
 
 def _rounded(value: Any) -> Any:
@@ -193,7 +196,7 @@ def _failure(
     for integer in (1, 0):
         left = iter(dtypes)
         try:
-            built = _built(args, size, left, integer), _built(kwargs, size, left, integer)
+            built = _built_argument(args, size, left, integer), _built_argument(kwargs, size, left, integer)
             func(*_adapted(func, built[0]), **dict(built[1]))
         except Exception as error:
             failed = failed or error
@@ -202,14 +205,14 @@ def _failure(
     return failed
 
 
-def _built(value: Any, size: int, dtypes: Iterator[torch.dtype], integer: int) -> Any:
+def _built_argument(value: Any, size: int, dtypes: Iterator[torch.dtype], integer: int) -> Any:
     """An argument of a real call. All floats are 1."""
     if isinstance(value, _Tensor):
         dtype = next(dtypes)
         shape = [min(extent, size) for extent in value[1]]
         return torch.full(shape, 1 if dtype.is_floating_point else integer, dtype=dtype, device="cpu")
     if isinstance(value, tuple):
-        return tuple(_built(item, size, dtypes, integer) for item in value)
+        return tuple(_built_argument(item, size, dtypes, integer) for item in value)
     if isinstance(value, torch.device):
         return torch.device("cpu")
     if value is _Float:
@@ -240,7 +243,7 @@ def _explained(
     error: Exception,
 ) -> str:
     """The dtypes that pass, the dtypes found, and the kernel's error."""
-    found = [tensor[0] for tensor in _tensors((args, kwargs))]
+    found = [tensor[0] for tensor in _metered_tensors((args, kwargs))]
     names = [name for argument, value in _named(func, args, kwargs) for name in _parts(argument, value)]
     narrow = dict(zip(wide, found, strict=True))
     changed = [i for i, dtype in enumerate(dtypes) if dtype != wide[i]]
@@ -264,7 +267,7 @@ def _parts(name: str, value: Any) -> list[str]:
     """A name for each tensor in an argument."""
     if isinstance(value, _Tensor):
         return [name]
-    number = sum(1 for _ in _tensors(value))
+    number = sum(1 for _ in _metered_tensors(value))
     return [f"{name}[{i}]" for i in range(number)]
 
 

@@ -119,13 +119,13 @@ def probe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stat
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     firsts = Counter(tensor.shape[0] for tensor in tensors if tensor.dim())
     if sum(tensor.numel() for tensor in tensors) <= _LARGE or not firsts:
-        return _agreed(module, args, kwargs, state, meter, {})
+        return _common_result(module, args, kwargs, state, meter, {})
     size = firsts.most_common(1)[0][0]
-    runs = [_agreed(module, args, kwargs, state, meter, {size: small}) for small in _SMALL_SIZES]
-    return _extend(runs, size, type(module).__name__)
+    runs = [_common_result(module, args, kwargs, state, meter, {size: small}) for small in _SMALL_SIZES]
+    return _extend_probe(runs, size, type(module).__name__)
 
 
-def _agreed(
+def _common_result(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -135,10 +135,10 @@ def _agreed(
 ) -> Probe:
     """The common results of two runs on different values."""
     try:
-        first = _run(module, args, kwargs, state, meter, first_sizes, _Values(0, 1))
+        first = _real_run(module, args, kwargs, state, meter, first_sizes, _Values(0, 1))
     except (IndexError, RuntimeError, ValueError):  # 1 is a mask's usual value, but not everyone's valid index
-        first = _run(module, args, kwargs, state, meter, first_sizes, _Values(0, 0))
-    second = _run(module, args, kwargs, state, meter, first_sizes, _Values(1, 0))
+        first = _real_run(module, args, kwargs, state, meter, first_sizes, _Values(0, 0))
+    second = _real_run(module, args, kwargs, state, meter, first_sizes, _Values(1, 0))
     if (first.leaves, first.structure, first.written) != (second.leaves, second.structure, second.written):
         raise TraceError(
             f"what {type(module).__name__} returns, beside the values of its tensors, depends on its inputs"
@@ -146,7 +146,7 @@ def _agreed(
     return first
 
 
-def _run(
+def _real_run(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -255,7 +255,7 @@ class _Values:
         return nn.Parameter(drawn, tensor.requires_grad)
 
 
-def _extend(runs: list[Probe], size: int, class_name: str) -> Probe:
+def _extend_probe(runs: list[Probe], size: int, class_name: str) -> Probe:
     """The probe at the true size, from probes at the small sizes."""
     leaves = []
     for triple in zip(*(run.leaves for run in runs), strict=True):
@@ -263,7 +263,7 @@ def _extend(runs: list[Probe], size: int, class_name: str) -> Probe:
             leaves.append(triple[0])
             continue
         shape = tuple(
-            _line([spec.shape[dim] for spec in triple], size, class_name) for dim in range(len(triple[0].shape))
+            _extrapolated([spec.shape[dim] for spec in triple], size, class_name) for dim in range(len(triple[0].shape))
         )
         stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         leaves.append(TensorSpec(shape, triple[0].dtype, tuple(stride), triple[0].requires_grad))
@@ -282,7 +282,7 @@ def _about(values: list[int], size: int) -> int:
     return max(0, round(values[0] + slope * (size - _SMALL_SIZES[0])))
 
 
-def _line(values: list[int], size: int, class_name: str) -> int:
+def _extrapolated(values: list[int], size: int, class_name: str) -> int:
     """The value at `size` of the line through the values at the small sizes."""
     (x0, x1, x2), (y0, y1, y2) = _SMALL_SIZES, values
     if (y1 - y0) * (x2 - x1) != (y2 - y1) * (x1 - x0):
@@ -455,7 +455,7 @@ class Probes:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: FakeState, meter: Meter
     ) -> Probe:
         """The results of a real run of the module, or of an equal one. Raises the module's own error."""
-        form = _form(module, args, kwargs)
+        form = _form_of_run(module, args, kwargs)
         found = None if form is None else self._known.get(form)
         if found is None:
             found = probe(module, args, kwargs, state, meter)
@@ -464,7 +464,7 @@ class Probes:
         return found
 
 
-def _form(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+def _form_of_run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """Everything that real runs depend on; None: unknown."""
     if next(module.buffers(), None) is not None:
         return None
@@ -473,7 +473,7 @@ def _form(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> H
     given = tuple((first[id(leaf)], _value(leaf)) for leaf in leaves)
     parts = []
     for name, part in module.named_modules(remove_duplicate=False):
-        attributes = tuple(_attributes(part))
+        attributes = tuple(_module_attributes(part))
         if any(value is None for _, value in attributes):
             return None
         parameters = tuple((key, _value(value)) for key, value in part._parameters.items())
@@ -488,7 +488,7 @@ def _numbers(module: nn.Module) -> Iterator[int]:
         yield seen.setdefault(id(parameter), len(seen))
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
+def _module_attributes(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
     """A module's attributes other than its parts; None in place of the value if it has hooks."""
     for name, value in vars(module).items():
         is_hooks = "_hooks" in name

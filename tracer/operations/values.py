@@ -343,7 +343,8 @@ def _masked_select(more: int, source: torch.Tensor, mask: torch.Tensor) -> torch
     return source.reshape(-1)[_indices(mask, more)]
 
 
-def _getitem(more: int, source: torch.Tensor, index: Any) -> torch.Tensor:
+def _index_by_mask(more: int, source: torch.Tensor, index: Any) -> torch.Tensor:
+    """An index with masks, of as many elements as a fake one may have."""
     parts: list[Any] = []
     for part in index if isinstance(index, tuple) else (index,):
         is_mask = isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8)
@@ -359,5 +360,5 @@ _RULES: dict[str, Call] = {
     "nonzero_numpy": _where,
     "where": _where,
     "masked_select": _masked_select,
-    "__getitem__": _getitem,
+    "__getitem__": _index_by_mask,
 }

@@ -2,7 +2,7 @@
 
 `current_line` and `innermost_line`: which line of the model's code something happened on, as file.py:line without folders.
 
-Hooks of modules: what they do happens only where their module is called.
+`check_hooks` refuses hooks of modules: what they do happens only where their module is called.
 
 A stage computes modules that it does not have whole node by node, without calling them. So a module with hooks is never cut: it is called
 whole, hooks and all. The model itself is always cut, and so hooks on it are refused; so are hooks on all modules of the process

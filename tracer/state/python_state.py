@@ -70,7 +70,7 @@ class PythonState:
     def _attributes(self, attributes: dict[str, Any]) -> None:
         """A module's objects; the references are restored with the module, and may be iterators."""
         for name, value in attributes.items():
-            copied = _copied(value) if name not in _OF_MODULES else value
+            copied = _copied_iterator(value) if name not in _OF_MODULES else value
             if copied is not value:
                 self._undo.append(partial(attributes.__setitem__, name, copied))
             elif name not in _OF_MODULES:
@@ -105,11 +105,11 @@ class PythonState:
         if kind.__len__(value) > _LONGEST:
             return
         if issubclass(kind, dict):
-            entries = {key: _copied(item) for key, item in kind.items(value)}
+            entries = {key: _copied_iterator(item) for key, item in kind.items(value)}
             self._queue += entries.values()
             self._undo.append(lambda: _write_dict(kind, value, entries))
             return
-        items = [_copied(item) for item in kind.__iter__(value)]
+        items = [_copied_iterator(item) for item in kind.__iter__(value)]
         self._queue += items
         self._undo.append(lambda: _write_items(kind, value, items))
 
@@ -117,17 +117,17 @@ class PythonState:
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is dict and id(attributes) not in self._seen:
             self._seen[id(attributes)] = attributes
-            entries = {key: _copied(item) for key, item in attributes.items()}
+            entries = {key: _copied_iterator(item) for key, item in attributes.items()}
             self._queue += entries.values()
             self._undo.append(lambda: _write_dict(dict, attributes, entries))
         for name in (name for cls in type(value).__mro__ for name in slots_of(cls)):
             with suppress(AttributeError):
                 found = getattr(value, name)
                 self._queue.append(found)
-                self._undo.append(partial(_write_slot, value, name, _copied(found)))
+                self._undo.append(partial(_write_slot, value, name, _copied_iterator(found)))
 
 
-def _copied(value: Any) -> Any:
+def _copied_iterator(value: Any) -> Any:
     """An iterator as it is now; anything else itself."""
     if isinstance(value, Iterator) and type(value).__module__ in _ITERATORS:
         with suppress(TypeError):  # a generator, or an iterator over what has none

@@ -42,7 +42,7 @@ def with_rings(trace: Trace, degree: int, method: str, weights: Weights) -> Trac
 
     def find(graph: Graph) -> Iterator[Replacement | Refusal]:
         for proposal in flash_attention.REWRITE.find(graph):
-            if isinstance(proposal, Replacement) and proposal.result in wanted and _fits(proposal, graph, degree):
+            if isinstance(proposal, Replacement) and proposal.result in wanted and _can_ring(proposal, graph, degree):
                 yield proposal
 
     return rewrite_kernels(trace, (Rewrite(flash_attention.REWRITE.op, find),)).trace
@@ -67,7 +67,7 @@ def _sequence_dim(node: Node) -> int:
     return len(node.spec.shape) - 2 if node.spec is not None else -1
 
 
-def _fits(proposal: Replacement, graph: Graph, degree: int) -> bool:
+def _can_ring(proposal: Replacement, graph: Graph, degree: int) -> bool:
     """Whether slices of this attention's queries and keys can go around."""
     call = proposal.calls[-1]
     lengths = [graph.shape(ref.name)[2] for ref in call.args[:2]]

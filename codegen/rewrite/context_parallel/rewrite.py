@@ -1,7 +1,7 @@
 """Rewrites a trace for one rank of a context-parallel group: parameters whole, the sequence cut.
 
 It uses the search of `smpc.codegen.rewrite.tensor_parallel` with other limits: parameters are whole, and only dimensions that come from
-the sequence are sliced (`smpc.codegen.rewrite.context_parallel.rewrite`). The cost is the work and memory of a rank beyond its share.
+the sequence are sliced (`SequenceDims`). The cost is the work and memory of a rank beyond its share.
 Inputs are whole on every rank, so labels, positions and masks are computed whole, and cut where slices meet them.
 
     layout        slices
@@ -11,12 +11,10 @@ Inputs are whole on every rank, so labels, positions and masks are computed whol
 
 An operation that no rule can share is computed whole on every rank: `ContextTrace.whole` names it.
 
-Where the sequence is: the dimensions of every value that come from it.
-
-It starts at the inputs: by default at every dimension but the first, which is the batch's. From there the sharding rules follow it
-through the operations: if an operation can be split by slices of an input along the sequence, its result is sliced along the sequence.
-For an operation without a rule, the same dimensions of its result are assumed. In values that depend on no parameter (positions,
-masks), dimensions of the same size also count.
+`SequenceDims` has the dimensions of every value that come from the sequence. It starts at the inputs: by default at every dimension but the
+first, which is the batch's. From there the sharding rules follow it through the operations: if an operation can be split by slices of an
+input along the sequence, its result is sliced along the sequence. For an operation without a rule, the same dimensions of its result are
+assumed. In values that depend on no parameter (positions, masks), dimensions of the same size also count.
 
 These dimensions are those which may be sliced, so one too many can make a plan slower, never wrong.
 """
@@ -197,7 +195,10 @@ def share_sequence(
         return sequence.allows(node, strategy) and fits(ways, node, strategy)
 
     choice = choose(trace, degree, allowed, WEIGHTS, facts=facts)
-    sharded, whole = rewrite(trace, choice, facts, CONTEXT, sums_later=plan.sums_later), _whole(facts, sequence, choice)
+    sharded, whole = (
+        rewrite(trace, choice, facts, CONTEXT, sums_later=plan.sums_later),
+        _whole_operations(facts, sequence, choice),
+    )
     if plan.output_dim is None:
         return ContextTrace(sharded, layout, whole)
     return ContextTrace(*_with_slices(sharded, sequence, trace, plan.output_dim, layout, whole))
@@ -295,7 +296,8 @@ def _check_lengths(trace: Trace, inputs: Mapping[str, Dims], degree: int, layout
         )
 
 
-def _whole(facts: Facts, sequence: SequenceDims, choice: ShardingChoice) -> tuple[Whole, ...]:
+def _whole_operations(facts: Facts, sequence: SequenceDims, choice: ShardingChoice) -> tuple[Whole, ...]:
+    """The operations on the sequence that every rank computes whole."""
     strategies = dict(choice.by_node)
     found: Counter[tuple[str, str, str]] = Counter()
     for node in facts.trace.nodes:

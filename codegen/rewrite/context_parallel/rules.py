@@ -1,4 +1,6 @@
-"""Sharding rules for slices of a sequence, beside the rules of `smpc.codegen.rewrite.tensor_parallel.rules`.
+"""Sharding rules of context parallelism: for slices of a sequence, and for the calls that share a sequence.
+
+Rules for slices of a sequence, beside the rules of `smpc.codegen.rewrite.tensor_parallel.rules`:
 
     operation                        slices                  result     way
     scaled_dot_product_attention     q Z(2)  k B     v B     Z(2)       causal_rows: own queries, with the keys up to each
@@ -10,7 +12,7 @@
 
 Labels and masks are whole: every rank counts the labels that are not ignored, and takes what it needs of a mask.
 
-How tensor-parallel ranks share what context-parallel ranks call: along every dimension but the sequence.
+Rules by which tensor-parallel ranks share what context-parallel ranks call, along every dimension but the sequence:
 
     call                              sliced along
     gathers, cuts, exchanges          any dimension but those that they work along
@@ -65,7 +67,8 @@ def can_exchange(facts: Facts, node: Node) -> bool:
     )
 
 
-def _attention(facts: Facts, node: Node) -> Iterator[Strategy]:
+def _sequence_attention(facts: Facts, node: Node) -> Iterator[Strategy]:
+    """Attention of slices of a sequence: own queries, or own heads of the whole sequence."""
     names, mask = heads(node), argument(node, 3, "attn_mask")
     if names is None or not (mask is None or isinstance(mask, Ref)):
         return
@@ -89,7 +92,8 @@ def _share(facts: Facts, spec: TensorSpec) -> int:
     return spec.num_bytes * (facts.degree - 1) // facts.degree
 
 
-def _ring(facts: Facts, node: Node) -> Iterator[Strategy]:
+def _ring_attention(facts: Facts, node: Node) -> Iterator[Strategy]:
+    """Flash attention of slices of a sequence, whose keys go around."""
     names, bias = [argument(node, i, name) for i, name in enumerate(("q", "k", "v"))], argument(node, 3, "bias")
     if not all(isinstance(name, Ref) for name in names) or len({name.name for name in names}) < 3:
         return
@@ -110,7 +114,7 @@ def _ring(facts: Facts, node: Node) -> Iterator[Strategy]:
     yield Strategy(inputs, own, sent=there, sent_back=back, way=RING)
 
 
-def _cross_entropy(facts: Facts, node: Node) -> Iterator[Strategy]:
+def _sequence_cross_entropy(facts: Facts, node: Node) -> Iterator[Strategy]:
     logits, target = argument(node, 0, "input"), argument(node, 1, "target")
     given = [argument(node, i, name) for i, name in ((3, "size_average"), (5, "reduce"))]
     if not (isinstance(logits, Ref) and isinstance(target, Ref)) or any(value is not None for value in given):
@@ -129,7 +133,8 @@ def _inputs(node: Node, sliced: str, layout: Layout) -> tuple[Layout, ...]:
     return tuple(layout if name == sliced else REPLICATED for name in node.inputs)
 
 
-def _mean(facts: Facts, node: Node) -> Iterator[Strategy]:
+def _sequence_mean(facts: Facts, node: Node) -> Iterator[Strategy]:
+    """A mean over slices of a sequence: the mean of own elements over the number of ranks."""
     if len(node.inputs) != 1:
         return
     (name,) = node.inputs
@@ -153,7 +158,12 @@ def of_tokens(facts: Facts, node: Node) -> Iterator[Strategy]:
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
-    {ATTENTION: _attention, FLASH: _ring, "cross_entropy": _cross_entropy, "mean": _mean}
+    {
+        ATTENTION: _sequence_attention,
+        FLASH: _ring_attention,
+        "cross_entropy": _sequence_cross_entropy,
+        "mean": _sequence_mean,
+    }
 )  # by short name, or by target
 
 

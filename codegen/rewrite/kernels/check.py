@@ -120,7 +120,7 @@ class _Sides:
         for name in self.inputs:
             spec = self.graph.spec(name)
             if name in labels:
-                found[name] = _labels(spec, *labels[name], size, numbers)
+                found[name] = _drawn_labels(spec, *labels[name], size, numbers)
             else:
                 found[name] = _random(spec, self.wide, size, numbers)
         return found
@@ -149,7 +149,7 @@ class _Sides:
         """The node for these sizes and types, dropping nothing."""
         target = _WIDE_TARGETS.get(node.target, node.target) if self.wide else node.target
         args, kwargs = _undropped(target, node.args, dict(node.kwargs))
-        change = functools.partial(_mapped, wide=self.wide, size=size)
+        change = functools.partial(_mapped_argument, wide=self.wide, size=size)
         return dataclasses.replace(
             node, target=target, args=change(args), kwargs=tuple((key, change(value)) for key, value in kwargs.items())
         )
@@ -169,16 +169,16 @@ def _undropped(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     return args, {**kwargs, "p": 0.0}
 
 
-def _mapped(tree: Any, wide: bool, size: Callable[[int], int]) -> Any:
+def _mapped_argument(tree: Any, wide: bool, size: Callable[[int], int]) -> Any:
     """An argument with its sizes and types changed; booleans and references stay."""
     if type(tree) is int:
         return size(tree)
     if isinstance(tree, torch.dtype):
         return torch.float64 if wide and tree in _NARROW else tree
     if type(tree) in (tuple, list):
-        return type(tree)(_mapped(item, wide, size) for item in tree)
+        return type(tree)(_mapped_argument(item, wide, size) for item in tree)
     if isinstance(tree, slice):
-        return slice(*(_mapped(item, wide, size) for item in (tree.start, tree.stop, tree.step)))
+        return slice(*(_mapped_argument(item, wide, size) for item in (tree.start, tree.stop, tree.step)))
     return tree
 
 
@@ -222,7 +222,7 @@ def _compare(sides: _Sides) -> str:
             if size is not sizes[0]:
                 return reason
             continue
-        return _difference(expected, found, sides)
+        return _kernel_difference(expected, found, sides)
     return reason or "it is too large to be checked"
 
 
@@ -241,7 +241,8 @@ def _with_gradients(
     return [*found, *torch.autograd.grad([out for out, _ in roots], wanted, [g for _, g in roots], allow_unused=True)]
 
 
-def _difference(expected: list[torch.Tensor | None], found: list[torch.Tensor | None], sides: _Sides) -> str:
+def _kernel_difference(expected: list[torch.Tensor | None], found: list[torch.Tensor | None], sides: _Sides) -> str:
+    """What the kernel computes otherwise than the replaced operations; empty if nothing."""
     results = [*(f"its {sides.graph.op(name)}" for name, _ in sides.replacement.also), "its result"]
     names = [*results, *(f"the gradient of {n}" for n in sides.inputs if sides.graph.spec(n).requires_grad)]
     for what, a, b in zip(names, expected, found, strict=True):
@@ -252,14 +253,14 @@ def _difference(expected: list[torch.Tensor | None], found: list[torch.Tensor | 
         one, two = (torch.zeros_like(like) if item is None else item for item in (a, b))
         if one.shape != two.shape or one.dtype != two.dtype:
             return f"{what} is {one.dtype} {list(one.shape)}, the op's {two.dtype} {list(two.shape)}"
-        error = _error(one, two)
+        error = _largest_error(one, two)
         if not error <= sides.tolerance:
             kind = "in fp64" if sides.wide else f"in {str(one.dtype).removeprefix('torch.')}"
             return f"{what} differs from the op's by {error:.1e} of its size {kind}"
     return ""
 
 
-def _error(a: torch.Tensor, b: torch.Tensor) -> float:
+def _largest_error(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest difference, row by row, as a part of the row's largest value; NaN where one is infinite or NaN and the other not."""
     if a.numel() == 0:
         return 0.0
@@ -292,9 +293,10 @@ def _random(spec: TensorSpec, wide: bool, size: Callable[[int], int], numbers: t
     return values.to(torch.float64 if wide else dtype).requires_grad_(spec.requires_grad)
 
 
-def _labels(
+def _drawn_labels(
     spec: TensorSpec, classes: int, ignored: int, size: Callable[[int], int], numbers: torch.Generator
 ) -> torch.Tensor:
+    """Labels at random to check a kernel with; the first one is ignored."""
     found = torch.randint(0, size(classes), [size(length) for length in spec.shape], generator=numbers)
     if found.numel() > 1:
         found.view(-1)[0] = ignored

@@ -1,4 +1,6 @@
-"""A trace as patterns read it: operations by kind, operands in order, users, with casts skipped.
+"""What patterns of kernels read and what they find: `Graph`, a trace to be read, `Replacement` and `Refusal`.
+
+A `Graph` has operations by kind, operands in order, and users, with casts skipped.
 
 Many spellings are one operation: `x * y`, `torch.mul(x, y)` and `y.__rmul__(x)` are "mul". Names follow torch: add, sub, mul, div,
 neg, pow, mean, rsqrt, sqrt, tanh, silu, gelu, sigmoid, cat, getitem, linear, ... ; "cast" changes the floating point type alone
@@ -8,7 +10,7 @@ neg, pow, mean, rsqrt, sqrt, tanh, silu, gelu, sigmoid, cat, getitem, linear, ..
     graph.scalar_and_tensor("add_3")        (1e-06, "mean"): `mean + 1e-6` in either order
     graph.uncast("to_1")                    "x": to_1 = x.to(torch.float32)
 
-The findings of a rewrite: nodes that an op of `smpc.kernels` can replace, or why it cannot.
+The findings of a `Rewrite` are nodes that an op of `smpc.kernels` can replace, or why it cannot:
 
     Replacement    `replaced`, of which the last is the result, are to become `calls`
     Refusal        a place that looks like the op, and what about it the op cannot do
@@ -57,7 +59,7 @@ class Graph:
         for name in trace.output_names:
             found.setdefault(name, {})[OUTPUT] = None
         self._users = {name: tuple(users) for name, users in found.items()}
-        self._ops = {node.name: _operation(node) for node in trace.nodes}
+        self._ops = {node.name: _kind_of_operation(node) for node in trace.nodes}
 
     def node(self, name: str) -> Node:
         """The node of that name."""
@@ -190,7 +192,8 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
-def _operation(node: Node) -> str:
+def _kind_of_operation(node: Node) -> str:
+    """A node's operation under the one name of its many spellings."""
     if node.kind is not NodeKind.CALL_FUNCTION or node.mutates:
         return node.kind if not node.mutates else f"in place {node.target}"
     owner, _, last = node.target.rpartition(".")

@@ -127,7 +127,7 @@ def _objection(graph: Graph, proposal: Replacement | Refusal, checker: Checker) 
     """Why a proposal cannot be; "" if it can."""
     if isinstance(proposal, Refusal):
         return proposal.reason
-    return _shared(graph, proposal) or _context(graph, proposal) or checker.objection(proposal)
+    return _shared(graph, proposal) or _why_not_here(graph, proposal) or checker.objection(proposal)
 
 
 def _shared(graph: Graph, proposal: Replacement) -> str:
@@ -154,7 +154,7 @@ def _shared(graph: Graph, proposal: Replacement) -> str:
     return ""
 
 
-def _context(graph: Graph, proposal: Replacement) -> str:
+def _why_not_here(graph: Graph, proposal: Replacement) -> str:
     """The reason in the surroundings of the nodes why the op cannot be used."""
     trace = graph.trace
     nodes = [graph.node(name) for name in proposal.replaced]
@@ -202,11 +202,11 @@ def splice(
         dataclasses.replace(region, first=positions[region.first], last=positions[region.last])
         for region in trace.regions
     )
-    calls = tuple(_call(call, index, positions, lost, lacking) for index, call in enumerate(trace.calls))
+    calls = tuple(_respliced_call(call, index, positions, lost, lacking) for index, call in enumerate(trace.calls))
     return dataclasses.replace(trace, nodes=tuple(nodes), calls=calls, regions=regions, storages=tuple(storages))
 
 
-def _call(
+def _respliced_call(
     call: ModuleCall, index: int, positions: Sequence[int], lost: Sequence[int], lacking: Mapping[str, None]
 ) -> ModuleCall:
     """The call over the new nodes."""

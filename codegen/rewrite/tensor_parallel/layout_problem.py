@@ -1,4 +1,6 @@
-"""The choice of strategies as a numeric problem: strategies of each operation, users of each value, and costs.
+"""The choice of strategies as a numeric problem, and the parts of a trace that decide alike: equal blocks, and iterations of loops.
+
+The problem has the strategies of each operation, the users of each value, and costs.
 
 Terms
     part      a node with all that play its part in equal blocks, by the position of the first: they get the same strategy
@@ -10,7 +12,7 @@ holds beyond its share. The last has by far the largest weight: the purpose of t
 paid once for each value and layout, whatever the number of users. A sharded parameter is used in its layout, never gathered: gathering
 is a job for fully sharded data parallelism, which does it better.
 
-Equal blocks of a trace: what is decided for one layer holds for all like it.
+Equal blocks (`representatives`): what is decided for one layer is decided for all that equal it.
 
 Two module calls are equal if their nodes agree one by one: same operations, constants and specs, the same values inside, values from
 outside in the same order and with the same specs, parameters of the same names below the module. They count as equal blocks if their
@@ -20,7 +22,7 @@ must be able to differ even if they are equal. The outermost of nested calls cou
     >>> representatives(trace)            # doctest: +SKIP
     (0, 1, 2, 3, 2, 3, 2, 3, 8)           # nodes 2 and 3 are a block; it comes again at 4 and at 6
 
-Equal iterations of a loop that a model's Python unrolled: what is decided for one holds for all.
+Equal iterations (`iterations`) of a loop that a model's Python unrolled: what is decided for one is decided for all.
 
 The scan of a state-space model is one such loop: `state = decay[:, :, i] * state + update[:, :, i]`, for every position i of the sequence.
 
@@ -57,95 +59,6 @@ from smpc.errors import CodegenError
 from smpc.tracer.constants import map_references
 from smpc.tracer.ir import ModuleCall, Node, NodeKind, TensorSpec, Trace
 from smpc.tracer.targets import GETITEM, SETITEM
-
-_LEAST = 3  # iterations that make a loop
-_LONGEST = 256  # nodes of an iteration
-_TRIES = 16  # lengths that are tried for an iteration from one node on
-
-
-def iterations(trace: Trace, facts: Facts, positions: Sequence[int]) -> dict[int, int]:
-    """Maps the positions of nodes of a loop's third and later iterations to those of the second; among `positions`, which ascend."""
-    nodes = [trace.nodes[position] for position in positions]
-    kinds = [_kind(facts, node) for node in nodes]
-    index = {node.name: i for i, node in enumerate(nodes)}
-    found: dict[int, int] = {}
-    start = 0
-    while start < len(nodes):
-        end = start + 1
-        for length in _lengths(kinds, start):
-            count = _count(facts, nodes, kinds, index, start, length)
-            if count >= _LEAST:
-                end = start + count * length
-                second = start + length
-                found |= {positions[i]: positions[second + (i - second) % length] for i in range(second + length, end)}
-                break
-        start = end
-    return found
-
-
-def _kind(facts: Facts, node: Node) -> Hashable:
-    """A node's operation without its operands: equal for nodes that may correspond in two iterations."""
-    spec = None if node.spec is None else (node.spec.shape, node.spec.dtype, node.spec.requires_grad)
-    arguments = map_references((node.args, dict(node.kwargs)), lambda name: _spec_of(facts, name))
-    return repr(
-        (node.kind.value, node.target, _unnumbered(node, arguments), spec, len(node.mutates), node.grad_enabled)
-    )
-
-
-def _spec_of(facts: Facts, name: str) -> Any:
-    spec = facts.spec(name)
-    return None if spec is None else ("value", spec.shape, spec.dtype, spec.requires_grad)
-
-
-def _unnumbered(node: Node, arguments: Any) -> Any:
-    """An index without its numbers, which count the iterations."""
-    return re.sub(r"\b\d+\b", "*", repr(arguments)) if node.target in (GETITEM, SETITEM) else arguments
-
-
-def _lengths(kinds: Sequence[Hashable], start: int) -> Iterator[int]:
-    """After how many nodes the same seems to come again."""
-    ends = range(start + 1, min(start + _LONGEST, len(kinds) - 1) + 1)
-    again = (i - start for i in ends if kinds[i] == kinds[start])
-    return (
-        length
-        for length in itertools.islice(again, _TRIES)
-        if kinds[start : start + length] == kinds[start + length : start + 2 * length]
-    )
-
-
-def _count(
-    facts: Facts, nodes: Sequence[Node], kinds: Sequence[Hashable], index: dict[str, int], start: int, length: int
-) -> int:
-    """How many equal iterations there are, the first with what it takes from elsewhere."""
-    block = kinds[start : start + length]
-    second: list[Any] | None = None
-    for count in itertools.count(1):
-        begin = start + count * length
-        if kinds[begin : begin + length] != block:
-            return count
-        own = nodes[begin : begin + length]
-        form = [(_references(facts, node, index, begin, length), _strategies(facts, node)) for node in own]
-        if second is not None and form != second:
-            return count
-        second = form
-    raise AssertionError("a trace has an end")
-
-
-def _references(facts: Facts, node: Node, index: dict[str, int], begin: int, length: int) -> tuple[Any, ...]:
-    """The operands of a node of the iteration that begins there."""
-
-    def form(name: str) -> Any:
-        if name in facts.constants:
-            return "constant"
-        place = index.get(name, -1) - begin
-        return place if -length <= place < length and name in index else name
-
-    return tuple(form(name) for name in node.inputs)
-
-
-def _strategies(facts: Facts, node: Node) -> Any:
-    return strategies(facts, node) if node.kind in (NodeKind.CALL_FUNCTION, NodeKind.CALL_MODULE) else ()
-
 
 _COMPUTES = (NodeKind.CALL_FUNCTION, NodeKind.CALL_MODULE, NodeKind.SET_ATTR)
 _FREE = 1e-3  # of a collective's latency: a step that sends nothing, so the shorter of equal plans wins
@@ -369,3 +282,92 @@ def _signature(trace: Trace, call: ModuleCall) -> str:
 
 def _spec(node: Node) -> Any:
     return None if node.spec is None else (node.spec.shape, node.spec.dtype, node.spec.requires_grad)
+
+
+_LEAST = 3  # iterations that make a loop
+_LONGEST = 256  # nodes of an iteration
+_TRIES = 16  # lengths that are tried for an iteration from one node on
+
+
+def iterations(trace: Trace, facts: Facts, positions: Sequence[int]) -> dict[int, int]:
+    """Maps the positions of nodes of a loop's third and later iterations to those of the second; among `positions`, which ascend."""
+    nodes = [trace.nodes[position] for position in positions]
+    kinds = [_kind(facts, node) for node in nodes]
+    index = {node.name: i for i, node in enumerate(nodes)}
+    found: dict[int, int] = {}
+    start = 0
+    while start < len(nodes):
+        end = start + 1
+        for length in _lengths(kinds, start):
+            count = _count(facts, nodes, kinds, index, start, length)
+            if count >= _LEAST:
+                end = start + count * length
+                second = start + length
+                found |= {positions[i]: positions[second + (i - second) % length] for i in range(second + length, end)}
+                break
+        start = end
+    return found
+
+
+def _kind(facts: Facts, node: Node) -> Hashable:
+    """A node's operation without its operands: equal for nodes that may correspond in two iterations."""
+    spec = None if node.spec is None else (node.spec.shape, node.spec.dtype, node.spec.requires_grad)
+    arguments = map_references((node.args, dict(node.kwargs)), lambda name: _spec_of(facts, name))
+    return repr(
+        (node.kind.value, node.target, _unnumbered(node, arguments), spec, len(node.mutates), node.grad_enabled)
+    )
+
+
+def _spec_of(facts: Facts, name: str) -> Any:
+    spec = facts.spec(name)
+    return None if spec is None else ("value", spec.shape, spec.dtype, spec.requires_grad)
+
+
+def _unnumbered(node: Node, arguments: Any) -> Any:
+    """An index without its numbers, which count the iterations."""
+    return re.sub(r"\b\d+\b", "*", repr(arguments)) if node.target in (GETITEM, SETITEM) else arguments
+
+
+def _lengths(kinds: Sequence[Hashable], start: int) -> Iterator[int]:
+    """After how many nodes the same seems to come again."""
+    ends = range(start + 1, min(start + _LONGEST, len(kinds) - 1) + 1)
+    again = (i - start for i in ends if kinds[i] == kinds[start])
+    return (
+        length
+        for length in itertools.islice(again, _TRIES)
+        if kinds[start : start + length] == kinds[start + length : start + 2 * length]
+    )
+
+
+def _count(
+    facts: Facts, nodes: Sequence[Node], kinds: Sequence[Hashable], index: dict[str, int], start: int, length: int
+) -> int:
+    """How many equal iterations there are, the first with what it takes from elsewhere."""
+    block = kinds[start : start + length]
+    second: list[Any] | None = None
+    for count in itertools.count(1):
+        begin = start + count * length
+        if kinds[begin : begin + length] != block:
+            return count
+        own = nodes[begin : begin + length]
+        form = [(_references(facts, node, index, begin, length), _strategies(facts, node)) for node in own]
+        if second is not None and form != second:
+            return count
+        second = form
+    raise AssertionError("a trace has an end")
+
+
+def _references(facts: Facts, node: Node, index: dict[str, int], begin: int, length: int) -> tuple[Any, ...]:
+    """The operands of a node of the iteration that begins there."""
+
+    def form(name: str) -> Any:
+        if name in facts.constants:
+            return "constant"
+        place = index.get(name, -1) - begin
+        return place if -length <= place < length and name in index else name
+
+    return tuple(form(name) for name in node.inputs)
+
+
+def _strategies(facts: Facts, node: Node) -> Any:
+    return strategies(facts, node) if node.kind in (NodeKind.CALL_FUNCTION, NodeKind.CALL_MODULE) else ()

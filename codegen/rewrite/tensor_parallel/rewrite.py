@@ -36,7 +36,7 @@ from smpc.codegen.rewrite.tensor_parallel.layouts import (
 from smpc.codegen.rewrite.tensor_parallel.local import on_parts
 from smpc.codegen.rewrite.tensor_parallel.search import ShardingChoice
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, draws, short_name
-from smpc.config.limits import format_bytes
+from smpc.config.numbers import format_bytes
 from smpc.errors import CodegenError
 from smpc.tracer.constants import Ref, map_references, references
 from smpc.tracer.ir import ModuleCall, Node, NodeKind, TensorSpec, Trace

@@ -31,7 +31,7 @@ from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Kind, Layou
 from smpc.codegen.rewrite.tensor_parallel.search import ShardingChoice, choose
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts, Strategy, short_name
 from smpc.config.files import parse_json, read_text
-from smpc.config.limits import shown
+from smpc.config.numbers import shown
 from smpc.errors import ConfigError
 from smpc.tracer.ir import Node, NodeKind, Trace
 

@@ -1,6 +1,7 @@
-"""A device as the file that `--device` takes: the keys of `smpc.partitioner.costs.device`, numbers with four digits.
+"""Writes what a calibration found as the file that `--device` takes.
 
-Calibrates and writes the file; what every rank runs.
+The file has the keys of `smpc.partitioner.costs.device`, and numbers with four digits. `calibrate_to` calibrates and writes it: every rank
+runs this.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ from smpc.partitioner.costs.description import Curve, Device, Wire
 
 def to_toml(device: Device, source: str) -> str:
     """The text of the file."""
-    return "\n".join(_lines(device, source)) + "\n"
+    return "\n".join(_toml_lines(device, source)) + "\n"
 
 
-def _lines(device: Device, source: str) -> Iterator[str]:
+def _toml_lines(device: Device, source: str) -> Iterator[str]:
+    """The lines of the file of a device."""
     yield f"name = {json.dumps(device.name, ensure_ascii=False)}"
     yield f"memory_bandwidth = {_number(device.memory_bandwidth)}"
     yield f"memory = {device.memory_bytes}"
     yield f'transport = "{device.transport}"'
     yield f"source = {json.dumps(source, ensure_ascii=False)}"
     yield from ("", "[peak_flops]", *(f"{name} = {_number(peak)}" for name, peak in device.peak_flops.items()))
-    yield from ("", "[inside_host]", f"devices = {device.devices_per_host}", *_wire(device.inside_host))
-    yield from ("", "[between_hosts]", *_wire(device.between_hosts))
-    yield from ("", "[host]", *_wire(device.host))
+    yield from ("", "[inside_host]", f"devices = {device.devices_per_host}", *_toml_wire(device.inside_host))
+    yield from ("", "[between_hosts]", *_toml_wire(device.between_hosts))
+    yield from ("", "[host]", *_toml_wire(device.host))
     if device.collectives:
         yield from ("", "[collectives]", *(f"{kind} = {_curve(curve)}" for kind, curve in device.collectives.items()))
     kernels = device.kernels
@@ -60,7 +62,8 @@ def _lines(device: Device, source: str) -> Iterator[str]:
         yield from (f"forward = {_curve(forward)}", f"backward = {_curve(backward)}")
 
 
-def _wire(wire: Wire) -> Iterator[str]:
+def _toml_wire(wire: Wire) -> Iterator[str]:
+    """The lines of a wire in the file."""
     yield f"bandwidth = {_number(wire.bandwidth)}"
     yield f"latency = {_number(wire.latency)}"
     if wire.efficiency != 1.0:
@@ -84,7 +87,7 @@ def calibrate_to(path: str, seconds: float, show: Callable[..., None] = lambda *
     ranks = Ranks.here()
     device = calibrate(ranks, seconds, show)
     if ranks.rank == 0:
-        text = to_toml(device, _source(ranks))
+        text = to_toml(device, _toml_source(ranks))
         try:
             Path(path).write_text(text, encoding="utf-8")
         except OSError as error:
@@ -92,7 +95,8 @@ def calibrate_to(path: str, seconds: float, show: Callable[..., None] = lambda *
     ranks.end()
 
 
-def _source(ranks: Ranks) -> str:
+def _toml_source(ranks: Ranks) -> str:
+    """What the file says of how it was measured."""
     day = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     at_once = "one process" if ranks.size == 1 else f"{ranks.size} processes at once"
     threads = torch.get_num_threads()

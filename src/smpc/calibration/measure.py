@@ -32,13 +32,15 @@ def calibrate(ranks: Ranks, seconds: float = 60.0, show: Callable[..., None] = l
     show("Timing programs, other dtypes, the optimizer and messages")
     programs = measure_programs(ranks, dtype, _PROGRAMS * seconds)
     bandwidth = max(rate for name in _PLAIN if name in found for _, rate in found[name].forward)
-    peaks = _peaks(ranks, dtype, max(rate for item in found.values() if item.is_product for _, rate in item.forward))
+    peaks = _peak_flops(
+        ranks, dtype, max(rate for item in found.values() if item.is_product for _, rate in item.forward)
+    )
     name = str(dtype).removeprefix("torch.")
     kernels = Kernels(
         launch=_launch_seconds(ranks),
         products=MappingProxyType({name: _shares(found["linear"].forward, peaks[name])} if "linear" in found else {}),
         memory=_shares(found["add"].forward, bandwidth) if "add" in found else ALL,
-        attention=_attention(found, peaks[name]),
+        attention=_measured_attention(found, peaks[name]),
         operations=MappingProxyType(
             {
                 key: (_measured(item.forward, top), _measured(item.backward, top))
@@ -80,7 +82,7 @@ def _measured(curve: Curve, top: float) -> Curve:
     return tuple((size, min(1e6, max(1e-12, rate / top))) for size, rate in curve)
 
 
-def _attention(found: Mapping[str, Rates], peak: float) -> tuple[float, float]:
+def _measured_attention(found: Mapping[str, Rates], peak: float) -> tuple[float, float]:
     """Shares of large ones."""
     if "attention" not in found:
         return 1.0, 1.0
@@ -94,7 +96,7 @@ def _common(ranks: Ranks, value: float) -> float:
     return ranks.mean([value])[0]
 
 
-def _peaks(ranks: Ranks, base: torch.dtype, peak: float) -> dict[str, float]:
+def _peak_flops(ranks: Ranks, base: torch.dtype, peak: float) -> dict[str, float]:
     """FLOP/s by dtype: the peak in that of the probes, and others by a product in both."""
     dtypes = dict.fromkeys((base, torch.float32, torch.bfloat16, torch.float16, torch.float64))
     times = {str(dtype).removeprefix("torch."): _product_seconds(ranks, dtype) for dtype in dtypes}

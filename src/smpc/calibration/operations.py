@@ -228,14 +228,14 @@ def rates(samples: Sequence[Sample]) -> dict[str, Rates]:
         own = [sample for sample in samples if sample.work.name == name]
         is_product = own[0].work.is_product
         own = [sample for sample in own if sample.work.is_product == is_product]
-        forward = _curve([(s.work.size, s.work.forward, s.forward) for s in own])
-        backward = _curve([(s.work.size, s.work.backward, s.backward) for s in own if s.work.backward])
+        forward = _measured_curve([(s.work.size, s.work.forward, s.forward) for s in own])
+        backward = _measured_curve([(s.work.size, s.work.backward, s.backward) for s in own if s.work.backward])
         if forward:
             found[name] = Rates(is_product, forward, backward or forward)
     return found
 
 
-def _curve(points: Iterable[tuple[float, float, float]]) -> Curve:
+def _measured_curve(points: Iterable[tuple[float, float, float]]) -> Curve:
     """(size, work, seconds) of calls, as work per second over sizes."""
     buckets: dict[int, list[tuple[float, float, float]]] = {}
     for point in points:

@@ -37,12 +37,13 @@ class Probe:
 def probes(dtype: torch.dtype, device: torch.device) -> Iterator[Probe]:
     """All of them, the smallest of each family first."""
     for width in _WIDTHS:
-        yield _text(width, dtype, device)
+        yield _text_probe(width, dtype, device)
     for channels in _CHANNELS:
-        yield _image(channels, dtype, device)
+        yield _image_probe(channels, dtype, device)
 
 
-def _text(width: int, dtype: torch.dtype, device: torch.device) -> Probe:
+def _text_probe(width: int, dtype: torch.dtype, device: torch.device) -> Probe:
+    """A probe of operations on text."""
     tokens = 2 * width
     length = min(tokens // 2, _LONGEST)
 
@@ -52,7 +53,8 @@ def _text(width: int, dtype: torch.dtype, device: torch.device) -> Probe:
     return Probe("text", width, lambda: Text(width).to(device, dtype), inputs)
 
 
-def _image(channels: int, dtype: torch.dtype, device: torch.device) -> Probe:
+def _image_probe(channels: int, dtype: torch.dtype, device: torch.device) -> Probe:
+    """A probe of operations on images."""
     return Probe(
         "image",
         channels,

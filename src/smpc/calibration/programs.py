@@ -86,14 +86,14 @@ class _Blocks(nn.Module):
 def _executor(ranks: Ranks) -> tuple[float, float]:
     """Of an action, and of a step."""
     blocks, rows = _Blocks(), torch.ones(4, _WIDTH)
-    added = _added(ranks, blocks, rows, _MANY) - _added(ranks, blocks, rows, 1)
+    added = _added_by_stage(ranks, blocks, rows, _MANY) - _added_by_stage(ranks, blocks, rows, 1)
     action = max(0.0, added / (2 * (_MANY - 1)))
     text = Text(64).train()
-    step = _added(ranks, text, torch.zeros(2, 64, dtype=torch.int64), 1)
+    step = _added_by_stage(ranks, text, torch.zeros(2, 64, dtype=torch.int64), 1)
     return action, max(0.0, step - 2 * action)
 
 
-def _added(ranks: Ranks, model: nn.Module, inputs: Tensor, microbatches: int) -> float:
+def _added_by_stage(ranks: Ranks, model: nn.Module, inputs: Tensor, microbatches: int) -> float:
     """Seconds that a step of one stage takes longer than the model by itself; a microbatch is `inputs`."""
     batch = torch.cat([inputs] * microbatches)
     compiled = compile_model(

@@ -51,10 +51,10 @@ def measure_wires(ranks: Ranks) -> Wires:
     inside = between = None
     collectives: dict[str, Curve] = {}
     if ranks.per_host > 1:
-        inside = _wire(ranks, list(range(2)))
+        inside = _measured_wire(ranks, list(range(2)))
         collectives = _collectives(ranks)
     if ranks.size > ranks.per_host:
-        between = _wire(ranks, [0, ranks.per_host])
+        between = _measured_wire(ranks, [0, ranks.per_host])
     found: list[object] = [Wires(inside, between, collectives)]
     dist.broadcast_object_list(found, src=0)
     (result,) = found
@@ -62,7 +62,7 @@ def measure_wires(ranks: Ranks) -> Wires:
     return result
 
 
-def _wire(ranks: Ranks, pair: list[int]) -> Wire | None:
+def _measured_wire(ranks: Ranks, pair: list[int]) -> Wire | None:
     """The wire between two ranks, on these; None on others. Collective over all."""
     group = dist.new_group(pair, timeout=_TIMEOUT)
     found = None
@@ -88,7 +88,7 @@ def _collectives(ranks: Ranks) -> dict[str, Curve]:
     ]
     group = groups[ranks.rank // ranks.per_host]
     found = {}
-    for kind, call, factor in _calls(group):
+    for kind, call, factor in _collective_calls(group):
         curve = []
         timed = _between_products if kind == IN_OPERATIONS else _seconds
         for elements in _SIZES:
@@ -100,7 +100,7 @@ def _collectives(ranks: Ranks) -> dict[str, Curve]:
     return found
 
 
-def _calls(group: dist.ProcessGroup) -> Iterator[tuple[str, Callable[[Tensor], object], int]]:
+def _collective_calls(group: dist.ProcessGroup) -> Iterator[tuple[str, Callable[[Tensor], object], int]]:
     """By kind, a call on what a rank has before or afterwards, and how often a rank sends that."""
     size = group.size()
 

@@ -126,7 +126,7 @@ class DistributedSource:
     def _metadata(self, others: dict[str, Any], where: Mapping[str, tuple[Any, ...]]) -> Any:
         own = others.pop(_OWN, None)
         if own is None:
-            return _known(others, where)
+            return _known_metadata(others, where)
         items = {item.name: item for item in self.items if item.kind == VALUES}
         try:
             return rebuild(json.loads(own), lambda name: self.read(items[name]))
@@ -174,7 +174,7 @@ def _untrained(path: tuple[Any, ...]) -> tuple[Any, ...]:
     return path
 
 
-def _known(others: dict[str, Any], where: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+def _known_metadata(others: dict[str, Any], where: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     """Metadata out of values that are no tensors: options of parameter groups and extra state as we have them, the rest by key."""
     found: dict[str, Any] = {}
     for key, path in where.items():
@@ -202,7 +202,7 @@ def write_distributed(source: Source, path: str | os.PathLike[str], *, advance: 
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    state, bring = _described(with_tied(source), advance)
+    state, bring = _described_tree(with_tied(source), advance)
 
     class Planner(DefaultSavePlanner):
         """Brings tensors when they are written."""
@@ -224,7 +224,7 @@ def write_distributed(source: Source, path: str | os.PathLike[str], *, advance: 
     return os.path.abspath(os.fspath(path))
 
 
-def _described(source: Source, advance: Advance | None) -> tuple[dict[str, Any], dict[str, Callable[[], Tensor]]]:
+def _described_tree(source: Source, advance: Advance | None) -> tuple[dict[str, Any], dict[str, Callable[[], Tensor]]]:
     """The nested dict to save, with meta tensors, since torch plans with shapes alone; and by key a function that reads each."""
     values, tensors = flatten(source.metadata, "metadata")
     state: dict[str, Any] = {_OWN: json.dumps(values)}
@@ -243,7 +243,7 @@ def _described(source: Source, advance: Advance | None) -> tuple[dict[str, Any],
         key = ".".join(path)
         if key in bring:
             raise CheckpointError(f"two tensors would be called {printable(key)}; rename one")
-        bring[key] = _bringing(source, item, advance)
+        bring[key] = _tensor_reader(source, item, advance)
         inner = state
         for part in path[:-1]:
             inner = inner.setdefault(part, {})
@@ -251,7 +251,9 @@ def _described(source: Source, advance: Advance | None) -> tuple[dict[str, Any],
     return state, bring
 
 
-def _bringing(source: Source, item: Item, advance: Advance | None) -> Callable[[], Tensor]:
+def _tensor_reader(source: Source, item: Item, advance: Advance | None) -> Callable[[], Tensor]:
+    """Reads a tensor of the source when it is called."""
+
     def bring() -> Tensor:
         values = source.read(item)
         if advance is not None:

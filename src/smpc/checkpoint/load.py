@@ -65,11 +65,11 @@ def load(
     """
     opened: list[Checkpoint] = []
     try:
-        answers, loaded = _agree(folder, wanted, channel, opened, strict, cast, kinds, known)
+        answers, loaded = _agree_on_load(folder, wanted, channel, opened, strict, cast, kinds, known)
         keys = [(kind, name) for answer in answers for kind, name in answer["wanted"]]
         if not verified:
-            together(channel, lambda: _verify(opened[0], list(dict.fromkeys(keys)), channel, advance))
-        together(channel, lambda: _fill(opened[0], wanted, loaded, advance))
+            together(channel, lambda: _verify_share(opened[0], list(dict.fromkeys(keys)), channel, advance))
+        together(channel, lambda: _fill_shards(opened[0], wanted, loaded, advance))
         return loaded
     finally:
         for checkpoint in opened:
@@ -107,13 +107,13 @@ def check(
     """Compare names, shapes and dtypes as `load` does, and fill nothing. Collective."""
     opened: list[Checkpoint] = []
     try:
-        return _agree(folder, wanted, channel, opened, strict, cast, kinds, known)[1]
+        return _agree_on_load(folder, wanted, channel, opened, strict, cast, kinds, known)[1]
     finally:
         for checkpoint in opened:
             checkpoint.close()
 
 
-def _agree(
+def _agree_on_load(
     folder: str | os.PathLike[str],
     wanted: Sequence[Shard],
     channel: Channel,
@@ -123,13 +123,17 @@ def _agree(
     kinds: Collection[str] | None,
     known: Collection[Key],
 ) -> tuple[list[Any], Loaded]:
-    answers = together(channel, lambda: _compare(folder, wanted, opened, cast))
-    loaded = _union(opened[0], answers, kinds, frozenset(known))
-    _refuse(loaded, answers, opened[0].folder, strict)
+    """All ranks open the checkpoint and agree on what is loaded."""
+    answers = together(channel, lambda: _compare_shards(folder, wanted, opened, cast))
+    loaded = _loaded_by_all(opened[0], answers, kinds, frozenset(known))
+    _refuse_load(loaded, answers, opened[0].folder, strict)
     return answers, loaded
 
 
-def _compare(folder: str | os.PathLike[str], wanted: Sequence[Shard], opened: list[Checkpoint], cast: bool) -> Any:
+def _compare_shards(
+    folder: str | os.PathLike[str], wanted: Sequence[Shard], opened: list[Checkpoint], cast: bool
+) -> Any:
+    """This rank's answer: which wanted tensors are in the checkpoint, and what is wrong with them."""
     checkpoint = Checkpoint.open(folder)
     opened.append(checkpoint)
     wrong: list[str] = []
@@ -152,9 +156,10 @@ def _compare(folder: str | os.PathLike[str], wanted: Sequence[Shard], opened: li
     return {"wanted": found, "missing": missing, "wrong": wrong, "sequence": checkpoint.manifest.sequence}
 
 
-def _union(
+def _loaded_by_all(
     checkpoint: Checkpoint, answers: Sequence[Any], kinds: Collection[str] | None, known: Collection[Key]
 ) -> Loaded:
+    """What is loaded, missing and unexpected on all ranks together."""
     wanted = {(kind, name) for answer in answers for kind, name in answer["wanted"]}
     missing = sorted({(kind, name) for answer in answers for kind, name in answer["missing"]})
     compared = set(kinds) if kinds is not None else {kind for kind, _ in [*wanted, *missing]}
@@ -164,7 +169,7 @@ def _union(
     return Loaded(tuple(missing), tuple(unexpected))
 
 
-def _refuse(loaded: Loaded, answers: Sequence[Any], folder: str, strict: bool) -> None:
+def _refuse_load(loaded: Loaded, answers: Sequence[Any], folder: str, strict: bool) -> None:
     """Raise if anything does not fit. Every rank has all answers, so it needs no agreement."""
     wrong = list(dict.fromkeys(line for answer in answers for line in answer["wrong"]))
     if strict:
@@ -179,7 +184,8 @@ def _refuse(loaded: Loaded, answers: Sequence[Any], folder: str, strict: bool) -
         raise CheckpointError("\n".join([f"{folder} does not fit, nothing was loaded", *wrong]))
 
 
-def _verify(checkpoint: Checkpoint, keys: Sequence[Key], channel: Channel, advance: Advance | None) -> None:
+def _verify_share(checkpoint: Checkpoint, keys: Sequence[Key], channel: Channel, advance: Advance | None) -> None:
+    """Verifies this rank's share of the blocks."""
     turn = 0
     files: dict[str, None] = {}
     for key in keys:
@@ -187,15 +193,16 @@ def _verify(checkpoint: Checkpoint, keys: Sequence[Key], channel: Channel, advan
         files |= dict.fromkeys(piece.file for piece in entry.pieces)
         for index in range(checkpoint.blocks(entry)):
             if turn % channel.size == channel.rank:
-                _checked(partial(checkpoint.verify_block, entry, index), advance)
+                _check_block(partial(checkpoint.verify_block, entry, index), advance)
             turn += 1
     for name in files:
         if turn % channel.size == channel.rank:
-            _checked(partial(checkpoint.verify_file, name), advance)
+            _check_block(partial(checkpoint.verify_file, name), advance)
         turn += 1
 
 
-def _checked(check: Callable[[], int], advance: Advance | None) -> None:
+def _check_block(check: Callable[[], int], advance: Advance | None) -> None:
+    """Runs one check; its error says that nothing was loaded."""
     try:
         count = check()
     except CheckpointError as error:
@@ -204,7 +211,8 @@ def _checked(check: Callable[[], int], advance: Advance | None) -> None:
         advance(count)
 
 
-def _fill(checkpoint: Checkpoint, wanted: Sequence[Shard], loaded: Loaded, advance: Advance | None) -> None:
+def _fill_shards(checkpoint: Checkpoint, wanted: Sequence[Shard], loaded: Loaded, advance: Advance | None) -> None:
+    """Reads the wanted shards into their tensors."""
     missing = set(loaded.missing)
     for shard in wanted:
         if (shard.kind, shard.name) in missing:

@@ -21,7 +21,7 @@ parameters of which half-precision ones and masters were saved take the masters'
                         ranks' state
     metadata            what is given, and "extra_state", "tied" (other names), and "optimizer", the options of the parameter groups
 
-A rank's part of a tensor: all of it, or for a DTensor (FSDP2, torch's tensor parallelism) its local part with its offsets.
+`shard_of` is a rank's part of a tensor: all of it, or for a DTensor (FSDP2, torch's tensor parallelism) its local part with its offsets.
 
     shard_of("model", "head.weight", dtensor)     the Shard of this rank, a view; perhaps an empty one
 
@@ -92,7 +92,7 @@ def module_content(
     user: Any = None,
 ) -> Content:
     """This rank's content for saving a model and its optimizer; views, not copies. It includes this rank's random state."""
-    named, own_masters = _named(model), _named_masters(model, masters)
+    named, own_masters = _named_tensors(model), _named_masters(model, masters)
     found = [shard_of(MODEL, name, tensor) for name, tensor in named.items()]
     found += [shard_of(OPTIMIZER, _master_key(name), master) for name, master in own_masters.items()]
     described: dict[str, Any] = {**(metadata or {}), "extra_state": _extra(model), TIED: _tied(model)}
@@ -141,7 +141,7 @@ def load_modules(
         if optimizer is not None:
             states.append(_OptimizerState(model, optimizer, opened[0], own_masters))
         saved_extra.update(opened[0].metadata.get("extra_state", {}))
-        named = _named(model)
+        named = _named_tensors(model)
         places = _places_of_masters(opened[0], named, own_masters, is_for_parameters=optimizer is not None)
         shards = [shard_of(OPTIMIZER, _master_key(name), place) for name, place in places.items()]
         taken = [name for name, place in places.items() if place is named[name]]
@@ -157,7 +157,7 @@ def load_modules(
         kinds = [MODEL, *([OPTIMIZER] if states else [])]
         loaded = load(folder, wanted, channel, strict=strict, cast=cast, kinds=kinds, known=known)
         for name, master in unsaved.items():
-            _copy_local(master, _named(model)[name])
+            _copy_local(master, _named_tensors(model)[name])
         for each in states:
             each.install()
         for key in _extra_keys(model):
@@ -199,7 +199,7 @@ class _OptimizerState:
             elif kind == OPTIMIZER and name in numbers:
                 number = numbers[name]
                 known = optimizer.state.get(parameters[number], {}).get(key)
-                value = _room(full, entry, parameters[number], known)
+                value = _room_for(full, entry, parameters[number], known)
                 self._state.setdefault(number, {})[key] = value
                 self.shards.append(shard_of(OPTIMIZER, full, value))
         for rank in range(checkpoint.manifest.world_size):
@@ -225,7 +225,7 @@ class _OptimizerState:
         return groups
 
 
-def _room(name: str, entry: Entry, parameter: Tensor, known: object) -> Tensor:
+def _room_for(name: str, entry: Entry, parameter: Tensor, known: object) -> Tensor:
     """A tensor for a saved one: the optimizer's own, or a new one sharded like the parameter."""
     if isinstance(known, Tensor) and tuple(known.shape) == entry.shape:
         return empty_like(known, entry.dtype)
@@ -240,7 +240,7 @@ def _room(name: str, entry: Entry, parameter: Tensor, known: object) -> Tensor:
     return torch.empty(entry.shape, dtype=entry.dtype, device=device)
 
 
-def _named(model: nn.Module) -> dict[str, Tensor]:
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name."""
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     pairs = [*model.named_parameters(), *model.named_buffers()]
@@ -249,7 +249,7 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 
 def _tied(model: nn.Module) -> dict[str, str]:
     """The names under which parameters and buffers are in the state dict besides, and the first name of each."""
-    names = {id(tensor): name for name, tensor in _named(model).items()}
+    names = {id(tensor): name for name, tensor in _named_tensors(model).items()}
     keys = {_plain_name(model, key): names.get(id(value)) for key, value in model.state_dict(keep_vars=True).items()}
     return {key: name for key, name in keys.items() if name is not None and name != key}
 

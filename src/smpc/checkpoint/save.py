@@ -108,7 +108,7 @@ class Saving:
         self._held = _own_shards(self._content, self._trees, self._channel.rank)
         folder = ""
         if self._channel.rank == 0:
-            self._pickles = _pickled(self._content.pickled)
+            self._pickles = _pickled_objects(self._content.pickled)
             for line in self._root.clean():
                 warnings.warn(line, stacklevel=2)
             self._draft = self._root.begin(self._tag, force=self._force)
@@ -121,7 +121,7 @@ class Saving:
         if len(tags) > 1:
             raise CheckpointError(f"tag: expected the same on every rank, found {', '.join(tags)}")
         held = [[_described(values) for values in answer["shards"]] for answer in answers]
-        _check(held)
+        _check_shards(held)
         self._survey = choose_writers(held)
         own = dict(zip(held[self._channel.rank], self._held, strict=True))
         self.share = [own[described] for described in self._survey[self._channel.rank]]
@@ -137,7 +137,7 @@ class Saving:
         for kind in sorted({shard.kind for shard in self.share}):
             name = f"{kind}_{self._channel.rank:05d}.safetensors"
             members = {index: shard for index, shard in enumerate(self.share) if shard.kind == kind}
-            keyed = [(_key(shard), shard) for shard in members.values()]
+            keyed = [(_key_in_file(shard), shard) for shard in members.values()]
             written = write_tensors(os.path.join(self._folder, name), keyed, BLOCK_SIZE, advance=advance)
             files[name] = [written.file.size, written.file.header_size, written.file.checksum]
             for index, piece in zip(members, written.pieces, strict=True):
@@ -242,7 +242,8 @@ def _own_shards(content: Content, trees: dict[str, Any], rank: int) -> list[Shar
     return shards
 
 
-def _pickled(objects: Mapping[str, Any]) -> dict[str, bytes]:
+def _pickled_objects(objects: Mapping[str, Any]) -> dict[str, bytes]:
+    """The pickles of objects by file name; CheckpointError for names or objects that cannot be."""
     data = {}
     for name, value in objects.items():
         if not is_plain_name(f"{name}.pkl"):
@@ -256,7 +257,7 @@ def _pickled(objects: Mapping[str, Any]) -> dict[str, bytes]:
     return data
 
 
-def _check(held: Sequence[Sequence[Described]]) -> None:
+def _check_shards(held: Sequence[Sequence[Described]]) -> None:
     """Raises CheckpointError, listing every tensor whose shards disagree or do not tile it."""
     tensors: dict[tuple[str, str], dict[Described, int]] = {}
     for rank, shards in enumerate(held):
@@ -288,7 +289,7 @@ def _bytes(described: Described) -> int:
     return num_bytes(described[3], dtype_of(described[2]))
 
 
-def _key(shard: Shard) -> str:
+def _key_in_file(shard: Shard) -> str:
     """The key in a file; of a part, with its place."""
     if shard.shape == shard.global_shape:
         return shard.name

@@ -41,7 +41,7 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def _options(
+def _global_options(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
@@ -57,7 +57,7 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status. `arguments`: None for the process's own, which then ends here."""
-    status = _status(arguments)
+    status = _exit_status(arguments)
     if arguments is None:
         _end(status)
     return status
@@ -94,7 +94,8 @@ def _is_file(kind: type) -> bool:
     return issubclass(kind, io.IOBase) or kind is tempfile._TemporaryFileWrapper
 
 
-def _status(arguments: Sequence[str] | None) -> int:
+def _exit_status(arguments: Sequence[str] | None) -> int:
+    """Runs a command and returns its exit status."""
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -104,19 +105,19 @@ def _status(arguments: Sequence[str] | None) -> int:
             status = app(args=arguments, prog_name="smpc", standalone_mode=False)
         sys.stdout.flush()
     except VerificationError as error:
-        _complain(error, str(error))
+        _print_error(error, str(error))
         return 1
     except SmpcError as error:
-        return _complain(error, str(error))
+        return _print_error(error, str(error))
     except MemoryError as error:
-        return _complain(error, "out of memory; try smaller inputs or fewer microbatches")
+        return _print_error(error, "out of memory; try smaller inputs or fewer microbatches")
     except RecursionError as error:
-        return _complain(error, "nested too deeply; SMPC_DEBUG=1 shows where")
+        return _print_error(error, "nested too deeply; SMPC_DEBUG=1 shows where")
     except OSError as error:
         if error.filename is not None or error.errno not in _OUTPUT_GONE:
             raise
         _drop_output()
-        return _complain(error, f"cannot write the result: {error.strerror}")
+        return _print_error(error, f"cannot write the result: {error.strerror}")
     except typer.Abort:
         return 130
     except Exception as error:
@@ -124,7 +125,7 @@ def _status(arguments: Sequence[str] | None) -> int:
         if "UsageError" not in [cls.__name__ for cls in type(error).__mro__]:
             raise
         usage: Any = error
-        return _complain(error, usage.format_message())
+        return _print_error(error, usage.format_message())
     return status if isinstance(status, int) else 0
 
 
@@ -153,7 +154,8 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _complain(error: Exception, text: str) -> int:
+def _print_error(error: Exception, text: str) -> int:
+    """Prints an error, a line each, and returns its exit status."""
     if os.environ.get("SMPC_DEBUG", "0") not in ("", "0"):
         traceback.print_exception(error)
     for line in clear_lines(text):

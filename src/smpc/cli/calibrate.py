@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from smpc.config.files import output_violation
-from smpc.config.limits import MAX_LOCAL_RANKS, shown
+from smpc.config.numbers import MAX_LOCAL_RANKS, shown
 from smpc.errors import ConfigError
 
 _SECONDS = (5.0, 3600.0)
@@ -32,7 +32,7 @@ def calibrate_command(
     Products of matrices, operations that move bytes, convolutions, views, an optimizer's step, each by size; with ranks, also messages and
     collectives. On GPUs if there are some. Ranks may also come from a launcher: smpc run -n 2 -c smpc calibrate --out FILE.toml.
     """
-    _check(out, ranks, seconds)
+    _check_arguments(out, ranks, seconds)
     if ranks is not None and ranks > 1:
         from smpc.launch.job import Job, launch
 
@@ -50,7 +50,7 @@ def calibrate_command(
         print(f"wrote {shown(out)[1:-1]}; predict times for this machine with --device {shown(out)[1:-1]}")
 
 
-def _check(out: str, ranks: int | None, seconds: float) -> None:
+def _check_arguments(out: str, ranks: int | None, seconds: float) -> None:
     """Raise ConfigError for wrong arguments, before anything is measured."""
     wrong = []
     if not out.lower().endswith(".toml"):

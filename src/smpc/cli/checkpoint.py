@@ -100,12 +100,12 @@ def verify_command(
         root = Root(path)
         problems += root.damaged()
         for tag in root.tags():
-            problems += _verify(root.find(tag))
-        for tag in _full(root.path):
+            problems += _verify_folder(root.find(tag))
+        for tag in _full_models(root.path):
             problems += _verify_full(root.path, tag)
     elif os.path.lexists(os.path.join(path, NAME)):
         read_manifest(Root(path).path)  # bad input, not damage
-        problems += _verify(Root(path).path)
+        problems += _verify_folder(Root(path).path)
     else:
         problems += _verify_files(path)
     for problem in problems:
@@ -152,15 +152,15 @@ def convert_command(
     from smpc.checkpoint.sources.export import write_archive_of, write_file_of, write_folder
     from smpc.checkpoint.sources.renamed_source import tied_names, with_tied
 
-    as_dtype = _dtype(dtype)
+    as_dtype = _dtype_option(dtype)
     _check_form(to, {"--copy": copy, "--model-type": model_type}, as_dtype)
     if not 1e-9 <= max_file_size < math.inf:
         raise ConfigError(f"--max-file-size: expected a number of GB above 0, found {max_file_size:g}")
     most = int(max_file_size * 1e9)
-    files = _texts(copy or [])
+    files = _copied_texts(copy or [])
     with open_source(source) as opened:
         total = sum(item.num_bytes for item in opened.items if to in (Form.PARTIAL, Form.DCP) or item.kind == "model")
-        with _plain_warnings(), _bar(f"Writing {target}", total) as advance:
+        with _plain_warnings(), _progress_bar(f"Writing {target}", total) as advance:
             if to is Form.PARTIAL:
                 write_checkpoint(opened, target, dtype=as_dtype, advance=advance)
             elif to is Form.FULL:
@@ -225,17 +225,20 @@ def _is_root(path: str) -> bool:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     return NAME not in names and (
-        MARKER in names or bool(_full(path)) or any(os.path.lexists(os.path.join(path, name, NAME)) for name in names)
+        MARKER in names
+        or bool(_full_models(path))
+        or any(os.path.lexists(os.path.join(path, name, NAME)) for name in names)
     )
 
 
-def _verify(folder: str) -> list[str]:
+def _verify_folder(folder: str) -> list[str]:
+    """Verifies a checkpoint folder; returns what is damaged."""
     from smpc.checkpoint.reader import Checkpoint, verify
     from smpc.report.format import format_bytes
 
     try:
         with Checkpoint.open(folder) as checkpoint:
-            with _bar(f"Verifying {folder}", checkpoint.manifest.num_bytes) as advance:
+            with _progress_bar(f"Verifying {folder}", checkpoint.manifest.num_bytes) as advance:
                 damaged = verify(checkpoint, advance)
             size = format_bytes(checkpoint.manifest.num_bytes)
             if not damaged:
@@ -255,7 +258,7 @@ def _verify_full(folder: str, tag: str) -> list[str]:
     if os.path.isdir(beside.path):
         problems += beside.damaged()
         for name in beside.tags():
-            problems += _verify(beside.find(name))
+            problems += _verify_folder(beside.find(name))
     return problems
 
 
@@ -276,7 +279,7 @@ def _verify_files(path: str) -> list[str]:
     problems: list[str] = []
     for file in files:
         try:
-            with _bar(f"Verifying {file}", os.path.getsize(file)) as advance:
+            with _progress_bar(f"Verifying {file}", os.path.getsize(file)) as advance:
                 found = verify_file(file, advance)
         except CheckpointError as error:
             problems += str(error).splitlines()
@@ -310,7 +313,7 @@ def _show_root(root: Root) -> None:
             )
         )
     headers = ("Checkpoint", "Kinds", "Tensors", "Size", "Ranks")
-    _print(root.path, TextTable(headers, tuple(rows), left=headers[:2]))
+    _print_table(root.path, TextTable(headers, tuple(rows), left=headers[:2]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -323,7 +326,7 @@ def _show_root(root: Root) -> None:
         *(str(warning.message) for warning in caught),
     ]:  # what is ignored, and a marker that names something else
         typer.echo(printable(line))
-    full = _full(root.path)
+    full = _full_models(root.path)
     if full:
         typer.echo(f"full models, of smp.save_checkpoint(partial=False): {', '.join(map(printable, full))}")
 
@@ -338,7 +341,7 @@ def _show_source(path: str, source: Source, tensors: bool) -> None:
             for i in source.items
         ]
         headers: tuple[str, ...] = ("Kind", "Name", "Dtype", "Shape", "Size")
-        _print(path, TextTable(headers, tuple(rows), left=headers[:4]))
+        _print_table(path, TextTable(headers, tuple(rows), left=headers[:4]))
     else:
         kinds = sorted({item.kind for item in source.items})
         summary = []
@@ -349,7 +352,7 @@ def _show_source(path: str, source: Source, tensors: bool) -> None:
                 (printable(kind), str(len(items)), dtypes, format_bytes(sum(item.num_bytes for item in items)))
             )
         headers = ("Kind", "Tensors", "Dtypes", "Size")
-        _print(path, TextTable(headers, tuple(summary), left=("Kind", "Dtypes")))
+        _print_table(path, TextTable(headers, tuple(summary), left=("Kind", "Dtypes")))
     for line in _notes(source):
         typer.echo(line)
 
@@ -390,7 +393,7 @@ class _Described:
         return f"<{self._text}>"
 
 
-def _full(path: str) -> list[str]:
+def _full_models(path: str) -> list[str]:
     """The full models in a folder: what has content beside it."""
     from smpc.checkpoint.sources.export import standing
 
@@ -400,7 +403,7 @@ def _full(path: str) -> list[str]:
 
 def _root_json(root: Root) -> dict[str, Any]:
     found = {"path": root.path, "checkpoints": root.tags(), "incomplete": root.incomplete()}
-    return found | {"full": _full(root.path)}
+    return found | {"full": _full_models(root.path)}
 
 
 def _source_json(source: Source) -> dict[str, Any]:
@@ -430,7 +433,8 @@ def _checkpoint_of(source: Source) -> Checkpoint | None:
     return source.checkpoint if isinstance(source, CheckpointSource) else None
 
 
-def _print(path: str, table: TextTable) -> None:
+def _print_table(path: str, table: TextTable) -> None:
+    """Prints a table under the name of a checkpoint."""
     from rich.text import Text
 
     from smpc.report.format import printable
@@ -455,7 +459,8 @@ def _as_hugging_face(source: Source, model_type: str) -> Source:
     return theirs
 
 
-def _texts(paths: list[str]) -> dict[str, str]:
+def _copied_texts(paths: list[str]) -> dict[str, str]:
+    """The texts of the files of `--copy`, by name."""
     from smpc.checkpoint.format.regular import is_file
 
     texts = {}
@@ -474,7 +479,8 @@ def _texts(paths: list[str]) -> dict[str, str]:
     return texts
 
 
-def _dtype(name: str | None) -> Any:
+def _dtype_option(name: str | None) -> Any:
+    """The dtype of `--dtype`."""
     import torch
 
     if name is None:
@@ -503,7 +509,7 @@ def _plain_warnings() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def _progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A function that takes the bytes done; draws a bar on stderr if that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda count: None

@@ -21,7 +21,7 @@ from smpc.compile.keys import CompilationKeys
 from smpc.config import Config
 from smpc.config.files import output_violation
 from smpc.config.key import keys_of
-from smpc.config.limits import MAX_MICROBATCHES, MAX_WORLD_SIZE, shown
+from smpc.config.numbers import MAX_MICROBATCHES, MAX_WORLD_SIZE, shown
 from smpc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,20 +80,20 @@ def compile_command(
         _check_plot(plot)
     found = verified = None
     if settings is None or options is None:
-        found, compilation = _search(target, specs, given)
+        found, compilation = _search_target(target, specs, given)
     else:
-        compilation, verified, options = _compile(target, specs, settings, options, verify=verify)
+        compilation, verified, options = _compile_target(target, specs, settings, options, verify=verify)
     if plot is not None:
         _write_plot(compilation, plot)
     outlook = _outlook(compilation, options) if folder is not None or not json_only else None
     if folder is not None:
-        _write(compilation, folder, found, outlook)
-    _print(compilation, found, outlook, json_only=json_only)
+        _write_files(compilation, folder, found, outlook)
+    _print_plan(compilation, found, outlook, json_only=json_only)
     if verified is not None:
         print(f"verified: {verified}", file=sys.stderr if json_only else sys.stdout)
 
 
-def _print(compilation: Compilation, found: Search | None, outlook: Outlook | None, *, json_only: bool) -> None:
+def _print_plan(compilation: Compilation, found: Search | None, outlook: Outlook | None, *, json_only: bool) -> None:
     """The plan as JSON, or the reports of the search, the plan and the sharding."""
     if json_only:
         sys.stdout.write(compilation.plan.to_json())
@@ -130,7 +130,9 @@ def _more_lines(compilation: Compilation, found: Search | None, outlook: Outlook
 
 
 @contextlib.contextmanager
-def _loaded(target: str, specs: tuple[InputSpec, ...], *, real: bool = False) -> Iterator[tuple[nn.Module, Any, Show]]:
+def _loaded_target(
+    target: str, specs: tuple[InputSpec, ...], *, real: bool = False
+) -> Iterator[tuple[nn.Module, Any, Show]]:
     """The target's model and sample inputs, and what shows the phase of what is done with them in the block.
 
     stdout is for the result alone: whatever the user's code prints goes to stderr. torch logs the traceback of an operation that cannot
@@ -149,7 +151,7 @@ def _loaded(target: str, specs: tuple[InputSpec, ...], *, real: bool = False) ->
         logger.setLevel(before)
 
 
-def _compile(
+def _compile_target(
     target: str, specs: tuple[InputSpec, ...], settings: Config, options: PipelineOptions, *, verify: bool
 ) -> tuple[Compilation, object, PipelineOptions]:
     """The target's compilation, with the phases shown, and what comparing it with the model has given, if it is to be verified;
@@ -163,7 +165,7 @@ def _compile(
     from smpc.partitioner.graph.plan import plan_warnings
 
     verified = None
-    with _loaded(target, specs, real=verify) as (model, sample_inputs, show):
+    with _loaded_target(target, specs, real=verify) as (model, sample_inputs, show):
         if _is_half(settings):
             from smpc.v1.session.precision import cast_module, half_dtype
             from smpc.v1.steps.calls import cast_inputs
@@ -177,13 +179,13 @@ def _compile(
         compilation = compile_batch(model, sample_inputs, options, show)
         if verify:
             show("Verifying the programs")
-            verified = _verify(target, specs, (model, sample_inputs), settings, options, compilation)
+            verified = _verify_target(target, specs, (model, sample_inputs), settings, options, compilation)
     for line in plan_warnings(compilation.plan):
         _warn(line)
     return compilation, verified, options
 
 
-def _verify(
+def _verify_target(
     target: str,
     specs: tuple[InputSpec, ...],
     loaded: tuple[nn.Module, Any],
@@ -200,12 +202,12 @@ def _verify(
     return verify_ranks(job, *loaded, is_drawn=bool(specs))
 
 
-def _search(target: str, specs: tuple[InputSpec, ...], given: dict[str, Any]) -> tuple[Search, Compilation]:
+def _search_target(target: str, specs: tuple[InputSpec, ...], given: dict[str, Any]) -> tuple[Search, Compilation]:
     """The search for the fastest way to train the target, and the compilation of what it found."""
     from smpc.compile.passes import schedule_plan, write_programs
     from smpc.compile.search import search
 
-    with _loaded(target, specs) as (model, sample_inputs, show):
+    with _loaded_target(target, specs) as (model, sample_inputs, show):
         found = search(model, sample_inputs, show_progress=show, **given)
         show("Writing and checking the programs")
         planned = schedule_plan(found.trace, found.plan)
@@ -227,7 +229,7 @@ def _check_counts(counts: dict[str, int], world_size: int | None) -> None:
 
 def _check_names(target: str, settings: Config, given: dict[str, Any]) -> None:
     """Raise ConfigError for what is wrong whatever the model is, before torch is imported, which takes seconds."""
-    from smpc.config.limits import parse_bytes
+    from smpc.config.numbers import parse_bytes
     from smpc.partitioner.costs.device import find_devices
     from smpc.partitioner.costs.optimizers import find_optimizer
 
@@ -329,7 +331,7 @@ def _writable_folder(out: str) -> Path:
     return Path(out)
 
 
-def _write(compilation: Compilation, folder: Path, found: Search | None, outlook: Outlook | None) -> None:
+def _write_files(compilation: Compilation, folder: Path, found: Search | None, outlook: Outlook | None) -> None:
     """The plan, its report, a program for every rank, and the search."""
     from smpc.report.notebook import plan_files, write_files
 

@@ -14,13 +14,14 @@ _PACKAGES = ("smpc", "torch", "transformers", "triton", "numpy", "networkx", "pu
 
 def env_command() -> None:
     """Print versions, devices and backends."""
-    rows = list(_rows())
+    rows = list(_environment_rows())
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         typer.echo(f"{name:<{width}}  {value}")
 
 
-def _rows() -> Iterator[tuple[str, str]]:
+def _environment_rows() -> Iterator[tuple[str, str]]:
+    """What `smpc env` shows, row by row."""
     for package in _PACKAGES:
         try:
             yield package, version(package)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from smpc.config.files import MAX_PLAN_BYTES, parse_json, read_text
-from smpc.config.limits import MAX_MICROBATCHES, MAX_PIPELINE_RANKS, MAX_STEPS, shown, size_violation
+from smpc.config.numbers import MAX_MICROBATCHES, MAX_PIPELINE_RANKS, MAX_STEPS, shown, size_violation
 from smpc.errors import ConfigError, printable
 
 if TYPE_CHECKING:

@@ -2,7 +2,8 @@
 
 Its options have one name each: what typer shows and parses.
 
-`observed` is `--report` and `--trace`: asks the ranks for their records, and turns those into a report and a trace when they have ended.
+`observed` is what `--report` and `--trace` do: it asks the ranks for their records, and turns those into a report and a trace when they
+have ended.
 
 Every rank writes its measurements to a folder (`smpc.v1.session.supervision`): the one of `--trace`, or a temporary one. Launchers of
 several nodes write to the same folder if it is on a shared disk, and the last one to end makes the trace of all ranks; otherwise each
@@ -26,7 +27,7 @@ import typer
 
 from smpc.aliasing import VARIABLE
 from smpc.config.files import output_violation
-from smpc.config.limits import shown
+from smpc.config.numbers import shown
 from smpc.errors import ConfigError
 from smpc.launch.job import Job, default_num_ranks, launch
 from smpc.launch.nodes import NodeOptions
@@ -328,10 +329,11 @@ def observed(options: ObserveOptions, *, is_first_node: bool) -> Iterator[dict[s
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"--trace: cannot use the folder {shown(options.trace)}: {reason}") from None
         yield Observation(str(folder), window).environment()
-        _finish(options, window, folder)
+        _finish_observing(options, window, folder)
 
 
-def _finish(options: ObserveOptions, window: Window, folder: Path) -> None:
+def _finish_observing(options: ObserveOptions, window: Window, folder: Path) -> None:
+    """Makes the report and the trace of the records that the ranks have left."""
     from smpc.observe.observer import RankRecord
     from smpc.partitioner.graph.plan import Plan
 
@@ -339,13 +341,13 @@ def _finish(options: ObserveOptions, window: Window, folder: Path) -> None:
     path = folder / _PLAN
     plan = Plan.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
     if not any(record.steps for record in records):
-        _say(_nothing(records, window))
+        _say(_why_nothing_recorded(records, window))
         return
     if options.trace is not None:
         _write_trace(plan, records, folder)
         _say(f"wrote {folder / TRACE}; open it in https://ui.perfetto.dev")
     if options.report or options.report_to is not None:
-        _report(options, plan, records)
+        _write_report(options, plan, records)
 
 
 def _write_trace(plan: Plan | None, records: Sequence[RankRecord], folder: Path) -> None:
@@ -358,7 +360,8 @@ def _write_trace(plan: Plan | None, records: Sequence[RankRecord], folder: Path)
         (folder / PREDICTED).write_text(perfetto_json(plan, plan_timeline(plan)), encoding="utf-8")
 
 
-def _report(options: ObserveOptions, plan: Plan | None, records: Sequence[RankRecord]) -> None:
+def _write_report(options: ObserveOptions, plan: Plan | None, records: Sequence[RankRecord]) -> None:
+    """Writes or prints the report of the records."""
     from smpc.report.measured import compare, whole_steps
 
     if plan is None:
@@ -377,7 +380,8 @@ def _report(options: ObserveOptions, plan: Plan | None, records: Sequence[RankRe
             _say(f"cannot write the report to {options.report_to!r}: {error.strerror}")
 
 
-def _nothing(records: Sequence[RankRecord], window: Window) -> str:
+def _why_nothing_recorded(records: Sequence[RankRecord], window: Window) -> str:
+    """Why there is nothing to report."""
     if not records:
         return (
             "no rank has left a record to report or trace: the script has to call smp.init and make a smp.DistributedModel, and "

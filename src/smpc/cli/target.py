@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 
 from smpc.cli.verify import check_fits
 from smpc.config import parse_json, read_text
-from smpc.config.limits import MAX_BYTES, MAX_INPUT_BYTES, MAX_MASK_BYTES, MAX_MICROBATCH_BYTES, shown
+from smpc.config.numbers import MAX_BYTES, MAX_INPUT_BYTES, MAX_MASK_BYTES, MAX_MICROBATCH_BYTES, shown
 from smpc.errors import ConfigError, printable
 
 if TYPE_CHECKING:
@@ -90,8 +90,10 @@ def check_target(target: str) -> Path | None:
 def _from_factory(target: str) -> tuple[nn.Module, Any]:
     where, _, name = target.rpartition(":")
     module = _load_file(target, where) if where.endswith(".py") else _load_module(target, where)
-    factory = _attribute(target, module, name)
-    return _unpack(target, name, _guard(target, shown(name)[1:-1], _file_of(module, where), factory))
+    factory = _target_attribute(target, module, name)
+    return _model_and_inputs(
+        target, name, _guard_user_code(target, shown(name)[1:-1], _file_of(module, where), factory)
+    )
 
 
 def _load_file(target: str, where: str) -> ModuleType:
@@ -107,7 +109,7 @@ def _load_file(target: str, where: str) -> ModuleType:
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules[name] = module  # dataclasses and pickle look classes up by their module's name
     loader = spec.loader
-    _guard(target, "the file", str(path), lambda: loader.exec_module(module))
+    _guard_user_code(target, "the file", str(path), lambda: loader.exec_module(module))
     return module
 
 
@@ -125,23 +127,24 @@ def _load_module(target: str, where: str) -> ModuleType:
     if found is None:
         hint = f"; for a file, write {where}.py:..." if os.path.isfile(f"{where}.py") else ""
         raise ConfigError(f"TARGET {shown(target)}: no module {shown(where)} on the path or in {os.getcwd()}{hint}")
-    module = _guard(target, "the module", found.origin or where, lambda: importlib.import_module(where))
+    module = _guard_user_code(target, "the module", found.origin or where, lambda: importlib.import_module(where))
     assert isinstance(module, ModuleType)
     return module
 
 
-def _attribute(target: str, module: ModuleType, name: str) -> Callable[[], Any]:
+def _target_attribute(target: str, module: ModuleType, name: str) -> Callable[[], Any]:
+    """The function that a target names in its module."""
     found: Any = module
     file = _file_of(module, module.__name__)
     for part in name.split("."):
-        names = _guard(target, shown(name)[1:-1], file, functools.partial(dir, found))
+        names = _guard_user_code(target, shown(name)[1:-1], file, functools.partial(dir, found))
         if part not in names:
             matches = difflib.get_close_matches(
                 part[:100], [n for n in names if not n.startswith("__")], n=1, cutoff=0.5
             )
             hint = f"; did you mean {matches[0]!r}?" if matches else ""
             raise ConfigError(f"TARGET {shown(target)}: {file} has no {shown(name)}{hint}")
-        found = _guard(target, shown(name)[1:-1], file, functools.partial(getattr, found, part))
+        found = _guard_user_code(target, shown(name)[1:-1], file, functools.partial(getattr, found, part))
     if not callable(found):
         raise ConfigError(
             f"TARGET {shown(target)}: expected a function of no arguments, found {type(found).__name__} {shown(name)}"
@@ -150,7 +153,7 @@ def _attribute(target: str, module: ModuleType, name: str) -> Callable[[], Any]:
     return factory
 
 
-def _guard(target: str, what: str, path: str, call: Callable[[], Any]) -> Any:
+def _guard_user_code(target: str, what: str, path: str, call: Callable[[], Any]) -> Any:
     """Run the user's code; what it raises becomes one line with its type, message and place in the user's file."""
     try:
         return call()
@@ -158,7 +161,7 @@ def _guard(target: str, what: str, path: str, call: Callable[[], Any]) -> Any:
         raise
     except BaseException as error:
         text = " ".join(_text_of(error).split())
-        place = _place(error, path)
+        place = _place_of_error(error, path)
         raise ConfigError(f"TARGET {shown(target)}: {what} raised {type(error).__name__}: {text} ({place})") from error
 
 
@@ -174,7 +177,7 @@ def _file_of(module: ModuleType, otherwise: str) -> str:
     return getattr(module, "__file__", None) or otherwise
 
 
-def _place(error: BaseException, path: str) -> str:
+def _place_of_error(error: BaseException, path: str) -> str:
     """file:line where the error left the user's file; of a syntax error, where it is."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
@@ -184,7 +187,8 @@ def _place(error: BaseException, path: str) -> str:
     return f"{path}:{frames[-1].lineno}" if frames else path
 
 
-def _unpack(target: str, name: str, result: Any) -> tuple[nn.Module, Any]:
+def _model_and_inputs(target: str, name: str, result: Any) -> tuple[nn.Module, Any]:
+    """The model and sample inputs that a target's function has returned."""
     from torch import nn
 
     if isinstance(result, nn.Module):
@@ -247,7 +251,7 @@ def parse_inputs(texts: Sequence[str], microbatches: int = 1) -> tuple[InputSpec
     violations: list[str] = []
     for text in texts:
         try:
-            spec = _parse(text)
+            spec = _parsed_input(text)
         except ConfigError as error:
             violations.append(f"--input {shown(text)}: {error}")
             continue
@@ -306,7 +310,8 @@ def check_names(specs: Sequence[InputSpec], model: nn.Module) -> None:
         raise ConfigError("\n".join(violations))
 
 
-def _parse(text: str) -> InputSpec:
+def _parsed_input(text: str) -> InputSpec:
+    """An input that `--input` gives by dtype and shape."""
     import torch
 
     match = _SYNTAX.fullmatch(text.strip())
@@ -369,7 +374,7 @@ def load_config_model(path: Path, *, real: bool = False) -> nn.Module:
 
     `real`: on the CPU, with random weights, always the same; ConfigError where there is no memory for it.
     """
-    fields = _read(path)
+    fields = _read_config_json(path)
     _check_sizes(str(path), fields)
     os.environ["HF_HUB_OFFLINE"] = "1"  # some configurations name weights to start from
     try:
@@ -378,14 +383,14 @@ def load_config_model(path: Path, *, real: bool = False) -> nn.Module:
         raise ConfigError(f"{path}: a Hugging Face config needs transformers: pip install 'smpc[hf]'") from None
     with _silenced(transformers):
         _import_models()
-        model = _model(path, fields, transformers, "meta")
+        model = _model_of_config(path, fields, transformers, "meta")
         if real:
             check_fits(model, path.name)
             import torch
 
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                model = _model(path, fields, transformers, "cpu")
+                model = _model_of_config(path, fields, transformers, "cpu")
         return model
 
 
@@ -407,10 +412,11 @@ def _import_models() -> None:
         setattr(import_utils, name, found)
 
 
-def _model(path: Path, fields: dict[str, Any], transformers: Any, device: str) -> nn.Module:
+def _model_of_config(path: Path, fields: dict[str, Any], transformers: Any, device: str) -> nn.Module:
+    """The model that a Hugging Face model's config.json describes."""
     import torch
 
-    config = _config(path, fields)
+    config = _transformers_config(path, fields)
     if "use_cache" in config.to_dict():
         config.use_cache = False
     model_class = _model_class(path, fields, config, transformers)
@@ -425,7 +431,8 @@ def _model(path: Path, fields: dict[str, Any], transformers: Any, device: str) -
     return model.train()
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_config_json(path: Path) -> dict[str, Any]:
+    """The fields of a config.json."""
     fields = parse_json(read_text(path, str(path)), str(path), infinite=True)
     if not isinstance(fields.get("model_type"), str):
         raise ConfigError(f"{printable(str(path))}: no 'model_type': expected the config.json of a Hugging Face model")
@@ -486,7 +493,8 @@ def _limited_modules() -> Iterator[None]:
         handle.remove()
 
 
-def _config(path: Path, fields: dict[str, Any]) -> Any:
+def _transformers_config(path: Path, fields: dict[str, Any]) -> Any:
+    """The configuration object of the fields."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
     name = fields["model_type"]

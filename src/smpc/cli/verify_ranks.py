@@ -158,7 +158,7 @@ def _of_ranks(job: RanksJob, model: nn.Module, inputs: Inputs) -> dict[str, Tens
         (folder / "job.json").write_text(json.dumps(described), encoding="utf-8")
         tensors = [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor)]
         torch.save({"state": before, "inputs": tensors}, folder / "values.pt")
-        _run(job.num_ranks, folder)
+        _run_job(job.num_ranks, folder)
         found = torch.load(folder / "found.pt", weights_only=True)
     after = found["state"]
     moved = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -168,7 +168,7 @@ def _of_ranks(job: RanksJob, model: nn.Module, inputs: Inputs) -> dict[str, Tens
     return {"loss": found["loss"], **values}
 
 
-def _run(num_ranks: int, folder: Path) -> None:
+def _run_job(num_ranks: int, folder: Path) -> None:
     """The job. Raises VerificationError with the last of what its ranks have said."""
     command = [sys.executable, "-c", _RUN, "run", "-n", str(num_ranks), "-m", "smpc.cli.verified_rank", str(folder)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -22,7 +22,7 @@ from smpc.codegen.schedules.choice import Choice
 from smpc.codegen.simulate import Costs, Transfer, chain
 from smpc.compile.options import PipelineOptions
 from smpc.compile.result import Compilation, Traced
-from smpc.config.limits import at_least
+from smpc.config.numbers import at_least
 from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner.costs.cost import CostModel
 from smpc.partitioner.costs.description import Device

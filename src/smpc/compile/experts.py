@@ -20,7 +20,7 @@ def experts_to_divide(model: nn.Module, degree: int) -> tuple[Experts, ...]:
         if isinstance(reason, str):
             reasons.append(f"{one.name}: {reason}")
         else:
-            found.append(_named(one))
+            found.append(_named_experts(one))
     if not found:
         raise ConfigError(
             f"expert_parallel_degree: expected a model with experts that {degree} ranks can divide among them, found none: "
@@ -29,7 +29,7 @@ def experts_to_divide(model: nn.Module, degree: int) -> tuple[Experts, ...]:
     return tuple(found)
 
 
-def _named(found: Found) -> Experts:
+def _named_experts(found: Found) -> Experts:
     if isinstance(found, Stacked):
         tensors = tuple(f"{found.name}.{name}" if found.name else name for name in found.parameters)
         return Experts(found.name, found.name, found.num_experts, tensors)

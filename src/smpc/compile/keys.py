@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from smpc.config.key import Flag, key
-from smpc.config.limits import MAX_RANKS
+from smpc.config.numbers import MAX_RANKS
 from smpc.config.planner import CONTEXT_LAYOUTS, CONTEXT_METHODS, PlannerKeys
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from smpc.codegen.schedules.choice import Choice, choose
 from smpc.compile.keys import CompilationKeys
 from smpc.config import KEYS, Config
 from smpc.config.key import keys_of
-from smpc.config.limits import parse_bytes
+from smpc.config.numbers import parse_bytes
 from smpc.config.planner import PlannerKeys
 from smpc.errors import ConfigError, SmpcError
 from smpc.kernels.setting import faults_of

@@ -46,7 +46,8 @@ from smpc.sharding.tensors import local, sharded_like, whole
 _OPTIMIZERS, _SCHEDULERS, _TIMESTAMP, _RNG = "state/optimizers", "state/schedulers", "state/timestamp", "rng"
 
 
-def _plain(state: State, groups: bool = True) -> dict[str, Any]:
+def _plain_state(state: State, groups: bool = True) -> dict[str, Any]:
+    """The values of a run that are no tensors."""
     names = _parameter_names(state)
     return {
         "timestamp": asdict(state.timestamp),
@@ -58,7 +59,7 @@ def _plain(state: State, groups: bool = True) -> dict[str, Any]:
         "schedulers": [encoded(encodable(scheduler.state_dict())) for scheduler in state.schedulers],
         "groups": [
             {
-                key: [names[parameter] for parameter in value] if key == "params" else _jsonable(value)
+                key: [names[parameter] for parameter in value] if key == "params" else _jsonable_value(value)
                 for key, value in encodable({**group, "params": tuple(group["params"])}).items()
             }
             for group in (state.optimizer.param_groups if groups else ())
@@ -70,13 +71,14 @@ def _plain(state: State, groups: bool = True) -> dict[str, Any]:
     }
 
 
-def _jsonable(value: Any) -> Any:
+def _jsonable_value(value: Any) -> Any:
+    """A value as JSON has it."""
     if isinstance(value, Tensor | np.ndarray):
         return value.item() if value.ndim == 0 or value.shape == (1,) else value.tolist()
     if isinstance(value, Mapping):
-        return {str(key): _jsonable(inner) for key, inner in value.items()}
+        return {str(key): _jsonable_value(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_jsonable(inner) for inner in value]
+        return [_jsonable_value(inner) for inner in value]
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -84,14 +86,14 @@ def _parameter_names(state: State) -> dict[Any, str]:
     return {parameter: name for name, parameter in state.model.named_parameters()}
 
 
-def _tree(state: State, *, weights_only: bool) -> dict[str, Any]:
+def _state_tree(state: State, *, weights_only: bool) -> dict[str, Any]:
     """The state to save, with tensors as this rank has them."""
     kind = type(state.optimizer).__name__
     names = _parameter_names(state)
     found: dict[str, Any] = {
         "model": {_stored(state, name): value for name, value in state.model.state_dict().items()},
         "timestamp": {"Timestamp": asdict(state.timestamp)},
-        "plain": json.dumps(_plain(state, groups=not weights_only)),
+        "plain": json.dumps(_plain_state(state, groups=not weights_only)),
     }
     if not weights_only:
         moments = {
@@ -107,7 +109,7 @@ def _stored(state: State, name: str) -> str:
     return f"{name}@{state.numbered[name][0]}" if name in state.numbered else name
 
 
-def _there(state: State, names: Iterable[str], there: Collection[str]) -> dict[str, str]:
+def _names_there(state: State, names: Iterable[str], there: Collection[str]) -> dict[str, str]:
     """The names in a checkpoint, which has `there`, of these names of the state; names that it lacks are left out.
 
     Raises CheckpointError for values of other groups than the state has: none is the right one.
@@ -142,11 +144,12 @@ def _plain_name(stored: str) -> str:
 
 def _own(state: State) -> dict[str, Any]:
     """State of this rank only: its random state, the random state at the beginning of the epoch's data, and its data loader's position."""
-    begun = {} if state.begun is None or not state.timestamp.batch_in_epoch else _tensors(state.begun)
-    return {**_tensors(capture_rng()), "loader": encoded(state.loader), "begun": begun}
+    begun = {} if state.begun is None or not state.timestamp.batch_in_epoch else _random_state_tensors(state.begun)
+    return {**_random_state_tensors(capture_rng()), "loader": encoded(state.loader), "begun": begun}
 
 
-def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+def _random_state_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The random state of a rank, as tensors and JSON."""
     version, numbers, gauss = state["python"]
     name, keys, *rest = state["numpy"]
     tensors = {"torch": state["torch"], "python": numbers, "numpy": keys}
@@ -164,7 +167,7 @@ def _captured(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 def save_full(state: State, path: str, *, weights_only: bool, overwrite: bool) -> str:
     """Rank 0 writes one file with whole tensors. Collective; the path."""
-    tree = _mapped(_tree(state, weights_only=weights_only), lambda tensor: whole(tensor).cpu())
+    tree = _mapped(_state_tree(state, weights_only=weights_only), lambda tensor: whole(tensor).cpu())
     rng = dist.all_gather_object(_own(state))
 
     def write() -> None:
@@ -187,7 +190,7 @@ def save_sharded(
     state: State, path: str, *, weights_only: bool, overwrite: bool, planner: SavePlanner | None = None
 ) -> str:
     """Every rank writes its parts into a folder. Collective; the path. `planner`: torch's or a script's own."""
-    tree = {"state": _tree(state, weights_only=weights_only), "rng": {str(dist.get_global_rank()): _own(state)}}
+    tree = {"state": _state_tree(state, weights_only=weights_only), "rng": {str(dist.get_global_rank()): _own(state)}}
     if is_url(path):
         return _save_remote(tree, path, overwrite=overwrite, planner=planner)
     parent, name = os.path.split(os.path.abspath(path))
@@ -200,7 +203,7 @@ def save_sharded(
 
     def publish() -> None:
         for file in sorted(Path(draft).iterdir()):
-            _sync(str(file))
+            _sync_file(str(file))
         sync_folder(draft)
         storage.forget_checks(path)
         aside = os.path.join(parent, f".{name}.replaced")
@@ -213,7 +216,7 @@ def save_sharded(
         shutil.rmtree(aside, ignore_errors=True)
 
     storage.on_rank_0(begin)
-    _save(tree, path, checkpoint_id=draft, planner=planner)
+    _save_tree(tree, path, checkpoint_id=draft, planner=planner)
     storage.on_rank_0(publish)
     return path
 
@@ -226,12 +229,13 @@ def _save_remote(tree: dict[str, Any], path: str, *, overwrite: bool, planner: S
         storage.forget_checks(path)
 
     storage.on_rank_0(begin)
-    _save(tree, path, storage_writer=Writer(path), planner=planner)
+    _save_tree(tree, path, storage_writer=Writer(path), planner=planner)
     storage.on_rank_0(lambda: storage.write_checks(path))
     return path
 
 
-def _save(tree: dict[str, Any], path: str, **options: Any) -> None:
+def _save_tree(tree: dict[str, Any], path: str, **options: Any) -> None:
+    """Saves a nested dict; its failures on all ranks are one CheckpointError."""
     try:
         save(tree, **options)
     except CheckpointException as error:
@@ -239,7 +243,8 @@ def _save(tree: dict[str, Any], path: str, **options: Any) -> None:
         raise CheckpointError(f"cannot write {path}: {failures[:2000]}") from error
 
 
-def _sync(path: str) -> None:
+def _sync_file(path: str) -> None:
+    """Brings a file to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -256,7 +261,7 @@ def load_model(state: State, reader: Reader, *, strict: bool, ignore: Sequence[s
     def is_skipped(name: str) -> bool:
         return any(fnmatch.fnmatch(f"state/model/{each}", p) for p in ignore for each in (name, _plain_name(name)))
 
-    called = _there(state, [name for name in own if not is_skipped(name)], there)
+    called = _names_there(state, [name for name in own if not is_skipped(name)], there)
     missing = sorted(name for name in own if name not in called and not is_skipped(name))
     unexpected = sorted(
         name for name in there if name not in own and _plain_name(name) not in called and not is_skipped(name)
@@ -369,7 +374,7 @@ def _load_optimizer(state: State, reader: Reader) -> None:
     root = f"optimizers.{kind if saved_kinds else ANY}.state."
     below = (name for name in reader.shapes if name.startswith(root))
     there = {name.removeprefix(root).rpartition(".")[0] for name in below}
-    called = _there(state, names.values(), there)
+    called = _names_there(state, names.values(), there)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         prefix = f"{root}{called.get(names[parameter], names[parameter])}."
         keys = [name.removeprefix(prefix) for name in reader.shapes if name.startswith(prefix)]

@@ -1,4 +1,6 @@
-"""Cuts a batch along its samples: tensors in tuples, lists and mappings along their first dimension; what is no tensor goes to all, but
+"""Batches of a Trainer's ranks: cut into microbatches, and checked to be alike where ranks slice layers together.
+
+`cut` cuts a batch along its samples: tensors in tuples, lists and mappings along their first dimension; what is no tensor goes to all, but
 for lists without tensors that have as many members as there are samples: texts, names, and the like.
 
 An object with `smp_slice(num_pieces, index, axis)`, as of `smpc.v1`, cuts itself along axis 0, into equal pieces.
@@ -6,7 +8,8 @@ An object with `smp_slice(num_pieces, index, axis)`, as of `smpc.v1`, cuts itsel
 num_samples({"ids": tensor of 10 rows}) == 10
 cut(batch, 4)       microbatches of 4, 4 and 2 samples
 
-Values that must be equal on ranks, checked or shared: on all ranks, or on the ranks that slice layers together.
+`check_alike`, `check_same_batch` and `share_random_state` check or share values that must be equal: on all ranks, or on the ranks that
+slice layers together.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _LEFT_OUT = -100  # what torch.nn.functional.cross_entropy ignores
 
 def num_samples(batch: Any) -> int:
     """How many samples a batch has. Raises ConfigError where its tensors do not agree, or where it has none."""
-    sizes = sorted(set(_sizes(batch)))
+    sizes = sorted(set(_batch_sizes(batch)))
     if len(sizes) != 1:
         raise ConfigError(
             f"batch: expected tensors with one number of rows in a {type(batch).__name__}, found "
@@ -62,7 +65,7 @@ def cut(batch: Any, size: int | None) -> list[Any]:
     total = num_samples(batch)
     if size is None or size >= total:
         return [batch]
-    return [_part(batch, start, size, total) for start in range(0, total, size)]
+    return [_microbatch_of(batch, start, size, total) for start in range(0, total, size)]
 
 
 def moved(batch: Any, device: torch.device) -> Any:
@@ -84,15 +87,17 @@ def tensors_of(batch: Any) -> list[Tensor]:
     return [tensor for value in values for tensor in tensors_of(value)]
 
 
-def _sizes(batch: Any) -> list[int]:
+def _batch_sizes(batch: Any) -> list[int]:
+    """The first dimension of every tensor of a batch."""
     if isinstance(batch, Mapping):
-        return [size for value in batch.values() for size in _sizes(value)]
+        return [size for value in batch.values() for size in _batch_sizes(value)]
     if isinstance(batch, tuple | list):
-        return [size for value in batch for size in _sizes(value)]
+        return [size for value in batch for size in _batch_sizes(value)]
     return [batch.shape[0]] if isinstance(batch, Tensor) and batch.dim() else []
 
 
-def _part(batch: Any, start: int, size: int, total: int) -> Any:
+def _microbatch_of(batch: Any, start: int, size: int, total: int) -> Any:
+    """The samples from `start` on of a batch."""
     if hasattr(batch, "smp_slice"):
         if total % size:
             raise ConfigError(
@@ -101,11 +106,11 @@ def _part(batch: Any, start: int, size: int, total: int) -> Any:
             )
         return batch.smp_slice(total // size, start // size, 0)
     if isinstance(batch, Mapping):
-        return {name: _part(value, start, size, total) for name, value in batch.items()}
-    if isinstance(batch, list) and len(batch) == total and not _sizes(batch):
+        return {name: _microbatch_of(value, start, size, total) for name, value in batch.items()}
+    if isinstance(batch, list) and len(batch) == total and not _batch_sizes(batch):
         return batch[start : start + size]
     if isinstance(batch, tuple | list):
-        return _same(batch, [_part(value, start, size, total) for value in batch])
+        return _same(batch, [_microbatch_of(value, start, size, total) for value in batch])
     return batch[start : start + size] if isinstance(batch, Tensor) and batch.dim() else batch
 
 
@@ -128,7 +133,7 @@ def check_alike(given: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
     """
     if dist.get_world_size() == 1:
         return
-    own = {name: repr(_plain(value)) for name, value in given.items() if name not in (*_OWN, *_LOADERS)}
+    own = {name: repr(_comparable(value)) for name, value in given.items() if name not in (*_OWN, *_LOADERS)}
     own |= {name: "none" if given[name] is None else "one" for name in _LOADERS}
     own |= {f"the parameter {name}": f"{p.dtype} {tuple(p.shape)}" for name, p in model.named_parameters()}
     own["optimizers"] = type(optimizer).__name__
@@ -152,10 +157,10 @@ def check_alike(given: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
     raise ConfigError("expected the same on all ranks, found\n" + "\n".join(lines or ["parameters in another order"]))
 
 
-def _plain(value: Any) -> Any:
+def _comparable(value: Any) -> Any:
     """The compared part of a value: plain values, also inside dictionaries, and the classes of others."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in sorted(value.items(), key=lambda item: str(item[0]))}
+        return {str(key): _comparable(inner) for key, inner in sorted(value.items(), key=lambda item: str(item[0]))}
     return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
 
 

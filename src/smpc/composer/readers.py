@@ -85,7 +85,9 @@ class FileReader:
             state = found["state"]
             self.plain = json.loads(state["plain"]) if "plain" in state else _of_another(_nested(state), path)
             self._rng = found.get("rng", {})
-            self._tensors = dict(_flat({name: state[name] for name in ("model", "optimizers") if name in state}))
+            self._tensors = dict(
+                _flat_tensors({name: state[name] for name in ("model", "optimizers") if name in state})
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path}: not a checkpoint of a Trainer: {type(error).__name__}: {error}") from error
 
@@ -102,12 +104,13 @@ class FileReader:
         return found if isinstance(found, Mapping) else None
 
 
-def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def _flat_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a nested dict, by names with dots."""
     for name, value in tree.items():
         if isinstance(value, Tensor):
             yield f"{prefix}{name}", value
         elif isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from _flat_tensors(value, f"{prefix}{name}.")
 
 
 class FolderReader:
@@ -135,7 +138,7 @@ class FolderReader:
             paths = {name: _path(tuple(found.planner_data.get(name, name.split(".")))) for name in self._plain}
             known = self._values([name for name, at in paths.items() if _is_known(at)])
             values = {paths[name]: value for name, value in known.items()}
-            self.plain = _of_another(values, path) if self._prefix else {"groups": _groups(values)}
+            self.plain = _of_another(values, path) if self._prefix else {"groups": _optimizer_groups(values)}
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """See Reader."""
@@ -216,11 +219,12 @@ def _of_another(found: Mapping[tuple[Any, ...], Any], path: str) -> dict[str, An
     )
     return {
         "timestamp": {at[2]: int(value) for at, value in found.items() if at[0] == "timestamp"},
-        "groups": _groups(found),
+        "groups": _optimizer_groups(found),
     }
 
 
-def _groups(found: Mapping[tuple[Any, ...], Any]) -> list[dict[str, Any]]:
+def _optimizer_groups(found: Mapping[tuple[Any, ...], Any]) -> list[dict[str, Any]]:
+    """The groups of the optimizer in a checkpoint."""
     groups: dict[int, dict[str, Any]] = {}
     for at, value in found.items():
         if at[0] == "optimizers":

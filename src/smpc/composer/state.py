@@ -1,8 +1,7 @@
-"""The state of a run: passed to callbacks, and saved.
+"""The state of a run, which is passed to callbacks and saved, and its scale of losses.
 
-The factor on fp16 losses that keeps small gradients above zero: halved when one is infinite, doubled after a while.
-
-One verdict for all ranks, also where each holds a part of the gradients.
+`LossScale` is the factor on fp16 losses that keeps small gradients above zero. It is halved when one is infinite, and doubled after a
+while. All ranks decide alike, also where each holds a part of the gradients.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class Stepper:
 
     def _weighted(self, piece: Any, weight: float) -> Tensor:
         with self._autocast():
-            loss = _total(self.state.model.loss(self.wrapped(piece), piece))
+            loss = _total_loss(self.state.model.loss(self.wrapped(piece), piece))
         weighted = loss * weight if weight != 1.0 else loss
         if not weight:  # nothing counts, and the mean over nothing is NaN
             weighted = torch.where(loss.isfinite(), weighted, 0.0)
@@ -156,7 +156,7 @@ class Stepper:
     def mean_loss(self, batch: Any) -> Tensor:
         """The loss of a batch of the evaluation, in the precision of the training."""
         with self._autocast():
-            return _total(self.state.model.loss(self.state.model.eval_forward(batch), batch))
+            return _total_loss(self.state.model.loss(self.state.model.eval_forward(batch), batch))
 
     def _weight(self, piece: Any, counts: Tensor) -> float:
         own = num_loss_tokens(piece) if self.by_tokens else num_samples(piece)
@@ -212,7 +212,7 @@ class Stepper:
             torch.cuda.empty_cache()
         if size == 1:
             raise StepError(
-                f"out of memory with microbatches of one sample, {_shapes(cut(batch, 1)[0])}"
+                f"out of memory with microbatches of one sample, {_batch_shapes(cut(batch, 1)[0])}"
                 f"{f': {error}' if error else ' on another rank'}; shard the model with fsdp_config, or recompute activations"
             )
         self.state.device_train_microbatch_size = (size + 1) // 2
@@ -275,7 +275,8 @@ def _checked(counts: Tensor) -> Tensor:
     return counts
 
 
-def _total(loss: Any) -> Tensor:
+def _total_loss(loss: Any) -> Tensor:
+    """The scalar that is differentiated, of what a loss function returns."""
     if isinstance(loss, Mapping):
         if "total" not in loss:
             raise StepError(f"loss: expected the key total in a dict, found {', '.join(map(str, loss))}")
@@ -289,11 +290,12 @@ def _total(loss: Any) -> Tensor:
     return whole(loss).reshape(())
 
 
-def _shapes(batch: Any) -> str:
+def _batch_shapes(batch: Any) -> str:
+    """The shapes of the tensors of a batch, as text."""
     if isinstance(batch, Tensor):
         return str(tuple(batch.shape))
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
-    return ", ".join(_shapes(value) for value in values)
+    return ", ".join(_batch_shapes(value) for value in values)
 
 
 @torch.no_grad()

@@ -1,11 +1,13 @@
-"""The folder of a run's checkpoints, on this machine or in object storage: names, links, checks, removal. Rank 0 alone calls these.
+"""The folder of a run's checkpoints, on this machine or in object storage, and the JSON in which they have Python's values.
+
+Names, links, checks and removal of checkpoints are rank 0's alone.
 
              on this machine                                object storage (`s3://bucket/run`), through fsspec
 written      under a hidden name, to the disk, renamed      an object is there when it is complete
 latest       a symbolic link                                an object, latest-rank0.pt.symlink, that has the name; written last
 checks       size and crc32 of each file                    sizes; the archives that torch writes have checksums of their own
 
-Values of Python as JSON and back: what a data loader's `state_dict` is made of, without pickling anything.
+`encoded` and `decoded` bring values of Python to JSON and back: what a data loader's `state_dict` is made of, without pickling anything.
 
 >>> decoded(encoded({"rows": (1, 2), "seen": b"ab"}))
 {'rows': (1, 2), 'seen': b'ab'}
@@ -60,20 +62,20 @@ def exists(path: str) -> bool:
     """Whether a checkpoint, or a link to one, exists."""
     if not is_url(path):
         return os.path.exists(path)
-    remote = _remote(path)
+    remote = _remote_storage(path)
     return bool(remote.exists(path) or remote.exists(path + _LINK))
 
 
 def is_folder(path: str) -> bool:
     """Whether it is a sharded checkpoint."""
-    return bool(_remote(path).isdir(path)) if is_url(path) else os.path.isdir(path)
+    return bool(_remote_storage(path).isdir(path)) if is_url(path) else os.path.isdir(path)
 
 
 def followed(path: str) -> str:
     """The target of a link; the path itself if it is not a link."""
     if not is_url(path):
         return os.path.realpath(path)
-    remote, folder = _remote(path), path.rpartition("/")[0]
+    remote, folder = _remote_storage(path), path.rpartition("/")[0]
     if not remote.exists(path + _LINK):
         return path.rstrip("/")
     name = remote.cat_file(path + _LINK).decode("utf-8", "replace").strip()
@@ -123,7 +125,7 @@ def fetched(path: str) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory() as room:
         local = os.path.join(room, os.path.basename(path))
-        _remote(path).get_file(path, local)
+        _remote_storage(path).get_file(path, local)
         yield local
 
 
@@ -143,7 +145,7 @@ def link(path: str, latest: str) -> None:
 def remove(path: str) -> None:
     """Remove a checkpoint and its checks."""
     if is_url(path):
-        remote = _remote(path)
+        remote = _remote_storage(path)
         if remote.exists(path):
             remote.rm(path, recursive=True)
     elif os.path.isdir(path):
@@ -158,8 +160,8 @@ def forget_checks(path: str) -> None:
     target = _checks_path(path)
     if not is_url(path):
         Path(target).unlink(missing_ok=True)
-    elif _remote(path).exists(target):
-        _remote(path).rm_file(target)
+    elif _remote_storage(path).exists(target):
+        _remote_storage(path).rm_file(target)
 
 
 def write_checks(path: str) -> None:
@@ -178,7 +180,7 @@ def check_files(path: str) -> None:
     """Compare files with their recorded sizes and checksums; warns if there is no record. Raises CheckpointError."""
     target = _checks_path(path)
     try:
-        text = _remote(path).cat_file(target) if is_url(path) else Path(target).read_bytes()
+        text = _remote_storage(path).cat_file(target) if is_url(path) else Path(target).read_bytes()
     except FileNotFoundError:
         warnings.warn(f"{path} has no checksums ({target}): damage to it may not be noticed", stacklevel=2)
         return
@@ -200,14 +202,15 @@ def _checks_path(path: str) -> str:
 def _sums(path: str) -> dict[str, list[int | None]]:
     """The size of each file of a checkpoint, and its crc32 if the file is local."""
     if is_url(path):
-        remote = _remote(path)
+        remote = _remote_storage(path)
         entries = remote.ls(path, detail=True) if remote.isdir(path) else [remote.info(path)]
         return {str(entry["name"]).rpartition("/")[2]: [int(entry["size"]), None] for entry in entries}
     files = sorted(Path(path).iterdir()) if os.path.isdir(path) else [Path(path)]
-    return {file.name: [*_sum(file)] for file in files}
+    return {file.name: [*_size_and_crc(file)] for file in files}
 
 
-def _sum(path: Path) -> tuple[int, int]:
+def _size_and_crc(path: Path) -> tuple[int, int]:
+    """The size and the crc32 of a file."""
     size, crc = 0, 0
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
@@ -215,7 +218,7 @@ def _sum(path: Path) -> tuple[int, int]:
     return size, crc
 
 
-def _remote(path: str) -> Any:
+def _remote_storage(path: str) -> Any:
     """fsspec's file system of a URL, without cached listings."""
     fs: Any = place_of(path)[0]
     fs.fs.invalidate_cache()
@@ -224,14 +227,14 @@ def _remote(path: str) -> Any:
 
 def _with_folder(path: str) -> Any:
     """The same path, after making its folder, if the storage has folders."""
-    remote = _remote(path)
+    remote = _remote_storage(path)
     remote.makedirs(os.path.dirname(path), exist_ok=True)
     return remote
 
 
 def encoded(value: Any) -> str:
     """One line of JSON. Raises CheckpointError for a value of another kind."""
-    return json.dumps(_told(value, "state"))
+    return json.dumps(_encoded_value(value, "state"))
 
 
 def encodable(value: Any) -> Any:
@@ -252,10 +255,11 @@ def _is_encodable(value: Any) -> bool:
 
 def decoded(text: str) -> Any:
     """The decoded value. Raises ValueError, TypeError or KeyError for other text."""
-    return _back(json.loads(text))
+    return _decoded_value(json.loads(text))
 
 
-def _told(value: Any, where: str) -> Any:
+def _encoded_value(value: Any, where: str) -> Any:
+    """A value of Python as JSON has it; an error names its place."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
@@ -267,20 +271,22 @@ def _told(value: Any, where: str) -> Any:
     if isinstance(value, Tensor):
         return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, list | tuple):
-        items = [_told(inner, f"{where}[{index}]") for index, inner in enumerate(value)]
+        items = [_encoded_value(inner, f"{where}[{index}]") for index, inner in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, Mapping):
         return {
             "counts" if isinstance(value, Counter) else "items": [
-                [_told(key, f"{where}'s key"), _told(inner, f"{where}[{key!r}]")] for key, inner in value.items()
+                [_encoded_value(key, f"{where}'s key"), _encoded_value(inner, f"{where}[{key!r}]")]
+                for key, inner in value.items()
             ]
         }
     raise CheckpointError(f"{where}: expected plain values and tensors, found {type(value).__name__}")
 
 
-def _back(value: Any) -> Any:
+def _decoded_value(value: Any) -> Any:
+    """The value of Python that a JSON value stands for."""
     if isinstance(value, list):
-        return [_back(inner) for inner in value]
+        return [_decoded_value(inner) for inner in value]
     if not isinstance(value, dict):
         return value
     if "bytes" in value:
@@ -293,7 +299,7 @@ def _back(value: Any) -> Any:
     if "array" in value:
         return np.array(value["array"], dtype=value["dtype"])
     if "tuple" in value:
-        return tuple(_back(inner) for inner in value["tuple"])
+        return tuple(_decoded_value(inner) for inner in value["tuple"])
     if "counts" in value:  # of milestones
-        return Counter({_back(key): _back(inner) for key, inner in value["counts"]})
-    return {_back(key): _back(inner) for key, inner in value["items"]}
+        return Counter({_decoded_value(key): _decoded_value(inner) for key, inner in value["counts"]})
+    return {_decoded_value(key): _decoded_value(inner) for key, inner in value["items"]}

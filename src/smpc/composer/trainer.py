@@ -83,7 +83,7 @@ class Trainer:
         save_folder, load_path = found.places
         self._save_interval, self._eval_interval = found.save_interval, found.eval_interval
         self._max_duration = found.max_duration
-        _begin(given, found)
+        _begin_training(given, found)
         self._train, self._eval, self._by_batch = loader, eval_dataloader, step_schedulers_every_batch
         self._device = torch.device("cuda", dist.get_local_rank()) if how.device == "gpu" else torch.device("cpu")
         self._callbacks = found.callbacks
@@ -171,7 +171,7 @@ class Trainer:
         if not any(parameter.requires_grad for parameter in self.state.model.parameters()):
             raise UsageError("fit: expected a model with parameters that require grad, found none")
         end = self._end(duration)
-        self._save.check_first(self.state, self._save_interval, end, _length(self._train))
+        self._save.check_first(self.state, self._save_interval, end, _batches_of_epoch(self._train))
         first = self.state.timestamp.batch
         if end.is_over(self.state.timestamp):
             warnings.warn(
@@ -322,7 +322,7 @@ class Trainer:
         return self._save.save(self.state, path)
 
 
-def _length(loader: Iterable[Any]) -> int | None:
+def _batches_of_epoch(loader: Iterable[Any]) -> int | None:
     """How many batches an epoch has; None where nothing says so, as for a DataLoader of an IterableDataset."""
     try:
         return len(loader) if isinstance(loader, Sized) else None
@@ -330,17 +330,18 @@ def _length(loader: Iterable[Any]) -> int | None:
         return None
 
 
-def _begin(given: Mapping[str, Any], found: checked.Arguments) -> None:
+def _begin_training(given: Mapping[str, Any], found: checked.Arguments) -> None:
     """Process groups, where nothing is wrong that is known before; equal arguments on all ranks; seeds."""
     load_path = found.places[1]
     if load_path is not None and not given["autoresume"]:  # that may have a newer one
         found.how.check_there(load_path)
     dist.initialize_dist(found.how.device, timeout=given["dist_timeout"])
     check_alike(given, given["model"], found.optimizer)
-    _seed(given["seed"])
+    _seed_rank(given["seed"])
 
 
-def _seed(given: int | None) -> None:
+def _seed_rank(given: int | None) -> None:
+    """Seeds all generators of this rank."""
     if given is None:
         return
     seed = given + dist.get_global_rank()

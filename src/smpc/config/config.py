@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from smpc.config.key import Key, key, restated
-from smpc.config.limits import MAX_BYTES, MAX_COUNT, MAX_LOCAL_RANKS, MAX_RANKS, MAX_SECONDS, MAX_SEED, shown
+from smpc.config.numbers import MAX_BYTES, MAX_COUNT, MAX_LOCAL_RANKS, MAX_RANKS, MAX_SECONDS, MAX_SEED, shown
 from smpc.config.planner import PlannerKeys
 from smpc.config.report import Report, Schema, read_file
 from smpc.config.rules import MODULES, broken_rules

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from smpc.config.limits import shown
+from smpc.config.numbers import shown
 from smpc.errors import ConfigError, ConfigTypeError, printable
 
 MAX_FILE_BYTES = 4 << 20  # of settings
@@ -95,17 +95,17 @@ def _has_reader(pipe: str) -> bool:
 
 def parse_json(text: str, what: str, *, infinite: bool = False) -> dict[str, Any]:
     """A JSON object, each key in it once. `infinite`: accepts NaN and Infinity, which are not JSON."""
-    value = _parsed(what, "JSON", lambda: json.loads(text, object_pairs_hook=_unique, parse_int=_whole))
+    value = _parsed_file(what, "JSON", lambda: json.loads(text, object_pairs_hook=_unique_keys, parse_int=_whole))
     if not isinstance(value, dict):
         raise ConfigTypeError(f"{printable(what)}: expected a JSON object, found {type(value).__name__}")
-    _check(value, what, infinite)
+    _check_values(value, what, infinite)
     return value
 
 
 def parse_toml(text: str, what: str) -> dict[str, Any]:
     """A TOML document."""
-    value: dict[str, Any] = _parsed(what, "TOML", lambda: tomllib.loads(text))
-    _check(value, what, infinite=False)
+    value: dict[str, Any] = _parsed_file(what, "TOML", lambda: tomllib.loads(text))
+    _check_values(value, what, infinite=False)
     return value
 
 
@@ -113,7 +113,8 @@ class _Twice(ValueError):
     """A key that is given twice."""
 
 
-def _parsed(what: str, form: str, parse: Callable[[], Any]) -> Any:
+def _parsed_file(what: str, form: str, parse: Callable[[], Any]) -> Any:
+    """What the text of a file says; its faults are ConfigErrors."""
     what = printable(what)
     try:
         return parse()
@@ -127,7 +128,8 @@ def _parsed(what: str, form: str, parse: Callable[[], Any]) -> Any:
         raise ConfigError(f"{what}: malformed {form}: {printable(str(error))}") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The dict of these pairs; an error if a key is there twice."""
     result = dict(pairs)
     if len(result) < len(pairs):
         seen: dict[str, None] = {}
@@ -144,7 +146,7 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
-def _check(value: Any, what: str, infinite: bool) -> None:
+def _check_values(value: Any, what: str, infinite: bool) -> None:
     """Raise ConfigError for values nested too deeply, and for numbers that are too long or not finite; without recursion."""
     what = printable(what)
     level = [value]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
-from smpc.config.limits import shown
+from smpc.config.numbers import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Key:
 
     `unsupported` says what to do instead of a value other than the default; `no_effect` says why such a value changes nothing. `derived`
     is the text of a default that is not a constant of the key's type; None is then accepted and means that default. `limit` is the
-    largest plausible value (`smpc.config.limits`). `required`: callers of `smpc.compile_model` must give it. `as_option` converts a
+    largest plausible value (`smpc.config.numbers`). `required`: callers of `smpc.compile_model` must give it. `as_option` converts a
     script's value into the planner's option.
     """
 

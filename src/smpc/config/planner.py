@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from smpc.config.key import Flag, key
-from smpc.config.limits import MAX_COUNT, MAX_MICROBATCHES, MAX_PIECES, MAX_PIPELINE_RANKS, MAX_RANKS
+from smpc.config.numbers import MAX_COUNT, MAX_MICROBATCHES, MAX_PIECES, MAX_PIPELINE_RANKS, MAX_RANKS
 
 CONTEXT_METHODS = ("auto", "p2p", "all_gather", "a2a")  # how context-parallel ranks compute attention
 CONTEXT_LAYOUTS = ("auto", "contiguous", "zigzag")  # which slices of a sequence ranks have

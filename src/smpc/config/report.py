@@ -1,4 +1,4 @@
-"""Checks a configuration: merges its sources, and reports all violations in one error.
+"""Checks a configuration: reads and merges its sources, and reports all violations in one error.
 
     report = Report(Schema.of(MyConfig, broken_rules))      a dataclass whose fields are made by `smpc.config.key.key`
     report.add_source("config", {"degree": 2})              later sources win
@@ -9,14 +9,10 @@
 All violations are reported together, one line each: `ConfigTypeError` if a type is among them, else `ConfigError`; if all values are
 valid but one is not implemented, `ConfigUnsupportedError`.
 
-Where a configuration comes from: dicts, JSON text and files.
-
-A source is the flat dict of parameters, or the nested form of a SageMaker estimator: `{"smdistributed": {"modelparallel": {"enabled":
-true, "parameters": {...}}}, "mpi": {"enabled": true, "processes_per_host": 8}}`, or with `torch_distributed` in place of `mpi`.
-`mpi.processes_per_host` becomes a parameter of that name.
-
-Names and values of parameters are not checked here. A source that cannot be read raises ConfigError, one of another form
-ConfigTypeError; both say where.
+Sources are dicts, JSON text and files. A source has the flat dict of parameters, or the nested form of a SageMaker estimator:
+`{"smdistributed": {"modelparallel": {"enabled": true, "parameters": {...}}}, "mpi": {"enabled": true, "processes_per_host": 8}}`, or with
+`torch_distributed` in place of `mpi`. `mpi.processes_per_host` becomes a parameter of that name. A source that cannot be read raises
+ConfigError, one of another form ConfigTypeError; both say where.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from typing import Any
 
 from smpc.config.files import parse_json, parse_toml, read_text
 from smpc.config.key import Key, keys_of
-from smpc.config.limits import shown
+from smpc.config.numbers import shown
 from smpc.errors import ConfigError, ConfigTypeError, ConfigUnsupportedError, printable
 
 # The keys of the launcher's part of a nested configuration, beside `enabled`.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from smpc.config.limits import shown
+from smpc.config.numbers import shown
 from smpc.kernels.setting import AUTO, faults_of
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "list")
@@ -29,10 +29,10 @@ def broken_rules(sound: Sound, where: Where) -> Iterator[str]:
     if schedule not in ("", *SCHEDULES) and not schedule.endswith(".csv"):
         expected = f"{', '.join(SCHEDULES)} or a .csv file"
         yield f"schedule: expected one of {expected}, found {shown(schedule)}{where('schedule')}"
-    yield from _plan(sound, where)
+    yield from _tensor_rules(sound, where)
     if sound.get("tensor_parallel_degree", 1) > 1 and not sound.get("ddp", False):
         yield f"tensor_parallel_degree: {sound['tensor_parallel_degree']} requires ddp: true, found ddp: false"
-    yield from _context(sound, where)
+    yield from _context_rules(sound, where)
     yield from _experts(sound)
     if sound.get("shard_optimizer_state", False) and not sound.get("ddp", False):
         yield "shard_optimizer_state: true requires ddp: true, found ddp: false"
@@ -44,7 +44,7 @@ def broken_rules(sound: Sound, where: Where) -> Iterator[str]:
     yield from _partition(sound)
 
 
-def _plan(sound: Sound, where: Where) -> Iterator[str]:
+def _tensor_rules(sound: Sound, where: Where) -> Iterator[str]:
     """Rules of tensor parallelism."""
     plan = sound.get("tensor_parallel_plan", MODULES)
     if isinstance(plan, str) and plan not in PLANS and not plan.endswith(".json"):
@@ -64,7 +64,7 @@ def _plan(sound: Sound, where: Where) -> Iterator[str]:
         )
 
 
-def _context(sound: Sound, where: Where) -> Iterator[str]:
+def _context_rules(sound: Sound, where: Where) -> Iterator[str]:
     """Rules of context parallelism."""
     degree, plan = sound.get("context_parallel_degree", 1), sound.get("tensor_parallel_plan", MODULES)
     if degree > 1 and not sound.get("ddp", False):

@@ -27,20 +27,20 @@ def is_initialized() -> bool:
 
 def get_world_size() -> int:
     """How many ranks the job has; 1 alone. Raises GroupError where WORLD_SIZE says something else than the process group."""
-    return _agreed("WORLD_SIZE", distributed.get_world_size() if is_initialized() else None, 1)
+    return _agreed_number("WORLD_SIZE", distributed.get_world_size() if is_initialized() else None, 1)
 
 
 def get_global_rank(group: distributed.ProcessGroup | None = None) -> int:
     """This process's rank in the job, or its position in `group`; 0 alone. Raises GroupError where RANK says something else."""
     if group is not None and is_initialized():
         return distributed.get_rank(group)
-    return _agreed("RANK", distributed.get_rank() if is_initialized() else None, 0)
+    return _agreed_number("RANK", distributed.get_rank() if is_initialized() else None, 0)
 
 
 def get_local_world_size() -> int:
     """How many ranks of the job run on this node; 1 alone. Raises MissingEnvironmentError where nothing says so."""
     place = _place()
-    return _told("LOCAL_WORLD_SIZE", None if place is None else place.local_size, 1)
+    return _number_of_environment("LOCAL_WORLD_SIZE", None if place is None else place.local_size, 1)
 
 
 def known_local_size() -> int:
@@ -54,7 +54,7 @@ def known_local_size() -> int:
 def get_local_rank() -> int:
     """This process's number on its node, from 0. Raises MissingEnvironmentError where nothing says so."""
     place = _place()
-    return _told("LOCAL_RANK", None if place is None else place.local_rank, 0)
+    return _number_of_environment("LOCAL_RANK", None if place is None else place.local_rank, 0)
 
 
 def get_node_rank() -> int:
@@ -68,14 +68,14 @@ def get_node_rank() -> int:
     place = _place()
     if place is not None and place.local_size == place.world_size:
         return 0
-    return _told("NODE_RANK", None, 0)
+    return _number_of_environment("NODE_RANK", None, 0)
 
 
 def _place() -> Place | None:
     return Place.find(os.environ)
 
 
-def _agreed(name: str, of_group: int | None, alone: int) -> int:
+def _agreed_number(name: str, of_group: int | None, alone: int) -> int:
     """The process group's number, checked against the environment; without a group, the environment's."""
     place = _place()
     of_launcher = None if place is None else (place.world_size if name == "WORLD_SIZE" else place.rank)
@@ -89,7 +89,8 @@ def _agreed(name: str, of_group: int | None, alone: int) -> int:
     return of_group
 
 
-def _told(name: str, found: int | None, alone: int) -> int:
+def _number_of_environment(name: str, found: int | None, alone: int) -> int:
+    """A number that the launcher has set; `alone` for a single process."""
     text = os.environ.get(name, "").strip()
     if found is None and text.isascii() and text.isdigit():  # beside process groups that the script has made by itself
         found = int(text)

@@ -1,10 +1,8 @@
-"""The process groups of a job: `initialize_dist`.
+"""The process groups of a job: how they start (`initialize_dist`), and how a process that has some ends (`watch_end`).
 
-The end of a process that has process groups: no thread of theirs may still run when Python takes itself down.
-
-gloo runs a collective call in a thread of its own. The call may return before that thread has released the tensors; if it is the last
-owner, it needs Python to free them. On a loaded machine, a process may end in between: Python is then gone, and the process aborts with
-SIGABRT instead of status 0. So the process waits until those threads sleep.
+No thread of theirs may still run when Python takes itself down. gloo runs a collective call in a thread of its own. The call may return
+before that thread has released the tensors; if it is the last owner, it needs Python to free them. On a loaded machine, a process may end
+in between: Python is then gone, and the process aborts with SIGABRT instead of status 0. So the process waits until those threads sleep.
 
     sleeping    two readings of /proc say so, and that it was never awake in between. A thread that waits for Python is awake while
                 Reading /proc releases Python's lock.
@@ -91,7 +89,7 @@ def initialize_dist(device: str | torch.device | None = None, timeout: float = 3
 
     Raises ConfigError for other devices and for a place that is incomplete; GroupError, if there is a group of another backend.
     """
-    kind = _kind(device)
+    kind = _kind_of_device(device)
     if not is_available():
         raise GroupError("this torch was built without torch.distributed")
     checked_seconds(timeout)
@@ -131,7 +129,8 @@ def checked_seconds(timeout: float) -> float:
     return timeout
 
 
-def _kind(device: str | torch.device | None) -> str:
+def _kind_of_device(device: str | torch.device | None) -> str:
+    """cpu or gpu: what collectives run on."""
     if device is None:
         return "gpu" if torch.cuda.is_available() else "cpu"
     name = device.type if isinstance(device, torch.device) else device

@@ -99,10 +99,11 @@ def write_signal_file(signal_file_name: str, dir_path: str | None = None) -> str
 
     `signal_file_name`: its name, as from `get_node_signal_file_name`. `dir_path`: its folder, by default the working directory.
     """
-    return _write(signal_file_name, dir_path, "")
+    return _write_signal(signal_file_name, dir_path, "")
 
 
-def _write(name: str, dir_path: str | None, text: str) -> str:
+def _write_signal(name: str, dir_path: str | None, text: str) -> str:
+    """Writes the signal file, once for each host."""
     if os.path.basename(name) != name or name in ("", ".", ".."):
         raise UsageError(f"signal_file_name: expected the plain name of a file, found {name!r}")
     path = os.path.join(dir_path or os.getcwd(), name)
@@ -134,7 +135,7 @@ def busy_wait_for_local_rank_zero(dir_path: str | None = None) -> Iterator[None]
             outcome = _told(error)
             raise
         finally:
-            _write(
+            _write_signal(
                 name, os.path.dirname(path), _WRONG if outcome else ""
             )  # the body may have changed the working directory
             if outcome is None and get_local_rank() != 0:

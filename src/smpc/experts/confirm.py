@@ -38,16 +38,17 @@ class Confirmed:
 def confirm(experts: Stacked) -> Confirmed | str:
     """What is needed to cut these experts, or why they cannot be cut."""
     reasons = []
-    for counts in _candidates(experts):
+    for counts in _counting_attributes(experts):
         for hidden in _widths(experts):
-            reason = _tried(experts, counts, hidden)
+            reason = _tried_split(experts, counts, hidden)
             if reason is None:
                 return Confirmed(experts, counts, hidden)
             reasons.append(reason)
     return next((reason for reason in reasons if "returned" in reason), reasons[-1])
 
 
-def _candidates(experts: Stacked) -> list[tuple[str, ...]]:
+def _counting_attributes(experts: Stacked) -> list[tuple[str, ...]]:
+    """Sets of attributes that may hold the number of experts."""
     numbers = [
         name
         for name, value in vars(experts.module).items()
@@ -63,7 +64,7 @@ def _widths(experts: Stacked) -> list[int]:
     return sorted(dict.fromkeys(sizes), key=lambda size: -sizes.count(size))
 
 
-def _tried(experts: Stacked, counts: tuple[str, ...], hidden: int) -> str | None:
+def _tried_split(experts: Stacked, counts: tuple[str, ...], hidden: int) -> str | None:
     """None if all holds, else what does not."""
     few = min(experts.num_experts, _FEW)
     first = few - few // 2  # of the experts that stand alone
@@ -72,11 +73,11 @@ def _tried(experts: Stacked, counts: tuple[str, ...], hidden: int) -> str | None
     tokens = torch.randn(_TOKENS, hidden, generator=generator)
     weights = torch.rand(_TOKENS, 2, generator=generator)
     index = torch.stack([torch.arange(_TOKENS) % few, (torch.arange(_TOKENS) + 1) % few], 1)
-    values = _values(experts, few, generator)
+    values = _invented_parameters(experts, few, generator)
     ones = torch.ones(_TOKENS, 1)
     try:
         with torch.no_grad(), torch.random.fork_rng():
-            some = _copy(experts, values, counts)
+            some = _copy_with_experts(experts, values, counts)
             slots = [some(tokens, index[:, slot : slot + 1], ones) for slot in range(2)]
             if any(not isinstance(slot, Tensor) or slot.shape != tokens.shape for slot in slots):
                 return f"{name} returned something else than a tensor of the hidden states' shape"
@@ -84,7 +85,7 @@ def _tried(experts: Stacked, counts: tuple[str, ...], hidden: int) -> str | None
             mixed = sum(slot * weights[:, [place]] for place, slot in enumerate(slots))
             if not _close(both, mixed):
                 return f"{name} returned something else than the sum of weight times expert"
-            alone = _copy(experts, [value[first:] for value in values], counts)
+            alone = _copy_with_experts(experts, [value[first:] for value in values], counts)
             local = torch.arange(_TOKENS).remainder(few - first).unsqueeze(1)
             if not _close(alone(tokens, local, ones), some(tokens, local + first, ones)):
                 return f"{name} returned something else for some of its experts, without the others"
@@ -101,8 +102,8 @@ def _same_as_all(experts: Stacked, counts: tuple[str, ...], values: list[Tensor]
     every = [value[:1].expand(count, *value.shape[1:]) for value in values]
     if sum(value.numel() for value in every) <= _LARGE:
         every = [value.contiguous() for value in every]
-    whole = _copy(experts, every, ())
-    some = _copy(experts, [value[:1].expand_as(value).contiguous() for value in values], counts)
+    whole = _copy_with_experts(experts, every, ())
+    some = _copy_with_experts(experts, [value[:1].expand_as(value).contiguous() for value in values], counts)
     index = (torch.arange(len(tokens)) % len(values[0])).unsqueeze(1)
     ones = torch.ones(len(tokens), 1)
     return _close(whole(tokens, index, ones), some(tokens, index, ones))
@@ -112,7 +113,7 @@ def _close(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def _values(experts: Stacked, few: int, generator: torch.Generator) -> list[Tensor]:
+def _invented_parameters(experts: Stacked, few: int, generator: torch.Generator) -> list[Tensor]:
     """Invented parameters of a few experts. Large ones repeat a short sequence."""
     found = []
     for name in experts.parameters:
@@ -124,7 +125,7 @@ def _values(experts: Stacked, few: int, generator: torch.Generator) -> list[Tens
     return found
 
 
-def _copy(experts: Stacked, values: list[Tensor], counts: tuple[str, ...]) -> nn.Module:
+def _copy_with_experts(experts: Stacked, values: list[Tensor], counts: tuple[str, ...]) -> nn.Module:
     """The module with other parameters, on the CPU; attributes that count experts say how many these are."""
     module = experts.module
     invented = dict(zip(experts.parameters, values, strict=True))

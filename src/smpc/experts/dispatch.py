@@ -97,16 +97,16 @@ def dispatch(
     `hidden` is [N, H], `index` [N, k] of integers. With a `capacity`, N may differ between ranks, the capacity may not. Raises UsageError
     for shapes that do not fit, ConfigError for a way that does not exist, a capacity below 1, or fewer experts than ranks.
     """
-    _check(hidden, index, num_experts, group, way, capacity)
+    _check_dispatch(hidden, index, num_experts, group, way, capacity)
     if capacity is not None:
         return _with_capacity(hidden, index, num_experts, group, capacity)
     if way == "all_gather" and group.size > 1:
-        return _gathered(hidden, index, num_experts, group)
+        return _gathered_tokens(hidden, index, num_experts, group)
     flat = index.reshape(-1).to(torch.int64)
     experts, order = torch.sort(flat, stable=True)  # what nobody serves comes first and last
-    first, matrix = _told(_starts(experts, num_experts), hidden, group)
+    first, matrix = _told_counts(_starts(experts, num_experts), hidden, group)
     hidden = _like_others(hidden, matrix, index.shape[0])
-    traffic, local = _traffic(matrix, num_experts, group)
+    traffic, local = _traffic_of_counts(matrix, num_experts, group)
     source = order[first : first + sum(traffic.send)]
     places = inverse(source) if len(source) == index.numel() else None
     arrived = exchange(spread(hidden, source, index.shape[1], False, places), traffic, group)
@@ -156,7 +156,7 @@ def _starts(experts: Tensor, num_experts: int) -> Tensor:
     return torch.searchsorted(experts, torch.arange(num_experts + 1, device=experts.device))
 
 
-def _told(starts: Tensor, hidden: Tensor, group: TensorGroup) -> tuple[int, list[list[int]]]:
+def _told_counts(starts: Tensor, hidden: Tensor, group: TensorGroup) -> tuple[int, list[list[int]]]:
     """This rank's first slot that is served, of sorted ones; and by rank: its rows for each expert, their width, the number of their
     dtype.
     """
@@ -181,7 +181,9 @@ def _like_others(hidden: Tensor, matrix: list[list[int]], num_tokens: int) -> Te
     return hidden.sum(1, keepdim=True).expand(0, width).to(_DTYPES[dtype])
 
 
-def _traffic(matrix: list[list[int]], num_experts: int, group: TensorGroup) -> tuple[Traffic, list[list[int]]]:
+def _traffic_of_counts(
+    matrix: list[list[int]], num_experts: int, group: TensorGroup
+) -> tuple[Traffic, list[list[int]]]:
     """From the rows that each rank has for each expert: the traffic, and [ranks][local experts] of the rows that arrive here."""
     shares = group.shares(num_experts)
     bounds = [sum(shares[:rank]) for rank in range(group.size + 1)]
@@ -236,7 +238,7 @@ def _with_capacity(
     return rows, Plan(counts, "all_to_all", num_tokens, each, source, arrival, None, traffic, is_padded=True)
 
 
-def _gathered(hidden: Tensor, index: Tensor, num_experts: int, group: TensorGroup) -> tuple[Tensor, Plan]:
+def _gathered_tokens(hidden: Tensor, index: Tensor, num_experts: int, group: TensorGroup) -> tuple[Tensor, Plan]:
     """All ranks' tokens, and of them the rows of this rank's experts. Ranks that have fewer tokens than others add empty ones."""
     count, num_slots = index.shape
     sizes: list[int] = gathered(torch.tensor([count], device=hidden.device), 0, group).tolist()
@@ -260,7 +262,10 @@ def _returned(outputs: Tensor, plan: Plan, group: TensorGroup) -> Tensor:
     return reduce_scatter(every, 0, group)[: plan.num_tokens * plan.num_slots]
 
 
-def _check(hidden: Tensor, index: Tensor, num_experts: int, group: TensorGroup, way: str, capacity: int | None) -> None:
+def _check_dispatch(
+    hidden: Tensor, index: Tensor, num_experts: int, group: TensorGroup, way: str, capacity: int | None
+) -> None:
+    """Raises UsageError for tokens and indices that cannot be dispatched."""
     if (
         hidden.dim() != 2
         or index.dim() != 2

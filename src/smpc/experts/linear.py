@@ -1,4 +1,6 @@
-"""Linear maps with their adjoints as backward, and the two that mixtures of experts need.
+"""Linear maps of mixtures of experts: rows spread and collected, and one linear layer for each expert.
+
+`spread` and `collected` have their adjoints as backward.
 
 Terms
     slot      place j of token n among its k experts, numbered n k + j
@@ -11,10 +13,9 @@ Terms
 The backward of `spread` collects and sums over the k slots of a token by a view and a sum. So nothing is added by index, and sums are
 made in one order, on GPUs too.
 
-One linear layer for each expert, on rows that lie expert by expert.
-
-torch's grouped matrix product where it has one for the dtype, the device and the sizes, which it wants in multiples of 16 bytes; a loop
-of matrix products elsewhere (fp64, no rows). Both give the same bits on CPUs.
+`grouped_linear` is one linear layer for each expert, on rows in the order of the experts. It is torch's grouped matrix product where it has
+one for the dtype, the device and the sizes, which it wants in multiples of 16 bytes; a loop of matrix products elsewhere (fp64, no rows).
+Both give the same bits on CPUs.
 """
 
 from __future__ import annotations

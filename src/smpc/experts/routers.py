@@ -1,4 +1,6 @@
-"""Routers: from logits [N, E], one for each token and expert, to the k experts of each token and their weights.
+"""Routers and their losses.
+
+A router takes logits [N, E], one for each token and expert, to the k experts of each token and their weights:
 
     top_k       the k largest, with their softmax: over the k chosen, or over all experts
     sinkhorn    the k largest of a plan that gives all experts the same number of tokens, found by Sinkhorn's iteration; the weights are
@@ -8,7 +10,7 @@
 
 All return (index [N, k] int64, weights [N, k] in the logits' dtype). Gradients go through the weights alone.
 
-Losses of the router, and how they join a loss that is computed elsewhere.
+Losses of a router, and how they join a loss that is computed elsewhere:
 
     aux_loss    coefficient E sum_e f_e P_e: f_e is the share of slots that went to expert e, P_e the mean probability of e. It is 1 times
                 the coefficient if both are even (Fedus et al. 2021, arXiv 2101.03961)
@@ -31,7 +33,7 @@ from smpc.errors import ConfigError
 
 def top_k(logits: Tensor, k: int, *, over_chosen: bool = True) -> tuple[Tensor, Tensor]:
     """The k largest. `over_chosen`: their weights sum to 1; else they are those of the softmax over all experts."""
-    _check(logits, k)
+    _check_logits(logits, k)
     values, index = logits.topk(k, dim=-1)
     return index, values.softmax(-1) if over_chosen else logits.softmax(-1).gather(-1, index)
 
@@ -40,7 +42,7 @@ def sinkhorn(
     logits: Tensor, k: int, *, training: bool = True, tolerance: float = 1e-4, limit: int = 100
 ) -> tuple[Tensor, Tensor]:
     """The k largest of the balanced plan. Iterates until the plan changes by less than `tolerance`, at most `limit` times."""
-    _check(logits, k)
+    _check_logits(logits, k)
     with torch.no_grad():
         index = (_balanced_plan(logits, tolerance, limit) if training else logits).topk(k, dim=-1).indices
     return index, _own_weights(logits, index)
@@ -48,7 +50,7 @@ def sinkhorn(
 
 def balanced(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Round robin over the experts."""
-    _check(logits, k)
+    _check_logits(logits, k)
     count, num_experts = logits.shape
     index = round_robin(count, k, num_experts, logits.device)
     return index, _own_weights(logits, index)
@@ -81,7 +83,8 @@ def _balanced_plan(logits: Tensor, tolerance: float, limit: int) -> Tensor:
     return plan * tokens * experts
 
 
-def _check(logits: Tensor, k: int) -> None:
+def _check_logits(logits: Tensor, k: int) -> None:
+    """Raises ConfigError for logits and numbers of experts that cannot be routed."""
     if logits.dim() != 2 or not 1 <= k <= logits.shape[-1]:
         raise ConfigError(
             f"expected logits [N, E] and 1 to E experts for each token, found shape {tuple(logits.shape)} and {k}; "

@@ -1,4 +1,6 @@
-"""Tokens permuted over all ranks of a group before they are routed, and put back after.
+"""Rows on their way between ranks of a group: exchanged, or permuted before they are routed and put back after.
+
+`shuffle` permutes tokens over all ranks.
 
 Ranks that hold neighbouring text send the same experts their tokens; after a shuffle every rank has a sample of all of it. The permutation
 is drawn from a seed that all ranks share, over the global number of a token: that of its rank first, then its own. Every rank gets back as
@@ -7,8 +9,7 @@ many tokens as it had, so numbers may differ between ranks.
     mixed, ticket = shuffle(tokens, seed, group)
     result = unshuffle(layer(mixed), ticket, group)
 
-Rows from every rank of a group to every other, in numbers that differ: an all-to-all that autograd goes back through.
-
+`exchange` brings rows from every rank of a group to every other, in numbers that differ: an all-to-all that autograd goes back through.
 All ranks know the largest number of rows that any of them sends to any. So all of them decide alike whether the rows go through the
 memory that the processes of a host share, padded, or through the process group, as they are.
 """
@@ -74,7 +75,7 @@ class Shuffle:
 def shuffle(tokens: Tensor, seed: int, group: TensorGroup) -> tuple[Tensor, Shuffle]:
     """[N, ...] other tokens of the group, and what `unshuffle` needs. `seed` must be the same on all ranks; another for each call."""
     sizes: list[int] = gathered(torch.tensor([tokens.shape[0]], device=tokens.device), 0, group).tolist()
-    ticket = _drawn(sizes, seed, group.rank, tokens.device)
+    ticket = _drawn_order(sizes, seed, group.rank, tokens.device)
     arrived = exchange(permuted(tokens, ticket.leaving), ticket.traffic, group)
     return permuted(arrived, ticket.arriving), ticket
 
@@ -87,7 +88,7 @@ def unshuffle(tokens: Tensor, ticket: Shuffle, group: TensorGroup) -> Tensor:
     return unpermuted(arrived, ticket.leaving)
 
 
-def _drawn(sizes: list[int], seed: int, rank: int, device: torch.device) -> Shuffle:
+def _drawn_order(sizes: list[int], seed: int, rank: int, device: torch.device) -> Shuffle:
     """Global place p gets the token of number order[p]."""
     order = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(seed))
     place = torch.empty_like(order)

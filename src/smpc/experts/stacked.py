@@ -4,7 +4,7 @@ The module stays the same object under the same name, with the same hooks. Its c
 ranks of their experts, calls the module's own forward there, with one expert a row and weights of one, and multiplies by the weights
 where the tokens came from. A rank to which no token comes calls it with one row of zeros, so that its parameters get gradients of zero.
 
-A module that stays the same object takes another forward: its class becomes a subclass that a role comes first in.
+`take_role` gives a module that stays the same object another forward: its class becomes a subclass that a role comes first in.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PartOfExperts(nn.Module):
         """
         parts: Parts = vars(self)[PARTS]
         num_slices = kwargs.pop(SLICES, 1)
-        hidden, index, weights = _routing(parts.names, args, kwargs)
+        hidden, index, weights = _routing_arguments(parts.names, args, kwargs)
         hidden, weights = scale_gradient(hidden, 1 / num_slices), scale_gradient(weights, 1 / num_slices)
         options, group = parts.options, parts.group
         tokens = hidden.reshape(-1, hidden.shape[-1])
@@ -106,7 +106,10 @@ class PartOfExperts(nn.Module):
         return alone[:0]
 
 
-def _routing(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def _routing_arguments(
+    names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The hidden states, index and weights among the arguments of a call of experts."""
     given = [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
     if (
         len(given) != len(args) + len(kwargs)
@@ -122,10 +125,10 @@ def _routing(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, An
     return given[0], given[1], given[2]
 
 
-def _recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+def _recorded_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """What a recorder runs in place of a part's forward: the same shape, and what rows evenly spread over experts compute and keep."""
     parts: Parts = vars(module)[PARTS]
-    hidden, index, weights = _routing(parts.names, args, kwargs)
+    hidden, index, weights = _routing_arguments(parts.names, args, kwargs)
     rows = hidden.new_empty(index.numel(), hidden.shape[-1], requires_grad=True)
     for parameter in module.parameters():
         if parameter.dim() == 3:  # [E, out, in], or the other way round
@@ -151,7 +154,7 @@ def _activated(rows: Tensor, width: int) -> Tensor:
     return torch.nn.functional.silu(rows) if rows.grad_fn is not None else rows
 
 
-register_shape_rule(PartOfExperts, _recorded)
+register_shape_rule(PartOfExperts, _recorded_forward)
 
 
 def cut(confirmed: Confirmed, group: TensorGroup, options: Options) -> None:

@@ -92,12 +92,12 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None = None) -> lis
     for name, module in model.named_modules():
         if id(module) in inside or not _matches(name, patterns):
             continue
-        stacked = _stacked(name, module)
+        stacked = _stacked_experts(name, module)
         if stacked is not None:
             found.append(stacked)
             inside.update(id(part) for part in module.modules())
             continue
-        listed = _listed(name, module, model, names, needs_router=patterns is None)
+        listed = _listed_experts(name, module, model, names, needs_router=patterns is None)
         if listed is not None and not any(_holds_experts(member) for member in listed.members):
             found.append(listed)
             inside.update(id(part) for member in listed.members for part in member.modules())
@@ -112,12 +112,14 @@ def _holds_experts(module: nn.Module) -> bool:
     """Whether there are experts inside: then it is a layer."""
     names = {id(part): name for name, part in module.named_modules()}
     return any(
-        _stacked(name, part) is not None or _listed(name, part, module, names, needs_router=True) is not None
+        _stacked_experts(name, part) is not None
+        or _listed_experts(name, part, module, names, needs_router=True) is not None
         for name, part in module.named_modules()
     )
 
 
-def _stacked(name: str, module: nn.Module) -> Stacked | None:
+def _stacked_experts(name: str, module: nn.Module) -> Stacked | None:
+    """The experts that a module is, all in the same tensors; None if it is none."""
     registered = getattr(type(module), _REGISTERED, None)
     if registered is not None:
         first = module.get_parameter(registered[0])
@@ -144,9 +146,10 @@ def takes_routing(module: nn.Module) -> bool:
     return len(places) >= _OUTPUT and not more and not keywords
 
 
-def _listed(
+def _listed_experts(
     name: str, container: nn.Module, model: nn.Module, names: dict[int, str], *, needs_router: bool
 ) -> Listed | None:
+    """The experts that a list of modules is; None if it is none."""
     if not isinstance(container, nn.ModuleList | nn.ModuleDict) or not name:
         return None
     members = {key: child for key, child in container.named_children() if next(child.parameters(), None) is not None}

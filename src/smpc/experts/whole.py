@@ -43,7 +43,7 @@ class Holdings:
         seen: dict[int, str] = {}
         state = model.state_dict(keep_vars=True)
         first = {name: seen.setdefault(id(tensor), name) for name, tensor in state.items()}
-        rows = [_Rows(names, count, is_stacked) for one in found for names, count, is_stacked in _tensors(one)]
+        rows = [_Rows(names, count, is_stacked) for one in found for names, count, is_stacked in _expert_tensors(one)]
         return cls(group, first, tuple(rows))
 
     def own(self) -> dict[str, slice | None]:
@@ -117,7 +117,8 @@ class Holdings:
         }
 
 
-def _tensors(found: Found) -> list[tuple[tuple[str, ...], int, bool]]:
+def _expert_tensors(found: Found) -> list[tuple[tuple[str, ...], int, bool]]:
+    """The names of the tensors of experts, their number, and whether one tensor has them all."""
     if isinstance(found, Stacked):
         return [((_joined(found.name, name),), found.num_experts, True) for name in found.parameters]
     members = [_joined(found.name, key) for key in found.keys]

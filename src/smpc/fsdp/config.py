@@ -118,9 +118,9 @@ class FSDPConfig:
         known = {each.name: each.default for each in fields(cls) if each.name != "told"}
         faults: list[tuple[type[ConfigError], str]] = []
         for name, value in given.items():
-            faults += _faults(name, value, known)
+            faults += _field_faults(name, value, known)
         if not faults:
-            faults += _contradictions(given)
+            faults += _field_contradictions(given)
         if faults:
             kinds = {kind for kind, _ in faults}
             kind = kinds.pop() if len(kinds) == 1 else ConfigError
@@ -168,7 +168,8 @@ class FSDPConfig:
         return replicas or 1, shards
 
 
-def _faults(name: str, value: Any, known: Mapping[str, Any]) -> list[tuple[type[ConfigError], str]]:
+def _field_faults(name: str, value: Any, known: Mapping[str, Any]) -> list[tuple[type[ConfigError], str]]:
+    """What is wrong with a field of the configuration."""
     if name not in known:
         near = difflib.get_close_matches(str(name), known, 1)
         advice = _INSTEAD.get(name) or (f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}")
@@ -218,7 +219,8 @@ def _plain(value: Any) -> Any:
     return value.upper() if isinstance(value, str) else value
 
 
-def _contradictions(given: Mapping[str, Any]) -> list[tuple[type[ConfigError], str]]:
+def _field_contradictions(given: Mapping[str, Any]) -> list[tuple[type[ConfigError], str]]:
+    """What is wrong with fields beside each other."""
     found: list[str] = []
     is_full = given.get("state_dict_type", "full") == "full"
     degrees = [name for name in ("data_parallel_shard_degree", "data_parallel_replicate_degree") if name in given]

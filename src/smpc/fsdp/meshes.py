@@ -83,7 +83,7 @@ def over_all(groups: Iterable[Any], slices: int = 1) -> dict[Any, Over]:
                 shards, *replicas = (among_slices(each, slices) for each in (shards, *replicas))
             found[key_of(group)] = Over(shards, replicas[0] if replicas else None, slices)
             if slices > 1:
-                _axes(found[key_of(group)])
+                _mesh_axes(found[key_of(group)])
     return found
 
 
@@ -102,12 +102,13 @@ def check_name(group: Any) -> None:
 def meshes_of(kinds: Iterable[Over], device_type: str) -> dict[Over, DeviceMesh]:
     """The mesh of each kind that this rank is in; equal groups are made once. Collective."""
     made: dict[Groups, distributed.ProcessGroup] = {}
-    return {kind: _mesh(kind, device_type, made) for kind in dict.fromkeys(kinds)}
+    return {kind: _mesh_over(kind, device_type, made) for kind in dict.fromkeys(kinds)}
 
 
-def _mesh(kind: Over, device_type: str, made: dict[Groups, distributed.ProcessGroup]) -> DeviceMesh:
+def _mesh_over(kind: Over, device_type: str, made: dict[Groups, distributed.ProcessGroup]) -> DeviceMesh:
+    """The device mesh over which units are sharded; makes groups that are not there."""
     if kind.slices > 1:
-        axes = _axes(kind)
+        axes = _mesh_axes(kind)
         mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         return mesh["shard"] if kind.replicas is None else mesh["replica", "shard"]
     rank = dist.get_global_rank()
@@ -121,7 +122,7 @@ def _mesh(kind: Over, device_type: str, made: dict[Groups, distributed.ProcessGr
     return DeviceMesh.from_group(own, device_type, mesh=rows, mesh_dim_names=("replica", "shard"))
 
 
-def _axes(kind: Over) -> dict[str, int]:
+def _mesh_axes(kind: Over) -> dict[str, int]:
     """The axes of a mesh over all ranks that has these groups, outer ones first, slices last. Raises ConfigUnsupportedError for none."""
     total = sum(map(len, kind.shards)) // kind.slices
     found = {"shard": _strided(kind.shards, kind.slices)}

@@ -113,8 +113,8 @@ def prepare(
     own = over_all((_group(unit, config) for each in units.values() for unit in each), slices)
     if slices > 1:
         check_beside(config)
-    ignored = _ignored(model, config)
-    policies = _policies(units, config, precision)
+    ignored = _ignored_parameters(model, config)
+    policies = _precision_policies(units, config, precision)
     is_meta = _check_meta(model, config)
     for line in config.told:
         warnings.warn(line, stacklevel=3)
@@ -134,9 +134,9 @@ def prepare(
     options = ShardingOptions(Keep.NEVER, *dtypes, cast_inputs=True, offload=config.cpu_offload)
     over = prepared.mesh if slices == 1 else prepared.mesh[("replica", "shard") if is_hybrid else ("shard",)]
     for name, root in roots.items():
-        asked = [_asked(name, unit, config, policies, meshes, own) for unit in units[name]]
+        asked = [_unit_options(name, unit, config, policies, meshes, own) for unit in units[name]]
         shard(root, asked, over, options, ignored=ignored, source=source if values is None else None).settle()
-        _prefetch(root, config, units[name])
+        _set_prefetch(root, config, units[name])
     if values is not None:
         values.settle()
     prepared.numbered = _numbered(model, roots, units, config, own)
@@ -148,13 +148,14 @@ def prepare(
     if optimizer is not None:
         hand_over(optimizer, exchanged)
     if config.verbose and dist.get_global_rank() == 0:
-        _tell(prepared, units, policies, degrees)
+        _print_prepared(prepared, units, policies, degrees)
     return prepared
 
 
-def _policies(
+def _precision_policies(
     units: Mapping[str, Sequence[Wrapped]], config: FSDPConfig, precision: str
 ) -> dict[tuple[str, str], MixedPrecision]:
+    """The mixed precision of every unit."""
     return {
         (root, unit.name): MixedPrecision.of(
             unit.options.get("mixed_precision", config.mixed_precision),
@@ -179,7 +180,7 @@ def _cast_buffers(
     return cast_buffers(children, dtypes, config.ignored_modules or ())
 
 
-def _asked(
+def _unit_options(
     root: str,
     unit: Wrapped,
     config: FSDPConfig,
@@ -187,6 +188,7 @@ def _asked(
     meshes: Mapping[Over, DeviceMesh],
     own: Mapping[Any, Over],
 ) -> Unit:
+    """A unit with what the configuration and its wrapping ask for."""
     over = _over(unit, config, own)
     keep = Keep.MICROBATCH if _keeps_whole(unit, config) else Keep.NEVER
     mesh = None if over is None else meshes[over]
@@ -298,7 +300,8 @@ def _check_options(units: Mapping[str, Sequence[Wrapped]], config: FSDPConfig) -
                 )
 
 
-def _ignored(model: nn.Module, config: FSDPConfig) -> frozenset[nn.Parameter]:
+def _ignored_parameters(model: nn.Module, config: FSDPConfig) -> frozenset[nn.Parameter]:
+    """The parameters of `ignored_modules`."""
     modules = [] if config.ignored_modules is None else list(config.ignored_modules)
     strangers = [type(module).__name__ for module in modules if all(module is not own for own in model.modules())]
     if strangers:
@@ -385,7 +388,8 @@ def _offloaded(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return forward(*args, **options)
 
 
-def _prefetch(root: nn.Module, config: FSDPConfig, wrapped: Sequence[Wrapped]) -> None:
+def _set_prefetch(root: nn.Module, config: FSDPConfig, wrapped: Sequence[Wrapped]) -> None:
+    """Sets which units are gathered ahead of need."""
     units: list[FSDPModule] = [module for module in root.modules() if isinstance(module, FSDPModule)]
     if config.forward_prefetch:
         for index, unit in enumerate(units):
@@ -419,12 +423,13 @@ def _beside(parameter: nn.Parameter, value: Any) -> Any:
     return value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
 
 
-def _tell(
+def _print_prepared(
     prepared: Prepared,
     units: Mapping[str, Sequence[Wrapped]],
     policies: Mapping[tuple[str, str], MixedPrecision],
     degrees: tuple[int, int],
 ) -> None:
+    """Prints how a model was sharded."""
     held = sum(local(parameter).numel() for parameter in prepared.model.parameters())
     total = sum(parameter.numel() for parameter in prepared.model.parameters())
     lines = [f"smpc: fsdp: {degrees[0]} replicas x {degrees[1]} shards; this rank holds {held} of {total} elements"]

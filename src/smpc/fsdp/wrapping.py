@@ -39,7 +39,7 @@ def units_of(root: nn.Module) -> tuple[Wrapped, ...]:
     """
     chosen: dict[str, Mapping[str, Any]] = {}
     for name, module in root.named_modules():
-        answer = _answer(root, module, "_fsdp_wrap", "fsdp_wrap_fn") if name else True
+        answer = _wrap_answer(root, module, "_fsdp_wrap", "fsdp_wrap_fn") if name else True
         if answer is True or isinstance(answer, Mapping):
             chosen[name] = answer if isinstance(answer, Mapping) else {}
     for name, options in chosen.items():
@@ -64,13 +64,14 @@ def recomputed(root: nn.Module) -> list[str]:
         if not name:
             is_chosen = bool(getattr(module, "_activation_checkpointing", False))
         else:
-            is_chosen = bool(_answer(root, module, "_activation_checkpointing", "activation_checkpointing_fn"))
+            is_chosen = bool(_wrap_answer(root, module, "_activation_checkpointing", "activation_checkpointing_fn"))
         if is_chosen and not inside:
             found.append(name)
     return found
 
 
-def _answer(root: nn.Module, module: nn.Module, attribute: str, function: str) -> bool | Mapping[str, Any]:
+def _wrap_answer(root: nn.Module, module: nn.Module, attribute: str, function: str) -> bool | Mapping[str, Any]:
+    """What a module, or a function of the model, says of wrapping it."""
     own = getattr(module, attribute, None)
     if own is not None:
         return bool(own)

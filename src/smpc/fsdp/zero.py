@@ -72,9 +72,9 @@ def translate(given: Mapping[str, Any], *, batch_size: int | None, world_size: i
             )
         elif name != "stage" and value:
             unsupported.append(f"zero_optimization.{name} is not supported")
-    chosen = _precision(given, precision, faults)
-    microbatch = _microbatch(given, batch_size, world_size, faults)
-    fsdp = _sharding(zero, faults)
+    chosen = _zero_precision(given, precision, faults)
+    microbatch = _zero_microbatch(given, batch_size, world_size, faults)
+    fsdp = _zero_sharding(zero, faults)
     clipping = given.get("gradient_clipping")
     if clipping is not None and (
         isinstance(clipping, bool) or not isinstance(clipping, int | float) or not 0 <= clipping < math.inf
@@ -87,7 +87,8 @@ def translate(given: Mapping[str, Any], *, batch_size: int | None, world_size: i
     return ZeroPlan(fsdp, chosen, microbatch, float(clipping) if clipping else None, scale, tuple(told))
 
 
-def _precision(given: Mapping[str, Any], chosen: str | None, faults: list[str]) -> str | None:
+def _zero_precision(given: Mapping[str, Any], chosen: str | None, faults: list[str]) -> str | None:
+    """The precision that a DeepSpeed configuration asks for."""
     enabled = [name for name in ("fp16", "bf16") if isinstance(given.get(name), Mapping) and given[name].get("enabled")]
     for name in ("fp16", "bf16"):
         if name in given and not isinstance(given[name], Mapping):
@@ -115,7 +116,8 @@ def _precision(given: Mapping[str, Any], chosen: str | None, faults: list[str]) 
     return wanted or chosen
 
 
-def _microbatch(given: Mapping[str, Any], batch: int | None, world: int, faults: list[str]) -> int | None:
+def _zero_microbatch(given: Mapping[str, Any], batch: int | None, world: int, faults: list[str]) -> int | None:
+    """The size of a microbatch that a DeepSpeed configuration asks for."""
     values = {name: given[name] for name in _SIZES if given.get(name) not in (None, "auto")}
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -144,7 +146,8 @@ def _microbatch(given: Mapping[str, Any], batch: int | None, world: int, faults:
     return micro
 
 
-def _sharding(zero: Mapping[str, Any], faults: list[str]) -> dict[str, Any] | None:
+def _zero_sharding(zero: Mapping[str, Any], faults: list[str]) -> dict[str, Any] | None:
+    """The sharding that a DeepSpeed configuration asks for."""
     stage, parts = zero.get("stage", 0), zero.get("zero_hpz_partition_size", 1)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         faults.append(f"zero_optimization.stage: expected 0, 1, 2 or 3, found {stage!r}")

@@ -77,7 +77,7 @@ def skeleton(model: nn.Module, parameters: tuple[Whole, ...]) -> Skeleton:
     for name, inner, made in pairs:
         prefix = f"{name}." if name else ""
         keys = _keys_of(named, prefix)
-        _fill(inner, made, {key: stand_ins[named[prefix + key].names[0]] for key in keys}, referring, memo)
+        _fill_copy(inner, made, {key: stand_ins[named[prefix + key].names[0]] for key in keys}, referring, memo)
         originals |= {id(made): inner, id(vars(made)): vars(inner)}
         originals |= {id(vars(made)[table]): vars(inner)[table] for table in ("_modules", "_buffers")}
         originals[id(vars(made)["_parameters"])] = None
@@ -89,7 +89,7 @@ def skeleton(model: nn.Module, parameters: tuple[Whole, ...]) -> Skeleton:
     for name, _, made in pairs:
         unit = units[name]
         if name and unit is not None:  # the model's own casts come before and after all of this
-            _cast(made, unit)
+            _cast_like_unit(made, unit)
     return Skeleton(memo[id(model)], originals)
 
 
@@ -105,11 +105,11 @@ def _stand_in(model: nn.Module, whole: Whole, units: Mapping[str, Casts | None])
         above = [".".join(owner.split(".")[:end]) for end in range(len(owner.split(".")), 0, -1)] if owner else []
         unit = next((found for name in above if (found := units.get(name)) is not None), None)
         if unit is None:  # the outermost one, which may be around the model: its parameters are there while it runs
-            now = getattr(unwrapped(_submodule(model, owner)), key, None)
+            now = getattr(unwrapped(_unwrapped_submodule(model, owner)), key, None)
             unit = Casts(now.dtype if isinstance(now, Tensor) else None)
         dtype = unit.parameters or dtype
     made = nn.Parameter(torch.empty(whole.shape, dtype=dtype, device="meta"), whole.requires_grad)
-    held = unwrapped(_submodule(model, owner))._parameters.get(key)
+    held = unwrapped(_unwrapped_submodule(model, owner))._parameters.get(key)
     if held is not None:
         made.requires_grad_(held.requires_grad)
         made.__dict__ = held.__dict__  # attributes that scripts give it: guards watch this very dict
@@ -121,7 +121,8 @@ def trained_parameters(module: nn.Module) -> tuple[bool, ...]:
     return tuple(parameter.requires_grad for parameter in module._parameters.values() if parameter is not None)
 
 
-def _submodule(model: nn.Module, name: str) -> nn.Module:
+def _unwrapped_submodule(model: nn.Module, name: str) -> nn.Module:
+    """The submodule of that name, inside of all wrappers."""
     found = model
     for key in name.split(".") if name else ():
         inner = unwrapped(found)._modules[key]
@@ -130,7 +131,7 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
     return found
 
 
-def _cast(module: nn.Module, unit: Casts) -> None:
+def _cast_like_unit(module: nn.Module, unit: Casts) -> None:
     """Has a copy take and give what the unit would."""
     inputs, outputs = unit.inputs, unit.outputs
     if inputs is not None:
@@ -185,7 +186,7 @@ class _Referring:
         return self._known[id(value)]
 
 
-def _fill(
+def _fill_copy(
     module: nn.Module,
     made: nn.Module,
     parameters: Mapping[str, nn.Parameter],

@@ -217,7 +217,7 @@ class PipelineAccelerator(Accelerator):  # type: ignore[misc]
         """Tensors of all replicas, joined along axis 0."""
         if smp.dp_size() == 1:
             return tensor
-        return recursively_apply(_gather, tensor, error_on_other_type=True)
+        return recursively_apply(_gather_over_replicas, tensor, error_on_other_type=True)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or mean over the replicas."""
@@ -357,7 +357,8 @@ def _check_session() -> None:
         raise UsageError("PipelineAccelerator: expected smp.init before it; call smp.init(config) first, on every rank")
 
 
-def _gather(tensor: Tensor) -> Tensor:
+def _gather_over_replicas(tensor: Tensor) -> Tensor:
+    """A tensor of every replica, one after the other."""
     own = tensor.contiguous() if tensor.dim() else tensor.reshape(1)
     found = [torch.empty_like(own) for _ in range(smp.dp_size())]
     dist.all_gather(found, own, group=smp.get_dp_process_group())

@@ -69,7 +69,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         bound = dict(zip(("model", "args"), args, strict=False)) | kwargs
         if len(args) > 2:
             raise ConfigError("PipelineTrainer: pass what comes after the model and its arguments by name")
-        _check(bound)
+        _check_training_arguments(bound)
         self._has_warned = False
         self._given_args = bound.get("args") or TrainingArguments(output_dir="tmp_trainer")
         start(
@@ -310,7 +310,7 @@ def _check_ranks(args: TrainingArguments) -> None:
         )
 
 
-def _check(given: Mapping[str, Any]) -> None:
+def _check_training_arguments(given: Mapping[str, Any]) -> None:
     """Raise ConfigUnsupportedError for options that a pipeline cannot support."""
     args, wrong = given.get("args"), []
     if isinstance(given.get("model"), smp.DistributedModel):

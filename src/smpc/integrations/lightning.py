@@ -128,7 +128,7 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = _module(self)
-        self._name = _check(module, self._name, self.precision_plugin)
+        self._name = _check_module(module, self._name, self.precision_plugin)
         if not isinstance(self.network, smp.DistributedModel):
             setattr(module, self._name, smp.DistributedModel(self.network))
         self.model = module
@@ -200,8 +200,8 @@ class PipelineStrategy(Strategy):  # type: ignore[misc]
                 sizes = [each.size for each in told[name]]
                 kwargs = {**kwargs, "batch_size": sum(sizes)}
                 found = sum(size * each for size, each in zip(sizes, value, strict=True)) / sum(sizes)
-            module.log(name, _mean(found, whole=whole), *options.args, **kwargs)
-        return _mean(output, whole=whole)
+            module.log(name, _mean_of_outputs(found, whole=whole), *options.args, **kwargs)
+        return _mean_of_outputs(output, whole=whole)
 
     def _counted(self, batch: Any) -> float | None:
         """The count of a batch that is cut; None if all of its microbatches weigh alike."""
@@ -360,7 +360,7 @@ class _Optimizer(smp.DistributedOptimizer):
 # count or None) -----------------------------------------------------------------------------------------------------------------
 
 
-def _body(
+def _model_body(
     network: Any,
     batch: Any,
     strategy: PipelineStrategy,
@@ -386,12 +386,12 @@ def _body(
 
 @smp.step
 def _run(network: Any, batch: Any, strategy: Any, hook: str, rest: Any, divisor: int, total: Any) -> Any:
-    return _body(network, batch, strategy, hook, rest, divisor, total)
+    return _model_body(network, batch, strategy, hook, rest, divisor, total)
 
 
 @smp.step(non_split_inputs=["batch"])
 def _run_whole(network: Any, batch: Any, strategy: Any, hook: str, rest: Any, divisor: int, total: Any) -> Any:
-    return _body(network, batch, strategy, hook, rest, divisor, total)
+    return _model_body(network, batch, strategy, hook, rest, divisor, total)
 
 
 def _weighed(value: Any, weight: float) -> Any:
@@ -403,12 +403,12 @@ def _weighed(value: Any, weight: float) -> Any:
     return value * weight if isinstance(value, Tensor) and not value.dim() else value
 
 
-def _mean(value: Any, *, whole: bool) -> Any:
+def _mean_of_outputs(value: Any, *, whole: bool) -> Any:
     """Outputs of the microbatches joined to the batch's; numbers are averaged."""
     if isinstance(value, smp.StepOutput) and not value[0].dim():
         return value[0] if whole else value.reduce_mean()
     if isinstance(value, Mapping):
-        return {name: _mean(each, whole=whole) for name, each in value.items()}
+        return {name: _mean_of_outputs(each, whole=whole) for name, each in value.items()}
     if isinstance(value, list) and not any(isinstance(each, smp.StepOutput) for each in value):
         return value[0] if value else None  # no tensor: one for each microbatch
     return joined(value, whole=whole)
@@ -431,7 +431,7 @@ def _replicas() -> Any:
     return smp.get_rdp_process_group() if smp.state.cfg.prescaled_batch else smp.get_dp_process_group()
 
 
-def _check(module: LightningModule, name: str | None, precision: Precision) -> str:
+def _check_module(module: LightningModule, name: str | None, precision: Precision) -> str:
     """The name of the network. Raises ConfigUnsupportedError for features that a pipeline cannot support."""
     wrong = []
     trained = [child for child, each in module.named_children() if any(True for _ in each.parameters())]

@@ -20,7 +20,7 @@ LOCAL_RANK, MASTER_ADDR, ...): the same script runs under plain `torchrun`. What
 
 OMP_NUM_THREADS is 1 when it is not set and there is more than one rank, as with `torchrun`.
 
-Arguments of a script with the variables of the rank that gets them: what `--expand-args` asks for.
+`expanded` puts a rank's variables into the arguments of its script: what `--expand-args` asks for.
 
     $NAME, ${NAME}    the value of a variable in the rank's environment; one that is not set stays as it is written
     ~, ~/...          HOME of that environment, at the beginning of an argument alone
@@ -45,7 +45,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from smpc.config.limits import MAX_LOCAL_RANKS, MAX_SECONDS, shown
+from smpc.config.numbers import MAX_LOCAL_RANKS, MAX_SECONDS, shown
 from smpc.errors import ConfigError
 from smpc.launch.nodes import NodeOptions, Place
 from smpc.launch.output import OutputOptions, RankOutput
@@ -60,10 +60,11 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})", re.ASCII)
 
 def expanded(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
     """The arguments of one rank."""
-    return tuple(_expanded(argument, environment) for argument in arguments)
+    return tuple(_expanded_argument(argument, environment) for argument in arguments)
 
 
-def _expanded(argument: str, environment: Mapping[str, str]) -> str:
+def _expanded_argument(argument: str, environment: Mapping[str, str]) -> str:
+    """One argument with the variables of an environment."""
     home = environment.get("HOME", "")
     if home and (argument == "~" or argument.startswith("~/")):
         argument = home.rstrip("/") + argument[1:]
@@ -179,7 +180,7 @@ def _attempt(job: Job, place: Place, attempt: int) -> tuple[int, bool]:
         is_known = not failures or any(not failure.is_consequence for failure in failures)
         rendezvous.finish(_LAST_WORDS_SECONDS, interruption, processes.is_hastened, looks_for_cause=not is_known)
     output.close()
-    status = _verdict(place, processes, failures, rendezvous.remote, output)
+    status = _job_status(place, processes, failures, rendezvous.remote, output)
     return status, status in (0, _USAGE_STATUS) or processes.signal is not None
 
 
@@ -187,9 +188,10 @@ def _tell(text: str) -> None:
     print(readable(f"smpc: {text}"), file=sys.stderr, flush=True)
 
 
-def _verdict(
+def _job_status(
     place: Place, processes: Processes, failures: list[RankFailure], remote: Failure | None, output: RankOutput
 ) -> int:
+    """Prints what ended the job and returns its exit status."""
     if processes.signal is not None:
         return 128 + processes.signal
     failures = sorted(failures, key=lambda failure: failure.order)

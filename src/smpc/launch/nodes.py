@@ -26,7 +26,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from smpc.config.limits import MAX_WORLD_SIZE, shown
+from smpc.config.numbers import MAX_WORLD_SIZE, shown
 from smpc.errors import ConfigError
 from smpc.places import LOOPBACK, meeting_port
 from smpc.places import Place as ProcessPlace

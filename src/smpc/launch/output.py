@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, TextIO
 
 from smpc.config.files import output_violation
-from smpc.config.limits import shown
+from smpc.config.numbers import shown
 from smpc.errors import printable
 
 CONSOLES = ("all", "first", "none")

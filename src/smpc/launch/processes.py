@@ -98,7 +98,7 @@ class Processes:
 
         `is_over`: the job has failed elsewhere. `on_failure` gets the first failure.
         """
-        with _guard(commands[0].report.parent) as watch:
+        with _start_guard(commands[0].report.parent) as watch:
             try:
                 for command in commands:
                     self._start(command, watch)
@@ -252,7 +252,7 @@ class _Guard:
 
 
 @contextmanager
-def _guard(folder: Path) -> Iterator[_Guard]:
+def _start_guard(folder: Path) -> Iterator[_Guard]:
     """A process that kills the process groups it was told of, and removes the folder, when this process dies."""
     guard = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _GUARD, str(folder)],

@@ -224,7 +224,7 @@ class Rendezvous:
         for other in range(store.add(f"{_PREFIX}/nodes", 0)):
             if other != number and other not in self._heard and store.check([f"{_PREFIX}/failure/{other}"]):
                 self._heard.append(other)
-                self._take(_read(store.get(f"{_PREFIX}/failure/{other}")))
+                self._take(_failure_of_payload(store.get(f"{_PREFIX}/failure/{other}")))
             beat = store.add(f"{_PREFIX}/beat/{other}", 0)
             if other == number or beats.get(other, (-1, 0.0))[0] != beat:
                 beats[other] = (beat, now)
@@ -242,7 +242,8 @@ class Rendezvous:
             self._remote = failure
 
 
-def _read(payload: bytes) -> Failure:
+def _failure_of_payload(payload: bytes) -> Failure:
+    """The failure that another launcher has written into the store."""
     try:
         rank, headline, text, status, (kind, when, last) = json.loads(payload)
         return Failure(int(rank), str(headline), str(text), int(status), (float(kind), float(when), int(last)))

@@ -91,7 +91,7 @@ def describe(failures: Sequence[RankFailure], num_ranks: int, left_early: Sequen
 
     `left_early`: the ranks that have ended with status 0 by themselves. Where the others only say that a peer is gone, it was those.
     """
-    return readable("\n".join(_described(failures, num_ranks, left_early)))
+    return readable("\n".join(_failures_as_text(failures, num_ranks, left_early)))
 
 
 def readable(text: str) -> str:
@@ -99,7 +99,8 @@ def readable(text: str) -> str:
     return "\n".join(printable(line.replace("\t", "    ")) for line in text.split("\n"))
 
 
-def _described(failures: Sequence[RankFailure], num_ranks: int, left_early: Sequence[int]) -> list[str]:
+def _failures_as_text(failures: Sequence[RankFailure], num_ranks: int, left_early: Sequence[int]) -> list[str]:
+    """The lines about ranks that failed, the first one first."""
     first, *others = failures
     if first.report and "ConfigError" in first.report["smpc_classes"]:
         return [f"smpc: error: {line}" for line in first.report["text"].splitlines()]

@@ -82,7 +82,7 @@ def job_store(launch: Launch, timeout: timedelta) -> Store:
     assert launch.master_port is not None, "a job of one process needs no store"
     place = (launch.master_addr, launch.master_port)
     if place not in _STORES:
-        _STORES[place] = _connect(launch, launch.master_port, timeout)
+        _STORES[place] = _connect_store(launch, launch.master_port, timeout)
     _STORES[place].set_timeout(timeout)
     return _STORES[place]
 
@@ -97,7 +97,8 @@ def of_call(store: Store, name: str, rank: int) -> Store:
     return PrefixStore(f"{name}/{store.add(f'{name}/calls/{rank}', 1)}", store)
 
 
-def _connect(launch: Launch, port: int, timeout: timedelta) -> Store:
+def _connect_store(launch: Launch, port: int, timeout: timedelta) -> Store:
+    """The job's store, served or reached."""
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed.rendezvous import rendezvous
 

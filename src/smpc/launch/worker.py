@@ -48,48 +48,50 @@ def main(launcher_pid: int, command: list[str]) -> int:
     own_pid = os.getpid()
     try:
         _install_aliases()
-        _run(command)
+        _run_script(command)
     except SystemExit as error:
         status = _exit_status(error)
         if os.getpid() == own_pid:
             if status:
-                _write(_report(error, status))
+                _write_report(_report(error, status))
                 _exit_soon(status)
             else:
-                _leave()
+                _tell_launcher_of_end()
         raise
     except BaseException as error:
         if os.getpid() != own_pid:
             raise
         try:
-            return _fail(error)
+            return _report_failure(error)
         except BaseException as later:  # of a signal's handler, as torch has one for data loaders whose workers die
-            return _fail(later)
+            return _report_failure(later)
     if os.getpid() == own_pid:
-        _leave()
+        _tell_launcher_of_end()
     return 0
 
 
-def _fail(error: BaseException) -> int:
+def _report_failure(error: BaseException) -> int:
     """Report what ends this rank; its exit status."""
     status = _error_status(error)
     error.__traceback__ = _user_part(error.__traceback__)
     if getattr(sys.excepthook, "__module__", "") not in _PLAIN_HOOKS:  # a crash reporter, for instance
         sys.excepthook(type(error), error, error.__traceback__)
-    if not _write(_report(error, status)):
+    if not _write_report(_report(error, status)):
         traceback.print_exception(error)
     _exit_soon(status)
     return status
 
 
 def _install_aliases() -> None:
+    """With SMPC_ALIAS set, imports of the packages that it stands for give smpc (`smpc.aliasing`)."""
     if os.environ.get("SMPC_ALIAS", "").strip() not in ("", "0"):
         from smpc.aliasing import install
 
         install()
 
 
-def _run(command: list[str]) -> None:
+def _run_script(command: list[str]) -> None:
+    """Runs the script or module in this process."""
     if command[0] == "-m":
         sys.argv = command[1:]
         _begin_path_with(os.getcwd())
@@ -131,7 +133,7 @@ def write_report(headline: str, text: str, rank: int) -> bool:
         "is_exit": False,
         "rank": rank,
     }
-    return _write({"message": {"message": headline, "extraInfo": extra}})
+    return _write_report({"message": {"message": headline, "extraInfo": extra}})
 
 
 def _die_with(launcher_pid: int) -> None:
@@ -204,7 +206,8 @@ def _report(error: BaseException, status: int) -> dict[str, Any]:
     return {"message": {"message": f"{name}: {text}", "extraInfo": extra}}
 
 
-def _write(report: dict[str, Any]) -> bool:
+def _write_report(report: dict[str, Any]) -> bool:
+    """Writes the report of an error for the launcher; False if it does not ask for one, or it cannot be written."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
@@ -217,7 +220,7 @@ def _write(report: dict[str, Any]) -> bool:
     return True
 
 
-def _leave() -> None:
+def _tell_launcher_of_end() -> None:
     """Tell the launcher that the script has ended well: exit handlers may take so long that a peer misses this rank before it is gone."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:

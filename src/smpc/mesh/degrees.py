@@ -53,12 +53,13 @@ class Degrees:
 
 def check_degrees(degrees: Degrees) -> None:
     """Raise ConfigError, with a line for each broken rule, unless the degrees fit each other and the number of processes."""
-    faults = list(_faults(degrees))
+    faults = list(_degree_faults(degrees))
     if faults:
         raise ConfigError("\n".join(faults))
 
 
-def _faults(degrees: Degrees) -> Iterator[str]:
+def _degree_faults(degrees: Degrees) -> Iterator[str]:
+    """What is wrong with degrees of parallelism."""
     below_one = {KEYS[name]: value for name, value in _by_name(degrees).items() if value < 1}
     if below_one or degrees.world_size < 1:
         found = ", ".join(

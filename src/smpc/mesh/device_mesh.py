@@ -75,13 +75,13 @@ def device_mesh(
     own = tuple(names) if names is not None else tuple(str(axis) for axis in axes)
     if len(axes) == 1:
         return DeviceMesh.from_group(groups[axes[0]], device_type, mesh_dim_names=own)
-    table = _table(mesh, axes, _same_elsewhere(mesh, axes, rank))
+    table = _rank_table(mesh, axes, _same_elsewhere(mesh, axes, rank))
     return DeviceMesh.from_group([groups[axis] for axis in axes], device_type, table, mesh_dim_names=own)
 
 
 def all_axes(mesh: Mesh) -> Tensor:
     """Global ranks by (pipeline, replica, shard, context, tensor), int64: what `DeviceMesh(device_type, ...)` takes on every rank."""
-    return _table(mesh, tuple(DIMENSIONS.values()), range(mesh.world_size))
+    return _rank_table(mesh, tuple(DIMENSIONS.values()), range(mesh.world_size))
 
 
 def mesh_of(given: DeviceMesh, *, expert_parallel_degree: int = 1) -> Mesh:
@@ -99,11 +99,11 @@ def mesh_of(given: DeviceMesh, *, expert_parallel_degree: int = 1) -> Mesh:
     order = [DIMENSIONS[name] for name in sizes]
     for placement in PLACEMENT_STRATEGIES:
         mesh = Mesh.of(degrees, placement)
-        if _table(mesh, order, range(len(ranks))).flatten().tolist() == ranks:
+        if _rank_table(mesh, order, range(len(ranks))).flatten().tolist() == ranks:
             return mesh
     raise ConfigError(
         f"device_mesh: expected ranks in the order of a placement_strategy, such as "
-        f"{_table(Mesh.of(degrees), order, range(len(ranks))).tolist()} for ({', '.join(sizes)}), found {given.mesh.tolist()}"
+        f"{_rank_table(Mesh.of(degrees), order, range(len(ranks))).tolist()} for ({', '.join(sizes)}), found {given.mesh.tolist()}"
     )
 
 
@@ -127,7 +127,8 @@ def _same_elsewhere(mesh: Mesh, axes: Sequence[Axis], rank: int) -> list[int]:
     return sorted(reached)
 
 
-def _table(mesh: Mesh, axes: Sequence[Axis], ranks: Iterable[int]) -> Tensor:
+def _rank_table(mesh: Mesh, axes: Sequence[Axis], ranks: Iterable[int]) -> Tensor:
+    """The ranks of a mesh by their positions along its axes."""
     table = torch.full([mesh.size(axis) for axis in axes], -1)
     for rank in ranks:
         table[tuple(mesh.axis_rank(axis, rank) for axis in axes)] = rank

@@ -56,7 +56,7 @@ class Registration:
         args, kwargs = own
         if self.init_hook is None:
             return tuple(args), dict(kwargs)
-        return _pair(self.init_hook(*args, **kwargs), "init_hook", self.module)
+        return _hook_arguments(self.init_hook(*args, **kwargs), "init_hook", self.module)
 
     def values(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
         """Whole values of the distributed module, from the module's state dict; None where these are not known."""
@@ -70,7 +70,7 @@ class Registration:
         if forward is not None:
 
             def translate(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-                return _pair(forward(*args, **kwargs), "forward_hook", owner)
+                return _hook_arguments(forward(*args, **kwargs), "forward_hook", owner)
 
             distributed.register_forward_pre_hook(translate, with_kwargs=True)
         if self.format is not None:
@@ -89,7 +89,8 @@ def formats_in(model: nn.Module) -> list[Format]:
     return found
 
 
-def _pair(found: Any, name: str, owner: type[nn.Module]) -> Arguments:
+def _hook_arguments(found: Any, name: str, owner: type[nn.Module]) -> Arguments:
+    """The arguments that a registration's hook has returned; UsageError for anything else."""
     is_pair = isinstance(found, tuple | list) and len(found) == 2 and isinstance(found[1], Mapping)
     if not is_pair or isinstance(found[0], str | Mapping | Tensor):
         raise UsageError(

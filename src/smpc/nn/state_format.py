@@ -88,7 +88,7 @@ class Format:
 
         `max_seq_len` has no effect: models of current releases of transformers have no causal masks as buffers.
         """
-        _check(state_dict, max_seq_len, self.name)
+        _check_translation(state_dict, max_seq_len, self.name)
         return self._translate({self.in_model(key): value for key, value in state_dict.items()}, self._ours)
 
     def to_hf(self, state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Format:
 
         Without layers that are distributed it is the one that is given.
         """
-        _check(state_dict, max_seq_len, self.name)
+        _check_translation(state_dict, max_seq_len, self.name)
         return self._translate(state_dict, self._theirs)
 
     def block_to_smdistributed(self, state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> dict[str, Any]:
@@ -178,7 +178,8 @@ class Format:
         return found | {name: value for name, value in ours.items() if name not in used}
 
 
-def _check(state_dict: Mapping[str, Any], max_seq_len: int | None, name: str) -> None:
+def _check_translation(state_dict: Mapping[str, Any], max_seq_len: int | None, name: str) -> None:
+    """Raises an error for arguments of a translation of state dicts that cannot be."""
     if not isinstance(state_dict, Mapping):
         raise ConfigTypeError(f"state_dict: expected a mapping, found {type(state_dict).__name__}")
     if max_seq_len is not None and (not isinstance(max_seq_len, int) or isinstance(max_seq_len, bool)):

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from smpc.config.limits import MAX_COUNT, shown
+from smpc.config.numbers import MAX_COUNT, shown
 from smpc.errors import ConfigError
 
 FOLDER, STEPS = "SMPC_OBSERVE", "SMPC_OBSERVE_STEPS"  # environment variables

@@ -43,7 +43,7 @@ def global_norm(
     `norm_type`: a positive number or infinity. `shard_group` is given the tensors themselves. 0 for no tensors.
     """
     tensors = [grads] if isinstance(grads, Tensor) else list(grads)
-    _check("global_norm", norm_type, tensors)
+    _check_gradients("global_norm", norm_type, tensors)
     return norm_of(tensors, tensors, float(norm_type), NormGroups(shard_group, norm_group), kernel)
 
 
@@ -79,7 +79,7 @@ def clip_by(
         raise UsageError(f"clip_grad_norm_: expected max_norm >= 0, found {max_norm!r}")
     kept = [parameter for parameter in every if parameter.grad is not None]
     grads = [parameter.grad for parameter in kept if parameter.grad is not None]
-    _check("clip_grad_norm_", norm_type, grads)
+    _check_gradients("clip_grad_norm_", norm_type, grads)
     for parameter, grad in zip(kept, grads, strict=True):
         check_gradient(parameter, grad, "clip_grad_norm_")
     total = norm_of(grads, kept, float(norm_type), groups, kernel, every)
@@ -140,7 +140,8 @@ def _by_kind(
     return [(part, TableCache() if use and kernels_update(part[0][1]) else None) for part in kinds.values()]
 
 
-def _check(owner: str, norm_type: float, tensors: Sequence[object]) -> None:
+def _check_gradients(owner: str, norm_type: float, tensors: Sequence[object]) -> None:
+    """Raises an error for gradients or a kind of norm that cannot be."""
     faults = []
     if not isinstance(norm_type, int | float) or not norm_type > 0 or math.isnan(norm_type):
         faults.append(f"expected norm_type to be a positive number or infinity, found {norm_type!r}")

@@ -56,22 +56,24 @@ class Launch:
         except ConfigError as error:
             *lines, advice = str(error).splitlines()
             if lines:  # of single variables: then the master's are named too
-                _port(environ, "", lines)
+                _port_of_job(environ, "", lines)
                 lines += [] if address else [_NO_ADDRESS]
             raise ConfigError("\n".join([*lines, advice])) from None
         has_master = bool(address or environ.get("MASTER_PORT", "").strip())
         if place is None or (place.world_size == 1 and (place.launcher != "torch" or not has_master)):
             return cls(0, 1, 0, 1, None, single_host=True, has_store=False)
-        port = _port(environ, place.job and f"{place.launcher} {place.job}", problems)
+        port = _port_of_job(environ, place.job and f"{place.launcher} {place.job}", problems)
         on_one_host = place.local_size == place.world_size and place.launcher != "torch"
         if not address:
             address = LOOPBACK if on_one_host else place.first_host
         local_master = is_loopback(address)
-        local_rank = _local("LOCAL_RANK", place.local_rank, place.rank if local_master else None, problems)
-        local_size = _local("LOCAL_WORLD_SIZE", place.local_size, place.world_size if local_master else None, problems)
+        local_rank = _local_number("LOCAL_RANK", place.local_rank, place.rank if local_master else None, problems)
+        local_size = _local_number(
+            "LOCAL_WORLD_SIZE", place.local_size, place.world_size if local_master else None, problems
+        )
         problems += [] if address else [_NO_ADDRESS]
         if problems:
-            raise ConfigError("\n".join([*problems, _advice(place)]))
+            raise ConfigError("\n".join([*problems, _address_advice(place)]))
         return cls(
             place.rank,
             place.world_size,
@@ -85,7 +87,8 @@ class Launch:
         )
 
 
-def _advice(place: Place) -> str:
+def _address_advice(place: Place) -> str:
+    """What to do without MASTER_ADDR and MASTER_PORT."""
     if place.launcher == "torch":
         return "start the script with smpc run or torchrun, which set them"
     return (
@@ -93,7 +96,8 @@ def _advice(place: Place) -> str:
     )
 
 
-def _local(name: str, found: int | None, default: int | None, problems: list[str]) -> int:
+def _local_number(name: str, found: int | None, default: int | None, problems: list[str]) -> int:
+    """A number of this host that the launcher has set, or its default."""
     value = default if found is None else found
     if value is None:
         problems.append(f"{name}: expected a whole number, found '' in the environment")
@@ -101,7 +105,7 @@ def _local(name: str, found: int | None, default: int | None, problems: list[str
     return value
 
 
-def _port(environ: Mapping[str, str], job: str, problems: list[str]) -> int:
+def _port_of_job(environ: Mapping[str, str], job: str, problems: list[str]) -> int:
     """MASTER_PORT; if it is not set, the port of the numbered `job`, unless `job` is ""."""
     text = environ.get("MASTER_PORT", "").strip()
     if not text and job:

@@ -90,10 +90,10 @@ class Place:
     @classmethod
     def find(cls, environ: Mapping[str, str]) -> Place | None:
         """This process's place. Raises ConfigError for sets that are incomplete, senseless, or contradict each other."""
-        own = _read(_TORCH, environ)
+        own = _place_from(_TORCH, environ)
         if own is not None and (_AGENT in environ or not any(environ.get(name) for name in _OUTER)):
             return own
-        found = (_read(names, environ) for names in _MPI)
+        found = (_place_from(names, environ) for names in _MPI)
         outer = next((place for place in found if place is not None), None) or _slurm(
             environ, has_place=own is not None
         )
@@ -105,7 +105,7 @@ class Place:
         return own
 
 
-def _read(names: _Names, environ: Mapping[str, str]) -> Place | None:
+def _place_from(names: _Names, environ: Mapping[str, str]) -> Place | None:
     """The place from one set of variables; None if none is set. ConfigError for an incomplete set."""
     rank = _given(environ, (names.rank,))
     size = _given(environ, names.world_size)
@@ -117,7 +117,7 @@ def _read(names: _Names, environ: Mapping[str, str]) -> Place | None:
         missing = names.rank if rank is None else names.world_size[0]
         found = "=".join(size or rank or ())
         raise ConfigError(
-            f"{missing}: expected a whole number, found '' in the environment, which has {found}; {_advice(names)}"
+            f"{missing}: expected a whole number, found '' in the environment, which has {found}; {_launcher_advice(names)}"
         )
     local_rank, local_size = _given(environ, names.local_rank), _given(environ, names.local_size)
     problems = [
@@ -126,7 +126,7 @@ def _read(names: _Names, environ: Mapping[str, str]) -> Place | None:
         if not (text.isascii() and text.isdigit() and len(text) < 10)
     ]
     if problems:
-        raise ConfigError("\n".join([*problems, _advice(names)]))
+        raise ConfigError("\n".join([*problems, _launcher_advice(names)]))
     job = _given(environ, names.job)
     place = Place(
         int(rank[1]),
@@ -162,11 +162,12 @@ def _check_bounds(place: Place, names: _Names) -> None:
         f"expected {rank} < {size} and {local} < {locals_} <= {size}, found {place.origin}"
         + ("" if place.local_rank is None else f", {local}={place.local_rank}")
         + ("" if place.local_size is None else f", {locals_}={place.local_size}")
-        + f"\n{_advice(names)}"
+        + f"\n{_launcher_advice(names)}"
     )
 
 
-def _advice(names: _Names) -> str:
+def _launcher_advice(names: _Names) -> str:
+    """What to do about variables of a launcher."""
     if names is _TORCH:
         return "start the script with smpc run or torchrun, which set them"
     return (
@@ -183,7 +184,7 @@ def _slurm(environ: Mapping[str, str], *, has_place: bool) -> Place | None:
     is_task = bool(environ.get("SLURM_STEP_ID"))
     if rank is None or (not is_task and (has_place or (size is None and rank[1] == "0"))):
         return None
-    place = _read(_SLURM, environ)
+    place = _place_from(_SLURM, environ)
     assert place is not None, "there is a rank"
     if place.world_size > 1 and not is_task and not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
         raise ConfigError(

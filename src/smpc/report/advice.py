@@ -54,7 +54,7 @@ def advice(options: PipelineOptions, planned: Planned) -> tuple[str, ...]:
     if options.memory_weight:  # None: the fastest plan that fits is what there is
         other = _planned(dataclasses.replace(options, memory_weight=0.0), planned)
         if other is not None and other.peak <= limit and _gain(now, other) > _WORTH:
-            found.append((_gain(now, other), f"--memory-weight 0: {_difference(now, other, limit)}"))
+            found.append((_gain(now, other), f"--memory-weight 0: {_gain_as_text(now, other, limit)}"))
     if now.bubble >= _BUBBLE and options.pipeline_parallel_degree > 1 and now.peak <= _NEAR * limit:
         found += _schedules(options, planned, now, limit)
         if not found and now.bubble > _LARGE_BUBBLE:
@@ -109,7 +109,7 @@ def _schedules(options: PipelineOptions, planned: Planned, now: _Way, limit: int
         if other is None or other.peak > limit or _gain(now, other) <= _WORTH:
             continue
         flags = f"--schedule {schedule}" + (f" --virtual-pipeline-degree {pieces}" if pieces > 1 else "")
-        text = f"{flags}: bubble {now.bubble:.0%} to {other.bubble:.0%}, {_difference(now, other, limit)}"
+        text = f"{flags}: bubble {now.bubble:.0%} to {other.bubble:.0%}, {_gain_as_text(now, other, limit)}"
         ways.append((_gain(now, other), text))
     yield from sorted(ways, reverse=True)[:1]
 
@@ -147,7 +147,8 @@ def _gain(now: _Way, other: _Way) -> float:
     return 1.0 - other.seconds / now.seconds if now.seconds else 0.0
 
 
-def _difference(now: _Way, other: _Way, limit: int) -> str:
+def _gain_as_text(now: _Way, other: _Way, limit: int) -> str:
+    """What another way gains in time, and its peak."""
     return (
         f"step {_gain(now, other):.1%} shorter, peak {format_bytes(other.peak)} of {format_bytes(limit)} "
         f"(now {format_bytes(now.peak)})"

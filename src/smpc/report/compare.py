@@ -40,11 +40,11 @@ def compare(before: Plan, after: Plan) -> tuple[Change, ...]:
     if before.fingerprint == after.fingerprint:
         return ()
     return (
-        *_whole(before, after),
+        *_plan_changes(before, after),
         *_moved_nodes(before, after),
         *_moved_modules(before, after),
-        *_stages(before, after),
-        *_edges(before, after),
+        *_stage_changes(before, after),
+        *_edge_changes(before, after),
     )
 
 
@@ -79,21 +79,22 @@ _SCHEDULE_FORMATS: Mapping[str, _Format] = {**_PLAN_FORMATS, "name": schedule_na
 _ELSEWHERE = ("stages", "edges", "assignment")  # fields that have sections of their own
 
 
-def _whole(before: Plan, after: Plan) -> Iterator[Change]:
+def _plan_changes(before: Plan, after: Plan) -> Iterator[Change]:
+    """Changes of what plans say as a whole."""
     if len(before.stages) != len(after.stages):
-        yield _change("plan", "stages", len(before.stages), len(after.stages), str)
+        yield _field_change("plan", "stages", len(before.stages), len(after.stages), str)
     for field in dataclasses.fields(Plan):
         if field.name in _ELSEWHERE:
             continue
         old, new = getattr(before, field.name), getattr(after, field.name)
         if dataclasses.is_dataclass(old) and dataclasses.is_dataclass(new):
             formats = _SCHEDULE_FORMATS if field.name == "schedule" else _PLAN_FORMATS
-            yield from _fields(field.name, old, new, formats)
+            yield from _field_changes(field.name, old, new, formats)
         elif old != new:
-            yield _change("plan", field.name, old, new, _PLAN_FORMATS.get(field.name, _text))
+            yield _field_change("plan", field.name, old, new, _PLAN_FORMATS.get(field.name, _text))
 
 
-def _fields(where: str, before: Any, after: Any, formats: Mapping[str, _Format]) -> Iterator[Change]:
+def _field_changes(where: str, before: Any, after: Any, formats: Mapping[str, _Format]) -> Iterator[Change]:
     """The fields that differ between two values of one dataclass; of lists of names, how many left and came."""
     for field in dataclasses.fields(before):
         old, new = getattr(before, field.name), getattr(after, field.name)
@@ -104,10 +105,11 @@ def _fields(where: str, before: Any, after: Any, formats: Mapping[str, _Format])
             amount = f"-{gone} +{come}" if gone or come else "reordered"
             yield Change(where, field.name, str(len(old)), str(len(new)), amount)
         else:
-            yield _change(where, field.name, old, new, formats.get(field.name, _text))
+            yield _field_change(where, field.name, old, new, formats.get(field.name, _text))
 
 
-def _change(where: str, what: str, old: Any, new: Any, form: _Format) -> Change:
+def _field_change(where: str, what: str, old: Any, new: Any, form: _Format) -> Change:
+    """A change of a field, formatted."""
     amount = ""
     if form is _fraction:
         amount = f"{100 * (new - old):+.2f} points"
@@ -207,7 +209,8 @@ _TITLES |= {"peak_memory_bytes": "peak memory"}
 _SECONDARY = ("parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "forward_flops", "transient_bytes")
 
 
-def _stages(before: Plan, after: Plan) -> Iterator[Change]:
+def _stage_changes(before: Plan, after: Plan) -> Iterator[Change]:
+    """Changes of stages, and stages that are new or gone."""
     for index in range(max(len(before.stages), len(after.stages))):
         where = f"stage {index}"
         if index >= len(before.stages):
@@ -215,12 +218,13 @@ def _stages(before: Plan, after: Plan) -> Iterator[Change]:
         elif index >= len(after.stages):
             yield Change(where, "", _described(before.stages[index]), _ABSENT, "gone")
         else:
-            yield from _stage(where, before.stages[index], after.stages[index])
+            yield from _changes_of_stage(where, before.stages[index], after.stages[index])
 
 
-def _stage(where: str, before: Stage, after: Stage) -> Iterator[Change]:
+def _changes_of_stage(where: str, before: Stage, after: Stage) -> Iterator[Change]:
+    """Changes of one stage."""
     moved = before.num_parameters != after.num_parameters
-    for change in _fields(where, before, after, _STAGE_FORMATS):
+    for change in _field_changes(where, before, after, _STAGE_FORMATS):
         if not (moved and change.what in _SECONDARY):
             yield dataclasses.replace(change, what=_TITLES.get(change.what, change.what))
 
@@ -229,7 +233,8 @@ def _described(stage: Stage) -> str:
     return f"rank {stage.rank}, {count(len(stage.modules), 'module')}, peak {format_bytes(stage.peak_memory_bytes)}"
 
 
-def _edges(before: Plan, after: Plan) -> Iterator[Change]:
+def _edge_changes(before: Plan, after: Plan) -> Iterator[Change]:
+    """Changes of edges, and edges that are new or gone."""
     old = {(edge.source, edge.destination): edge for edge in before.edges}
     new = {(edge.source, edge.destination): edge for edge in after.edges}
     for key in sorted({**old, **new}):
@@ -239,10 +244,11 @@ def _edges(before: Plan, after: Plan) -> Iterator[Change]:
         elif key not in new:
             yield Change(where, "", _carried(old[key]), _ABSENT, "gone")
         elif old[key] != new[key]:
-            yield _edge(where, old[key], new[key])
+            yield _change_of_edge(where, old[key], new[key])
 
 
-def _edge(where: str, before: Edge, after: Edge) -> Change:
+def _change_of_edge(where: str, before: Edge, after: Edge) -> Change:
+    """The change of one edge."""
     total = [edge.num_bytes + edge.gradient_bytes for edge in (before, after)]
     if total[0] != total[1]:
         amount = f"{total[1] / total[0] - 1:+.1%}" if total[0] else "new"

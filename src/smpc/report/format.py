@@ -1,4 +1,6 @@
-"""How names and numbers of a report look: sizes in binary units, counts in decimal ones, three digits of a time.
+"""How names, numbers and stages of a report look.
+
+Sizes have binary units, counts decimal ones, times three digits:
 
 format_bytes(1536)               "1.5 KiB"     binary units
 format_number(12_345_678)        "12.3 M"      decimal units
@@ -7,10 +9,9 @@ schedule_name("interleaved")     "1F1B (SMP: interleaved)"
 compress(("h.0", "h.1", "ln"))   ("h.0-1", "ln")
 printable(name)                  control characters as escapes
 
-The colour of a stage, the same on the page and in the picture: a hue of its own, paler where it runs forwards.
-
-Colours are OKLCH (B. Ottosson, "A perceptual color space for image processing", 2020): lightness, chroma, hue. `srgb` has them for
-programs that know red, green and blue only.
+A stage has one colour (`hues`) on the page and in the picture: a hue of its own, paler where it runs forwards. Colours are OKLCH (B.
+Ottosson, "A perceptual color space for image processing", 2020): lightness, chroma, hue. `srgb` has them for programs that know red, green
+and blue only.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import math
 from collections.abc import Sequence
 
 from smpc.codegen.program import Op
-from smpc.config.limits import format_bytes, scaled
+from smpc.config.numbers import format_bytes, scaled
 from smpc.errors import printable
 
 __all__ = [

@@ -84,10 +84,11 @@ def rank_bound(plan: Plan) -> int:
 
 def memory_curves(plan: Plan, timeline: Timeline) -> tuple[MemoryCurve, ...]:
     """The curve of every rank, for the step that the timeline predicts."""
-    return tuple(_curve(plan, timeline, rank) for rank in range(timeline.num_ranks))
+    return tuple(_memory_curve(plan, timeline, rank) for rank in range(timeline.num_ranks))
 
 
-def _curve(plan: Plan, timeline: Timeline, rank: int) -> MemoryCurve:
+def _memory_curve(plan: Plan, timeline: Timeline, rank: int) -> MemoryCurve:
+    """A rank's memory over the step."""
     stages = [stage for stage in plan.stages if stage.rank == rank]
     static = sum(map(resident_bytes, stages))
     split = split_backwards(event.action for event in timeline.events)

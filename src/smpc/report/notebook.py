@@ -1,4 +1,4 @@
-"""A plan for notebooks: its display, and methods for people.
+"""A plan for notebooks: its display, methods for people, and its files.
 
     plan = smpc.partition(model, batch, pipeline_parallel_degree=4)
     plan                        # at the end of a cell: the report's pictures and tables; elsewhere five lines
@@ -8,7 +8,7 @@
 
 It is the plan together with its compilation: equal to the plan, and copied and pickled as one.
 
-The files of a compilation: the plan, its reports, and a program for every rank; for `smpc compile --out` and `plan.save`.
+`plan_files` are the files of a compilation for `smpc compile --out` and `plan.save`: the plan, its reports, and a program for every rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from smpc.codegen.rewrite.tensor_parallel.rewrite import describe
 from smpc.compile.options import PipelineOptions
 from smpc.compile.result import Compilation
 from smpc.config.files import output_violation
-from smpc.config.limits import shown
+from smpc.config.numbers import shown
 from smpc.errors import ConfigError, ConfigTypeError
 from smpc.partitioner.graph.plan import Plan, plan_warnings
 from smpc.report.advice import Outlook, outlook

@@ -64,12 +64,12 @@ def render_page(compilation: Compilation, found: Outlook | None = None) -> str:
         "title": html.escape(title(plan)),
         "model": html.escape(printable(plan.model_class.rpartition(".")[2])),
         "subtitle": html.escape(subtitle),
-        "cards": _cards(plan, timeline, found),
+        "cards": _page_cards(plan, timeline, found),
         "outlook": _outlook(found),
         "programs": _programs(compilation),
-        **{f"{name}_table": _table(table(plan), rank_of) for name, table in _TABLES.items()},
+        **{f"{name}_table": _html_table(table(plan), rank_of) for name, table in _TABLES.items()},
         "summary": "".join(f"<dt>{html.escape(a)}</dt><dd>{html.escape(b)}</dd>" for a, b in summary(plan)),
-        "data": _embedded(_data(compilation.trace, plan, timeline)),
+        "data": _embedded(_page_data(compilation.trace, plan, timeline)),
         "style": style,
         "style_hash": _hash(style),
         "script": script,
@@ -97,7 +97,7 @@ def _embedded(data: Any) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _data(trace: Trace, plan: Plan, timeline: Timeline) -> dict[str, Any]:
+def _page_data(trace: Trace, plan: Plan, timeline: Timeline) -> dict[str, Any]:
     """The data that the script draws; seconds and bytes."""
     events: list[list[tuple[float, ...]]] = [[] for _ in range(timeline.num_ranks)]
     for event in timeline.events:
@@ -122,22 +122,24 @@ def _data(trace: Trace, plan: Plan, timeline: Timeline) -> dict[str, Any]:
             }
             for curve in memory_curves(plan, timeline)
         ],
-        "tree": _tree(module_tree(trace, plan)),
+        "tree": _module_rows(module_tree(trace, plan)),
     }
 
 
-def _tree(node: ModuleNode) -> list[Any]:
+def _module_rows(node: ModuleNode) -> list[Any]:
+    """A module and all inside of it, as data of the page."""
     return [
         printable(node.name),
         printable(node.class_name.rpartition(".")[2]),
         node.stages,
         node.num_parameters,
         node.forward_flops,
-        [_tree(child) for child in node.children],
+        [_module_rows(child) for child in node.children],
     ]
 
 
-def _cards(plan: Plan, timeline: Timeline, found: Outlook | None) -> str:
+def _page_cards(plan: Plan, timeline: Timeline, found: Outlook | None) -> str:
+    """The cards at the top of the page."""
     stages, objective, schedule = plan.stages, plan.objective, plan.schedule
     costs = [stage.cost for stage in stages]
     highest = max(memory_curves(plan, timeline), key=lambda curve: curve.peak_bytes)
@@ -199,7 +201,8 @@ def _programs(compilation: Compilation) -> str:
     )
 
 
-def _table(table: TextTable, rank_of: Mapping[str, int]) -> str:
+def _html_table(table: TextTable, rank_of: Mapping[str, int]) -> str:
+    """A table as HTML."""
     classes = ["left" if header in table.left else "" for header in table.headers]
     attributes = [f' class="{name}"' if name else "" for name in classes]
 
@@ -259,17 +262,18 @@ def module_tree(trace: Trace, plan: Plan) -> ModuleNode:
         draft.flops += flops[call.last] - flops[call.first]
         draft.stages.update(stage for stage in stage_of[call.first : call.last] if stage >= 0)
         drafts.append(draft)
-    return _finish(drafts[0], _parameters_below(trace))
+    return _finished_node(drafts[0], _parameters_below(trace))
 
 
-def _finish(draft: _Draft, parameters: dict[str, int]) -> ModuleNode:
+def _finished_node(draft: _Draft, parameters: dict[str, int]) -> ModuleNode:
+    """A module of the page with everything inside of it."""
     return ModuleNode(
         draft.name,
         draft.class_name,
         tuple(sorted(draft.stages)),
         parameters.get(draft.name, 0),
         draft.flops,
-        tuple(_finish(child, parameters) for child in draft.children.values()),
+        tuple(_finished_node(child, parameters) for child in draft.children.values()),
     )
 
 

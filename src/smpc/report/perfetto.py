@@ -28,7 +28,12 @@ def perfetto_json(plan: Plan, timeline: Timeline) -> str:
 
 def predicted_events(plan: Plan, timeline: Timeline) -> list[dict[str, Any]]:
     """The events of the predicted step, under process 0."""
-    return [*_names(plan, timeline), *_slices(timeline), *_flows(plan, timeline), *_counters(plan, timeline)]
+    return [
+        *_predicted_names(plan, timeline),
+        *_predicted_slices(timeline),
+        *_predicted_messages(plan, timeline),
+        *_memory_counters(plan, timeline),
+    ]
 
 
 def trace_json(events: Iterable[dict[str, Any]], other: Mapping[str, Any]) -> str:
@@ -37,7 +42,8 @@ def trace_json(events: Iterable[dict[str, Any]], other: Mapping[str, Any]) -> st
     return f'{{"displayTimeUnit":"ms","otherData":{json.dumps(other)},"traceEvents":[\n{lines}\n]}}\n'
 
 
-def _names(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _predicted_names(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """The names of the ranks in the predicted trace."""
     title = f"{plan.model_class.rpartition('.')[2]}, predicted step"
     yield {"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": title}}
     for rank in range(timeline.num_ranks):
@@ -57,7 +63,8 @@ def _track(timeline: Timeline, copy: Copy) -> int:
     return copy.rank + timeline.num_ranks * (1 if copy.op is Op.OFFLOAD else 2)
 
 
-def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _predicted_slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """The actions in the predicted trace."""
     for event in timeline.events:
         action = event.action
         yield {
@@ -83,18 +90,19 @@ def _slices(timeline: Timeline) -> Iterator[dict[str, Any]]:
         }
 
 
-def _flows(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _predicted_messages(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """The messages in the predicted trace."""
     at = {event.action: event for event in timeline.events}
     number = 0
     for event in timeline.events:
-        for receiver, num_bytes in _receivers(plan, event.action):
+        for receiver, num_bytes in _message_receivers(plan, event.action):
             target = at[receiver]
             if target.rank != event.rank:
-                yield from _arrow(number, event, target, num_bytes)
+                yield from _predicted_arrow(number, event, target, num_bytes)
                 number += 1
 
 
-def _receivers(plan: Plan, action: Action) -> Iterator[tuple[Action, int]]:
+def _message_receivers(plan: Plan, action: Action) -> Iterator[tuple[Action, int]]:
     """The actions that wait for a message from this one, and its bytes."""
     for edge in plan.edges:
         if edge.source == INPUTS:
@@ -105,7 +113,8 @@ def _receivers(plan: Plan, action: Action) -> Iterator[tuple[Action, int]]:
             yield backward(edge.source, action.microbatch), edge.gradient_bytes
 
 
-def _arrow(number: int, source: Event, target: Event, num_bytes: int) -> Iterator[dict[str, Any]]:
+def _predicted_arrow(number: int, source: Event, target: Event, num_bytes: int) -> Iterator[dict[str, Any]]:
+    """One message in the predicted trace."""
     # An arrow belongs to the slice around its end: just before the end of the sender, at the start of the receiver.
     leaves = source.end - (source.end - source.start) / 1000
     common = {"pid": _PROCESS, "id": number, "cat": "message", "name": "message", "args": {"bytes": num_bytes}}
@@ -113,7 +122,8 @@ def _arrow(number: int, source: Event, target: Event, num_bytes: int) -> Iterato
     yield {"ph": "f", "bp": "e", "tid": target.rank, "ts": target.start * _MICRO, **common}
 
 
-def _counters(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _memory_counters(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """The memory of ranks in the predicted trace."""
     for curve in memory_curves(plan, timeline):
         for time, num_bytes in curve.points:
             args = {"static": curve.static_bytes, "activations": num_bytes - curve.static_bytes}

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from smpc.codegen.offload import split_uses
 from smpc.codegen.schedules.choice import Choice, choose
 from smpc.codegen.simulate import Costs, Timeline, Transfer, chain, simulate_step
-from smpc.config.limits import MAX_MICROBATCHES, shown
+from smpc.config.numbers import MAX_MICROBATCHES, shown
 from smpc.errors import ConfigError
 from smpc.partitioner.graph.plan import Plan, Stage
 from smpc.report.memory import microbatch_bytes, resident_bytes

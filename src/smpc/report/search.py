@@ -42,9 +42,11 @@ def _again_in_table(name: str) -> str:
     return printable(name) if len(parts) == 1 or len(name) <= _NAME else f"{len(parts)} parts"
 
 
-def _parts(found: Search) -> tuple[str, ...]:
+def _parts_legend(found: Search) -> tuple[str, ...]:
     """The legend of a number in the table: `2 parts of a block computed again: norm + attention`."""
-    names = sorted({result.candidate.recompute for result in _shown(found)}, key=lambda name: (name.count(" + "), name))
+    names = sorted(
+        {result.candidate.recompute for result in _shown_results(found)}, key=lambda name: (name.count(" + "), name)
+    )
     return tuple(
         f"{short} of a block computed again: {printable(name)}"
         for name in names
@@ -95,7 +97,7 @@ def search_title(found: Search) -> str:
 def search_table(found: Search) -> TextTable:
     """Candidates with their steps and peaks; the best is marked."""
     headers = ("", "Ranks", "Batches", "Schedule", "Shared", "Again", "Step", "Peak", "Why not")
-    rows = tuple(_row(found, result) for result in _shown(found))
+    rows = tuple(_result_row(found, result) for result in _shown_results(found))
     return TextTable(headers, rows, left=("", "Schedule", "Shared", "Again", "Why not"))
 
 
@@ -104,7 +106,7 @@ def search_summary(found: Search) -> tuple[tuple[str, str], ...]:
     best, left_out = found.best, Counter[Verdict]()
     for result in found.results:
         left_out[result.verdict] += result.ways
-    left_out.subtract(result.verdict for result in _shown(found))
+    left_out.subtract(result.verdict for result in _shown_results(found))
     names = {
         Verdict.SLOWER: "slower",
         Verdict.OPEN: "that may be faster",
@@ -131,7 +133,7 @@ def search_summary(found: Search) -> tuple[tuple[str, str], ...]:
             "ways were left without a plan, with what the best of them takes at least; Shared: what replicas "
             "divide; Again: what the backward computes again, +host: and what that reads is offloaded",
         ),
-        *(("", text) for text in _parts(found)),
+        *(("", text) for text in _parts_legend(found)),
         *((("Left out", rest),) if rest else ()),
         ("Settings", f"placement_strategy: {placement}, optimizer {printable(found.optimizer)}"),
         *_not_settings(found),
@@ -183,7 +185,8 @@ def _not_settings(found: Search) -> tuple[tuple[str, str], ...]:
     return tuple(rows)
 
 
-def _shown(found: Search) -> tuple[Result, ...]:
+def _shown_results(found: Search) -> tuple[Result, ...]:
+    """The results of a search that its report shows."""
     by_time = [result for result in found.results if result.verdict in (Verdict.BEST, Verdict.SLOWER)][:_SHOWN]
     others = [
         result
@@ -193,7 +196,8 @@ def _shown(found: Search) -> tuple[Result, ...]:
     return (*by_time, *others)
 
 
-def _row(found: Search, result: Result) -> tuple[str, ...]:
+def _result_row(found: Search, result: Result) -> tuple[str, ...]:
+    """A result of a search, as a row of its table."""
     candidate = result.candidate
     near = " n" if candidate.placement_strategy in ("spread", "PDT") else ""
     tensor = f" x {candidate.tensor_parallel_degree}" if candidate.tensor_parallel_degree > 1 else ""

@@ -67,7 +67,7 @@ def render(plan: Plan, timeline: Timeline | None = None, width: int = PLAIN_WIDT
         text_table(message_table(plan), width),
         Text(),
         labelled((*summary(plan), *more)),
-        *(_drawn(drawing(timeline, width)) if timeline is not None else ()),
+        *(_drawn_step(drawing(timeline, width)) if timeline is not None else ()),
     )
 
 
@@ -78,7 +78,7 @@ def print_changes(before: str, after: str, changes: Sequence[Change], console: C
     for are_modules, found in itertools.groupby(changes, key=lambda change: change.where == MODULES):
         group = list(found)
         console.print(Text())
-        console.print(text_table(_moves(group) if are_modules else _values(group), console.width))
+        console.print(text_table(_moves(group) if are_modules else _change_table(group), console.width))
 
 
 def _moves(changes: Sequence[Change]) -> TextTable:
@@ -86,7 +86,8 @@ def _moves(changes: Sequence[Change]) -> TextTable:
     return TextTable(headers, tuple((change.what, change.before, change.after) for change in changes), left=headers)
 
 
-def _values(changes: Sequence[Change]) -> TextTable:
+def _change_table(changes: Sequence[Change]) -> TextTable:
+    """The changes between plans as a table."""
     headers = ("", "What", "Before", "After", "Change")
     rows = []
     last = ""
@@ -121,16 +122,18 @@ def labelled(lines: tuple[tuple[str, str], ...]) -> Table:
     return grid
 
 
-def _drawn(found: Drawing) -> list[Text]:
+def _drawn_step(found: Drawing) -> list[Text]:
+    """The picture of a step in the terminal."""
     return [
         Text(),
         Text.assemble((f"{'One step':<11}", "bold"), found.legend),
-        *(_coloured(line, found) for line in found.short.splitlines()),
+        *(_coloured_line(line, found) for line in found.short.splitlines()),
         *([Text(f"{'':<11}{found.more}")] if found.more else []),
     ]
 
 
-def _coloured(line: str, found: Drawing) -> Text:
+def _coloured_line(line: str, found: Drawing) -> Text:
+    """A line of the picture in colours."""
     margin, drawn = line[: line.index("  ")], Text(line[line.index("  ") :])
     drawn.highlight_regex(found.forward, "cyan")
     drawn.highlight_regex(found.backward, "green")

@@ -13,7 +13,7 @@
     units             `smpc.sharding.units`       by repetition, by size, by classes, by name; what several share goes to whoever has all
     shard             `smpc.sharding.shard`       parameters in parts, how long whole ones stay, when gradients are reduced
     tensors           `smpc.sharding.tensors`     DTensors and ordinary tensors alike
-    incoming          `smpc.sharding.shard`    tensors that one rank has, to all, with room for one
+    Incoming          `smpc.sharding.shard`       tensors that one rank has, to all, with room for one
     wide_gradients    gradients of half-precision parameters in fp32
 
 `mesh` is a DeviceMesh of (shard) or (replica, shard), as `smpc.mesh.device_mesh.device_mesh` makes it. Tensor parallelism goes with it: a

@@ -25,7 +25,7 @@ A model that only one rank has values of (`source`) is divided without them, and
     rank 0    whole      unit 0 in parts    w0 -> all, let go of    w1 -> all, ...      unit 1 in parts ...
     rank 1    on meta    unit 0 in parts    own part of w0          own part of w1      at most its parts and one tensor
 
-Tensors of one rank, given to all, one at a time: the others have room for the largest of them, and for no second one.
+`Incoming` gives tensors of one rank to all, one at a time: the others have room for the largest of them, and for no second one.
 
     incoming = Incoming.of(model.parameters(), source=0)
     values = incoming.take(weight)                  rank 0's values, on every rank; until the next call
@@ -215,14 +215,14 @@ def shard(
             module,
             mesh=unit.mesh if unit.mesh is not None else mesh,
             reshard_after_forward=not options.stays_outside,
-            mp_policy=unit.policy or _precision(options, wide, is_root=not unit.name),
+            mp_policy=unit.policy or _precision_policy(options, wide, is_root=not unit.name),
             offload_policy=_offload(mesh.device_type) if options.offload else OffloadPolicy(),
             ignored_params={*ignored, *taken} or None,
         )
         if unit.divisor is not None:
             made.set_gradient_divide_factor(unit.divisor)
         if source is not None:
-            _fill(module, own, taken, "cpu" if options.offload else mesh.device_type, source, ignored)
+            _fill_unit(module, own, taken, "cpu" if options.offload else mesh.device_type, source, ignored)
         new = _untaken(module, taken)
         if wide:
             widen(new)
@@ -244,7 +244,7 @@ def _offload(device_type: str) -> CPUOffloadPolicy:
 
 
 @torch.no_grad()
-def _fill(
+def _fill_unit(
     module: nn.Module,
     old: Sequence[nn.Parameter],
     taken: Collection[nn.Parameter],
@@ -279,7 +279,8 @@ def _without_views(module: nn.Module, inputs: object, output: Any) -> Any:
     )
 
 
-def _precision(options: ShardingOptions, wide: bool, *, is_root: bool) -> MixedPrecisionPolicy:
+def _precision_policy(options: ShardingOptions, wide: bool, *, is_root: bool) -> MixedPrecisionPolicy:
+    """torch's policy of mixed precision for a unit."""
     return MixedPrecisionPolicy(
         param_dtype=options.param_dtype,
         reduce_dtype=torch.float32 if wide else options.reduce_dtype,

@@ -46,7 +46,7 @@ def _clip_shared(model: nn.Module, max_norm: float) -> Tensor:
     world = dist.get_world_size()
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient, holders in _pieces(model):
+    for gradient, holders in _gradient_parts(model):
         total += gradient.double().square().sum() * (holders / world)
     dist.all_reduce(total)
     norm = total.sqrt().float()
@@ -58,7 +58,7 @@ def _clip_shared(model: nn.Module, max_norm: float) -> Tensor:
     return norm
 
 
-def _pieces(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
+def _gradient_parts(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
     """This rank's parts of gradients, and the number of ranks that together have each part of the tensor once."""
     slices = slices_of(model)
     assert slices is not None

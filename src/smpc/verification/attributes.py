@@ -40,7 +40,7 @@ def attribute_differences(
         for name in dict.fromkeys((*ours, *theirs)):
             a, b = ours.get(name, _MISSING), theirs.get(name, _MISSING)
             if (fqn, name) not in settled and not _is_of_graph(a) and not _is_same(a, b, seen):
-                yield fqn, name, f"expected {_text(a)}, found {_text(b)}"
+                yield fqn, name, f"expected {_attribute_text(a)}, found {_attribute_text(b)}"
 
 
 def settled_places(model: nn.Module, environment: Environment | None) -> frozenset[Place]:
@@ -77,7 +77,7 @@ def _is_same(a: Any, b: Any, seen: dict[tuple[int, int], tuple[Any, Any]]) -> bo
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and a.shape == b.shape and bool(a.tobytes() == b.tobytes())
     if isinstance(a, (torch.Generator, random.Random, np.random.Generator)):
-        return _state(a) == _state(b)
+        return _generator_state(a) == _generator_state(b)
     if isinstance(a, Mapping):
         return list(a) == list(b) and all(_is_same(a[key], b[key], seen) for key in a)
     if isinstance(a, (list, tuple, deque)):
@@ -97,7 +97,8 @@ def _is_equal(a: Any, b: Any) -> bool:
         return True
 
 
-def _state(generator: Any) -> str:
+def _generator_state(generator: Any) -> str:
+    """The state of a random generator, as text."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes().hex()
     if isinstance(generator, random.Random):
@@ -105,7 +106,8 @@ def _state(generator: Any) -> str:
     return state_text(generator.bit_generator.state)
 
 
-def _text(value: Any) -> str:
+def _attribute_text(value: Any) -> str:
+    """An attribute as messages show it, shortened."""
     if value is _MISSING:
         return "nothing"
     text = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else shown(value)

@@ -75,7 +75,9 @@ def verify_compilation(
     `environment`: the recording's, whose settled caches may hold either value; by default the compilation's. `shown`: paths of masks
     of ones that the recording has left out. Raises VerificationError if something differs, or if one of the two cannot run.
     """
-    check = _Check(model, compilation, inputs, conditions or Conditions(), _bounds(compilation, inputs, shown))
+    check = _Check(
+        model, compilation, inputs, conditions or Conditions(), _tolerated_bounds(compilation, inputs, shown)
+    )
     settled = settled_places(model, environment or compilation.environment)
     with kept(check.conditions.device) as start:
         in_order = by_stage(compilation)
@@ -161,7 +163,7 @@ class _Check:
         return "\n".join([*lines, f"nothing has been trained; {_WAY_OUT}"])
 
 
-def _bounds(compilation: Compilation, inputs: Inputs, shown: Collection[str]) -> Bounds:
+def _tolerated_bounds(compilation: Compilation, inputs: Inputs, shown: Collection[str]) -> Bounds:
     """The tolerated differences."""
     plan = compilation.plan
     shared = frozenset(item.name for item in plan.shared_parameters)

@@ -1,4 +1,6 @@
-"""Where compiled programs part from the model: the first module, in forward order, that gives something else.
+"""How compiled programs differ from the model: the results of two runs side by side, and the first module that gives something else.
+
+The first in forward order is looked for.
 
 Only after a difference has been found. Three runs, each of which notes what modules give:
 
@@ -8,7 +10,7 @@ Only after a difference has been found. Three runs, each of which notes what mod
 
 Where all values of the forward pass are the same, the names of what differs have to do: `owner_first`.
 
-The results of two runs side by side: outputs, gradients, buffers, parameters, attributes and random states, in this order.
+`differences` compares outputs, gradients, buffers, parameters, attributes and random states, in this order.
 """
 
 from __future__ import annotations
@@ -158,14 +160,15 @@ def owner_first(trace: Trace, wrong: Sequence[Found]) -> str:
     gradients = [item for item in wrong if item.kind == "gradient"]
     if by_kind:
         item = min(by_kind, key=lambda item: first.get(item.owner, len(trace.nodes)))
-        return f"{_named(trace, item.owner)}, whose forward gives the same: {item}"
+        return f"{_module_str(trace, item.owner)}, whose forward gives the same: {item}"
     if gradients:
         item = max(gradients, key=lambda item: first.get(item.owner, -1))
-        return f"{_named(trace, item.owner)}, the first that the backward pass comes to; every module's forward gives the same: {item}"
+        return f"{_module_str(trace, item.owner)}, the first that the backward pass comes to; every module's forward gives the same: {item}"
     return f"none, all modules give and leave the same: {wrong[0]}"
 
 
-def _named(trace: Trace, fqn: str) -> str:
+def _module_str(trace: Trace, fqn: str) -> str:
+    """A module as messages name it, with its class."""
     classes = {call.fqn: call.class_name for call in reversed(trace.calls)}
     if not fqn:
         return f"the model ({trace.model_class})"
@@ -288,7 +291,7 @@ class _Replayed:
         inside = call
         while index in self._given and call.parent >= 0:
             inside, index, call = call, call.parent, self._trace.calls[call.parent]
-        self.place = f"{_named(self._trace, call.fqn)}"
+        self.place = f"{_module_str(self._trace, call.fqn)}"
         self.place += f": {what}" if call is inside else f", in its own code before it calls {inside.fqn}"
 
     def _compare_whole(self, fqn: str, output: Any) -> None:
@@ -299,7 +302,7 @@ class _Replayed:
         moved = self._moved(eager.after) if eager is not None else ""
         if how or moved:
             what = f"its output differs {how}" if how else f"it leaves {moved} in another state"
-            self.place = f"{_named(self._trace, fqn)}: {what}"
+            self.place = f"{_module_str(self._trace, fqn)}: {what}"
 
     def _moved(self, states: dict[str, str]) -> str:
         """A generator that is not in the state that it has in eager; "" if all are."""
@@ -362,7 +365,7 @@ def _in_programs(
     if not found:
         return ""
     _, fqn, how = min(found)
-    return f"{_named(trace, fqn)}: its output differs {how} (in the programs; the recording is right)"
+    return f"{_module_str(trace, fqn)}: its output differs {how} (in the programs; the recording is right)"
 
 
 def _first_difference(expected: Sequence[Any], found: Sequence[Any], bounds: Bounds) -> str:

@@ -78,7 +78,7 @@ def run_eager(model: nn.Module, conditions: Conditions, inputs: Inputs, trace: T
         with context(conditions.grad_enabled, conditions.autocast):
             output = copied(*args, **kwargs)
         _backward(output)
-        return _results(copied, trace, output, conditions.device)
+        return _results_of_run(copied, trace, output, conditions.device)
 
 
 def run_compiled(model: nn.Module, conditions: Conditions, inputs: Inputs, compilation: Compilation) -> Results:
@@ -88,7 +88,7 @@ def run_compiled(model: nn.Module, conditions: Conditions, inputs: Inputs, compi
     with surroundings(conditions):
         runtime, program = installed(copied, compilation, device)
         output = run_programs(runtime, program, conditions, own_inputs(inputs, device))
-        return _results(copied, trace, output, device)
+        return _results_of_run(copied, trace, output, device)
 
 
 def run_replayed(model: nn.Module, conditions: Conditions, inputs: Inputs, trace: Trace) -> Results:
@@ -98,7 +98,7 @@ def run_replayed(model: nn.Module, conditions: Conditions, inputs: Inputs, trace
         args, kwargs = own_inputs(inputs, conditions.device)
         output = replay(trace, copied, args, kwargs)
         _backward(output)
-        return _results(copied, trace, output, conditions.device)
+        return _results_of_run(copied, trace, output, conditions.device)
 
 
 def by_stage(compilation: Compilation) -> Trace:
@@ -247,7 +247,8 @@ def _gradient(tensor: Tensor, number: int) -> Tensor:
     return torch.cos(steps * 2.399963 + number).to(tensor.dtype).reshape(tensor.shape)
 
 
-def _results(model: nn.Module, trace: Trace, output: Any, device: torch.device) -> Results:
+def _results_of_run(model: nn.Module, trace: Trace, output: Any, device: torch.device) -> Results:
+    """What a run has given: outputs, gradients, buffers and the rest."""
     leaves, structure = flatten(output)
     parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
     written = written_parameters(trace)

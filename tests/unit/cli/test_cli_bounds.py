@@ -18,9 +18,9 @@ from smpc.cli import main
 from smpc.cli import target as huggingface
 from smpc.cli.terminal import clear_lines
 from smpc.codegen.schedules import choice
-from smpc.config import files, limits
+from smpc.config import files, numbers
 from smpc.config.files import output_violation, parse_json, parse_toml, read_text
-from smpc.config.limits import MAX_MICROBATCHES, size_violation
+from smpc.config.numbers import MAX_MICROBATCHES, size_violation
 from smpc.errors import ConfigError
 from smpc.launch.job import Job
 from smpc.launch.output import OutputOptions
@@ -338,20 +338,20 @@ def test_the_documented_bounds_are_those_that_hold():
     text = (REPOSITORY / "docs" / "planner.md").read_text()
     table = text.partition("## Bounds")[2].partition("\n## ")[0]
     whole = (
-        limits.MAX_PIPELINE_RANKS,
-        limits.MAX_PIECES,
-        limits.MAX_RANKS,
-        limits.MAX_WORLD_SIZE,
-        limits.MAX_LOCAL_RANKS,
-        limits.MAX_MICROBATCHES,
-        limits.MAX_STEPS,
-        limits.MAX_SEARCHED_STEPS,
+        numbers.MAX_PIPELINE_RANKS,
+        numbers.MAX_PIECES,
+        numbers.MAX_RANKS,
+        numbers.MAX_WORLD_SIZE,
+        numbers.MAX_LOCAL_RANKS,
+        numbers.MAX_MICROBATCHES,
+        numbers.MAX_STEPS,
+        numbers.MAX_SEARCHED_STEPS,
         huggingface._MOST_LAYERS,
         huggingface._MOST_MODULES,
         files.MAX_DEPTH,
         files.MAX_BITS,
     )
-    sizes = (limits.MAX_INPUT_BYTES, limits.MAX_MICROBATCH_BYTES, limits.MAX_MASK_BYTES)
+    sizes = (numbers.MAX_INPUT_BYTES, numbers.MAX_MICROBATCH_BYTES, numbers.MAX_MASK_BYTES)
     sizes = [f"{size >> 30} GiB" for size in sizes]
     sizes += [f"{size >> 20} MiB" for size in (files.MAX_FILE_BYTES, files.MAX_PLAN_BYTES, choice.MAX_CSV_BYTES)]
     for bound in (*(f"{number:,}" for number in whole), *sizes):

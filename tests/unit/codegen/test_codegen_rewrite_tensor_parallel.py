@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from smpc.codegen.rewrite.tensor_parallel.layouts import REPLICATED, Layout
 from smpc.compile import compile_model
-from smpc.config.limits import format_bytes
+from smpc.config.numbers import format_bytes
 from smpc.errors import ConfigError, TraceError, UsageError
 from smpc.executor.sharded_state import slice_of, whole_of
 from smpc.runtime import LoopbackRuntime

@@ -11,7 +11,7 @@ from smpc.codegen.rewrite.expert_parallel import describe_experts
 from smpc.compile.options import PipelineOptions
 from smpc.compile.result import Traced
 from smpc.compile.step import Around, step_parts
-from smpc.config.limits import format_bytes
+from smpc.config.numbers import format_bytes
 from smpc.errors import ConfigError, UsageError
 from smpc.expert_parallel import shard
 from smpc.runtime import LoopbackRuntime

@@ -9,7 +9,7 @@ import torch
 
 from smpc.compile import compile_model
 from smpc.executor.program.bind import Binder
-from smpc.executor.program.offload import Mover, addresses, restore_sizes
+from smpc.executor.program.host_copies import Mover, addresses, restore_sizes
 from smpc.runtime import LoopbackRuntime
 
 CPU = torch.device("cpu")

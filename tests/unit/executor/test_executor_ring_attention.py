@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from tensor_ranks import run_ranks, tensor_groups
 
 from smpc.executor.pieces import in_own_order, own_pieces
-from smpc.executor.sequence.attention import exchanged_attention
 from smpc.executor.sequence.ring import ring_attention
+from smpc.executor.sequence.sliced import exchanged_attention
 
 
 def drawn(length, heads=4, key_heads=2, dtype=torch.float32, keys=None):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from smpc.compile import compile_model
-from smpc.config.limits import at_least, parse_bytes
+from smpc.config.numbers import at_least, parse_bytes
 from smpc.errors import ConfigError
 from smpc.partitioner.costs.cost import CostModel
 from smpc.partitioner.costs.device import DEVICES, H100, find_device

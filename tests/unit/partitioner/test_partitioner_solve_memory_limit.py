@@ -257,5 +257,5 @@ def test_bad_limits(limit):
 @given(st.integers(1, 2**50), st.integers(0, 2**50), st.integers(-2, 2))
 def test_bytes_of_a_smaller_rank_fit_scaled_if_and_only_if_they_fit(limit, more, off):
     """Ranks of 49 and 1000 bytes: 49 of 49 could become 1001 of 1000."""
-    scaled = limit_module._scaled(np.asarray([max(0, limit + off)]), limit, limit + more)
+    scaled = limit_module._scaled_to_limit(np.asarray([max(0, limit + off)]), limit, limit + more)
     assert (int(scaled[0]) <= limit + more) == (max(0, limit + off) <= limit)

@@ -32,8 +32,8 @@ def find_bias_gelu(graph: Graph) -> Iterator[Replacement | Refusal]:
         if x is not None:
             yield _bias_gelu(graph, name, x, graph.argument(name, 1, "approximate", "none"))
     for name in graph.find("tanh"):
-        x = _cubed(graph, name)
-        result = None if x is None else _result(graph, name, x)
+        x = _cubed_in_tanh(graph, name)
+        result = None if x is None else _gelu_result(graph, name, x)
         if x is not None and result is not None:
             yield _bias_gelu(graph, result, x, "tanh")
 
@@ -57,7 +57,7 @@ def _bias_gelu(graph: Graph, result: str, x: str, approximate: str) -> Replaceme
     return Replacement(_BIAS_GELU, graph.between(result, inputs), (call,))
 
 
-def _cubed(graph: Graph, tanh: str) -> str | None:
+def _cubed_in_tanh(graph: Graph, tanh: str) -> str | None:
     """The x whose third power goes into a tanh by sums and products with numbers."""
     waiting = list(graph.node(tanh).inputs)
     while waiting:
@@ -70,7 +70,7 @@ def _cubed(graph: Graph, tanh: str) -> str | None:
     return None
 
 
-def _result(graph: Graph, tanh: str, x: str) -> str | None:
+def _gelu_result(graph: Graph, tanh: str, x: str) -> str | None:
     """The product of 1 + tanh with x or half of it, and with one half if that comes last."""
     added = graph.sole_user(tanh)
     summands = graph.scalar_and_tensor(added) if added is not None and graph.op(added) == "add" else None
@@ -105,7 +105,7 @@ def find_swiglu(graph: Graph) -> Iterator[Replacement | Refusal]:
     """Every SwiGLU of a trace."""
     for name in graph.find("silu", "sigmoid"):
         gate = graph.tensor(name, 0, "input")
-        activated = name if graph.op(name) == "silu" else _times(graph, name, gate)
+        activated = name if graph.op(name) == "silu" else _silu_of(graph, name, gate)
         product = None if activated is None else graph.sole_user(activated)
         if gate is None or activated is None or product is None or graph.op(product) != "mul":
             continue
@@ -122,7 +122,7 @@ def find_swiglu(graph: Graph) -> Iterator[Replacement | Refusal]:
 SWIGLU = Rewrite(_SWIGLU, find_swiglu)
 
 
-def _times(graph: Graph, sigmoid: str, gate: str | None) -> str | None:
+def _silu_of(graph: Graph, sigmoid: str, gate: str | None) -> str | None:
     """The node `gate * sigmoid(gate)`."""
     product = graph.sole_user(sigmoid)
     if product is None or gate is None or graph.op(product) != "mul" or graph.other(product, sigmoid) != gate:

@@ -33,7 +33,7 @@ def find(graph: Graph) -> Iterator[Replacement | Refusal]:
         if (graph.shape(residual), graph.spec(residual).dtype) != (graph.shape(x), graph.spec(x).dtype):
             yield Refusal(_OP, total, f"residual is {graph.spec(residual)}, what is added to it {graph.spec(x)}")
             continue
-        values, bias = _bias(graph, x)
+        values, bias = _added_bias(graph, x)
         inputs = tuple(item for item in (values, bias, residual) if item is not None)
         arguments = (Ref(values), None if bias is None else Ref(bias), Ref(residual), graph.argument(name, 1, "p", 0.5))
         yield Replacement(_OP, graph.between(total, inputs), (Call(_TARGET, arguments),))
@@ -42,7 +42,7 @@ def find(graph: Graph) -> Iterator[Replacement | Refusal]:
 REWRITE = Rewrite(_OP, find)
 
 
-def _bias(graph: Graph, x: str) -> tuple[str, str | None]:
+def _added_bias(graph: Graph, x: str) -> tuple[str, str | None]:
     """x as (values, bias), if it is the sum of these and has no other use."""
     summands = graph.tensors(x) if graph.op(x) == "add" and graph.sole_user(x) is not None else None
     if summands is None:

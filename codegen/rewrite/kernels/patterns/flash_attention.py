@@ -39,7 +39,7 @@ def find(graph: Graph) -> Iterator[Replacement | Refusal]:
         q, k, v = (item for item in tensors)
         if q is None or k is None or v is None:
             continue
-        reason = _objection(graph, name, q, k, v)
+        reason = _why_not_flash(graph, name, q, k, v)
         if reason:
             yield Refusal(_OP, name, reason)
             continue
@@ -52,13 +52,14 @@ def find(graph: Graph) -> Iterator[Replacement | Refusal]:
         if isinstance(found, str):
             yield Refusal(_OP, name, found)
         else:
-            yield _replacement(graph, name, (q, k, v), mask, found)
+            yield _flash_replacement(graph, name, (q, k, v), mask, found)
 
 
 REWRITE = Rewrite(_OP, find)
 
 
-def _objection(graph: Graph, name: str, q: str, k: str, v: str) -> str:
+def _why_not_flash(graph: Graph, name: str, q: str, k: str, v: str) -> str:
+    """Why flash attention cannot take the place of an attention; empty if it can."""
     shapes = [graph.shape(item) for item in (q, k, v)]
     dropout = graph.argument(name, 4, "dropout_p", 0.0)
     if dropout:
@@ -74,7 +75,10 @@ def _objection(graph: Graph, name: str, q: str, k: str, v: str) -> str:
     return ""
 
 
-def _replacement(graph: Graph, name: str, heads: tuple[str, str, str], mask: str | None, found: Mask) -> Replacement:
+def _flash_replacement(
+    graph: Graph, name: str, heads: tuple[str, str, str], mask: str | None, found: Mask
+) -> Replacement:
+    """Flash attention in the place of an attention."""
     q, k, v = heads
     unrepeated = (_unrepeated(graph, k, graph.shape(q)[1]), _unrepeated(graph, v, graph.shape(q)[1]))
     if (
@@ -134,7 +138,7 @@ def read_mask(graph: Graph, mask: str, num_queries: int, num_keys: int) -> Mask 
         return f"its mask {spec} is added to the scores and has a row for every query"
     offset: int | None = None
     keys: list[str] = []
-    for part in dict.fromkeys(_parts(graph, mask)):
+    for part in dict.fromkeys(_parts_of_mask(graph, mask)):
         value = _constant(graph, part)
         if value is not None and bool(value.all()):
             continue
@@ -149,13 +153,13 @@ def read_mask(graph: Graph, mask: str, num_queries: int, num_keys: int) -> Mask 
     return Mask(offset, tuple(keys))
 
 
-def _parts(graph: Graph, name: str) -> Iterator[str]:
+def _parts_of_mask(graph: Graph, name: str) -> Iterator[str]:
     """The parts of a conjunction."""
     if graph.op(name) in _SAME_VALUES and len(graph.node(name).inputs) >= 1:
-        yield from _parts(graph, graph.node(name).inputs[0])
+        yield from _parts_of_mask(graph, graph.node(name).inputs[0])
     elif graph.op(name) == "and" and graph.tensors(name) is not None:
         for operand in graph.tensors(name) or ():
-            yield from _parts(graph, operand)
+            yield from _parts_of_mask(graph, operand)
     else:
         yield name
 

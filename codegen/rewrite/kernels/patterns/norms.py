@@ -138,7 +138,7 @@ class _Root:
 def find_rms_norm(graph: Graph) -> Iterator[Replacement | Refusal]:
     """Every RMSNorm of a trace."""
     for name in graph.find("rsqrt", "sqrt", "pow"):
-        root = _root(graph, name)
+        root = _read_from_root(graph, name)
         if root is not None:
             found = _written_rms_norm(graph, root)
             if found is not None:
@@ -150,7 +150,7 @@ def find_rms_norm(graph: Graph) -> Iterator[Replacement | Refusal]:
 RMS_NORM = Rewrite(_RMS_NORM, find_rms_norm)
 
 
-def _root(graph: Graph, name: str) -> _Root | None:
+def _read_from_root(graph: Graph, name: str) -> _Root | None:
     """Reads backwards from the root to the input."""
     inner = (
         graph.power(name, -0.5) or graph.power(name, 0.5) if graph.op(name) == "pow" else graph.tensor(name, 0, "input")
@@ -177,14 +177,14 @@ def _is_over_last(graph: Graph, mean: str) -> bool:
 
 def _written_rms_norm(graph: Graph, root: _Root) -> Replacement | None:
     """Reads forwards from the root to the result."""
-    scaled = _scaled(graph, root)
+    scaled = _scaled_by_root(graph, root)
     if scaled is None:
         return None
     result, weight, offset = scaled, None, 0.0
     after = graph.reader(scaled)
     if after is not None and graph.op(after) == "mul":
         factor = next((name for name in graph.tensors(after) or () if graph.uncast(name) != graph.uncast(scaled)), None)
-        read = None if factor is None else _weight(graph, factor, graph.shape(root.x)[-1:])
+        read = None if factor is None else _norm_weight(graph, factor, graph.shape(root.x)[-1:])
         if read is not None:
             (weight, offset), result = read, after
     result = graph.cast_back(result, graph.spec(root.x).dtype)
@@ -196,14 +196,14 @@ def _written_rms_norm(graph: Graph, root: _Root) -> Replacement | None:
     return Replacement(_RMS_NORM, graph.between(result, inputs), (call,))
 
 
-def _scaled(graph: Graph, root: _Root) -> str | None:
+def _scaled_by_root(graph: Graph, root: _Root) -> str | None:
     """x times 1 / root, or x over the root."""
     for user in graph.users(root.name):
         operation, pair = graph.op(user), graph.tensors(user) if graph.op(user) in ("mul", "div") else None
         if operation == "cast":
-            return _scaled(graph, replace(root, name=user))
+            return _scaled_by_root(graph, replace(root, name=user))
         if root.divides and (operation == "reciprocal" or (operation == "div" and graph.operands(user)[0] in (1, 1.0))):
-            return _scaled(graph, replace(root, name=user, divides=False))
+            return _scaled_by_root(graph, replace(root, name=user, divides=False))
         if pair is None or (operation == "div") != root.divides:
             continue
         x = pair[0] if root.divides else graph.other(user, root.name)
@@ -212,7 +212,7 @@ def _scaled(graph: Graph, root: _Root) -> str | None:
     return None
 
 
-def _weight(graph: Graph, factor: str, columns: tuple[int, ...]) -> tuple[str, float] | None:
+def _norm_weight(graph: Graph, factor: str, columns: tuple[int, ...]) -> tuple[str, float] | None:
     """The parameter of a factor `weight` or `weight + offset`, with the offset."""
     name, offset = graph.uncast(factor), 0.0
     if graph.op(name) == "add":

@@ -37,15 +37,15 @@ class _Turned:
 def find(graph: Graph) -> Iterator[Replacement | Refusal]:
     """Every rotation of a trace."""
     for name in graph.find("neg"):
-        turned = _turned(graph, name)
+        turned = _read_from_half(graph, name)
         if turned is not None:
-            yield _replacement(graph, turned)
+            yield _rotary_replacement(graph, turned)
 
 
 REWRITE = Rewrite(_OP, find)
 
 
-def _turned(graph: Graph, neg: str) -> _Turned | None:
+def _read_from_half(graph: Graph, neg: str) -> _Turned | None:
     """Reads forwards from the negated half."""
     joined = graph.sole_user(neg)
     interleaved = joined is not None and graph.op(joined) == "stack"
@@ -65,7 +65,8 @@ def _turned(graph: Graph, neg: str) -> _Turned | None:
     return None if sin is None or cos is None else _Turned(total, x, cos, sin, interleaved)
 
 
-def _replacement(graph: Graph, turned: _Turned) -> Replacement | Refusal:
+def _rotary_replacement(graph: Graph, turned: _Turned) -> Replacement | Refusal:
+    """The rotary kernel in the place of operations that turn x, or why it cannot be."""
     result, x = _with_rest(graph, turned)
     shape = graph.shape(x)
     table_shape = graph.shape(turned.cos)
@@ -81,7 +82,7 @@ def _replacement(graph: Graph, turned: _Turned) -> Replacement | Refusal:
     tables: list[Ref] = []
     given: dict[str, None] = {}
     for table in (turned.cos, turned.sin):
-        source = _doubled(graph, table)
+        source = _doubled_table(graph, table)
         if source is None:
             return Refusal(_OP, result, "nothing shows that its tables hold every column twice")
         flat = _flat(graph, table, 1 if positions == 2 else 2)
@@ -118,7 +119,7 @@ def _flat(graph: Graph, table: str, head: int) -> str | None:
     return None
 
 
-def _doubled(graph: Graph, table: str) -> str | None:
+def _doubled_table(graph: Graph, table: str) -> str | None:
     """The input of the operation that doubles the columns of a table."""
     name = table
     while True:

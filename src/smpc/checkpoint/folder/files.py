@@ -3,7 +3,7 @@
 A file is written under another name in the same folder, brought to the disk and renamed: under its own name it is always complete. It is
 readable by its owner only. Reading unpickles tensors and plain values; anything else is refused, and there is no other way of reading.
 
-Archives that torch.save writes, looked at before torch reads them.
+`check_archive` looks at archives that torch.save writes, before torch reads them.
 
     check_archive(stream, where)     raises CheckpointError if it is damaged, or would take more than it has
 
@@ -114,22 +114,23 @@ def read_file(path: str, *, map_location: Any = None, mmap: bool | Literal["arch
     more than tensors and plain values.
     """
     if not is_file(path):
-        raise CheckpointError(f"no checkpoint file {path}; {_neighbours(path)}")
+        raise CheckpointError(f"no checkpoint file {path}; {_similar_names(path)}")
     try:
         with open(path, "rb") as file:
             is_archive = check_archive(file, path)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    return _load(path, path, map_location=map_location, mmap=is_archive if mmap == "archives" else mmap)
+    return _load_weights_only(path, path, map_location=map_location, mmap=is_archive if mmap == "archives" else mmap)
 
 
 def load_tensors(data: bytes, where: str) -> Any:
     """As `read_file`, of the bytes of a file; on the CPU. `where` names them in errors."""
     check_archive(io.BytesIO(data), where)
-    return _load(io.BytesIO(data), where, map_location="cpu")
+    return _load_weights_only(io.BytesIO(data), where, map_location="cpu")
 
 
-def _load(file: Any, where: str, **options: Any) -> Any:
+def _load_weights_only(file: Any, where: str, **options: Any) -> Any:
+    """torch.load with weights_only=True; CheckpointError for anything else."""
     try:
         return torch.load(file, weights_only=True, **options)
     except pickle.UnpicklingError as error:
@@ -151,7 +152,8 @@ def _load(file: Any, where: str, **options: Any) -> Any:
         ) from error
 
 
-def _neighbours(path: str) -> str:
+def _similar_names(path: str) -> str:
+    """What there is in the folder of a file that is not there."""
     folder, name = os.path.split(os.path.abspath(path))
     if not os.path.isdir(folder):
         return f"there is no folder {folder} either"

@@ -70,7 +70,7 @@ def expanded(value: Any, most: int) -> int:
     while pending:
         each, inner = pending.pop()
         if inner is None:
-            inner = _inner(each)
+            inner = _inner_values(each)
             if not inner or id(each) in sizes:
                 continue
             if id(each) in open_:
@@ -87,7 +87,8 @@ def expanded(value: Any, most: int) -> int:
     return sizes.get(id(value), 1)
 
 
-def _inner(value: Any) -> list[Any]:
+def _inner_values(value: Any) -> list[Any]:
+    """The values inside of an unpickled value."""
     if isinstance(value, Pairs):
         return [each for pair in value for each in pair]
     if isinstance(value, (list, tuple)):

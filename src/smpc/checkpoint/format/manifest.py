@@ -137,7 +137,7 @@ class Manifest:
                     f"expected the format {FORMAT} up to version {VERSION}, found {body['format']} version {body['version']}; "
                     "a later release wrote it"
                 )
-            found = _manifest(body)
+            found = _parsed_manifest(body)
             if sealed != text:  # the same values in other bytes: a capital letter in an escaped character, a space
                 raise CheckpointError("it has other bytes than were written, so it is damaged")
             return found
@@ -181,8 +181,9 @@ def _entry_json(entry: Entry) -> list[Any]:
     return [entry.kind, entry.name, dtype_name(entry.dtype), entry.shape, pieces]
 
 
-def _manifest(body: Mapping[str, Any]) -> Manifest:
-    files = {name: File(*_naturals(values, 3)) for name, values in body["files"].items()}
+def _parsed_manifest(body: Mapping[str, Any]) -> Manifest:
+    """The manifest that a JSON object is; CheckpointError if it is none."""
+    files = {name: File(*_natural_numbers(values, 3)) for name, values in body["files"].items()}
     pickled = {str(name): str(file) for name, file in body["pickled"].items()}
     wrong = [
         f"expected the plain name of a file in the same folder, found {name!r}"
@@ -191,14 +192,16 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
     ]
     if wrong:
         raise CheckpointError("; ".join(wrong))
-    (block_size, sequence, world_size) = _naturals([body[k] for k in ("block_size", "sequence", "world_size")], 3)
+    (block_size, sequence, world_size) = _natural_numbers(
+        [body[k] for k in ("block_size", "sequence", "world_size")], 3
+    )
     ranks = tuple(body["ranks"])
     if len(ranks) != world_size:
         raise CheckpointError(f"expected the state of {world_size} ranks, found that of {len(ranks)}")
     if not block_size:
         raise CheckpointError("block_size: expected a positive number, found 0")
     entries: dict[tuple[str, str], Entry] = {}
-    for entry in map(_entry, body["tensors"]):
+    for entry in map(_parsed_entry, body["tensors"]):
         if (entry.kind, entry.name) in entries:
             raise CheckpointError(f"{entry.kind} {printable(entry.name)} occurs twice")
         _check_entry(entry, files, block_size)
@@ -219,7 +222,8 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
     )
 
 
-def _entry(values: Sequence[Any]) -> Entry:
+def _parsed_entry(values: Sequence[Any]) -> Entry:
+    """The entry of a tensor in a manifest."""
     kind, name, dtype, shape, pieces = values
     if not isinstance(kind, str) or not KIND.fullmatch(kind) or not isinstance(name, str):
         raise CheckpointError(f"expected a kind and a name, found {str(kind)[:80]!r} and {str(name)[:80]!r}")
@@ -229,13 +233,20 @@ def _entry(values: Sequence[Any]) -> Entry:
         dtype_of(dtype),
         checked_shape(shape),
         tuple(
-            Piece(file, _naturals([begin])[0], checked_shape(offsets), checked_shape(box), _naturals(checksums))
+            Piece(
+                file,
+                _natural_numbers([begin])[0],
+                checked_shape(offsets),
+                checked_shape(box),
+                _natural_numbers(checksums),
+            )
             for file, begin, offsets, box, checksums in pieces
         ),
     )
 
 
-def _naturals(values: Any, length: int | None = None) -> tuple[int, ...]:
+def _natural_numbers(values: Any, length: int | None = None) -> tuple[int, ...]:
+    """A list of whole numbers; CheckpointError if it is none."""
     if not isinstance(values, list) or any(type(v) is not int or not 0 <= v < 1 << 62 for v in values):
         raise CheckpointError(f"expected a list of whole numbers, found {str(values)[:80]}")
     if length is not None and len(values) != length:

@@ -8,9 +8,9 @@
 Supported: None, bool, int, float (NaN and infinities too), str, bytes, list, tuple, set, dict with any of these as keys, defaultdict of a
 plain type, collections.Counter (MultiStepLR has one), torch.Tensor, torch.dtype, torch.device, numpy.ndarray (comes back as a tensor),
 numpy's numbers. DTensors are refused, as they would have to be gathered. Anything else raises CheckpointError with its path; or, with
-`objects`, its attributes are saved, and it comes back as a SavedObject (`smpc.checkpoint.format.plain_json`).
+`objects`, its attributes are saved, and it comes back as a SavedObject.
 
-Objects of any class among the user's content: how they are saved and restored. Neither runs any code.
+A SavedObject is an object of any class among the user's content. Saving and restoring it run none of its code.
 
     user_content={"args": argparse.Namespace(lr=0.1), "config": GPT2Config(...)}
     resume_from_checkpoint(...)["args"]      SavedObject of argparse.Namespace: {"lr": 0.1}
@@ -123,59 +123,64 @@ def flatten(tree: Any, what: str, *, objects: bool = False) -> tuple[Any, dict[s
 def rebuild(values: Any, read: Callable[[str], Any]) -> Any:
     """The tree of JSON values that `flatten` made."""
     try:
-        return _rebuild(values, read)
+        return _rebuilt_value(values, read)
     except RecursionError:
         raise CheckpointError("saved values are nested too deeply") from None
 
 
-def _rebuild(values: Any, read: Callable[[str], Any]) -> Any:
+def _rebuilt_value(values: Any, read: Callable[[str], Any]) -> Any:
+    """The Python value that a JSON value stands for."""
     if isinstance(values, list):
-        return [_rebuild(item, read) for item in values]
+        return [_rebuilt_value(item, read) for item in values]
     if not isinstance(values, dict):
         return values
     tag = values.get(_TAG)
     if tag is None:
-        return {key: _rebuild(item, read) for key, item in values.items()}
+        return {key: _rebuilt_value(item, read) for key, item in values.items()}
     try:
-        return _special(str(tag), values, read)
+        return _rebuilt_tagged(str(tag), values, read)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"a saved value of the type {str(tag)[:80]!r} is damaged, or a later release wrote it: {error}"
         ) from error
 
 
-def _special(tag: str, values: dict[str, Any], read: Callable[[str], Any]) -> Any:
+def _rebuilt_tagged(tag: str, values: dict[str, Any], read: Callable[[str], Any]) -> Any:
+    """The Python value of a JSON object with a tag."""
     if tag == "tensor":
         return read(values["name"])
     if tag == "tuple":
-        return tuple(_rebuild(item, read) for item in values["items"])
+        return tuple(_rebuilt_value(item, read) for item in values["items"])
     if tag == "dict":
-        return {_rebuild(key, read): _rebuild(item, read) for key, item in values["items"]}
+        return {_rebuilt_value(key, read): _rebuilt_value(item, read) for key, item in values["items"]}
     if tag == "set":
-        items = [_rebuild(item, read) for item in values["items"]]
+        items = [_rebuilt_value(item, read) for item in values["items"]]
         return frozenset(items) if values["frozen"] else set(items)
     if tag == "defaultdict":
         factory = None if values["factory"] is None else _FACTORIES[values["factory"]]
-        return defaultdict(factory, {_rebuild(key, read): _rebuild(item, read) for key, item in values["items"]})
+        return defaultdict(
+            factory, {_rebuilt_value(key, read): _rebuilt_value(item, read) for key, item in values["items"]}
+        )
     if tag == "number":
-        return _NUMBERS[values["dtype"]](_rebuild(values["value"], read))
+        return _NUMBERS[values["dtype"]](_rebuilt_value(values["value"], read))
     if tag == "dtype":
-        return _dtype(values["name"])
+        return _dtype_named(values["name"])
     if tag == "device":
         return torch.device(values["name"])
     if tag == "object":
-        attributes = {str(key): _rebuild(item, read) for key, item in values["attributes"]}
+        attributes = {str(key): _rebuilt_value(item, read) for key, item in values["attributes"]}
         return SavedObject(str(values["class"]), attributes, str(values["text"]))
     if tag == "bytes":
         return bytes.fromhex(values["hex"])
     if tag == "float":
         return float(values["value"])
     if tag == "counter":
-        return Counter({_rebuild(key, read): _rebuild(item, read) for key, item in values["items"]})
+        return Counter({_rebuilt_value(key, read): _rebuilt_value(item, read) for key, item in values["items"]})
     raise ValueError("unknown type")
 
 
-def _dtype(name: str) -> torch.dtype:
+def _dtype_named(name: str) -> torch.dtype:
+    """torch's dtype of that name; ValueError if there is none."""
     found = vars(torch).get(name)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"no dtype {name[:80]!r}")

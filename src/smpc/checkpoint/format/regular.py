@@ -30,7 +30,11 @@ def open_regular(path: str) -> int:
     try:
         descriptor = os.open(path, _FLAGS)
     except OSError as error:
-        what = "a symbolic link, which is never followed" if os.path.islink(path) else _found(path) or error.strerror
+        what = (
+            "a symbolic link, which is never followed"
+            if os.path.islink(path)
+            else _kind_of_entry(path) or error.strerror
+        )
         raise CheckpointError(f"cannot read {path}: {what}") from error
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
@@ -72,7 +76,7 @@ def _escaped(character: str) -> str:
     return character if character.isprintable() else character.encode("unicode_escape", "surrogatepass").decode()
 
 
-def _found(path: str) -> str | None:
+def _kind_of_entry(path: str) -> str | None:
     """The kind of an entry that cannot be opened because it is not a file."""
     try:
         kind = stat.S_IFMT(os.lstat(path).st_mode)

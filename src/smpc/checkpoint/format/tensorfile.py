@@ -68,7 +68,7 @@ def write_tensors(
     notes = dict(metadata or {"format": "pt"})
     if seal:
         notes[KEY] = unsealed([shards[i][1].num_bytes for i in order], block_size)
-    header, begins = _header([shards[i] for i in order], notes)
+    header, begins = _header_bytes([shards[i] for i in order], notes)
     pieces: dict[int, Piece] = {}
     try:
         with _Stream(path) as stream:
@@ -116,7 +116,7 @@ def read_header(descriptor: int, where: str) -> Header:
     length = int.from_bytes(prefix, "little")
     if len(prefix) < 8 or length > min(size - 8, MAX_HEADER):
         raise CheckpointError(f"{where}: not a safetensors file, or truncated: {size} bytes with a header of {length}")
-    tensors, metadata = _parsed(os.pread(descriptor, length, 8), 8 + length, where)
+    tensors, metadata = _parsed_header(os.pread(descriptor, length, 8), 8 + length, where)
     position = 8 + length
     for key, begin, end in _extents(tensors):
         if begin != position:
@@ -133,7 +133,7 @@ def _archive_header(descriptor: int, mark: Mark, where: str) -> Header:
     """The tensors of an archive, in which a tensor may have several names."""
     if mark.length > MAX_HEADER:
         raise CheckpointError(f"{where}: its header has {mark.length} bytes; at most {MAX_HEADER} are read")
-    tensors, metadata = _parsed(os.pread(descriptor, mark.length, mark.begin), 0, where)
+    tensors, metadata = _parsed_header(os.pread(descriptor, mark.length, mark.begin), 0, where)
     last = (0, 0)
     for key, begin, end in _extents(tensors):
         if (begin < last[1] and (begin, end) != last) or end > mark.begin:
@@ -147,12 +147,12 @@ def _archive_header(descriptor: int, mark: Mark, where: str) -> Header:
 _Tensors = dict[str, tuple[torch.dtype, tuple[int, ...], int]]
 
 
-def _parsed(text: bytes, data: int, where: str) -> tuple[_Tensors, dict[str, str]]:
+def _parsed_header(text: bytes, data: int, where: str) -> tuple[_Tensors, dict[str, str]]:
     """The tensors and notes of a header. `data`: the position in the file that its offsets count from."""
     try:
         document = json.loads(text, object_pairs_hook=without_duplicates)
         notes = document.pop("__metadata__", {})
-        tensors = {key: _described(values, data) for key, values in document.items()}
+        tensors = {key: _tensor_of_header(values, data) for key, values in document.items()}
         return tensors, {str(key): str(value) for key, value in notes.items()}
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error
@@ -199,7 +199,7 @@ class _Stream:
             self._flushed = self._size
 
 
-def _header(shards: Sequence[tuple[str, Shard]], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
+def _header_bytes(shards: Sequence[tuple[str, Shard]], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
     """The bytes before the tensors, and the position in the file of each."""
     document: dict[str, Any] = {"__metadata__": metadata}
     starts: list[int] = []
@@ -232,7 +232,8 @@ def _write_blocks(stream: _Stream, values: Tensor, block_size: int, advance: Adv
     return tuple(sums)
 
 
-def _described(values: Any, data: int) -> tuple[torch.dtype, tuple[int, ...], int]:
+def _tensor_of_header(values: Any, data: int) -> tuple[torch.dtype, tuple[int, ...], int]:
+    """The dtype, shape and place of a tensor that the header describes."""
     dtype, shape, (begin, end) = dtype_of(values["dtype"]), checked_shape(values["shape"]), values["data_offsets"]
     if any(type(number) is not int or not 0 <= number < 1 << 62 for number in (begin, end)):
         raise ValueError("an offset is not a whole number")

@@ -116,7 +116,7 @@ class _Archive:
     def write(self, shards: dict[str, Shard], aliases: dict[str, str], metadata: dict[str, str]) -> None:
         """All of it."""
         with self._zip:
-            self._put("archive/data.pkl", _pickled(shards, aliases))
+            self._put("archive/data.pkl", _pickled_tensors(shards, aliases))
             self._put("archive/byteorder", b"little")
             for number, (name, shard) in enumerate(shards.items()):
                 self._put_tensor(f"archive/data/{number}", name, shard)
@@ -224,7 +224,8 @@ class _Pickler(pickle.Pickler):
         return ("storage", obj.kind, obj.record, "cpu", obj.size) if isinstance(obj, _Storage) else None
 
 
-def _pickled(shards: dict[str, Shard], aliases: dict[str, str]) -> bytes:
+def _pickled_tensors(shards: dict[str, Shard], aliases: dict[str, str]) -> bytes:
+    """The pickle of an archive: tensors by name, whose storages follow it."""
     kinds = torch.storage._dtype_to_storage_type_map()
     stands: dict[str, _Stand] = {}
     for number, (name, shard) in enumerate(shards.items()):

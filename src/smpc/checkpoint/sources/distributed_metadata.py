@@ -73,8 +73,8 @@ def parse_metadata(data: bytes, path: str) -> DistributedMetadata:
     try:
         top = parse(data, _KNOWN.__contains__).fields(f"{_MODULE}Metadata")
         return DistributedMetadata(
-            {key: _described(entry) for key, entry in _pairs(top["state_dict_metadata"]).by_name().items()},
-            dict(_stored(*pair) for pair in _pairs(top["storage_data"])),
+            {key: _described_tensor(entry) for key, entry in _pairs(top["state_dict_metadata"]).by_name().items()},
+            dict(_stored_place(*pair) for pair in _pairs(top["storage_data"])),
             {key: _path(value) for key, value in _pairs(top.get("planner_data") or Pairs()).by_name().items()},
         )
     except CheckpointError as error:
@@ -91,7 +91,8 @@ def _pairs(value: Any) -> Pairs:
     return value
 
 
-def _described(entry: Any) -> Described | None:
+def _described_tensor(entry: Any) -> Described | None:
+    """The tensor that an entry of the metadata describes; None for another value."""
     if isinstance(entry, Record) and entry.name == _VALUE:
         return None
     found = entry.fields(_TENSOR)
@@ -99,21 +100,23 @@ def _described(entry: Any) -> Described | None:
     if properties.name != _PROPERTIES or type(properties.state) is not tuple:
         raise TypeError("expected properties of a tensor")
     chunks = [chunk.fields(_CHUNK) for chunk in found["chunks"]]
-    boxes = tuple(Box(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks)
-    return Described(_DTYPES[properties.state[0].name], _size(found["size"]), boxes)
+    boxes = tuple(Box(_size_of_record(chunk["offsets"]), _size_of_record(chunk["sizes"])) for chunk in chunks)
+    return Described(_DTYPES[properties.state[0].name], _size_of_record(found["size"]), boxes)
 
 
-def _stored(index: Any, info: Any) -> tuple[tuple[str, tuple[int, ...]], Stored]:
+def _stored_place(index: Any, info: Any) -> tuple[tuple[str, tuple[int, ...]], Stored]:
+    """Which bytes of which file have a part of a tensor."""
     key, where = index.fields(_INDEX), info.fields(_STORED)
     name, file, begin, length = key["fqn"], where["relative_path"], where["offset"], where["length"]
     if type(name) is not str or type(file) is not str or type(begin) is not int or type(length) is not int:
         raise TypeError("expected a name, a file and its bytes")
     offset = key.get("offset")
     stored = Stored(file, begin, length, not where.get("transform_descriptors"))
-    return (name, () if offset is None else _size(offset)), stored
+    return (name, () if offset is None else _size_of_record(offset)), stored
 
 
-def _size(value: Any) -> tuple[int, ...]:
+def _size_of_record(value: Any) -> tuple[int, ...]:
+    """The shape that a torch.Size in the metadata is."""
     if isinstance(value, Record):
         if value.name != _SIZE or type(value.args) is not tuple or len(value.args) > 1:
             raise TypeError("expected a torch.Size")

@@ -57,7 +57,7 @@ def write_file_of(
     advance: Advance | None = None,
 ) -> str:
     """Write one safetensors file with all tensors of a kind. Raises CheckpointError if it exists or cannot be written."""
-    shards = _shards(source, kind, rename, dtype)
+    shards = _shards_of_source(source, kind, rename, dtype)
     with new_path(path, force=force) as draft:
         write_tensors(draft, shards, BLOCK_SIZE, metadata=_noted(notes), advance=advance, seal=True)
     return os.path.abspath(os.fspath(path))
@@ -78,7 +78,7 @@ def write_archive_of(
 
     Raises CheckpointError if the file exists or cannot be written.
     """
-    shards = _shards(source, kind, None, dtype)
+    shards = _shards_of_source(source, kind, None, dtype)
     names = {name for name, _ in shards}
     more = {key: name for key, name in (aliases or {}).items() if name in names}
     with new_path(path, force=force) as draft:
@@ -107,7 +107,7 @@ def write_folder(
             if wrong
             else f"max_file_bytes: expected a positive number, found {max_file_bytes}"
         )
-    groups = _grouped(_shards(source, kind, rename, dtype), max_file_bytes)
+    groups = _grouped_in_files(_shards_of_source(source, kind, rename, dtype), max_file_bytes)
     names = (
         [SINGLE] if len(groups) == 1 else [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in _count(groups)]
     )
@@ -219,7 +219,7 @@ class FullSaving:
 
 
 def standing(path: str | os.PathLike[str]) -> str | None:
-    """Where the file or folder is that `path` names: what a forced save had moved aside if that died; None if there is nothing."""
+    """Where the exported file or folder is that `path` names: what a forced save had moved aside if that died; None if there is nothing."""
     target = os.path.abspath(os.fspath(path))
     if os.path.lexists(target):
         return target
@@ -244,12 +244,13 @@ def new_path(path: str | os.PathLike[str], *, force: bool = False) -> Iterator[s
             draft = os.path.join(folder, "draft")
             yield draft
             with publishing(parent):
-                _publish(draft, target, force)
+                _publish_export(draft, target, force)
     except OSError as error:
         raise CheckpointError(f"cannot write {target}: {error.strerror}") from error
 
 
-def _publish(draft: str, target: str, force: bool) -> None:
+def _publish_export(draft: str, target: str, force: bool) -> None:
+    """Moves what was written to its name; with `force` in the place of what was there."""
     parent, name = os.path.split(target)
     replaced = None
     if force and os.path.lexists(target):
@@ -285,7 +286,9 @@ def _locked_folder(parent: str) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _shards(source: Source, kind: str, rename: Rename | None, dtype: torch.dtype | None) -> list[tuple[str, Shard]]:
+def _shards_of_source(
+    source: Source, kind: str, rename: Rename | None, dtype: torch.dtype | None
+) -> list[tuple[str, Shard]]:
     """The tensors of a kind as shards that are read when they are written, by their names in the file."""
     items = [item for item in source.items if item.kind == kind]
     if not items:
@@ -316,7 +319,7 @@ def _read(source: Source, item: Item, dtype: torch.dtype) -> Tensor:
     return source.read(item).to(dtype)
 
 
-def _grouped(shards: Sequence[tuple[str, Shard]], most: int) -> list[list[tuple[str, Shard]]]:
+def _grouped_in_files(shards: Sequence[tuple[str, Shard]], most: int) -> list[list[tuple[str, Shard]]]:
     """In order, as many to a file as fit."""
     groups: list[list[tuple[str, Shard]]] = [[]]
     size = 0

@@ -10,7 +10,8 @@
 A source lists its tensors (Item) and brings one (`read`). It holds no more than that one; a legacy file is mapped, not read. For
 torch.distributed.checkpoint see `smpc.checkpoint.distributed`.
 
-The optimizer in a Trainer's checkpoint (`smpc.composer`, mosaicml), as checkpoints of this library have it.
+`tensors_of` and `groups_of` read the optimizer in a Trainer's checkpoint (`smpc.composer`, mosaicml), as checkpoints of this library have
+it:
 
 {"optimizers": {"AdamW": {"state": {"a.weight": {"exp_avg": tensor}}, "param_groups": [...]}}}      mosaicml
 {"optimizers": {"AdamW": {"state": ...}}, "plain": '{"groups": [{"lr": 0.1, "params": ["a.weight"]}]}'}      smpc.composer

@@ -33,13 +33,13 @@ class Ranks:
 
     def gather_scatter(self, local: Callable[[], Any], whole: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Applies `whole` to the results of every rank's `local`; returns this rank's part of the result."""
-        value, failure, cause = _attempt(local)
+        value, failure, cause = _result_or_failure(local)
         gathered = self._gather((value, failure))
         answers: list[Any] = []
         if gathered is not None:
             failures = [found[1] for found in gathered]
             if not any(failures):
-                results, failure, cause = _attempt(lambda: whole([found[0] for found in gathered]))
+                results, failure, cause = _result_or_failure(lambda: whole([found[0] for found in gathered]))
                 failures[self.rank] = failure
                 answers = [(result, failures) for result in results] if failure is None else []
             answers = answers or [(None, failures)] * self.size
@@ -49,11 +49,11 @@ class Ranks:
 
     def gather(self, local: Callable[[], Any], whole: Callable[[list[Any]], object]) -> None:
         """As `gather_scatter`, but without an answer: ranks learn of their own failures, the coordinator of all."""
-        value, failure, cause = _attempt(local)
+        value, failure, cause = _result_or_failure(local)
         gathered = self._gather((value, failure))
         failures = [None] * self.size if gathered is None else [found[1] for found in gathered]
         if gathered is not None and not any(failures):
-            _, failure, cause = _attempt(lambda: whole([found[0] for found in gathered]))
+            _, failure, cause = _result_or_failure(lambda: whole([found[0] for found in gathered]))
         failures[self.rank] = failures[self.rank] or failure
         self._raise(failures, cause)
 
@@ -89,7 +89,8 @@ class Ranks:
         raise (MissingKeyError if all(missing for _, (_, missing) in found) else CheckpointError)(text) from cause
 
 
-def _attempt(work: Callable[[], Any]) -> tuple[Any, _Failure | None, Exception | None]:
+def _result_or_failure(work: Callable[[], Any]) -> tuple[Any, _Failure | None, Exception | None]:
+    """The result of the work, or its error and what other ranks are told of it."""
     try:
         return work(), None, None
     except Exception as error:

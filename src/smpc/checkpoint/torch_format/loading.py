@@ -40,7 +40,7 @@ class LoadPlanner(DefaultLoadPlanner):
             present = list(self.metadata.state_dict_metadata)
             missing = [key for key in self.state_dict if key not in present]
             if missing:
-                raise MissingKeyError(_said(missing, present)) from error
+                raise MissingKeyError(_missing_as_text(missing, present)) from error
             raise CheckpointError(f"the checkpoint does not fit: {error}") from error
         self._check_all_is_there(plan)
         return plan
@@ -124,7 +124,8 @@ def _check_same_keys(found: list[list[str]]) -> None:
         )
 
 
-def _said(missing: list[str], present: list[str]) -> str:
+def _missing_as_text(missing: list[str], present: list[str]) -> str:
+    """What the checkpoint lacks, for the error."""
     more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
     there = ", ".join(map(printable, present[:5])) + (f" and {len(present) - 5} more" if len(present) > 5 else "")
     return (

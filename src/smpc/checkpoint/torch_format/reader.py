@@ -56,7 +56,7 @@ class Reader(FileSystemReader):
             with self.fs.create_stream(path, "rb") as file:
                 data = file.read(MOST + 1)
         except FileNotFoundError:
-            raise CheckpointError(f"no checkpoint in {self.path}: {_instead(self.fs, self.path)}") from None
+            raise CheckpointError(f"no checkpoint in {self.path}: {_found_instead(self.fs, self.path)}") from None
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
         if len(data) > MOST:
@@ -98,10 +98,10 @@ class Reader(FileSystemReader):
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(data))
                 continue
-            _fill(planner, item, chunk, where)
+            _fill_item(planner, item, chunk, where)
 
 
-def _fill(planner: LoadPlanner, item: ReadItem, chunk: Any, where: str) -> None:
+def _fill_item(planner: LoadPlanner, item: ReadItem, chunk: Any, where: str) -> None:
     """Copy the part of a chunk that an item asks for to where the planner wants it."""
     if not isinstance(chunk, Tensor) or any(
         start + size > whole for start, size, whole in zip(item.storage_offsets, item.lengths, chunk.shape, strict=True)
@@ -139,7 +139,8 @@ def _tensor(described: Described) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=described.dtype), torch.Size(described.shape), chunks)
 
 
-def _instead(fs: Any, path: Any) -> str:
+def _found_instead(fs: Any, path: Any) -> str:
+    """What there is in place of a checkpoint, for the error."""
     names = names_in(fs, path)
     if not names:
         return "nothing is there"

@@ -11,11 +11,11 @@
 
 Ranks whose writers have different places save checkpoints of their own in one call, each with its own metadata: the local kind.
 
-State dicts of one rank's part, without the other ranks: the local kind of checkpoint.
+`local_parts` makes the state dict of the local kind: one rank's part, without the other ranks.
 
     local_parts({"model": {"weight": DTensor}})       {"model": {"weight": this rank's part}}, in the same memory
 
-Such a checkpoint is loaded by ranks that have the same parts: the same number of shards; replicas may differ.
+The local kind is loaded by ranks that have the same parts: the same number of shards; replicas may differ.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from smpc.codegen.rewrite.tensor_parallel.rewrite import ShardedTrace
 from smpc.compile.options import PipelineOptions
 from smpc.compile.search.space import Candidate, Setting
 from smpc.compile.step import Sharding, StepParts
-from smpc.config.limits import at_least
+from smpc.config.numbers import at_least
 from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner.graph.plan import Plan
 from smpc.tracer.ir import Trace

@@ -27,7 +27,7 @@ With t tensor-parallel, c context-parallel and e expert-parallel ranks, what is 
 layouts, with collectives that take what they send over the wires that these ranks share. Of a model that returns its `loss` and other
 tensors these ranks return the loss alone, so that logits are never gathered; `found.config()` says so (`tensor_parallel_outputs`).
 
-The queue of a search, and its remainder at the end.
+`Waiting` is the queue of a search, `Rest` what is left of it at the end.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from smpc.compile.search.space import (
     ways,
 )
 from smpc.compile.search.workloads import Load, Workloads
-from smpc.config.limits import parse_bytes
+from smpc.config.numbers import parse_bytes
 from smpc.errors import CodegenError, ConfigError, MemoryLimitError, PartitionError
 from smpc.partitioner.costs.description import Device
 from smpc.partitioner.costs.device import find_device

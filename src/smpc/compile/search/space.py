@@ -11,7 +11,7 @@ batch is the same for all, so m times d times the size of a microbatch is. Tenso
     >>> [(c.pipeline_parallel_degree, c.microbatches, c.schedule) for c in candidates(2, 2, find_device("h100"), degrees)]
     [(1, 1, '1f1b'), (2, 1, '1f1b'), (2, 2, '1f1b')]
 
-What is searched for: the ranks, the limit, the device, and what is tried of each dimension.
+A `Setting` says what is searched for: the ranks, the limit, the device, and what is tried of each dimension.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 
 from smpc.compile.options import PipelineOptions
 from smpc.compile.step import Sharding
-from smpc.config.limits import MAX_PIPELINE_RANKS, size_violation
+from smpc.config.numbers import MAX_PIPELINE_RANKS, size_violation
 from smpc.errors import ConfigError
 from smpc.experts.structure import find_experts
 from smpc.mesh import Axis, Mesh

@@ -1,11 +1,12 @@
-"""Features of other models' transformer layers that the SMP reference's layers lack: per kind of layer, and per call.
+"""Features of other models' transformer layers that the SMP reference's layers lack: per kind of layer, per call, and their caches.
 
     Variant   how a layer is built: norms, biases, rotary position embeddings, parallel residual, ...; the default is the reference's layer
     Call      what one call of a layer is given beside its hidden states, in the terms of `scaled_dot_product_attention`
 
 Neither is in the reference. `smpc.nn.huggingface` describes the layers of Hugging Face's models by them.
 
-Keys and values of earlier calls as tuples: how releases of transformers without `Cache` objects hand them to a layer and get them back.
+`TupleCache` has keys and values of earlier calls as tuples: how releases of transformers without `Cache` objects hand them to a layer and
+get them back.
 
 cache = TupleCache(past)                       # (key, value), then cross-attention's if there is one; () before the first call
 keys, values = cache.update(states, False)     # keys and values of earlier calls, then these

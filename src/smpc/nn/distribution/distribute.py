@@ -95,7 +95,7 @@ def distribute(model: nn.Module, registry: Registry, parallel: TensorParallel) -
         if id(module) in made:
             return made[id(module)]
         config = vars(module).get(_CONFIG, config)
-        replacement = _replacement(module, name, config, registry, parallel, uses)
+        replacement = _distributed_replacement(module, name, config, registry, parallel, uses)
         if replacement is not None:
             made[id(module)] = replacement
             found = registry.find(module)
@@ -152,9 +152,10 @@ def _mark(what: str, enabled: bool, kwargs: dict[str, Any]) -> Mark:
     return Mark(enabled, tuple(kwargs.items()))
 
 
-def _replacement(
+def _distributed_replacement(
     module: nn.Module, name: str, config: object, registry: Registry, parallel: TensorParallel, uses: Counter[int]
 ) -> DistributedModule | None:
+    """The distributed module in the place of a module; None if it stays."""
     mark: Mark | None = vars(module).get(_MARK)
     registration = registry.find(module)
     if mark is None or not mark.enabled or registration is None:
@@ -170,7 +171,7 @@ def _replacement(
         if arguments is None:
             _leave(what, "it was made before its class was registered; call tp_register_with_module first")
             return None
-        distributed = _construct(
+        distributed = _construct_distributed(
             registration, arguments, dict(mark.kwargs), _as_in(module, parallel), is_delayed(module)
         )
     except ConfigError as error:
@@ -219,13 +220,14 @@ def _leave(what: str, why: str) -> None:
     warnings.warn(f"{what} is not distributed by tensor parallelism: {why}", UserWarning, stacklevel=4)
 
 
-def _construct(
+def _construct_distributed(
     registration: Registration,
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     overrides: dict[str, Any],
     parallel: TensorParallel,
     delay: bool,
 ) -> DistributedModule:
+    """Constructs a distributed module with the arguments of the module that it replaces."""
     args, kwargs = arguments
     signature = inspect.signature(registration.distributed)
     bound = signature.bind_partial(*args, **kwargs)
@@ -245,7 +247,7 @@ def _take_over(
     module: nn.Module, config: object, what: str, distributed: DistributedModule, registration: Registration
 ) -> None:
     """Gives the distributed module the original's weights, if there are any, and its frozen parameters."""
-    _freeze(module, distributed, registration)
+    _freeze_as(module, distributed, registration)
     if is_delayed(module):
         fills = {} if registration.fills is None else registration.fills(module, config)
         for name, fill in fills.items():
@@ -282,7 +284,8 @@ def _hand_on_fills(module: nn.Module, distributed: DistributedModule) -> None:
             hand_on(theirs[name], parameter)
 
 
-def _freeze(module: nn.Module, distributed: DistributedModule, registration: Registration) -> None:
+def _freeze_as(module: nn.Module, distributed: DistributedModule, registration: Registration) -> None:
+    """Parameters of the distributed module need gradients as those of the module do."""
     own = dict(distributed.named_parameters())
     rules = () if registration.format is None else registration.format.rules_of(list(module.state_dict()))
     names = {rule.theirs: rule.ours for rule in rules}

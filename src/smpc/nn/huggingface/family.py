@@ -150,7 +150,7 @@ def attended(mask: Any) -> Tensor | None:
 
 
 def needed(given: Given, name: str) -> Any:
-    """An argument that must be there. UsageError if it is not."""
+    """An argument of a layer of the family that must be there. UsageError if it is not."""
     if given.get(name) is None:
         raise UsageError(f"{name}: expected what Hugging Face's model gives its layers, found None")
     return given[name]

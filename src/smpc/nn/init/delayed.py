@@ -107,8 +107,8 @@ def draw_delayed(
         vars(tensor)[_DRAWN] = True
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            _draw(model, names, targets, seed)
-            _redo(model, targets, seed)
+            _draw_initial_values(model, names, targets, seed)
+            _redo_fills(model, targets, seed)
     finally:
         for tensor in flagged:
             del vars(tensor)[_DRAWN]
@@ -139,7 +139,7 @@ def draw_module(
     return [target.name for target in targets if bool(target.part.isnan().any())]
 
 
-def _draw(model: nn.Module, names: Mapping[int, str], targets: list[Target], seed: int) -> None:
+def _draw_initial_values(model: nn.Module, names: Mapping[int, str], targets: list[Target], seed: int) -> None:
     """Runs the initializers of all modules; once more, on whole tensors, those that have left slices as they were."""
     with_due = [
         (name, module, owner)
@@ -162,7 +162,7 @@ def _draw(model: nn.Module, names: Mapping[int, str], targets: list[Target], see
             _initialize_whole(module, name, owner, names, _inside(module, targets), seed)
 
 
-def _redo(model: nn.Module, targets: list[Target], seed: int) -> None:
+def _redo_fills(model: nn.Module, targets: list[Target], seed: int) -> None:
     """Does what the script did to parameters when it created them. Distributed modules have slices, of which they know the whole."""
     noted = [target for target in targets if fills_of(target.parameter)]
     slices = {

@@ -146,12 +146,13 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.overloadpacket in _COPIES and args[0].is_meta and result.is_meta:
             setattr(result.untyped_storage(), _NOTES, list(_notes(args[0])))
         elif func._schema.is_mutable:
-            _note(func, args, given)
+            _note_fill(func, args, given)
         return result
 
 
-def _note(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    written = _written(func, args, kwargs)
+def _note_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Notes a call that fills a parameter on meta."""
+    written = _filled_tensor(func, args, kwargs)
     if written is None or not written.is_meta:
         return
     if _is_own_initializer(written):
@@ -175,7 +176,7 @@ def _note(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _add(written, change)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _filled_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The tensor that an operation changes; None if there is none, or several."""
     found = []
     for index, argument in enumerate(func._schema.arguments):
@@ -235,13 +236,14 @@ def _is_own_initializer(tensor: Tensor) -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_name
-        if name in (*_OWN, _HUGGING_FACE) and _owns(frame.f_locals.get("self"), name, tensor.untyped_storage()):
+        if name in (*_OWN, _HUGGING_FACE) and _initializes(frame.f_locals.get("self"), name, tensor.untyped_storage()):
             return True
         frame = frame.f_back
     return False
 
 
-def _owns(module: object, initializer: str, storage: torch.UntypedStorage) -> bool:
+def _initializes(module: object, initializer: str, storage: torch.UntypedStorage) -> bool:
+    """Whether the storage is a parameter that the initializer of this module fills."""
     if initializer == _HUGGING_FACE:
         transformers = sys.modules.get("transformers")
         return transformers is not None and isinstance(module, transformers.PreTrainedModel)

@@ -6,7 +6,8 @@
 
 Source: "DistributedLinear" in the public tensor-parallelism reference of SMP v1; Shoeybi et al. 2019, arXiv 1909.08053.
 
-Products of a hidden state inside with weights that are split by output channels, without keeping what the ranks have gathered.
+`gathered_products` are products of a hidden state inside with weights that are split by output channels. What the ranks have gathered is
+not kept.
 
     [tp * B, S, H / tp] --all-gather--> [tp * B, S, H] --weights--> [tp * B, S, out / tp] each
                                               |

@@ -1,4 +1,6 @@
-"""Chains of distributed layers, between which hidden states stay inside: no rank gathers what the next layer would only split again.
+"""Chains of distributed layers in known stacks, and the name `seq_layers` of their lists.
+
+Between the layers of a chain hidden states stay inside: no rank gathers what the next layer would only split again.
 
     hidden -> [enter] layer -> layer -> ... -> layer [leave] -> hidden
                        [tp * B, S, H / tp] (memory)
@@ -11,7 +13,7 @@ several places, ends a chain.
 Other inputs of all layers of a stack (masks, cross states, rotary angles) are converted to the inner layout by the first layer of a
 chain, or of the chain's part in a pipeline stage: see `smpc.nn.transformer.shared_inputs`.
 
-`seq_layers`: the layers of a stack under the name that SMP's own transformers have for them.
+`name_layers` gives the layers of a stack the name `seq_layers`, the name that SMP's own transformers have for them.
 
     model.transformer.seq_layers      # of GPT-2: model.transformer.h, once its layers are distributed
 

@@ -138,7 +138,7 @@ def compare(plan: Plan, records: Sequence[RankRecord], *, is_parallel: bool = Tr
     if is_parallel:
         steps = list(pipeline_steps(records, plan.pipeline_parallel_degree))
         lines += _step_lines(plan, steps)
-        messages, bubble = _messages(steps), explain(steps, plan_links(plan))
+        messages, bubble = _measured_messages(steps), explain(steps, plan_links(plan))
     return Comparison(plan.fingerprint, plan.device, num_steps, tuple(lines), messages, bubble)
 
 
@@ -147,9 +147,9 @@ def whole_steps(records: Sequence[RankRecord]) -> str:
     lines = ["the model is not cut over ranks, so nothing is predicted; measured:"]
     for record in sorted(records, key=lambda record: record.rank):
         times = [(step.end - step.start) / 1e9 for step in record.steps if step.training]
-        step = _shown(_median(times), "time")
+        step = _measured_value(_median(times), "time")
         lines.append(
-            f"rank {record.rank}: step {step} (median of {len(times)}), peak {_shown(record.peak_bytes, 'bytes')}"
+            f"rank {record.rank}: step {step} (median of {len(times)}), peak {_measured_value(record.peak_bytes, 'bytes')}"
         )
     return "\n".join(lines)
 
@@ -188,7 +188,8 @@ def _step_lines(plan: Plan, steps: Sequence[PipelineStep]) -> Iterator[Line]:
     yield Line("whole step", "time", None, _median([(step.end - step.start) / 1e9 for step in steps]))
 
 
-def _messages(steps: Sequence[PipelineStep]) -> Messages | None:
+def _measured_messages(steps: Sequence[PipelineStep]) -> Messages | None:
+    """What was measured of the messages of steps; None if there were none."""
     found = [message for step in steps for message in messages_of(step)]
     if not found:
         return None
@@ -209,10 +210,11 @@ def _median(values: Sequence[float]) -> float | None:
 
 def _cells(line: Line) -> tuple[str, str, str, str]:
     error = "" if line.error is None else f"{line.error:+.1%}"
-    return line.what, _shown(line.predicted, line.unit), _shown(line.measured, line.unit), error
+    return line.what, _measured_value(line.predicted, line.unit), _measured_value(line.measured, line.unit), error
 
 
-def _shown(value: float | None, unit: str) -> str:
+def _measured_value(value: float | None, unit: str) -> str:
+    """A measured value in its unit."""
     if value is None:
         return "-"
     if unit == "bytes":

@@ -32,10 +32,10 @@ def measured_json(plan: Plan | None, records: Sequence[RankRecord]) -> str:
     records = sorted(records, key=lambda record: record.rank)
     begins = [step.start + record.offset for record in records for step in record.steps]
     origin = min(begins, default=0)
-    events = [*_names(plan, records), *_slices(records, origin)]
+    events = [*_measured_names(plan, records), *_measured_slices(records, origin)]
     other: dict[str, Any] = {"kind": "measured", "ranks": [record.rank for record in records]}
     if plan is not None:
-        arrows = [*_arrows(plan, records, origin)]
+        arrows = [*_measured_arrows(plan, records, origin)]
         events += arrows
         found = compare(plan, records).messages
         other |= {"plan": plan.fingerprint, "hidden_communication": None if found is None else found.hidden}
@@ -56,7 +56,8 @@ def _moved(events: Iterable[dict[str, Any]], shift: float) -> Iterator[dict[str,
         yield {**event, "ts": event["ts"] + shift} if "ts" in event else event
 
 
-def _names(plan: Plan | None, records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
+def _measured_names(plan: Plan | None, records: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
+    """The names of the ranks in the trace."""
     model = "" if plan is None else f"{printable(plan.model_class.rpartition('.')[2])}, "
     yield {"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": f"{model}measured"}}
     for record in records:
@@ -65,7 +66,8 @@ def _names(plan: Plan | None, records: Sequence[RankRecord]) -> Iterator[dict[st
         yield {**where, "name": "thread_sort_index", "args": {"sort_index": record.rank}}
 
 
-def _slices(records: Sequence[RankRecord], origin: int) -> Iterator[dict[str, Any]]:
+def _measured_slices(records: Sequence[RankRecord], origin: int) -> Iterator[dict[str, Any]]:
+    """The steps and spans in the trace."""
     for record in records:
         where = {"ph": "X", "pid": _PROCESS, "tid": record.rank}
         for step in record.steps:
@@ -78,20 +80,21 @@ def _slices(records: Sequence[RankRecord], origin: int) -> Iterator[dict[str, An
                     **where,
                     "ts": start / 1e3,
                     "dur": (span.end - span.start) / 1e3,
-                    "name": _name(span.instruction),
+                    "name": _span_name(span.instruction),
                     "cat": _CATEGORIES.get(span.instruction.op, "communication"),
                     "args": {"instruction": str(span.instruction), "step": step.step},
                 }
 
 
-def _name(instruction: Instruction) -> str:
+def _span_name(instruction: Instruction) -> str:
     """As in the predicted step, with the number of the microbatch: `F3`, `RECV 3`."""
     if instruction.op in BUSY:
         return f"{instruction.op}{instruction.microbatch}"
     return str(instruction.op) if instruction.microbatch < 0 else f"{instruction.op} {instruction.microbatch}"
 
 
-def _arrows(plan: Plan, records: Sequence[RankRecord], origin: int) -> Iterator[dict[str, Any]]:
+def _measured_arrows(plan: Plan, records: Sequence[RankRecord], origin: int) -> Iterator[dict[str, Any]]:
+    """The messages in the trace, as arrows."""
     ranks = {(record.replica, record.pipeline_rank): record.rank for record in records}
     number = _FIRST_ARROW
     for step in pipeline_steps(records, plan.pipeline_parallel_degree, training_only=False):

@@ -49,7 +49,7 @@ def model_creation(
     one. `tensor_parallel_config`: arguments of the distributed modules, as for `smp.tensor_parallelism`; no effect without it. Raises
     ConfigTypeError for arguments of other types, ConfigError for a dtype that is not floating-point.
     """
-    _check(tensor_parallelism, dtype, tensor_parallel_config)
+    _check_creation(tensor_parallelism, dtype, tensor_parallel_config)
     before = torch.get_default_dtype()
     with ExitStack() as stack:
         if dtype is not None:
@@ -64,7 +64,8 @@ def model_creation(
         yield
 
 
-def _check(tensor_parallelism: Any, dtype: Any, config: dict[str, Any]) -> None:
+def _check_creation(tensor_parallelism: Any, dtype: Any, config: dict[str, Any]) -> None:
+    """Raises an error for arguments of `model_creation` that cannot be."""
     if not isinstance(tensor_parallelism, bool):
         raise ConfigTypeError(
             f"model_creation: expected tensor_parallelism to be a bool, found {type(tensor_parallelism).__name__} {tensor_parallelism!r}"

@@ -43,7 +43,7 @@ def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True) -
     if recorder is not None:
         with recorder.region(preserve_rng_state, own=True):
             return module(*args)
-    return _run((module,), module, args, {}, preserve_rng_state)
+    return _run_checkpointed((module,), module, args, {}, preserve_rng_state)
 
 
 def checkpoint_sequential(
@@ -79,7 +79,7 @@ def checkpoint_sequential(
     for start in range(0, len(layers), size):
         group = layers[start : start + size]
         run = functools.partial(_run_layers, group, where=where, pack_args_as_tuple=pack_args_as_tuple)
-        input = _run(group, run, (input,), {}, preserve_rng_state)
+        input = _run_checkpointed(group, run, (input,), {}, preserve_rng_state)
     return input
 
 
@@ -167,10 +167,10 @@ def make_checkpointing(model: nn.Module) -> None:
 def _forward(
     module: nn.Module, forward: Callable[..., Any], preserve_rng_state: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    return _run((module,), forward, args, kwargs, preserve_rng_state)
+    return _run_checkpointed((module,), forward, args, kwargs, preserve_rng_state)
 
 
-def _run(
+def _run_checkpointed(
     modules: Sequence[nn.Module],
     function: Callable[..., Any],
     args: tuple[Any, ...],

@@ -7,7 +7,7 @@
 A tensor that belongs to a parameter, such as an optimizer moment, is sliced like the parameter if it has the parameter's shape. A tensor of
 one element is the same on all ranks. Other tensors (factored moments) have no known place in the whole, and are refused.
 
-Checks that ranks which must get the same tensors do.
+`digest_of` is what ranks compare that must have the same tensors.
 """
 
 from __future__ import annotations

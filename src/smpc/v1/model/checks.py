@@ -1,6 +1,6 @@
-"""The errors and warnings of `smp.DistributedModel`, before it changes the module or joins replicas.
+"""The errors and warnings of `smp.DistributedModel`: before it changes the module or joins replicas, and of libraries that wrap it.
 
-Errors for other libraries that wrap, copy or cast a DistributedModel and would train it wrongly; each says what to do.
+`NotWrapped` has errors for other libraries that wrap, copy or cast a DistributedModel and would train it wrongly; each says what to do.
 
     DistributedDataParallel(model)              it would average gradients of different stages
     accelerate.prepare(model), HF Trainer       they wrap, move and call the model, and differentiate its loss, outside of step functions

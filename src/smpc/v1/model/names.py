@@ -1,8 +1,6 @@
 """The parameters, buffers and modules of a distributed model, by their names in the user's module, and which of them this rank holds.
 
-Source: public SMP v1 API ("smdistributed.modelparallel.torch.DistributedModel").
-
-Which parts of a distributed model tensor parallelism splits, and over which ranks their gradients are averaged.
+`TensorParallelModel` says which of them tensor parallelism splits, and over which ranks their gradients are averaged.
 
 Source: public SMP v1 API ("smdistributed.modelparallel.torch.DistributedModel").
 """

@@ -1,9 +1,7 @@
-"""Observing the steps of a distributed model: callbacks, and predicted against measured memory and time.
+"""The steps of a distributed model observed, for callbacks, `model.report()`, and `smpc run --report` and `--trace`.
 
-How the steps of a training script are observed: for callbacks, `model.report()`, and `smpc run --report` and `--trace`.
-
-The launcher asks through the environment (`smpc.observe.window.Observation`, read by `smp.init`), and the ranks answer with files in
-its folder:
+`model.report()` compares predicted with measured memory and time. For `smpc run`, the launcher asks through the environment
+(`smpc.observe.window.Observation`, read by `smp.init`), and the ranks answer with files in its folder:
 
     rank3.json      the record of rank 3, written after the last step of the window, or when the process ends before
     plan.json       the plan, by global rank 0, unless the model is not cut
@@ -120,7 +118,7 @@ def make_observer(
         if not written:
             written.append(True)
             atexit.unregister(write)
-            _write(folder, observer.record, plan())
+            _write_record(folder, observer.record, plan())
 
     observer.on_window_end = write
     atexit.register(write)
@@ -131,7 +129,8 @@ def _nothing() -> None:
     return None
 
 
-def _write(folder: Path, record: RankRecord, plan: Plan | None) -> None:
+def _write_record(folder: Path, record: RankRecord, plan: Plan | None) -> None:
+    """Writes a rank's record, and on rank 0 the plan, for the launcher."""
     texts = {f"rank{record.rank}.json": record.to_json()}
     if record.rank == 0 and plan is not None:
         texts["plan.json"] = plan.to_json()

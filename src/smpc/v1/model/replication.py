@@ -1,4 +1,6 @@
-"""The hooks that average a model's gradients over replicas and tensor-parallel ranks: chosen by the configuration, made with its stages.
+"""How a model is replicated: the hooks that average its gradients, and the settings and attributes of sharded parameters.
+
+The configuration chooses the hooks over replicas and tensor-parallel ranks. They are made with the model's stages:
 
 fully_shard                  `StageShards`: parameters lie in parts on the replicas; `ModuleShards` without a pipeline. Experts that ranks
                              divide lie in parts on the replicas that have the same ones
@@ -6,7 +8,7 @@ several replicas             `StageReplicas`: DistributedDataParallel for each s
 tensor-parallel modules      around these: `Distribution.hooks`
 experts that ranks divide    around these: `DividedExperts.hooks`
 
-Sharded parameters without a pipeline: how long blocks stay whole, and attributes of sharded parameters that scripts read.
+Of sharded parameters without a pipeline, keys say how long blocks stay whole, and scripts read attributes:
 
     sdp_max_live_parameters            a rank whose model has at most so many elements keeps each block whole from its forward to its
                                        backward; of a larger model, blocks let go of their parameters in between

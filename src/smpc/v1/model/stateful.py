@@ -1,9 +1,11 @@
-"""The state methods of a distributed model: state dicts, access for checkpoints, and moves to the CPU and back.
+"""What a distributed model shows of its module: its state, and its attributes.
+
+The state methods are state dicts, access for checkpoints, and moves to the CPU and back.
 
 `StateExchange` knows the ranks that hold the model, and how long they wait for each other; `smpc.v1.state_dicts.local.ModelState` reads
 and writes. `StatefulModel` offers both under the names that scripts and checkpoints call.
 
-Attributes of the wrapped module that a distributed model shows, for code that inspects a model.
+`ShownModel` has the attributes of the wrapped module that a distributed model shows, for code that inspects a model.
 
     inspect.signature(model.forward)      the module's own, which libraries read to know the columns of a batch
     model.config, model.generation_config any plain value of the module

@@ -74,7 +74,7 @@ def _clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if torch.compiler.is_compiling():
             return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-        parameters, given = _listed(parameters)
+        parameters, given = _listed_parameters(parameters)
         with _acting(given, "clip_grad_norm_"):
             if _is_ours("clip_grad_norm_", given):
                 return clip_model(given, float(max_norm), float(norm_type), error_if_nonfinite)
@@ -87,7 +87,7 @@ def _get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_total_norm(tensors: Tensors, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(tensors, *args, **kwargs)
-        tensors, given = _listed(tensors)
+        tensors, given = _listed_parameters(tensors)
         for model in _spread_models():
             parts = {id(tensor) for p in model.parameters() for tensor in (p, p.grad) if tensor is not None}
             if any(id(tensor) in parts for tensor in given):
@@ -101,13 +101,14 @@ def _get_total_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_total_norm
 
 
-def _elementwise(original: Callable[..., Any]) -> Callable[..., Any]:
+def _clips_elements(original: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's function that clips gradients by a number, refused where fp32 masters would not be clipped by it."""
     name = original.__name__.removeprefix("_")
 
     def clip(parameters: Tensors, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(parameters, *args, **kwargs)
-        parameters, given = _listed(parameters)
+        parameters, given = _listed_parameters(parameters)
         with _acting(given, name):
             optimizer = state.optimizer
             refused = optimizer is not None and optimizer.has_taken_or_scales and _is_ours(name, given)
@@ -125,8 +126,8 @@ def _elementwise(original: Callable[..., Any]) -> Callable[..., Any]:
 _MAKERS = {
     "clip_grad_norm_": _clip_grad_norm,
     "_get_total_norm": _get_total_norm,
-    "_clip_grads_with_norm_": _elementwise,
-    "clip_grad_value_": _elementwise,
+    "_clip_grads_with_norm_": _clips_elements,
+    "clip_grad_value_": _clips_elements,
 }
 
 
@@ -155,7 +156,7 @@ def clip_model(given: list[Tensor], max_norm: float, norm_type: float, error_if_
 # -- whose tensors -----------------------------------------------------------------------------------------------------
 
 
-def _listed(given: Tensors) -> tuple[Tensors, list[Tensor]]:
+def _listed_parameters(given: Tensors) -> tuple[Tensors, list[Tensor]]:
     """The argument, to be passed on unchanged, and as a list."""
     if isinstance(given, Tensor):
         return given, [given]

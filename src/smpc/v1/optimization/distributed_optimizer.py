@@ -44,7 +44,7 @@ from smpc.optimizers.gradients import check_finite, clip_by, norm_of
 from smpc.sharding.tensors import as_state_of
 from smpc.v1.layout.absent import AbsentParameter, reading_gradients
 from smpc.v1.model.distributed_model import DistributedModel
-from smpc.v1.optimization.agreement import Agreement
+from smpc.v1.optimization.equal_optimizers import Agreement
 from smpc.v1.optimization.fused import FusedLamb, FusedNovoGrad, SessionNormGroups
 from smpc.v1.optimization.loss_scale import LossScaler, make_scaler, refuse_torchs_scaler
 from smpc.v1.optimization.sharded import ShardedNames, Shards, max_norm

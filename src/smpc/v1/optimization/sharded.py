@@ -24,8 +24,8 @@ differently.
 
 After the step owners send in buckets, two at a time: memory for them is bounded, whatever the parameters' sizes.
 
-Attributes of an optimizer that scripts read under `sharded_data_parallel_degree`, by DeepSpeed's names. Without that key they do not
-exist.
+`ShardedNames` are attributes of an optimizer that scripts read under `sharded_data_parallel_degree`, by DeepSpeed's names. Without that
+key they do not exist.
 
     optimizer.fp16_groups                      for each group, the model's parameters, in parts
     optimizer.fp32_partitioned_groups_flat     for each group, this rank's parts of what is updated, in one flat fp32 tensor; a copy
@@ -34,7 +34,7 @@ exist.
 
 Source: public training scripts for SMP v1.
 
-Dealing parameters out to owners, so that all own about as many bytes: whole where it must be, in ranges of rows where that may be.
+`deal` deals parameters out to owners, so that all own about as many bytes: whole where it must be, in ranges of rows where that may be.
 
     deal([Lot(60_000, rows=100), Lot(9_000), Lot(600)], loads := [0, 0])
         [(Cut(owner=0, start=0, stop=43), Cut(owner=1, start=43, stop=100)), (Cut(owner=0),), (Cut(owner=1),)]
@@ -114,7 +114,7 @@ def deal(lots: Sequence[Lot], loads: list[int]) -> list[tuple[Cut, ...]]:
     found: dict[int, tuple[Cut, ...]] = {}
     for i in first:
         found[i] = (_least(lots[i], loads),)
-    found |= _fill(lots, large, loads)
+    found |= _fill_owners(lots, large, loads)
     for i in last:
         found[i] = (_least(lots[i], loads),)
     return [found[i] for i in range(len(lots))]
@@ -126,13 +126,13 @@ def _least(lot: Lot, loads: list[int]) -> Cut:
     return Cut(owner, 0, lot.rows)
 
 
-def _fill(lots: Sequence[Lot], large: Sequence[int], loads: list[int]) -> dict[int, tuple[Cut, ...]]:
+def _fill_owners(lots: Sequence[Lot], large: Sequence[int], loads: list[int]) -> dict[int, tuple[Cut, ...]]:
     """Owners one after the other, each up to the level that those left can reach together."""
     found: dict[int, list[Cut]] = {i: [] for i in large}
     left = sum(lots[i].size for i in large)
     queue = [(i, 0) for i in large]  # lot, first row that is left
     for owner in range(len(loads)):
-        room = _level(loads[owner:], left) - loads[owner]
+        room = _level_of_owners(loads[owner:], left) - loads[owner]
         is_last = owner == len(loads) - 1
         while queue and (room > 0 or is_last):
             i, start = queue.pop(0)
@@ -160,7 +160,7 @@ def _bytes(lot: Lot, start: int, stop: int) -> int:
     return lot.size * stop // lot.rows - lot.size * start // lot.rows
 
 
-def _level(loads: Sequence[int], left: int) -> int:
+def _level_of_owners(loads: Sequence[int], left: int) -> int:
     """How high all that is left fills owners with these loads."""
     ordered = sorted(loads)
     filled = 0
@@ -301,7 +301,7 @@ class Shards:
             for cut in cuts:
                 if cut.owner == owner:
                     whole = entry.parameter.detach()
-                    yield from _pieces(whole if len(cuts) == 1 else entry.range_of(cut).of(whole))
+                    yield from _pieces_of_tensor(whole if len(cuts) == 1 else entry.range_of(cut).of(whole))
 
 
 class _Exchange:
@@ -331,7 +331,7 @@ class _Exchange:
                 tensor.copy_(part.view(tensor.shape))
 
 
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+def _pieces_of_tensor(tensor: Tensor) -> Iterator[Tensor]:
     """A tensor, along dimension 0, in pieces of at most a bucket; larger rows one at a time."""
     if tensor.numel() <= _BUCKET or tensor.shape[0] == 1:
         if tensor.numel():
@@ -366,13 +366,13 @@ class ShardedNames(Optimizer):
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
         """The model's parameters, whatever their dtype."""
-        _check("fp16_groups")
+        _check_sharded("fp16_groups")
         return [[self.parameter_of(entry) for entry in group["params"]] for group in self.optimizer.param_groups]
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
         """Masters, or the parameters themselves in fp32: this rank's parts."""
-        _check("fp32_partitioned_groups_flat")
+        _check_sharded("fp32_partitioned_groups_flat")
         groups = [[local(entry.detach()) for entry in group["params"]] for group in self.optimizer.param_groups]
         return [
             torch.cat([part.float().reshape(-1) for part in parts]) if parts else torch.zeros(0) for parts in groups
@@ -381,13 +381,13 @@ class ShardedNames(Optimizer):
     @property
     def ds_param_shard_group(self) -> dist.ProcessGroup:
         """The process group over which each parameter is sharded."""
-        _check("ds_param_shard_group")
+        _check_sharded("ds_param_shard_group")
         return state.session.groups[Axis.FSDP]
 
     @property
     def _global_grad_norm(self) -> Any:
         """0-dimensional; None before the first step, and without clipping."""
-        _check("_global_grad_norm")
+        _check_sharded("_global_grad_norm")
         return self._norm
 
 
@@ -397,7 +397,8 @@ def max_norm() -> float:
     return state.cfg.sdp_gradient_clipping if is_sharded else 0.0
 
 
-def _check(name: str) -> None:
+def _check_sharded(name: str) -> None:
+    """Raises AttributeError without sharded data parallelism."""
     if not (state.initialized and state.session.mesh.shard_size > 1):
         raise AttributeError(
             f"DistributedOptimizer.{name}: there is one under sharded data parallelism alone (sharded_data_parallel_degree above 1)"

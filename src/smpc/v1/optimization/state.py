@@ -10,7 +10,7 @@ Terms
 
 Parameters that the model does not have are called `#i`, by their number in the optimizer.
 
-Initial state for an optimizer that has made no step yet: the state that it would have after one, to load values into.
+`make_state` gives an optimizer that has made no step yet the state that it would have after one, to load values into.
 
     make_state(optimizer, [weight, bias])     optimizer.state has entries for both; neither they nor their gradients have changed
 
@@ -82,12 +82,12 @@ class OptimizerState:
     @property
     def is_ready(self) -> bool:
         """Whether the model is partitioned."""
-        return _model().partitioned
+        return _named_model().partitioned
 
     def local(self, *, gather: bool) -> dict[str, Any]:
         """This rank's state. Collective over all ranks if state is sharded and `gather`."""
-        own = {**_whole(self._named_state(local=True)), PARTIAL: True}
-        model = _model()
+        own = {**_gathered_state(self._named_state(local=True)), PARTIAL: True}
+        model = _named_model()
         if self._world is None or not model.partitioned:
             return own
         if not gather:
@@ -103,15 +103,15 @@ class OptimizerState:
 
     def full(self, *, only_on_rank_0: bool) -> dict[str, Any]:
         """The whole model's state, on the CPU. Collective over the replica, or over all ranks if state is sharded."""
-        model = _model()
+        model = _named_model()
         control = self._world if model.partitioned else None
         if control is not None:
             self._meet(control, "optimizer.state_dict")
         else:
             control = model.meet("optimizer.state_dict")
         if control is None:
-            return _whole(self._named_state(local=False))
-        own = _whole(self._named_state(local=True))
+            return _gathered_state(self._named_state(local=False))
+        own = _gathered_state(self._named_state(local=True))
         part = {(name, key): value for name, items in own["state"].items() for key, value in items.items()}
         mesh, rank = state.session.mesh, state.session.rank
         wanted = not only_on_rank_0 or mesh.pp_rank(rank) == mesh.tp_rank(rank) == 0
@@ -122,7 +122,7 @@ class OptimizerState:
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
         """Load a full or a partial state; see DistributedOptimizer."""
-        model = _model()
+        model = _named_model()
         names = self._names()
         given = self._by_name(state_dict, names)
         control = self._control_for(model, state_dict)
@@ -151,7 +151,7 @@ class OptimizerState:
         return model.meet("optimizer.load_state_dict")
 
     def _meet(self, control: Control, what: str) -> None:
-        control.meet(what, datetime.timedelta(seconds=state.cfg.checkpoint_timeout), _model().whereabouts)
+        control.meet(what, datetime.timedelta(seconds=state.cfg.checkpoint_timeout), _named_model().whereabouts)
 
     def _from_parts(
         self,
@@ -204,7 +204,7 @@ class OptimizerState:
 
     def shards(self) -> tuple[list[Shard], dict[str, Any]]:
         """This rank's state for a checkpoint: tensors, called `parameter::key`, and plain values by parameter and key."""
-        slice_of = self._slicer(_model(), self._ranges())
+        slice_of = self._slicer(_named_model(), self._ranges())
         found: list[Shard] = []
         plain: dict[str, Any] = {}
         for name, items in self._named_state(local=True)["state"].items():
@@ -218,11 +218,11 @@ class OptimizerState:
     def held(self, *, to_fill: bool) -> Held:
         """This rank's state for torch.distributed.checkpoint to save or fill, in views. For filling, missing state is created."""
         if to_fill and not self._optimizer.state:
-            own = self._own_names(_model())
+            own = self._own_names(_named_model())
             entries = [entry for group in self._optimizer.param_groups for entry in group["params"]]
             named = zip(self._names(), entries, strict=True)
             make_state(self._optimizer, [entry for name, entry in named if name in own and entry.requires_grad])
-        slice_of = self._slicer(_model(), self._ranges())
+        slice_of = self._slicer(_named_model(), self._ranges())
         found = self._named_state(local=True)
         states: dict[str, dict[str, Any]] = {}
         for name, items in found["state"].items():
@@ -247,7 +247,7 @@ class OptimizerState:
         self, entries: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, only_masters: bool = False
     ) -> list[Shard]:
         """Tensors to fill with this rank's part of saved ones, whose shape and dtype `entries` has by name: the masters, else new ones."""
-        wanted, found = self._wanted(_model()), []
+        wanted, found = self._wanted(_named_model()), []
         parameters = dict(zip(self._names(), self._updates.parameters(), strict=True))
         for entry, (whole_shape, dtype) in entries.items():
             name, _, key = entry.rpartition(SEPARATOR)
@@ -288,14 +288,14 @@ class OptimizerState:
         only_masters: bool = False,
     ) -> None:
         """Load the filled tensors of `targets`, and the plain values of the saving job's ranks."""
-        own = self._own_names(_model())
+        own = self._own_names(_named_model())
         found: dict[str, dict[str, Any]] = {}
         runs: dict[str, list[Tensor]] = {}
         for shard in filled:
             runs.setdefault(shard.name, []).append(shard.tensor)
         for entry, tensors in runs.items():
             name, _, key = entry.rpartition(SEPARATOR)
-            found.setdefault(name, {})[key] = _model().slices.joined(name, tensors)
+            found.setdefault(name, {})[key] = _named_model().slices.joined(name, tensors)
         for items in () if only_masters else plain:
             for name in items:
                 if name in own:
@@ -388,7 +388,7 @@ class OptimizerState:
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each parameter on the ranks that hold it."""
-        known = _model().shapes()
+        known = _named_model().shapes()
         pairs = zip(self._names(), self._updates.parameters(), strict=True)
         return {name: known.get(name, tuple(parameter.shape)) for name, parameter in pairs}
 
@@ -416,7 +416,7 @@ class OptimizerState:
 
     def _names(self) -> list[str]:
         """Names of the optimizer's parameters, in their order."""
-        known = {id(parameter): name for name, parameter in _model().named_parameters()}
+        known = {id(parameter): name for name, parameter in _named_model().named_parameters()}
         return [known.get(id(parameter), f"#{i}") for i, parameter in enumerate(self._updates.parameters())]
 
     def _local_names(self, model: DistributedModel) -> frozenset[str]:
@@ -436,7 +436,7 @@ class OptimizerState:
 
     def _named_state(self, *, local: bool) -> dict[str, Any]:
         names = self._names()
-        kept = self._local_names(_model()) if local else frozenset(names)
+        kept = self._local_names(_named_model()) if local else frozenset(names)
         inner = self._optimizer.state_dict()
         groups = [{**group, "params": [names[number] for number in group["params"]]} for group in inner["param_groups"]]
         states: dict[str, dict[str, Any]] = {}
@@ -453,7 +453,7 @@ class OptimizerState:
         return found
 
 
-def _whole(named: Mapping[str, Any]) -> dict[str, Any]:
+def _gathered_state(named: Mapping[str, Any]) -> dict[str, Any]:
     """A state with sharded values gathered; collective over the replicas."""
     states = {
         name: {key: whole(value) if isinstance(value, Tensor) else value for key, value in items.items()}
@@ -499,7 +499,8 @@ def _nested(flat: Mapping[Any, Any], order: list[str]) -> dict[str, dict[str, An
     return {name: nested[name] for name in order if name in nested}
 
 
-def _model() -> DistributedModel:
+def _named_model() -> DistributedModel:
+    """The model whose names the state has; ConfigError if there is none."""
     model = state.model
     if not isinstance(model, DistributedModel):
         raise ConfigError("the optimizer's state has names once there is a smp.DistributedModel; construct it first")

@@ -8,7 +8,7 @@ parts of them.
 The groups of the wrapped optimizer hold the update target in place of each parameter. A parameter that this rank does not update has
 no gradient while the optimizer steps, so any optimizer skips it.
 
-Which optimizers update every element of a parameter independently, so that ranks may update ranges of it.
+`is_elementwise` says which optimizers update every element of a parameter independently, so that ranks may update ranges of it.
 
     is_elementwise(torch.optim.AdamW(parameters))    True
     is_elementwise(FusedLamb(parameters))            False: it takes norms of parameters

@@ -215,10 +215,10 @@ def opened_model(
             if translate is not None:
                 opened[0] = Computed(opened[0], translate)
             opened[0] = _renamed(opened[0], model)
-            _check(opened[0], model, strict, target)
+            _check_full(opened[0], model, strict, target)
 
         together(channel, compare)
-        yield functools.partial(together, channel, lambda: _fill(opened[0], model))
+        yield functools.partial(together, channel, lambda: _fill_model(opened[0], model))
     finally:
         for source in opened:
             source.__exit__(None, None, None)
@@ -257,7 +257,8 @@ def _renamed(source: Source, model: DistributedModel) -> Source:
     return Canonical(View(source, [item for item in source.items if item.name in wanted]), names)
 
 
-def _check(source: Source, model: DistributedModel, strict: bool, target: str) -> None:
+def _check_full(source: Source, model: DistributedModel, strict: bool, target: str) -> None:
+    """Raises an error if the file does not fit the model."""
     there = {item.name: item for item in source.items}
     wrong: list[str] = []
     own = {shard.name: shard for shard in model.checkpoint_state.shards()}
@@ -279,7 +280,8 @@ def _check(source: Source, model: DistributedModel, strict: bool, target: str) -
 
 
 @torch.no_grad()
-def _fill(source: Source, model: DistributedModel) -> None:
+def _fill_model(source: Source, model: DistributedModel) -> None:
+    """Reads this rank's part of the file into the model."""
     own: dict[str, list[Shard]] = {}  # several of what this rank has several runs of
     for shard in model.checkpoint_state.shards():
         own.setdefault(shard.name, []).append(shard)

@@ -84,7 +84,7 @@ def rest_of(path: str, tag: str) -> str | None:
         there = [name for name in _tags(path) if standing(os.path.join(path, name)) is not None]
         raise CheckpointError(f"no full checkpoint {tag} in {path}; there are {', '.join(there) or 'none'}")
     found = identity_of(target)
-    return None if found is None else _beside(path, tag, target, found)
+    return None if found is None else _content_beside(path, tag, target, found)
 
 
 def newest(path: str) -> str | None:
@@ -92,7 +92,7 @@ def newest(path: str) -> str | None:
 
     Raises CheckpointError if there are some, and not one is whole.
     """
-    complete, damaged = _complete(path)
+    complete, damaged = _complete_models(path)
     marked = read_marker(path, MARKER)
     if damaged and not complete:
         text = f"{path}: none of the full checkpoints there is whole; mend one, or move them away to start anew"
@@ -114,12 +114,12 @@ def newest(path: str) -> str | None:
 
 def tags(path: str) -> list[str]:
     """The full checkpoints that are whole, oldest first."""
-    return [tag for _, tag in _complete(path)[0]]
+    return [tag for _, tag in _complete_models(path)[0]]
 
 
 def next_number(path: str) -> int:
     """The number of the next checkpoint."""
-    return 1 + max((number for number, _ in _complete(path)[0]), default=0)
+    return 1 + max((number for number, _ in _complete_models(path)[0]), default=0)
 
 
 def legacy_content(path: str, tag: str) -> Any:
@@ -131,7 +131,7 @@ def legacy_content(path: str, tag: str) -> Any:
     return None
 
 
-def _complete(path: str) -> tuple[list[tuple[int, str]], list[str]]:
+def _complete_models(path: str) -> tuple[list[tuple[int, str]], list[str]]:
     """Numbers and tags of the models that `save_checkpoint` has written, in order; and the errors of incomplete ones."""
     complete, damaged = [], []
     with_content = set(_tags(path))
@@ -139,7 +139,7 @@ def _complete(path: str) -> tuple[list[tuple[int, str]], list[str]]:
         try:
             target = target_of(path, tag)
             found = identity_of(target)
-            if found is not None and _beside(path, tag, target, found) is not None:
+            if found is not None and _content_beside(path, tag, target, found) is not None:
                 complete.append((found.number, tag))
             elif found is not None or tag in with_content:
                 damaged.append(f"{target}: what was saved beside it is missing, or it is not a full checkpoint")
@@ -149,7 +149,7 @@ def _complete(path: str) -> tuple[list[tuple[int, str]], list[str]]:
     return sorted(complete), damaged
 
 
-def _beside(path: str, tag: str, target: str, found: Identity) -> str | None:
+def _content_beside(path: str, tag: str, target: str, found: Identity) -> str | None:
     """The folder of a model's content; None if it is gone. Raises CheckpointError if it is damaged or belongs to another model."""
     if found.tag is not None and found.tag != tag:
         own = printable(found.tag)

@@ -64,7 +64,9 @@ def format_of(module: nn.Module) -> Format | None:
         return None
     formats: list[Format] = [family.installed for family in FAMILIES.values()]
     for form in formats:
-        if {made.item.name for made in _theirs(ours, form)} == {name for name in theirs if not form.forgets(name)}:
+        if {made.item.name for made in _to_hugging_face(ours, form)} == {
+            name for name in theirs if not form.forgets(name)
+        }:
             return form
     differ = sorted(theirs.symmetric_difference(item.name for item in ours))
     raise CheckpointError(f"its modules have other names than Hugging Face's: {', '.join(differ[:3])}, ...")
@@ -98,14 +100,14 @@ class Theirs(_Translated):
     """A source of ours as Hugging Face's."""
 
     def __init__(self, source: Source, form: Format) -> None:
-        super().__init__(source, _theirs([item for item in source.items if item.kind == "model"], form))
+        super().__init__(source, _to_hugging_face([item for item in source.items if item.kind == "model"], form))
 
 
 class Ours(_Translated):
     """A source of Hugging Face's as ours."""
 
     def __init__(self, source: Source, form: Format) -> None:
-        super().__init__(source, _ours([item for item in source.items if item.kind == "model"], form))
+        super().__init__(source, _from_hugging_face([item for item in source.items if item.kind == "model"], form))
 
 
 class _InModel(_Translated):
@@ -130,7 +132,8 @@ def readings(source: Source, form: Format | None) -> Iterator[Source]:
                 yield Ours(reading, form)
 
 
-def _theirs(items: list[Item], form: Format) -> Iterator[_Made]:
+def _to_hugging_face(items: list[Item], form: Format) -> Iterator[_Made]:
+    """Tensors under the names of Hugging Face."""
     for prefix, layer in _layers(items, form):
         used: dict[str, None] = {}
         for rule in form.rules_of(list(layer)) if prefix is not None else ():
@@ -142,7 +145,8 @@ def _theirs(items: list[Item], form: Format) -> Iterator[_Made]:
         yield from (_Made(item, (item.name,), _alone) for name, item in layer.items() if name not in used)
 
 
-def _ours(items: list[Item], form: Format) -> Iterator[_Made]:
+def _from_hugging_face(items: list[Item], form: Format) -> Iterator[_Made]:
+    """Tensors under the names of distributed layers."""
     for prefix, layer in _layers(items, form):
         known = {rule.theirs: rule for rule in form.rules_of(list(layer))} if prefix is not None else {}
         for name, item in layer.items():

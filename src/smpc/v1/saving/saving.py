@@ -16,10 +16,9 @@ is partitioned; with as many stages and the same model, the partition is the sav
 
 Source: public SMP v1 API ("APIs for Saving and Loading"). The keyword-only arguments are additions.
 
-How this session's ranks save and load together: one channel for calls that scripts wait for, one for background saves.
-
-The ranks meet in the job's store, not in a process group: creating a channel then needs no collective call, and if a rank does not
-come, the others raise an error with its number after `checkpoint_timeout`.
+A `Checkpointer` is how this session's ranks save and load together. It has one channel for calls that scripts wait for, and one for
+background saves. The ranks meet in the job's store, not in a process group: creating a channel then needs no collective call, and if a rank
+does not come, the others raise an error with its number after `checkpoint_timeout`.
 """
 
 from __future__ import annotations
@@ -64,14 +63,14 @@ class Checkpointer:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.channel = _channel(session, "now", _skipped)
+        self.channel = _checkpoint_channel(session, "now", _skipped)
         self._saver: BackgroundSaver | None = None
 
     @property
     def saver(self) -> BackgroundSaver:
         """The saver in the background; made by its first use."""
         if self._saver is None:
-            self._saver = BackgroundSaver(_channel(self._session, "background"))
+            self._saver = BackgroundSaver(_checkpoint_channel(self._session, "background"))
         return self._saver
 
     def check(self) -> None:
@@ -104,9 +103,10 @@ def _skipped(ranks: Sequence[int]) -> str | None:
     return None if whereabouts is None else whereabouts.skipped(ranks)
 
 
-def _channel(
+def _checkpoint_channel(
     session: Session, name: str, skipped: Callable[[Sequence[int]], str | None] = lambda ranks: None
 ) -> Channel:
+    """The channel of all ranks for checkpoints, through the store."""
     size = session.mesh.world_size
     if size == 1:
         return Alone()
@@ -158,7 +158,7 @@ def save_checkpoint(
     def collect() -> str:
         """The work that may fail on one rank alone."""
         with state.acting(script):
-            contents.append(_content(model, optimizer, data, *_split(user_content, pickle)))
+            contents.append(_saved_content(model, optimizer, data, *_split_pickled(user_content, pickle)))
         return f"partial={partial}, asynchronous={asynchronous}, force={force}, num_kept_partial_checkpoints={keep}, {full_format=}"
 
     _check_alike(together(found.channel, collect))
@@ -215,7 +215,7 @@ def resume_from_checkpoint(
     if tag is not None and not isinstance(tag, str):
         raise ConfigTypeError(f"tag: expected a str or None, found {type(tag).__name__}")
     check_data(data)
-    model = _model()
+    model = _resumed_model()
     only_masters = not load_sharded_optimizer_state and state.cfg.shard_optimizer_state
     if not load_sharded_optimizer_state and not only_masters and state.session.rank == 0:
         warnings.warn("load_sharded_optimizer_state has no effect: shard_optimizer_state is not set", stacklevel=2)
@@ -229,7 +229,7 @@ def resume_from_checkpoint(
     if found_tag is None:
         return None
     if partial:
-        return _resume(
+        return _resume_contents(
             lambda: Root(path).find(found_tag), True, load_optimizer, only_masters, strict, unpickle, data, found
         )
     rest = together(found.channel, lambda: full_folder.rest_of(os.fspath(path), found_tag))[found.channel.rank]
@@ -241,7 +241,7 @@ def resume_from_checkpoint(
             if data is not None:
                 _warn("data: there is no position beside this model; the data begins at its present position")
         else:
-            content = _resume(lambda: rest, False, load_optimizer, only_masters, strict, unpickle, data, found)
+            content = _resume_contents(lambda: rest, False, load_optimizer, only_masters, strict, unpickle, data, found)
         load_model()  # last: all that can be wrong with the rest has been found
     return content
 
@@ -280,7 +280,7 @@ def _legacy_content(path: str, tag: str, found: Checkpointer) -> Any:
     return contents[0]
 
 
-def _resume(
+def _resume_contents(
     find: Callable[[], str],
     with_model: bool,
     load_optimizer: bool,
@@ -291,7 +291,7 @@ def _resume(
     found: Checkpointer,
 ) -> Any:
     """Load the contents of a folder of `smpc.checkpoint`, with the model if it is there; returns its user content."""
-    model, optimizer, opened = _model(), state.optimizer if load_optimizer else None, []
+    model, optimizer, opened = _resumed_model(), state.optimizer if load_optimizer else None, []
 
     def read() -> None:
         """The work that may fail on one rank alone."""
@@ -322,7 +322,9 @@ def _resume(
         verify_source(checkpoint, found.channel, kinds)  # from here on things change
         _use_plan(model, checkpoint)
         into, verified = model if with_model else None, model.partitioned
-        model.when_partitioned(lambda: _fill(folder, into, optimizer, only_masters, strict, verified, found))
+        model.when_partitioned(
+            lambda: _fill_from_checkpoint(folder, into, optimizer, only_masters, strict, verified, found)
+        )
         model.checkpoint_state.load_extra(checkpoint.metadata.get("extra_state", {}))
         data_position.restore(checkpoint, data, state.session, found.channel)
         topology.restore(checkpoint, state.session, found.channel)
@@ -334,7 +336,7 @@ def _resume(
     return user
 
 
-def _fill(
+def _fill_from_checkpoint(
     folder: str,
     model: DistributedModel | None,
     optimizer: DistributedOptimizer | None,
@@ -343,7 +345,7 @@ def _fill(
     verified: bool,
     found: Checkpointer,
 ) -> None:
-    """Load all tensors, everything or nothing; later than `_resume` if the model is not partitioned yet. Collective."""
+    """Load all tensors, everything or nothing; later than `_resume_contents` if the model is not partitioned yet. Collective."""
     with Checkpoint.open(folder) as checkpoint:
         shards: list[Shard] = [] if model is None else model.checkpoint_state.shards()
         kinds = [] if model is None else ["model"]
@@ -367,13 +369,14 @@ def _fill(
             )
 
 
-def _content(
+def _saved_content(
     model: DistributedModel | None,
     optimizer: DistributedOptimizer | None,
     data: StatefulData | None,
     user: Any,
     pickled: Any,
 ) -> Content:
+    """What a rank saves: model, optimizer, data's position and the user's content."""
     session = state.session
     metadata: dict[str, Any] = {"topology": topology.describe(session)}
     rank_state = topology.capture(session) | data_position.capture(data)
@@ -479,7 +482,7 @@ def _check_save(
     return os.path.abspath(os.fspath(path)), tag
 
 
-def _split(user: Any, names: Collection[str]) -> tuple[Any, dict[str, Any]]:
+def _split_pickled(user: Any, names: Collection[str]) -> tuple[Any, dict[str, Any]]:
     """The user's content without the part to be pickled, and that part."""
     if not names:
         return user, {}
@@ -495,7 +498,8 @@ def _joined(user: Any, pickled: Mapping[str, Any]) -> Any:
     return {**user, **pickled} if pickled else user
 
 
-def _model() -> DistributedModel:
+def _resumed_model() -> DistributedModel:
+    """The model that is resumed; UsageError if there is none, or several."""
     model = state.model
     if len(state.with_models) > 1:
         raise UsageError(

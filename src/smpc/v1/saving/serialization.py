@@ -9,7 +9,7 @@ never runs code: see `smpc.checkpoint.folder.files`.
 
 Source: public SMP v1 API ("APIs for Saving and Loading").
 
-`smp.load` of files that `smp.save_checkpoint` has written: for scripts that open the parts of a checkpoint themselves.
+`load_saved` is `smp.load` of files that `smp.save_checkpoint` has written, for scripts that open the parts of a checkpoint themselves.
 
     smp.load("run/step200_partial")                     {"model": {name: tensor}, "optimizer": {...}, ..., "user_content": ...}
     smp.load("run/step200_partial/user_content.pt")     the user content
@@ -56,7 +56,7 @@ def load_saved(path: str) -> Any:
     if name == _USER:
         return _user(folder)
     if is_checkpoint(path):
-        return _whole(path)
+        return _whole_checkpoint(path)
     rest = full_folder.rest_of(folder, name.removeprefix(full_folder.CONTENT))
     if rest is None:
         raise CheckpointError(f"{path}: the model that it belongs to was not saved by smp.save_checkpoint")
@@ -68,7 +68,8 @@ def _user(folder: str) -> Any:
         return checkpoint.user()
 
 
-def _whole(folder: str) -> dict[str, Any]:
+def _whole_checkpoint(folder: str) -> dict[str, Any]:
+    """Everything in a partial checkpoint, whole."""
     with Checkpoint.open(folder) as checkpoint:
         found: dict[str, Any] = {}
         for kind, name in checkpoint.entries:

@@ -76,7 +76,7 @@ def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
     `dest_rank`: the destination, counted as `rank_type` says. Raises UsageError if there is no such rank or it is
     the caller.
     """
-    payload, destination = _encode(obj), _peer(dest_rank, rank_type, "dest_rank")
+    payload, destination = _encode_object(obj), _checked_peer(dest_rank, rank_type, "dest_rank")
     with exchange(f"smp.send to rank {destination}"):
         _send_to(payload, destination)
 
@@ -87,19 +87,19 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
     `src_rank`: the source, counted as `rank_type` says. Raises UsageError if there is no such rank or it is the
     caller.
     """
-    source = _peer(src_rank, rank_type, "src_rank")
+    source = _checked_peer(src_rank, rank_type, "src_rank")
     device = state.session.message_device
     with exchange(f"smp.recv_from rank {source}"):
         length = torch.empty(1, dtype=torch.int64, device=device)
         dist.recv(length, src=source)
         payload = torch.empty(int(length), dtype=torch.uint8, device=device)
         dist.recv(payload, src=source)
-    return _decode(payload, state.session.device)
+    return _decode_object(payload, state.session.device)
 
 
 def broadcast(obj: Any, group: CommGroup) -> None:
     """Send an object from the caller to every other member of the group; each calls `recv_from` on the caller."""
-    session, payload = state.session, _encode(obj)
+    session, payload = state.session, _encode_object(obj)
     for member in session.mesh.group(_group_axis(group), session.rank):
         if member != session.rank:
             with exchange(f"smp.broadcast({group.name}), sending to rank {member}"):
@@ -109,10 +109,10 @@ def broadcast(obj: Any, group: CommGroup) -> None:
 def allgather(obj: Any, group: CommGroup) -> list[Any]:
     """Exchange objects: every member gets the list of all members' objects, in order of their rank in the group."""
     session = state.session
-    members, payload = session.groups[_group_axis(group)], _encode(obj)
+    members, payload = session.groups[_group_axis(group)], _encode_object(obj)
     with exchange(f"smp.allgather({group.name})"):
-        found = _gather(payload, members, session.message_device)
-    return [_decode(each, session.device) for each in found]
+        found = _gather_bytes(payload, members, session.message_device)
+    return [_decode_object(each, session.device) for each in found]
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
@@ -152,10 +152,10 @@ def rdp_barrier() -> None:
 
 def gather_objects(obj: Any, group: dist.ProcessGroup, message_device: torch.device, device: torch.device) -> list[Any]:
     """All members' objects, in order of their rank in the group; usable before there is a session."""
-    return [_decode(each, device) for each in _gather(_encode(obj), group, message_device)]
+    return [_decode_object(each, device) for each in _gather_bytes(_encode_object(obj), group, message_device)]
 
 
-def _gather(payload: torch.Tensor, group: dist.ProcessGroup, message_device: torch.device) -> list[torch.Tensor]:
+def _gather_bytes(payload: torch.Tensor, group: dist.ProcessGroup, message_device: torch.device) -> list[torch.Tensor]:
     """All members' bytes, in order of their rank in the group."""
     payload = payload.to(message_device)
     length = torch.tensor([payload.numel()], dtype=torch.int64, device=message_device)
@@ -179,14 +179,14 @@ def _send_to(payload: torch.Tensor, destination: int) -> None:
     dist.send(payload, dst=destination)
 
 
-def _encode(obj: Any) -> torch.Tensor:
+def _encode_object(obj: Any) -> torch.Tensor:
     """An object as a tensor of bytes. torch.save keeps tensors that share memory sharing it."""
     buffer = io.BytesIO()
     torch.save(obj, buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
-def _decode(payload: torch.Tensor, device: torch.device) -> Any:
+def _decode_object(payload: torch.Tensor, device: torch.device) -> Any:
     """The object in a tensor of bytes; the sender's CUDA tensors go to `device` if that is a GPU, else to the CPU."""
 
     def place(storage: Any, location: str) -> Any:
@@ -202,7 +202,7 @@ def _group_axis(group: CommGroup) -> Axis:
     return group.value
 
 
-def _peer(number: int, rank_type: RankType, argument: str) -> int:
+def _checked_peer(number: int, rank_type: RankType, argument: str) -> int:
     """Global rank of a partner, which must exist and be another process."""
     if not isinstance(rank_type, RankType):
         raise UsageError(f"rank_type: expected a smp.RankType, found {type(rank_type).__name__} {rank_type!r}")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smpc.errors import CheckpointError, TransportError
-from smpc.executor.transport.layout import WireFormat
+from smpc.executor.transport.messages import WireFormat
 from smpc.v1.session.comm import gather_objects
 
 if TYPE_CHECKING:

@@ -84,7 +84,7 @@ def init(config: Mapping[str, Any] | Config | None = None) -> None:
     state.session_number += 1
     monitor: FailureMonitor | None = None
     try:
-        store = _get_default_store() if given else _meet(launch, parsed)
+        store = _get_default_store() if given else _meet_ranks(launch, parsed)
         if launch.world_size > 1:
             monitor = make_monitor(_clone(store), parsed, mesh, launch.rank, state.session_number)
         with _watched(monitor, "connecting the processes"):
@@ -131,10 +131,11 @@ def _end(session: Session) -> None:
         if session.device.type == "cuda":  # the host is ahead: peers may still wait for what this rank computes
             torch.cuda.synchronize(session.device)
     finally:
-        _close(session)
+        _close_session(session)
 
 
-def _close(session: Session) -> None:
+def _close_session(session: Session) -> None:
+    """Undoes what the session has made."""
     for close in state.closers:
         close()
     state.clear()
@@ -222,7 +223,7 @@ def _start_world(backend: str, launch: Launch, config: Config, store: Store) -> 
     )
 
 
-def _meet(launch: Launch, config: Config) -> Store:
+def _meet_ranks(launch: Launch, config: Config) -> Store:
     """The store of this session's processes, who are all here."""
     if launch.master_port is None:
         return HashStore()

@@ -126,7 +126,7 @@ class Scripts:
         if len(self.scripts) == 1:
             return self.acting_script
         given = {id(tensor) for tensor in tensors}
-        found = [each for each in self.with_models if not given.isdisjoint(_held(each))]
+        found = [each for each in self.with_models if not given.isdisjoint(_held_parameters(each))]
         if len(found) > 1:
             raise UsageError(
                 f"{what}: expected parameters of one DistributedModel, found parameters of {len(found)}; {what} each by itself"
@@ -184,7 +184,7 @@ class Scripts:
         self.acting_script.scaler = value
 
 
-def _held(script: Script) -> Iterator[int]:
+def _held_parameters(script: Script) -> Iterator[int]:
     """Its model's parameters, and their replacements in its optimizer."""
     yield from (id(parameter) for parameter in script.model.parameters())
     if script.optimizer is not None:

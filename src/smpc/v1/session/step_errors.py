@@ -49,7 +49,7 @@ def describe(error: BaseException | None) -> Description | None:
 
 
 def raise_everywhere(description: Description, own: BaseException | None) -> NoReturn:
-    """Raise this rank's own error if it has one, else the described one."""
+    """Raise the error of a step on this rank: its own if it has one, else the described one of another rank."""
     if own is not None:
         raise own
     name, text, line = description

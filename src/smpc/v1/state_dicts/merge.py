@@ -100,7 +100,7 @@ def survey(
                 tensors.setdefault(key, []).append((rank, value, shard))
             found.setdefault(key, Item(value=None if is_tensor else value))
     for key, pieces in tensors.items():
-        found[key] = _whole(key, pieces, wrong)
+        found[key] = _whole_item(key, pieces, wrong)
     if wrong:
         raise CheckpointError("\n".join([f"the ranks' parts of {what} do not fit together", *wrong]))
     return found
@@ -117,12 +117,12 @@ def stream(part: Mapping[K, Any], items: Mapping[K, Item], control: Control) -> 
             yield key, None, item.value
         for piece in item.pieces:
             # A helper, so that nothing here holds a piece while the next one comes.
-            yield key, piece, _exchanged(part.get(key), piece, control)
+            yield key, piece, _exchanged_piece(part.get(key), piece, control)
     for owner in sorted({piece.owner for item in items.values() for piece in item.pieces}):
         control.acknowledge(owner)
 
 
-def _exchanged(own: Any, piece: Piece, control: Control) -> Tensor:
+def _exchanged_piece(own: Any, piece: Piece, control: Control) -> Tensor:
     """A piece, on the CPU of all ranks."""
     if piece.owner == control.rank:
         sent = piece.of(own)
@@ -140,12 +140,12 @@ def merge(part: Mapping[K, Any], items: Mapping[K, Item], control: Control, keep
     merged: dict[K, Any] = {}
     for key, piece, value in stream(part, items, control):
         if keep(key):
-            _keep(merged, key, items[key], piece, value)
+            _keep_piece(merged, key, items[key], piece, value)
         del value  # before the next one comes
     return merged
 
 
-def _keep(merged: dict[K, Any], key: K, item: Item, piece: Piece | None, value: Any) -> None:
+def _keep_piece(merged: dict[K, Any], key: K, item: Item, piece: Piece | None, value: Any) -> None:
     """Copy a value, or a piece of it, to its place."""
     if piece is None or tuple(value.shape) == item.shape:
         merged[key] = value
@@ -169,7 +169,7 @@ def fill(target: Tensor, shard: Shard | None, piece: Piece, value: Tensor) -> No
             target.narrow(shard.dim, own + low - start, high - low).copy_(part)
 
 
-def _whole(key: Any, found: Sequence[Described], wrong: list[str]) -> Item:
+def _whole_item(key: Any, found: Sequence[Described], wrong: list[str]) -> Item:
     """The item that pieces make up, or what is wrong with them."""
     having = [each for each in found if _has_all(*each[1:])]
     if having and all(
@@ -180,7 +180,7 @@ def _whole(key: Any, found: Sequence[Described], wrong: list[str]) -> Item:
     pieces: dict[int, Piece] = {}
     for rank, other, place in found:
         same = other.dtype == spec.dtype and _kind(place, other) == _kind(shard, spec)
-        mine = [Piece(rank, other)] if place is None else _runs(rank, other, place)
+        mine = [Piece(rank, other)] if place is None else _pieces_of_slice(rank, other, place)
         known = [pieces.setdefault(piece.start, piece) for piece in mine]
         alike = all(a.spec.shape == b.spec.shape for a, b in zip(known, mine, strict=True))
         if not same or not alike:
@@ -203,7 +203,7 @@ def _has_all(spec: TensorSpec, shard: Shard | None) -> bool:
     return shard is None or spec.shape[shard.dim] == shard.size
 
 
-def _runs(rank: int, spec: TensorSpec, shard: Shard) -> list[Piece]:
+def _pieces_of_slice(rank: int, spec: TensorSpec, shard: Shard) -> list[Piece]:
     """The pieces that a slice is."""
     if not shard.runs:
         return [Piece(rank, spec, shard.dim, shard.start)]

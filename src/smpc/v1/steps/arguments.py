@@ -45,7 +45,7 @@ import torch
 from torch import Tensor, nn
 
 from smpc.errors import StepError
-from smpc.executor.transport.layout import WireFormat
+from smpc.executor.transport.messages import WireFormat
 from smpc.tracer.constants import is_constant, normalise
 from smpc.tracer.ir import TensorSpec, spec_of
 
@@ -168,7 +168,7 @@ def map_leaves(value: Any, function: Callable[[Any, str], Any], path: str) -> An
     new = [map_leaves(child, function, path + step) for step, child in zip(steps, children, strict=True)]
     if all(a is b for a, b in zip(new, children, strict=True)):
         return value
-    return _rebuild(value, new)
+    return _rebuilt_container(value, new)
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -196,7 +196,8 @@ def _open(value: Any) -> tuple[list[str] | None, list[Any]]:
     return None, []
 
 
-def _rebuild(value: Any, children: list[Any]) -> Any:
+def _rebuilt_container(value: Any, children: list[Any]) -> Any:
+    """A container like `value` with other children."""
     if isinstance(value, MutableMapping):
         new = copy.copy(value)  # keeps the class and what else it knows, a default factory for instance
         for key, child in zip(value, children, strict=True):

@@ -265,10 +265,10 @@ def tensors_within(value: Any) -> Iterator[Tensor]:
             if isinstance(leaf, Tensor):
                 yield leaf
             else:
-                waiting += _inside(leaf)
+                waiting += _held_values(leaf)
 
 
-def _inside(value: Any) -> list[Any]:
+def _held_values(value: Any) -> list[Any]:
     """The values that an object holds directly."""
     found: list[Any] = []
     if isinstance(value, Mapping):
@@ -276,13 +276,14 @@ def _inside(value: Any) -> list[Any]:
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         found += value
     found += getattr(value, "__dict__", {}).values()
-    for slot in _slots(type(value)):
+    for slot in _slot_names(type(value)):
         if hasattr(value, slot):
             found.append(getattr(value, slot))
     return found
 
 
-def _slots(cls: type) -> Iterable[str]:
+def _slot_names(cls: type) -> Iterable[str]:
+    """The attributes in the slots of a class."""
     for each in cls.__mro__:
         slots = each.__dict__.get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:

@@ -1,11 +1,12 @@
-"""The context of a model's steps: made with the model, and passed to all code that runs in its steps.
+"""The context of a model's steps, which is passed to all code that runs in them, and the work that waits for them.
 
 Terms
     calls     what `model(...)` and `model.backward(...)` do now; None outside of step functions
     divisor   what gradients are divided by, beside the loss scale
     cut       by the first step, a model with a pipeline; from the start, one without
 
-Work that waits for the partition of a model, or for the end of its first step: states loaded earlier, and hooks of the script.
+`ModelHooks` is work that waits for the partition of a model, or for the end of its first step: states loaded earlier, and hooks of the
+script.
 
     register_post_partition_hook, load_state_dict before the first step ... first step: cut, `run`, then the program
     register_post_step_hook                                             ... after the first step

@@ -248,7 +248,7 @@ class Join:
             )
         active = {phase for phase in phases if phase != Phase.OVER}
         if len(active) > 1:
-            kinds = [f"replica {r}: {_name(phase)}" for r, phase in zip(self._replica_of, phases, strict=True)]
+            kinds = [f"replica {r}: {_phase_as_text(phase)}" for r, phase in zip(self._replica_of, phases, strict=True)]
             return StepError(
                 f"join: the replicas do different things, {', '.join(kinds)}; give join the same arguments on all ranks, and run the same "
                 "step functions in the same order, as far as each replica's data go"
@@ -297,7 +297,8 @@ def _describe(value: Any) -> Any:
     return _TensorLike(value) if isinstance(value, Tensor) else value
 
 
-def _name(phase: int) -> str:
+def _phase_as_text(phase: int) -> str:
+    """A phase of a rank, for people."""
     names: dict[int, str] = {
         Phase.OVER: "ran out of data",
         Phase.PARTITION: "begins its first step",

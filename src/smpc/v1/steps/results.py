@@ -113,10 +113,13 @@ class Returned:
 def take(value: Any, detach: bool) -> Returned:
     """What the step function has just returned; `detach`: its tensors lose their history, and hold no memory but their own."""
     leaves, structure = flatten(value)
-    return Returned([_apart(leaf) if detach and isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+    return Returned(
+        [_detached_result(leaf) if detach and isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
+    )
 
 
-def _apart(tensor: Tensor) -> Tensor:
+def _detached_result(tensor: Tensor) -> Tensor:
+    """A result of a step that does not keep much larger memory alive."""
     found = tensor.detach()
     if found.layout is not torch.strided:
         return found
@@ -140,7 +143,7 @@ class ResultForm:
                 columns.append(list(itertools.islice(tensors, len(column))))
             else:
                 columns.append(list(map(pickle.loads, column)))  # type: ignore[arg-type]
-        return _join(self.structure, columns)
+        return _join_microbatches(self.structure, columns)
 
     @functools.cached_property
     def specs(self) -> list[TensorSpec]:
@@ -173,7 +176,7 @@ class Results:
     def join(self) -> Any:
         """The step's return value. Raises StepError for a class that does not allow it."""
         try:
-            return _join(self.structure, self.columns)
+            return _join_microbatches(self.structure, self.columns)
         except Exception as error:  # of the user's classes
             classes = [
                 f"{_place(path)} {part.class_name}" for path, part in self.structure.containers() if part.class_name
@@ -259,7 +262,7 @@ def _order(dtypes: Sequence[torch.dtype]) -> list[int]:
     return sorted(range(len(dtypes)), key=lambda i: -dtypes[i].itemsize)
 
 
-def _join(structure: Structure, columns: Sequence[Sequence[Any]]) -> Any:
+def _join_microbatches(structure: Structure, columns: Sequence[Sequence[Any]]) -> Any:
     """The step's return value out of its leaves in every microbatch."""
     if structure.kind == LEAF and columns[0][0] is None and all(value is None for value in columns[0]):
         return None

@@ -1,9 +1,9 @@
-"""A step without a pipeline: the whole model is on this rank, and so is the whole step function.
+"""Steps, and calls outside of steps, without a pipeline: the whole model is on this rank, and so is the whole step function.
 
-Microbatches run one after another, each with its own backward pass. With replicas, gradients are averaged in the backward pass of the last
-microbatch.
+Microbatches of a step run one after another, each with its own backward pass. With replicas, gradients are averaged in the backward pass of
+the last microbatch.
 
-Calls of the model outside steps, without a pipeline: tensor and data parallelism only.
+`Direct` has calls of the model outside of steps, with tensor and data parallelism only:
 
     loss = model(ids, labels=ids).loss
     loss.backward()                          # or model.backward(loss)

@@ -1,15 +1,13 @@
-"""The configuration of SMP v2: its keys, their meaning, defaults and bounds.
+"""The configuration of SMP v2: its keys, their meaning, defaults and bounds, and the rules between degrees.
 
     >>> Config.parse({"tensor_parallel_degree": 2}, world_size=8).shard_degree(8)
     4
 
 Sources are a dict, flat or nested as a SageMaker estimator takes it, the text of a JSON object, or the path of a file with one; the JSON
 object in the environment variable SM_HP_MP_PARAMETERS overrides it. Everything that is wrong is said in one error
-(`smpc.config.report`), before anything is started. The rules between degrees are in `smpc.v2.session.config`.
+(`smpc.config.report`), before anything is started.
 
-Source: the public configuration reference of SMP v2.
-
-The degrees of parallelism that SMP v2 is configured with, and the rules that they keep on a number of ranks.
+Degrees of parallelism keep rules on a number of ranks (`broken_rules`).
 
 Terms, with the letters of the rules below
     W   world size
@@ -36,7 +34,7 @@ from typing import Any
 
 from smpc.config import parse_json, read_file
 from smpc.config.key import key
-from smpc.config.limits import MAX_COUNT, MAX_RANKS, MAX_SEED
+from smpc.config.numbers import MAX_COUNT, MAX_RANKS, MAX_SEED
 from smpc.config.report import Report, Schema
 from smpc.errors import ConfigError, ConfigTypeError
 
@@ -136,7 +134,7 @@ class Config:
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise ConfigError(f"expected at least 1 process, found {world_size!r}")
         report = Report(Schema.of(cls, _rules_of(world_size)))
-        origin, parameters = _read(source)
+        origin, parameters = _read_source(source)
         report.add_source(origin, parameters)
         report.add_environment(environ or {})
         report.check(report.values).raise_if_any()
@@ -160,7 +158,7 @@ class Config:
                 yield f"{field.name}: {value!r} has no effect here: {reason}"
 
 
-def _read(source: Any) -> tuple[str, Mapping[str, Any]]:
+def _read_source(source: Any) -> tuple[str, Mapping[str, Any]]:
     """What a source is called in messages, and its parameters."""
     if source is None:
         return "config", {}

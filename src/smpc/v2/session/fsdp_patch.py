@@ -179,7 +179,7 @@ def _patch_fsdp1(session: Session) -> Callable[[], None]:
         if not session.config.is_native and given.get("process_group") is None and given.get("device_mesh") is None:
             given |= _arranged(session, given.get("sharding_strategy"))
         if post_param_init_fn is not None and given.get("param_init_fn") is not None:
-            given["param_init_fn"] = _then(given["param_init_fn"], post_param_init_fn)
+            given["param_init_fn"] = _fill_then_post(given["param_init_fn"], post_param_init_fn)
         if rest:
             raise TypeError("FullyShardedDataParallel: pass mixed_precision and what follows it by name")
         if isinstance(module, PartOfExperts):
@@ -188,7 +188,7 @@ def _patch_fsdp1(session: Session) -> Callable[[], None]:
         fill = given.get("param_init_fn")
         fill = fill.fill if isinstance(fill, _Sparing) else fill
         if experts:
-            _ignore(given, [each for _, _, each in experts])
+            _ignore_modules(given, [each for _, _, each in experts])
         if fill is not None:
             given["param_init_fn"] = _Sparing(fill, experts) if experts else fill
         original(self, module, **given)
@@ -238,7 +238,7 @@ def _experts_arranged(session: Session) -> dict[str, Any]:
     return {"process_group": session.groups[Axis.EXPERT_DATA], "device_mesh": None, "sharding_strategy": strategy}
 
 
-def _ignore(given: dict[str, Any], modules: list[nn.Module]) -> None:
+def _ignore_modules(given: dict[str, Any], modules: list[nn.Module]) -> None:
     """Have FSDP1 leave modules alone, in the form that the script has said of others."""
     states = list(given.get("ignored_states") or ())
     if given.get("ignored_modules"):
@@ -262,7 +262,9 @@ def experts_inside(module: nn.Module) -> list[tuple[nn.Module, str, PartOfExpert
     ]
 
 
-def _then(fill: Callable[[nn.Module], object], post: Callable[..., object]) -> Callable[[nn.Module], None]:
+def _fill_then_post(fill: Callable[[nn.Module], object], post: Callable[..., object]) -> Callable[[nn.Module], None]:
+    """The function that fills a module and then calls `post` with it."""
+
     def both(module: nn.Module) -> None:
         fill(module)
         post(module)

@@ -8,13 +8,13 @@
 
 A state dict that only rank 0 has (`broadcast_from_rank0`) is loaded as it is elsewhere: its tensors travel whole, one after the other.
 
-Full state dicts of models that several ranks have slices of: whole tensors in them, whatever FSDP does with the slices.
+Full state dicts of models that several ranks have slices of have whole tensors, whatever FSDP does with the slices:
 
     put_together(state)      whole tensors in place of this rank's slices of them
     cut(state)               the inverse
 
 The state dict of a model that FSDP1 wraps is one of whole tensors by hooks (`give_whole_state`); the other places where torch makes or
-takes full state dicts call the functions above (`smpc.v2.session.full_state_patch`).
+takes full state dicts call the functions above.
 """
 
 from __future__ import annotations
@@ -73,11 +73,12 @@ def is_whole(value: Any, part: Part) -> bool:
 def give_whole_state(model: FullyShardedDataParallel) -> None:
     """Makes full state dicts of a model that FSDP1 wraps have whole tensors."""
     if slices_of(model) is not None:
-        model._register_state_dict_hook(_give)  # type: ignore[no-untyped-call]
-        model._register_load_state_dict_pre_hook(_take, with_module=True)  # type: ignore[no-untyped-call]
+        model._register_state_dict_hook(_give_whole)  # type: ignore[no-untyped-call]
+        model._register_load_state_dict_pre_hook(_take_slices, with_module=True)  # type: ignore[no-untyped-call]
 
 
-def _give(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _give_whole(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A hook: whole tensors in place of slices in a state dict that FSDP1 has made."""
     slices = slices_of(model)
     if slices is None or not _is_full(model):
         return
@@ -87,7 +88,8 @@ def _give(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -
             state[name] = part.whole(value.to(_device_of(part.group, value))).to(value.device)
 
 
-def _take(model: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _take_slices(model: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """A hook: slices in place of whole tensors in a state dict that FSDP1 loads."""
     slices = slices_of(model)
     if slices is None or not _is_full(model):
         return

@@ -5,10 +5,9 @@ device and dtype change.
 
 Source: "torch.sagemaker.transform" in the public reference of SMP v2.
 
-A batch to record a model with before there is one: what layouts of weights are chosen by.
-
-It is made of `dummy_inputs`, which Hugging Face's models have, with longer sequences and with labels; or given by the script, as
-`transform(model, config={"sample_inputs": batch})`.
+`samples_of` is a batch to record a model with before there is one. Layouts of weights are chosen by it. It is made of `dummy_inputs`, which
+Hugging Face's models have, with longer sequences and with labels; or given by the script, as `transform(model, config={"sample_inputs":
+batch})`.
 """
 
 from __future__ import annotations
@@ -98,13 +97,13 @@ def transform(
             "model outside of torch.device('meta') on rank 0"
         )
     if dtype is not None:
-        _cast(model, dtype)
-    _share(model, session, config, cp_comm_type, load_state_dict_from_rank0)
+        _cast_parameters(model, dtype)
+    _share_model(model, session, config, cp_comm_type, load_state_dict_from_rank0)
     mark_layers(model)
     return model if has_meta or device is None else model.to(device)
 
 
-def _share(
+def _share_model(
     model: nn.Module, session: Session, config: dict[str, Any] | MoEConfig | None, attention: str, from_rank0: bool
 ) -> None:
     """Has tensor-, context- and expert-parallel ranks share the model."""
@@ -139,7 +138,7 @@ def _check_config(config: dict[str, Any] | MoEConfig | None, session: Session) -
         )
 
 
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Parameters become of a dtype; buffers keep theirs."""
     if not dtype.is_floating_point:
         raise UsageError(f"dtype: expected a floating-point dtype, found {dtype}")

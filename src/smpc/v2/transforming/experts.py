@@ -137,14 +137,14 @@ def divide_experts(
         raise ConfigError(
             "expected a model with experts, as MoEConfig or expert_parallel_degree says; no module looks like experts"
         )
-    _check(
+    _check_experts(
         experts, config, num_holders if group is not None else 1, is_divided=group is not None, is_recorded=is_recorded
     )
-    routers = [] if config is None else _routers(model, experts, config)
+    routers = [] if config is None else _configured_routers(model, experts, config)
     for one in experts:
         mark_block(_block(model, one))
     if group is not None:
-        _cut(model, experts, group, config, sources)
+        _cut_experts(model, experts, group, config, sources)
     if config is None:
         return
     for router, places in routers:
@@ -157,7 +157,7 @@ def divide_experts(
             take_role(block, Shuffled)
 
 
-def _cut(
+def _cut_experts(
     model: nn.Module,
     experts: list[Found],
     group: TensorGroup,
@@ -177,9 +177,10 @@ def _cut(
     note_slices(model, Slices(parts))
 
 
-def _check(
+def _check_experts(
     experts: list[Found], config: MoEConfig | None, num_holders: int, *, is_divided: bool, is_recorded: bool
 ) -> None:
+    """Raises an error for experts or a configuration that cannot be transformed."""
     listed = [one.name for one in experts if isinstance(one, Listed)]
     lines = []
     if listed and num_holders > 1:
@@ -211,7 +212,7 @@ def _block(model: nn.Module, one: Found) -> nn.Module:
     return one.block if isinstance(one, Listed) else model.get_submodule(one.name.rpartition(".")[0])
 
 
-def _routers(model: nn.Module, experts: list[Found], config: MoEConfig) -> list[tuple[nn.Module, _Places]]:
+def _configured_routers(model: nn.Module, experts: list[Found], config: MoEConfig) -> list[tuple[nn.Module, _Places]]:
     """The routers that are to do something else than before; ConfigUnsupportedError if one is not found."""
     mode = config.moe_load_balancing
     if mode == "none" and not config.moe_z_loss_coeff:
@@ -220,7 +221,7 @@ def _routers(model: nn.Module, experts: list[Found], config: MoEConfig) -> list[
     for one in experts:
         block = _block(model, one)
         inside = [child for name, child in block.named_children() if not one.name.endswith(f".{name}")]
-        router = next(((child, places) for child in inside if (places := _places(child, one.num_experts))), None)
+        router = next(((child, places) for child in inside if (places := _router_places(child, one.num_experts))), None)
         if router is None:
             missing.append(one.name)
         else:
@@ -239,7 +240,7 @@ def _routers(model: nn.Module, experts: list[Found], config: MoEConfig) -> list[
     return found
 
 
-def _places(module: nn.Module, num_experts: int) -> _Places | None:
+def _router_places(module: nn.Module, num_experts: int) -> _Places | None:
     """The layout of a router's output, found by running it on invented tokens on the meta device; None for another module."""
     for parameter in module.parameters():
         if parameter.dim() != 2 or num_experts not in parameter.shape:
@@ -250,13 +251,14 @@ def _places(module: nn.Module, num_experts: int) -> _Places | None:
                 found = module(torch.zeros(_TOKENS, hidden, dtype=parameter.dtype, device=parameter.device))
         except Exception:  # it is not called with tokens alone
             continue
-        places = _among(found, num_experts)
+        places = _routing_places(found, num_experts)
         if places is not None:
             return places
     return None
 
 
-def _among(found: Any, num_experts: int) -> _Places | None:
+def _routing_places(found: Any, num_experts: int) -> _Places | None:
+    """Where logits, weights and index are among what a router returns; None if it is no router."""
     if not isinstance(found, tuple) or not all(isinstance(value, Tensor) and value.dim() == 2 for value in found):
         return None
     logits = [i for i, value in enumerate(found) if value.shape == (_TOKENS, num_experts) and value.is_floating_point()]

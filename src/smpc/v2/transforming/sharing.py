@@ -2,7 +2,8 @@
 
 Layouts of weights are chosen once, by a sample; every recording that follows keeps them.
 
-Sequences that scripts cut themselves: a rank's inputs are gathered before the model runs, and its outputs are cut like the inputs.
+Of sequences that scripts cut themselves, a rank's inputs are gathered before the model runs (`whole_inputs`), and its outputs are cut like
+the inputs (`own_output`).
 
     the script      cuts dimension 1 of its inputs into 2n chunks, and passes chunks r and 2n - 1 - r on rank r of n
     before          the ranks gather the inputs, so that positions, masks and shifted labels are right for the whole sequence
@@ -51,8 +52,8 @@ def whole_inputs(args: Any, kwargs: Mapping[str, Any], group: TensorGroup) -> tu
     """The inputs of the whole sequence. UsageError on all ranks if they do not fit each other. Collective."""
     leaves, _ = tree_flatten((args, dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    _check(tensors, group)
-    join: Callable[[Tensor], Tensor] = lambda tensor: _whole(tensor, group)  # noqa: E731
+    _check_chunks(tensors, group)
+    join: Callable[[Tensor], Tensor] = lambda tensor: _gathered_chunks(tensor, group)  # noqa: E731
     return tree_map_only(Tensor, join, args), tree_map_only(Tensor, join, dict(kwargs))
 
 
@@ -66,7 +67,7 @@ def _is_cut(tensor: Tensor) -> bool:
     return tensor.dim() in (2, 3)
 
 
-def _whole(tensor: Tensor, group: TensorGroup) -> Tensor:
+def _gathered_chunks(tensor: Tensor, group: TensorGroup) -> Tensor:
     if not _is_cut(tensor):
         return tensor
     if tensor.requires_grad:
@@ -74,7 +75,7 @@ def _whole(tensor: Tensor, group: TensorGroup) -> Tensor:
     return all_gather(tensor, _DIM, group, mirrored=True)
 
 
-def _check(tensors: list[Tensor], group: TensorGroup) -> None:
+def _check_chunks(tensors: list[Tensor], group: TensorGroup) -> None:
     """UsageError if ranks have different shapes, or what cannot be a rank's part of a sequence."""
     device = tensors[0].device if tensors else torch.device("cpu")
     shapes = [tuple(tensor.shape) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""The slices of a transformed model on a tensor-parallel rank, and how wrappers around it exchange whole tensors.
+"""The slices of a transformed model on a tensor-parallel rank: how ranks agree on them, and how wrappers exchange whole tensors.
 
 FSDP1    parameters are slices, which it shards as if each were the whole
 FSDP2    parameters are DTensors of (replica, shard, tensor), as torch makes them for tensor parallelism. A slice that cannot be one is
@@ -6,7 +6,7 @@ FSDP2    parameters are DTensors of (replica, shard, tensor), as torch makes the
 
 Full state dicts of either have whole tensors (`full_state`), and checkpoints do (`as_boxes`).
 
-Parts of weights: the ranks of a tensor- or expert-parallel group agree on the weights, and each keeps its slices.
+`agree_on_weights` and `keep_slices`: the ranks of a tensor- or expert-parallel group agree on the weights, and each keeps its slices.
 
 load_state_dict_from_rank0    sources                    who has weights afterwards
 False                         None                       all ranks that had some: the first rank's of each group, in slices
@@ -219,16 +219,17 @@ def map_parts(state: Any, change: Callable[[str, Any, Part], Any]) -> Any:
     Dicts and lists are copied; other objects are the same.
     """
     parts = {name: part for model in _transformed for name, part in (slices_of(model) or {}).items()}
-    return _mapped(state, "", parts, change) if parts else state
+    return _mapped_parts(state, "", parts, change) if parts else state
 
 
-def _mapped(value: Any, path: str, parts: Mapping[str, Part], change: Callable[[str, Any, Part], Any]) -> Any:
+def _mapped_parts(value: Any, path: str, parts: Mapping[str, Part], change: Callable[[str, Any, Part], Any]) -> Any:
+    """A state with every part of a weight changed."""
     if isinstance(value, Stateful):
         value = value.state_dict()
     if isinstance(value, dict):
-        return {key: _mapped(each, f"{path}.{key}", parts, change) for key, each in value.items()}
+        return {key: _mapped_parts(each, f"{path}.{key}", parts, change) for key, each in value.items()}
     if isinstance(value, list):
-        return [_mapped(each, f"{path}.{number}", parts, change) for number, each in enumerate(value)]
+        return [_mapped_parts(each, f"{path}.{number}", parts, change) for number, each in enumerate(value)]
     if isinstance(value, (Tensor, ShardedTensor)):
         part = _part_at(plain_name(path), parts)
         return value if part is None else change(path, value, part)
@@ -237,10 +238,11 @@ def _mapped(value: Any, path: str, parts: Mapping[str, Part], change: Callable[[
 
 def as_boxes(state: Any) -> Any:
     """A state dict for planners: this rank's slices become boxes of the whole tensors, in the same memory."""
-    return map_parts(state, _boxed)
+    return map_parts(state, _boxed_part)
 
 
-def _boxed(path: str, value: Tensor | ShardedTensor, part: Part) -> Any:
+def _boxed_part(path: str, value: Tensor | ShardedTensor, part: Part) -> Any:
+    """The boxes of a part of a weight."""
     if tuple(value.shape) != part.own_shape:
         return value
     boxes = {at: box.detach() for at, box in part.boxes(_shards(value)) if box.numel()}
@@ -293,20 +295,21 @@ def agree_on_weights(model: nn.Module, group: TensorGroup, sources: Sequence[int
         return
     if sources is not None and group.rank:
         _make_room(model)
-    _agree(model, group)
+    _agree_in_group(model, group)
 
 
 @torch.no_grad()
-def _agree(model: nn.Module, group: TensorGroup) -> None:
+def _agree_in_group(model: nn.Module, group: TensorGroup) -> None:
     """Everything is what the group's first rank has; what is on the meta device there has no values to agree on."""
     assert group.process_group is not None
     first = dist.get_global_rank(group.process_group, 0)
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
-            _broadcast(tensor, first, group.process_group)
+            _broadcast_weight(tensor, first, group.process_group)
 
 
-def _broadcast(tensor: Tensor, first: int, group: dist.ProcessGroup) -> None:
+def _broadcast_weight(tensor: Tensor, first: int, group: dist.ProcessGroup) -> None:
+    """A weight of the first rank of a group, to all of it."""
     if tensor.is_contiguous():
         dist.broadcast(tensor, first, group)
     else:

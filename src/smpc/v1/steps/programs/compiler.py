@@ -11,7 +11,7 @@
 Before the first plan of all, the ranks of all replicas agree on the signature, and one rank measures for all: so all replicas are cut
 alike.
 
-One trace for all ranks of a pipeline, where they have recorded the same operations in different orders.
+`one_trace` gives all ranks of a pipeline one trace, where they have recorded the same operations in different orders.
 """
 
 from __future__ import annotations

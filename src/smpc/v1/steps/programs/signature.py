@@ -1,4 +1,6 @@
-"""The signature that a compiled program depends on: the model's inputs for one microbatch, and its modes; and the table of programs.
+"""The signature that a compiled program depends on, the table of programs, and the check of the first program (key `verify`).
+
+A signature is of the model's inputs for one microbatch, and of its modes.
 
 Terms
     modes       `training` of every module and `requires_grad` of every parameter, as bytes; and whether autograd is on
@@ -19,8 +21,8 @@ same ones without communication.
 
     bound 3, steps with signatures a b c b d     numbers 0 1 2 1 2: d replaces c
 
-The key `verify`: pipeline rank 0 runs the first microbatch in plain PyTorch and as compiled, and all ranks learn whether the results
-agree.
+`verify_first` obeys the key `verify`: pipeline rank 0 runs the first microbatch in plain PyTorch and as compiled, and all ranks learn
+whether the results agree.
 
 It happens in the first step, after its programs are made and before the model is divided among the ranks: the one moment at which a rank
 has the whole model and its programs. Nothing of the model, of the script's data or of the random generators is changed by it.
@@ -223,7 +225,7 @@ def read_signature(inputs: Inputs, modes: bytes, grad_enabled: bool, autocast: A
     described: list[TensorSpec | Constant] = []
     for position, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
-            described.append(_constant(leaf, structure, position))
+            described.append(_constant_input(leaf, structure, position))
             continue
         if grad_enabled and leaf.requires_grad:
             raise StepError(
@@ -262,7 +264,8 @@ def check_equal(signatures: Sequence[Signature], step_name: str) -> None:
         )
 
 
-def _constant(leaf: Any, structure: Structure, position: int) -> Constant:
+def _constant_input(leaf: Any, structure: Structure, position: int) -> Constant:
+    """An input that is no tensor; StepError if it cannot be sent."""
     leaf = normalise(leaf)
     if is_constant(leaf):
         return Constant(f"{type(leaf).__qualname__}:{leaf!r}", leaf)

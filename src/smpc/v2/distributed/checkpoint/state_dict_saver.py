@@ -72,7 +72,7 @@ def async_save(
     `coordinator_rank` is a rank of the group. Raises CheckpointError if this save cannot begin, or the one before it failed.
     """
     _check_strategy(sharded_strategy)
-    writer = _writer(checkpoint_id, storage_writer, s3_region, s3client_config)
+    writer = _storage_writer(checkpoint_id, storage_writer, s3_region, s3client_config)
     chosen = planner or DefaultSavePlanner(enable_plan_caching=not force_check_all_plans)
     state = _parts_of(state_dict, writer, _ranks(process_group, coordinator_rank))
     (queue or DEFAULT_ASYNC_REQUEST_QUEUE).schedule(
@@ -99,7 +99,7 @@ def save(
 
     Raises CheckpointError on every rank if it fails on one, and an older checkpoint of the same id stays.
     """
-    writer = _writer(checkpoint_id, storage_writer, s3_region, s3client_config)
+    writer = _storage_writer(checkpoint_id, storage_writer, s3_region, s3client_config)
     chosen = planner or DefaultSavePlanner(enable_plan_caching=not force_check_all_plans)
     ranks = _ranks(process_group, coordinator_rank)
     save_state(_parts_of(state_dict, writer, ranks), writer, ranks, chosen, wait=wait_error_handling)
@@ -135,12 +135,13 @@ def at_place(state_dict: dict[str, Any], place: str, ranks: Ranks) -> dict[str, 
     return boxes
 
 
-def _writer(
+def _storage_writer(
     checkpoint_id: str | os.PathLike[str] | None,
     writer: StorageWriter | None,
     region: str | None,
     config: S3ClientConfig | None,
 ) -> StorageWriter:
+    """The writer of a checkpoint, given or made."""
     if writer is not None:
         writer.reset(checkpoint_id)
         return writer

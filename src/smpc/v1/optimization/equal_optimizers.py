@@ -53,7 +53,7 @@ class Description:
         """`names`: of the module's parameters by id. `parameter_of`: the parameter of a master or a part."""
         groups = tuple(
             Group(
-                {key: _text(value) for key, value in sorted(group.items()) if key != "params"},
+                {key: _setting_as_text(value) for key, value in sorted(group.items()) if key != "params"},
                 tuple(
                     names.get(id(parameter_of(entry)), f"a tensor {tuple(entry.shape)} that is not in the model")
                     for entry in group["params"]
@@ -119,13 +119,14 @@ def _options_apart(what: str, first: Mapping[str, str], other: Mapping[str, str]
     ]
 
 
-def _text(value: Any) -> str:
+def _setting_as_text(value: Any) -> str:
+    """A setting of an optimizer as ranks compare it."""
     if isinstance(value, Tensor):
         return repr(value.tolist()) if value.numel() < _MANY and not value.is_meta else f"a tensor {tuple(value.shape)}"
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return repr(value)
     if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(_text, value))})"
+        return f"({', '.join(map(_setting_as_text, value))})"
     return f"{type(value).__module__}.{type(value).__qualname__}"  # its address says nothing
 
 

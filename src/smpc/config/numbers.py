@@ -1,14 +1,15 @@
-"""How large numbers may be: larger than any real job needs, small enough to be handled in finite time and memory.
+"""Numbers that people write and read: how large they may be, and sizes and counts as text.
 
-Values from the command line, a file or the environment are checked against these before anything of that size is made.
+The limits are larger than any real job needs, and small enough to be handled in finite time and memory. Values from the command line, a
+file or the environment are checked against these before anything of that size is made.
 
-Memory sizes as people write them.
+Memory sizes as people write them:
 
 parse_bytes("80GB")      80 * 10^9, the maker's gigabytes        parse_bytes("79.6GiB")    79.6 * 2^30
 parse_bytes("512 MiB")   blanks and case do not matter           parse_bytes(1 << 30)      bytes
 at_least(13_421_772_900) "12.51 GiB": rounded up, so that what is said to do, does
 
-Numbers as text, in the unit in which they have one to three digits before the point.
+Numbers as text, in the unit in which they have one to three digits before the point:
 
 format_bytes(1536)                       "1.5 KiB"
 scaled(12_345_678, ("", "K", "M"), 1000) "12.3 M"

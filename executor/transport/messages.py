@@ -1,4 +1,4 @@
-"""How a tensor of a planned shape, dtype and layout travels between two ranks.
+"""Messages between two ranks: the interface of transports, and how a tensor of a planned shape, dtype and layout travels.
 
 Terms
     dense       non-overlapping and without gaps: the strides are a permutation of contiguous ones
@@ -13,10 +13,8 @@ come in another layout than planned: see `smpc.executor.program.inbox`.
 Example: float32[2,3] with strides (1, 2) is dense; its wire view is `tensor.permute(1, 0)`, contiguous [3,
 2].
 
-The interface of transports for the interpreter.
-
-Tensors that one rank sends to another arrive in the order sent: first in, first out, one tensor a message.
-Both ends know each message's format. A tensor handed to `send` must not be written afterwards; the transport
+`Transport` is the interface that the interpreter uses. Tensors that one rank sends to another arrive in the order sent: first in, first
+out, one tensor a message. Both ends know each message's format. A tensor handed to `send` must not be written afterwards; the transport
 keeps it alive as long as it needs it. Ranks are pipeline ranks.
 """
 

@@ -1,13 +1,13 @@
-"""Attention of a sequence of which each rank has a slice of the queries.
+"""Operations on a sequence of which each rank has a slice: attention, exchanges of slices, losses and means.
 
-Keys and values whole, or sliced as the queries are; `smpc.executor.sequence.ring` has another way for the latter.
+Attention takes keys and values that are whole, or sliced as the queries are. `smpc.executor.sequence.ring` has another way for the latter.
 
 `causal_rows`: keys and values are whole. Query i sees keys up to i: every run of queries that a rank has is a call of its own, with the
 keys up to its last query.
 
-Slices of one dimension for slices of another, where the slices are pieces (`smpc.executor.pieces`).
+`all_to_all` exchanges slices of one dimension for slices of another, where the slices are pieces (`smpc.executor.pieces`).
 
-Losses and means over a sequence of which each rank has a slice: every rank gives a summand.
+`rows_cross_entropy` and `mean_part` are losses and means over the whole sequence: every rank gives a summand.
 
     loss = sum over own rows of loss_i / number of all rows that count
 
@@ -29,41 +29,6 @@ from smpc.executor.pieces import own_pieces, pieces_of
 Cut = tuple[int, tuple[int, ...], bool]
 
 
-def rows_cross_entropy(
-    group: TensorGroup,
-    cut: Cut,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: None = None,
-    ignore_index: int = -100,
-    reduce: None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """This rank's summand of `torch.nn.functional.cross_entropy`: own rows of the logits `input`, all labels `target`."""
-    dim, blocks, mirrored = cut
-    own = own_pieces(target, max(0, dim - 1), group.rank, group.size, blocks, mirrored) if group.size > 1 else target
-    loss = F.cross_entropy(
-        input, own, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
-    )
-    if reduction == "sum":
-        return loss
-    counted = target != ignore_index
-    if weight is None:
-        return loss / counted.sum()
-    return loss / weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0).sum()
-
-
-def mean_part(group: TensorGroup, cut: Cut, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """This rank's summand of `input.mean(...)` over a dimension of which all ranks have equally much."""
-    found: Tensor = input.mean(*args, **kwargs) / group.size
-    return found
-
-
-Pieces = tuple[tuple[int, ...], bool]  # blocks, mirrored
-
-
 def all_to_all(
     tensor: Tensor,
     split_dim: int,
@@ -79,12 +44,12 @@ def all_to_all(
     return collectives.collective(
         tensor,
         group,
-        lambda x: _exchanged(x, there, back, group),
-        lambda grad: _exchanged(grad, back, there, group),
+        lambda x: _exchanged_slices(x, there, back, group),
+        lambda grad: _exchanged_slices(grad, back, there, group),
     )
 
 
-def _exchanged(
+def _exchanged_slices(
     tensor: Tensor, split_at: tuple[int, Pieces], gather_at: tuple[int, Pieces], group: TensorGroup
 ) -> Tensor:
     (split_dim, sent), (gather_dim, got) = split_at, gather_at
@@ -150,3 +115,38 @@ def exchanged_attention(
         mask = mask.chunk(group.size, -3)[group.rank]
     found = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return all_to_all(found, 2, 1, group, split_pieces=pieces).contiguous()
+
+
+def rows_cross_entropy(
+    group: TensorGroup,
+    cut: Cut,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: None = None,
+    ignore_index: int = -100,
+    reduce: None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """This rank's summand of `torch.nn.functional.cross_entropy`: own rows of the logits `input`, all labels `target`."""
+    dim, blocks, mirrored = cut
+    own = own_pieces(target, max(0, dim - 1), group.rank, group.size, blocks, mirrored) if group.size > 1 else target
+    loss = F.cross_entropy(
+        input, own, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+    )
+    if reduction == "sum":
+        return loss
+    counted = target != ignore_index
+    if weight is None:
+        return loss / counted.sum()
+    return loss / weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0).sum()
+
+
+def mean_part(group: TensorGroup, cut: Cut, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """This rank's summand of `input.mean(...)` over a dimension of which all ranks have equally much."""
+    found: Tensor = input.mean(*args, **kwargs) / group.size
+    return found
+
+
+Pieces = tuple[tuple[int, ...], bool]  # blocks, mirrored
