@@ -29,4 +29,8 @@ def keep_freed_memory() -> None:
 
 
 def _has_glibc() -> bool:
-    return "CS_GNU_LIBC_VERSION" in os.confstr_names and bool(os.confstr("CS_GNU_LIBC_VERSION"))
+    """musl knows the name, and calls the question invalid; macOS does not know it."""
+    try:
+        return bool(os.confstr("CS_GNU_LIBC_VERSION"))
+    except (OSError, ValueError):
+        return False

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 
 import pytest
 
-from smpc.executor.host_memory.freed_memory import _VARIABLES
+from smpc.executor.host_memory.freed_memory import _VARIABLES, keep_freed_memory
 
 _FAULTS = """
 import resource, torch
@@ -51,3 +52,19 @@ def test_a_rank_on_a_cpu_keeps_what_it_has_freed():
 def test_the_environment_decides_otherwise():
     pages = 32 * (4 << 20) // os.sysconf("SC_PAGE_SIZE")
     assert faults(MALLOC_TRIM_THRESHOLD_="131072", MALLOC_MMAP_THRESHOLD_="131072") == pytest.approx(pages, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.EINVAL, "Invalid argument"), ValueError("unrecognized configuration name")],
+    ids=["musl", "macos"],
+)
+def test_nothing_happens_with_another_c_library(monkeypatch, error):
+    def confstr(name):
+        raise error
+
+    for name in _VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "confstr", confstr)
+    monkeypatch.setattr("ctypes.CDLL", lambda _: pytest.fail("it has another malloc"))
+    keep_freed_memory()
