@@ -95,7 +95,9 @@ def test_a_buffer_of_another_type_is_refused():
     """It would have another type in the second step, on one rank of a pipeline alone."""
     model = Around(Converting(nn.Module.float, nn.BatchNorm1d(4)))
     model.inner.inner.running_mean = model.inner.inner.running_mean.double()
-    with pytest.raises(TraceError, match=r"converts inner.inner.running_mean from torch.float64 on cpu to torch.float32"):
+    with pytest.raises(
+        TraceError, match=r"converts inner.inner.running_mean from torch.float64 on cpu to torch.float32"
+    ):
         record(model, (X,))
 
 
