@@ -1,8 +1,9 @@
 """Conversions of a module's tensors in forward: `self.router = self.router.to(torch.float32)`, `.half()`, `.cuda()`.
 
-parameters that are so already    they stay as they are, and nothing is recorded; their types are guarded
-other parameters                  refused, wherever: plain PyTorch would give them other memory, and the optimizer another type
-buffers                           recorded: the module holds another buffer afterwards
+parameters, buffers that are so already    they stay as they are, and nothing is recorded; their types are guarded
+others                                     refused, wherever: plain PyTorch would give a parameter other memory, and the optimizer another
+                                           type; a buffer would have another type in the next step, on the rank of its stage alone
+buffers that forward has computed          converted as by torch, which is recorded
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ def watching_conversions(recorder: Recorder) -> Iterator[None]:
             if parameter is not None:
                 recorder.watch.converted[id(module)] = None
                 _check(recorder, parameter, fn)
-        module._buffers.update({key: fn(buffer) for key, buffer in module._buffers.items() if buffer is not None})
+        for name, buffer in module._buffers.items():
+            if id(buffer) in recorder.state.names:
+                _check(recorder, buffer, fn)
+            elif buffer is not None:
+                module._buffers[name] = fn(buffer)
         return module
 
     nn.Module._apply = apply  # type: ignore[method-assign]
@@ -49,13 +54,13 @@ def watching_conversions(recorder: Recorder) -> Iterator[None]:
         nn.Module._apply = original  # type: ignore[method-assign]
 
 
-def _check(recorder: Recorder, parameter: Tensor, fn: _Convert) -> None:
-    """Raises TraceError unless the conversion of a parameter is the parameter as it was."""
-    version = version_of(parameter)
+def _check(recorder: Recorder, tensor: Tensor, fn: _Convert) -> None:
+    """Raises TraceError unless the conversion of a parameter or buffer is the tensor as it was."""
+    version = version_of(tensor)
     with torch.no_grad():
-        found = fn(parameter)
-    if found is parameter and version_of(parameter) == version:
+        found = fn(tensor)
+    if found is tensor and version_of(tensor) == version:
         return
-    before, after = (f"{tensor.dtype} on {tensor.device.type}" for tensor in (parameter, found))
+    before, after = (f"{value.dtype} on {value.device.type}" for value in (tensor, found))
     change = f"from {before} to {after}" if before != after else "in other memory, or with other values"
-    recorder.watch.refuse_everywhere(f"forward converts {recorder.known(parameter)} {change}", CONVERT)
+    recorder.watch.refuse_everywhere(f"forward converts {recorder.known(tensor)} {change}", CONVERT)

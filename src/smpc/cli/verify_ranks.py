@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from smpc.cli.compile_options import FLAGS, is_setting
-from smpc.cli.verified_rank import RATE, state_of
+from smpc.cli.verified_rank import state_of
 from smpc.cli.verify import available_memory, drawn
 from smpc.compile.options import PipelineOptions
 from smpc.config import KEYS, Config
@@ -162,9 +162,7 @@ def _of_ranks(job: RanksJob, model: nn.Module, inputs: Inputs) -> dict[str, Tens
         found = torch.load(folder / "found.pt", weights_only=True)
     after = found["state"]
     moved = {name for name, p in model.named_parameters() if p.requires_grad}
-    values = {
-        name: (before[name] - after[name]) / RATE if name in moved else after[name] for name in before if name in after
-    }
+    values = {name: -after[name] if name in moved else after[name] for name in before if name in after}
     return {"loss": found["loss"], **values}
 
 

@@ -91,14 +91,32 @@ def test_submodules_that_are_put_where_they_are():
     assert all(call.whole for call in trace.calls)
 
 
-def test_buffers_are_converted_as_torch_does():
+def test_a_buffer_of_another_type_is_refused():
+    """It would have another type in the second step, on one rank of a pipeline alone."""
     model = Around(Converting(nn.Module.float, nn.BatchNorm1d(4)))
     model.inner.inner.running_mean = model.inner.inner.running_mean.double()
-    plain = Around(Converting(nn.Module.float, nn.BatchNorm1d(4)))
+    with pytest.raises(
+        TraceError, match=r"converts inner.inner.running_mean from torch.float64 on cpu to torch.float32"
+    ):
+        record(model, (X,))
+
+
+def test_a_buffer_that_forward_has_computed_is_converted_as_torch_does():
+    class Computing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(4))
+
+        def forward(self, x):
+            self.scale = x.double().mean(0)
+            self.float()
+            return x * self.scale
+
+    model, plain = Around(Computing()), Around(Computing())
     plain.load_state_dict(model.state_dict())
-    trace = record(model, (X,))
-    verify(trace, model, (X,))
+    verify(record(model, (X,)), model, (X,))
     torch.testing.assert_close(model(X), plain(X), rtol=0, atol=0)
+    assert model.inner.scale.dtype is torch.float32
 
 
 @pytest.mark.parametrize("how", OTHER)
