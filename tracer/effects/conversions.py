@@ -41,7 +41,7 @@ def watching_conversions(recorder: Recorder) -> Iterator[None]:
                 recorder.watch.converted[id(module)] = None
                 _check(recorder, parameter, fn)
         for name, buffer in module._buffers.items():
-            if id(buffer) in recorder.state.names:
+            if buffer is not None and id(buffer) in recorder.state.names:
                 _check(recorder, buffer, fn)
             elif buffer is not None:
                 module._buffers[name] = fn(buffer)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from smpc.compile.search.profile import Held, Profile, in_flight, placement
+from smpc.compile.search.profile import Held, Profile, in_flight, placement, splits
 from smpc.compile.search.space import Candidate
 from smpc.compile.step import BUCKET_BYTES, Sharding
 from smpc.partitioner.costs.collectives import Kind, collective_time, least_time
@@ -316,7 +316,8 @@ def guess(sample: Sample, candidate: Candidate, place: Place) -> Guess:
         ranks = placement(candidate.schedule, p, v)
         held = Held(m, candidate.sharding, replicas, profile.scratch, profile.early, sample.memory, sample.size)
         busiest = stages.share(p, ranks)
-        peak = stages.peak(in_flight(candidate.schedule, p, v, m), ranks, held)
+        numbers = candidate.schedule, p, v, m
+        peak = stages.peak(in_flight(*numbers), ranks, held, splits(*numbers))
     whole = sample.whole
     message = place.link.latency + sample.cut_bytes / place.link.rate
     rank = sample.forward / p, (sample.backward - sample.weight) / p, sample.weight / p

@@ -2,7 +2,7 @@
 
     profile = Profile.of(analysis, chain, ...)     of a recorded microbatch, once
     stages = profile.stages("blocks", 16)          cut so that the longest stage is as short as can be, as plans are
-    stages.peak(in_flight, ...)                    about what the fullest rank holds
+    stages.peak(in_flight, ...)                    about what the fullest rank holds, of one with split backwards by `splits`
 
 The cut goes as the solver's does, but one stage after the other: of the ends that the smallest longest stage allows, the one that breaks
 the fewest modules, and of these the one that the fewest bytes cross. Bytes are those of `smpc.partitioner.memory.peak`, with a rougher
@@ -22,8 +22,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from smpc.codegen.offload import split_uses
+from smpc.codegen.schedules.choice import choose
+from smpc.codegen.simulate import Costs, chain
 from smpc.compile.step import Sharding
 from smpc.partitioner.graph.trace_graph import Graph
+from smpc.partitioner.memory.deferred import Beside, SplitUse, deferred_bytes
 from smpc.partitioner.memory.lifetimes import lifetimes, loss_roots, saved_activations
 from smpc.partitioner.memory.peak import RECEIVE_WINDOW, working_bytes
 from smpc.partitioner.problem import FloatArray, IntArray
@@ -33,6 +37,7 @@ from smpc.tracer.ir import NodeKind, StateSpec
 
 TOLERANCE = 0.01  # by which a stage may be longer, for a cut that breaks less
 _ROUNDS = 40  # of the bisection
+_ROUND = 3  # times the stages: microbatches that show all that a schedule of more has in flight
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,8 @@ class Stages:
     forward: FloatArray  # the most while the forward runs
     first: FloatArray  # the most while the first backward runs, with the gradients of parameters that are there by then
     later: FloatArray  # the most while another one runs, gradients of parameters left out
+    deferred: FloatArray  # where the backward is split, between its two parts, of activations and their gradients
+    kept: FloatArray  # there, of gradients of parameters, which the first part makes
     received: FloatArray
     sent: FloatArray
     inputs: float  # of the model
@@ -91,8 +98,12 @@ class Stages:
         busy = np.bincount(placement, self.seconds, minlength=num_ranks)
         return float(busy.max() / max(busy.sum(), 1e-30))
 
-    def peak(self, in_flight: IntArray, placement: IntArray, held: Held) -> float:
-        """About what the fullest rank holds."""
+    def peak(
+        self, in_flight: IntArray, placement: IntArray, held: Held, split: tuple[SplitUse, ...] | None = None
+    ) -> float:
+        """About what the fullest rank holds. `split`: the stages' actions, where their backwards are split."""
+        if split is not None:
+            in_flight = np.asarray([use.before_backward for use in split])
         k, m, memory = np.minimum(in_flight, held.microbatches), held.microbatches, held.memory
         parameters, gradients = self.parameters * held.state, self.gradients * held.state
         activations, later = self.activations * memory, self.later * memory
@@ -104,6 +115,8 @@ class Stages:
         found = np.where(k < m, np.maximum(found, more), found)
         if m > 1:
             found = np.maximum(found, behind + later + gradients)
+        if split is not None:
+            found = np.asarray([self._split_peak(stage, use, held) for stage, use in enumerate(split)])
         kept = parameters + self.buffers + held.kept_of(self.optimizer * held.state, gradients)
         if held.sharding is Sharding.FULL and held.replicas > 1:
             kept = kept + parameters / held.replicas
@@ -116,6 +129,24 @@ class Stages:
         total = kept + found + messages * memory
         total[0] += m * self.inputs * memory
         return float(np.bincount(placement, total).max())
+
+    def _split_peak(self, stage: int, use: SplitUse, held: Held) -> float:
+        """Of activations and gradients: `smpc.partitioner.memory.deferred` with a rougher look at single operations."""
+        numbers = (
+            column[stage] * held.memory for column in (self.activations, self.forward, self.later, self.deferred)
+        )
+        activations, forward, later, deferred = map(float, numbers)
+        gradients = float(self.gradients[stage] * held.state)
+        deferred += float(self.kept[stage] * held.state)
+
+        def others(beside: Beside) -> float:
+            exists = gradients if beside.has_gradients or held.early else 0.0
+            return float(beside.waiting * activations + beside.deferred * deferred + exists)
+
+        weight = deferred if held.early else max(deferred, gradients)
+        found = [others(beside) + max(forward, activations) for beside in use.forwards]
+        found += [others(beside) + max(later, deferred) for beside in use.backwards]
+        return max(0.0, *found, *(others(b) + (deferred if b.has_gradients else weight) for b in use.weights))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +188,7 @@ class Profile:
     gradients: _Bytes
     forward: FloatArray  # [n] bytes beyond what is saved up to an operation, while it runs
     working: FloatArray  # [n] the same, while its backward runs
+    deferred: FloatArray  # [n] bytes that are held between the two parts of a split backward
     outputs: float  # bytes that the last stage hands on
     inputs: float
     scratch: int  # see `Held`
@@ -198,6 +230,9 @@ class Profile:
             state(costs.gradient_bytes),
             live.forward.astype(float),
             (working_bytes(until, live) - until.forward).astype(float),
+            np.diff(deferred_bytes(graph, costs, positions, range(len(trace.state)), regions).until, prepend=0).astype(
+                float
+            ),
             float(sum(spec.num_bytes for spec in specs if spec is not None)),
             float(sum(trace.storages[storage] for storage in sorted(given))),
             costs.optimizer.scratch,
@@ -224,7 +259,7 @@ class Profile:
     def _stages(self, again: str, num_stages: int) -> Stages | None:
         if num_stages > len(self.pieces) - 1:
             return None
-        seconds, saved, working, pieces = self._with(again, num_stages)
+        seconds, saved, working, deferred, pieces = self._with(again, num_stages)
         ends = _cut(np.append(0.0, np.cumsum(seconds)), pieces, self.depth, self.crossing, num_stages)
         starts = np.append(0, ends[:-1])
         elsewhere = self.saved.elsewhere(starts)
@@ -247,13 +282,17 @@ class Profile:
             np.maximum.reduceat(until + self.forward, starts) - base + here,
             first + gradients,
             later,
+            np.add.reduceat(deferred, starts),
+            np.add.reduceat(np.where(deferred > 0, 0.0, np.diff(self.gradients.own)), starts),
             np.append(0.0, self.crossing[starts[1:]]),
             np.append(self.crossing[ends[:-1]], 0.0),
             self.inputs,
         )
 
-    def _with(self, again: str, num_stages: int) -> tuple[FloatArray, FloatArray, FloatArray, IntArray]:
-        """Seconds, bytes saved up to each, bytes at work, and where cuts may lie, with what is computed again in so many stages."""
+    def _with(self, again: str, num_stages: int) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, IntArray]:
+        """With what is computed again in so many stages: seconds, bytes saved up to each, bytes at work, bytes between the parts of a
+        split backward, and where cuts may lie.
+        """
         spans, kept = self.regions.get(again, (np.zeros((0, 2), dtype=np.int64), 1.0))
         plain = self.saved.own
         sums = np.append(0.0, np.cumsum(self.seconds)), np.append(0.0, np.cumsum(self.forward_seconds))
@@ -271,7 +310,8 @@ class Profile:
         working = self.working + np.where(inside, rerun, 0.0)
         within = np.append(inside & (first != np.arange(len(first))), False)
         pieces = self.pieces[~within[self.pieces]]
-        return seconds, saved, working, pieces if len(pieces) > num_stages else self.pieces
+        deferred = np.where(inside, 0.0, self.deferred)
+        return seconds, saved, working, deferred, pieces if len(pieces) > num_stages else self.pieces
 
 
 def _saved(graph: Graph, state: frozenset[int]) -> _Bytes:
@@ -366,6 +406,19 @@ def in_flight(schedule: str, num_ranks: int, num_pieces: int, microbatches: int)
             found = len(stages) - stages
     held: IntArray = np.minimum(found, microbatches)
     return held
+
+
+@functools.lru_cache(4096)
+def splits(schedule: str, num_ranks: int, num_pieces: int, microbatches: int) -> tuple[SplitUse, ...] | None:
+    """By stage, what its actions have beside them where backwards are split; None where they are not.
+
+    After as many microbatches as there are stages, it is the same again and again.
+    """
+    if not schedule.startswith("zb"):
+        return None
+    num_stages = num_ranks * num_pieces
+    choice = choose(num_ranks, min(microbatches, _ROUND * num_stages), schedule=schedule, num_pieces=num_pieces)
+    return split_uses(choice.build(chain(num_stages), Costs.uniform(num_stages)), num_stages)
 
 
 @functools.lru_cache(4096)
