@@ -12,17 +12,20 @@ farther off is held against the same model in float64: it may differ by `_ROUNDI
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +82,8 @@ class RanksJob:
             config["prescaled_batch"] = True
         else:
             config.pop("tensor_parallel_plan", None)
+        if options.sharded_data_parallel_degree > 1:
+            config["sdp_gradient_clipping"] = 0.0  # gradients are compared as they are
         half = half_dtype(settings)
         return cls(
             target,
@@ -123,7 +128,7 @@ def verify_ranks(job: RanksJob, model: nn.Module, sample_inputs: Any, *, is_draw
     expected = _of_one_process(model, inputs, job.config["microbatches"])
     found = _of_ranks(job, model, inputs)
     buffers = dict(model.named_buffers()) if job.has_replicas else {}  # which replicas may have each its own of
-    names = [name for name in expected if name not in buffers]
+    names = [name for name in expected if name in found and name not in buffers]  # some buffers are in no state dict
     far = {name: text for name in names if (text := difference(expected[name], found[name], ARITHMETIC))}
     wrong = _beyond_rounding(far, expected, found, (model, inputs, job.config["microbatches"])) if far else {}
     if not wrong:
@@ -158,7 +163,8 @@ def _of_ranks(job: RanksJob, model: nn.Module, inputs: Inputs) -> dict[str, Tens
         (folder / "job.json").write_text(json.dumps(described), encoding="utf-8")
         tensors = [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor)]
         torch.save({"state": before, "inputs": tensors}, folder / "values.pt")
-        _run_job(job.num_ranks, folder)
+        with _ended_by_signal():
+            _run_job(job.num_ranks, folder)
         found = torch.load(folder / "found.pt", weights_only=True)
     after = found["state"]
     moved = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -166,10 +172,31 @@ def _of_ranks(job: RanksJob, model: nn.Module, inputs: Inputs) -> dict[str, Tens
     return {"loss": found["loss"], **values}
 
 
+@contextlib.contextmanager
+def _ended_by_signal() -> Iterator[None]:
+    """In this context SIGTERM ends the ranks and removes their folder, as Ctrl-C does."""
+
+    def end(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # only that one may set what a signal does
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _run_job(num_ranks: int, folder: Path) -> None:
     """The job. Raises VerificationError with the last of what its ranks have said."""
     command = [sys.executable, "-c", _RUN, "run", "-n", str(num_ranks), "-m", "smpc.cli.verified_rank", str(folder)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONSAFEPATH": "1",  # modules come from where the command has them from
+    }
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False

@@ -1,8 +1,14 @@
 """`smpc compile --verify`: what it says, its exit status, and what it refuses."""
 
+import contextlib
 import dataclasses
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -272,3 +278,36 @@ def test_ranks_that_this_machine_cannot_hold_are_refused(smpc, monkeypatch):
     status, out, err = smpc("build", "-t", "2", "-m", "2", "--verify")
     assert (status, out) == (2, "")
     assert "--verify: 2 ranks take about 1.4 GB, and this machine has 1.0 GB left" in errors(err)[0]
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_ranks_and_leaves_no_values_behind(tmp_path):
+    wait = 'import os, time\ntime.sleep(60 if "RANK" in os.environ else 0)\n'  # a rank takes a minute to make the model
+    (tmp_path / "verify_factory.py").write_text(wait + FACTORY)
+    run = "import sys; from smpc.cli import main; sys.exit(main())"
+    options = ["compile", f"{tmp_path / 'verify_factory.py'}:build", "-t", "2", "-m", "2", "--verify"]
+    command = subprocess.Popen(
+        [sys.executable, "-c", run, *options], env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 100
+    while not ranks_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert ranks_of(tmp_path)
+    command.send_signal(signal.SIGTERM)
+    command.communicate(timeout=30)
+    assert command.returncode == 128 + signal.SIGTERM
+    assert not list(tmp_path.glob("smpc_verify_*"))
+    while ranks_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not ranks_of(tmp_path)
+
+
+def ranks_of(folder):
+    """Processes that run a rank of a job with files in the folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().split(b"\0")
+            if b"smpc.cli.verified_rank" in words and any(str(folder).encode() in word for word in words):
+                found.append(path.parent.name)
+    return found
