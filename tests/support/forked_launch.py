@@ -31,7 +31,7 @@ class ForkedProcess:
         self.returncode = None
         self.pid = os.fork()
         if self.pid == 0:
-            _run_rank(arguments, environment, streams, launcher)
+            end_with(lambda: _rank(arguments, environment, streams, launcher))
 
     def poll(self):
         if self.returncode is None:
@@ -49,20 +49,25 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
 
-def _run_rank(arguments, environment, streams, launcher):
+def _rank(arguments, environment, streams, launcher):
+    os.setsid()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    for number, stream in streams.items():
+        os.dup2(stream, number)
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))
+    sys.excepthook = sys.__excepthook__  # typer has another one in the launcher
+    os.environ.clear()
+    os.environ.update(environment)
+    start = arguments.index(str(launcher))
+    return worker.main(launcher, list(arguments[start + 1 :]))
+
+
+def end_with(run):
+    """Ends the process with the status that `run` returns or exits with, and 1 after a traceback."""
     status = 1
     try:
-        os.setsid()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_DFL)
-        for number, stream in streams.items():
-            os.dup2(stream, number)
-        sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))
-        sys.excepthook = sys.__excepthook__  # typer has another one in the launcher
-        os.environ.clear()
-        os.environ.update(environment)
-        start = arguments.index(str(launcher))
-        status = worker.main(launcher, list(arguments[start + 1 :]))
+        status = run()
     except SystemExit as error:
         status = error.code or 0
     except BaseException:

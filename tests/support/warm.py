@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 import types
 import weakref
 from pathlib import Path
@@ -85,19 +84,9 @@ def _main(arguments, cwd, environment, streams):
     sys.argv = ["smpc", *arguments]
     job.Processes, job.Rendezvous = _Processes, _Rendezvous
     processes.subprocess = types.SimpleNamespace(Popen=_popen, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
-    status = 1
-    try:
-        from smpc.cli import main
+    from smpc.cli import main
 
-        status = main(list(arguments))
-    except SystemExit as error:
-        status = error.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    forked_launch.end_with(lambda: main(list(arguments)))
 
 
 class _Processes(Processes):

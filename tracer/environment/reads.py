@@ -8,8 +8,7 @@
 Values are taken down when they are first read, so that what the run itself writes afterwards shows: `finish` gives the guards, and
 those that do not hold then are state that the run changed. An attribute that the run writes before it reads it depends on the run alone.
 
-Python's standard library, numpy and torch are trusted to change nothing by themselves; what they do with generators of random numbers is
-watched by `smpc.tracer.effects.randomness`.
+Python's standard library, numpy and torch are trusted to change nothing; `smpc.tracer.effects.randomness` watches their random generators.
 """
 
 from __future__ import annotations

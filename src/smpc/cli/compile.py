@@ -196,7 +196,7 @@ def _verify_target(
     """What comparing the programs with the model has given: in this process, or on ranks where one alone cannot run them."""
     if options.tensor_parallel_degree * options.context_parallel_degree * options.expert_parallel_degree == 1:
         return verify_programs(*loaded, compilation, settings.microbatches, is_drawn=bool(specs))
-    from smpc.cli.verify_ranks import RanksJob, verify_ranks
+    from smpc.cli.verify.ranks import RanksJob, verify_ranks
 
     job = RanksJob.of(target, [str(spec) for spec in specs], settings, options)
     return verify_ranks(job, *loaded, is_drawn=bool(specs))

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from smpc.cli import main, verified_rank, verify, verify_ranks
+from smpc.cli import main, verify
+from smpc.cli.verify import rank as verified_rank
+from smpc.cli.verify import ranks as verify_ranks
 from smpc.compile import passes as compiling
 from smpc.errors import ConfigError
 
@@ -251,6 +253,18 @@ def test_gradients_of_ranks_that_are_wrong_end_with_status_1(smpc, monkeypatch):
     assert "blocks.1.linear.bias: in 3 of 8 elements, by at most 0.00539 where the largest value is 5.39" in lines[1]
 
 
+def test_a_parameter_that_ranks_do_not_return_is_an_error(smpc, monkeypatch):
+    def ranks(job, model, inputs):
+        found = verify_ranks._of_one_process(model, inputs, 2)
+        del found["blocks.1.linear.bias"]
+        return found
+
+    monkeypatch.setattr(verify_ranks, "_of_ranks", ranks)
+    status, out, err = smpc("build", "-t", "2", "-m", "2", "--verify")
+    assert (status, out) == (1, "")
+    assert "found no blocks.1.linear.bias" in errors(err)[0]
+
+
 def test_differences_that_plain_pytorch_has_as_well_are_rounding(smpc, monkeypatch):
     """A sum of large numbers that cancel: float32 itself is far from float64, and so are ranks that add in another order."""
 
@@ -308,6 +322,6 @@ def ranks_of(folder):
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = path.read_bytes().split(b"\0")
-            if b"smpc.cli.verified_rank" in words and any(str(folder).encode() in word for word in words):
+            if b"smpc.cli.verify.rank" in words and any(str(folder).encode() in word for word in words):
                 found.append(path.parent.name)
     return found

@@ -3,7 +3,7 @@
     verified = verify_ranks(job, model, sample_inputs, is_drawn=False)
 
 All ranks of the degrees are processes on the CPU that train the target for one step as a script does
-(`smpc.cli.verified_rank`); the same batch goes through the model in one process. Compared are the loss and every gradient, put together
+(`smpc.cli.verify.rank`); the same batch goes through the model in one process. Compared are the loss and every gradient, put together
 from all ranks, and buffers where there is one replica.
 
 Sums over ranks are added in another order than in one process. A tensor within 1e-5 of its largest value (float32) is right. One that is
@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from smpc.cli.compile_options import FLAGS, is_setting
-from smpc.cli.verified_rank import state_of
 from smpc.cli.verify import available_memory, drawn
+from smpc.cli.verify.rank import state_of
 from smpc.compile.options import PipelineOptions
 from smpc.config import KEYS, Config
 from smpc.errors import ConfigError, VerificationError
@@ -127,8 +127,15 @@ def verify_ranks(job: RanksJob, model: nn.Module, sample_inputs: Any, *, is_draw
     _check_memory(job, model)
     expected = _of_one_process(model, inputs, job.config["microbatches"])
     found = _of_ranks(job, model, inputs)
-    buffers = dict(model.named_buffers()) if job.has_replicas else {}  # which replicas may have each its own of
-    names = [name for name in expected if name in found and name not in buffers]  # some buffers are in no state dict
+    kept = model.state_dict()
+    apart = {
+        name for name, _ in model.named_buffers() if job.has_replicas or name not in kept
+    }  # replicas may have each its own
+    names = [name for name in expected if name not in apart]
+    if missing := [name for name in names if name not in found]:
+        raise VerificationError(
+            f"expected all parameters in the state dict of {job.num_ranks} ranks, found no {missing[0]}"
+        )
     far = {name: text for name in names if (text := difference(expected[name], found[name], ARITHMETIC))}
     wrong = _beyond_rounding(far, expected, found, (model, inputs, job.config["microbatches"])) if far else {}
     if not wrong:
@@ -191,7 +198,7 @@ def _ended_by_signal() -> Iterator[None]:
 
 def _run_job(num_ranks: int, folder: Path) -> None:
     """The job. Raises VerificationError with the last of what its ranks have said."""
-    command = [sys.executable, "-c", _RUN, "run", "-n", str(num_ranks), "-m", "smpc.cli.verified_rank", str(folder)]
+    command = [sys.executable, "-c", _RUN, "run", "-n", str(num_ranks), "-m", "smpc.cli.verify.rank", str(folder)]
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",

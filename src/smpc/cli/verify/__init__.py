@@ -1,6 +1,6 @@
 """`smpc compile --verify`: the compiled programs beside the model itself, in one process, on one microbatch.
 
-Where ranks share operations, sequences or experts: see `smpc.cli.verify_ranks`.
+Where ranks share operations, sequences or experts: see `smpc.cli.verify.ranks`.
 
 Inputs come from the factory. Inputs that `--input` gives by shape are drawn if the program is valid for any values: floats at random,
 tokens of Hugging Face's models from their vocabulary. Other inputs are taken from `--input`.

@@ -1,4 +1,4 @@
-"""A rank of `smpc compile --verify` where ranks share operations: `python -m smpc.cli.verified_rank FOLDER`, started by a launcher.
+"""A rank of `smpc compile --verify` where ranks share operations: `python -m smpc.cli.verify.rank FOLDER`, started by a launcher.
 
 It trains one step of the target as a script does, with `smpc.v1`, and rank 0 writes what came of it. Before the optimizer, which is SGD
 at a rate of 1, parameters become zeros: afterwards they are their gradients, with the other sign, wherever their parts are.
@@ -24,7 +24,7 @@ from smpc.verification.runs import objective
 
 
 def run_rank(folder: Path) -> None:
-    """One step with what `smpc.cli.verify_ranks` has written to the folder."""
+    """One step with what `smpc.cli.verify.ranks` has written to the folder."""
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     values = torch.load(folder / "values.pt", weights_only=True)
     smp.init(job["config"])
