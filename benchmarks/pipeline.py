@@ -52,7 +52,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from transformers import GPT2Config, GPT2Model
 
-from smpc.codegen.schedules.choice import choose
+from smpc.codegen.schedules.named import choose
 from smpc.compile import Compilation, compile_plan
 from smpc.executor.transport import GlooTransport
 from smpc.observe.observer import RankRecord

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smpc.codegen.schedules.choice import choose
+from smpc.codegen.schedules.named import choose
 from smpc.partitioner.costs.cost import CostModel
 from smpc.partitioner.costs.device import H100
 from smpc.partitioner.problem import Scale, Units, stage_costs

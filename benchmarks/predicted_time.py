@@ -38,8 +38,8 @@ from smpc.compile.step import Around, step_parts
 from smpc.config import Config
 from smpc.executor.host_memory.shared_peers import Peers
 from smpc.launch.job import Job, launch
-from smpc.partitioner.costs.description import Device
-from smpc.partitioner.costs.device import find_device
+from smpc.partitioner.costs.device import Device
+from smpc.partitioner.costs.device_file import find_device
 
 MICROBATCHES = 4
 SAMPLES = 8  # of a batch

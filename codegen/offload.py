@@ -158,12 +158,12 @@ class Offloading:
     link: HostLink
 
     @classmethod
-    def of(cls, plan: Plan) -> Offloading | None:
+    def of(cls, plan: Plan, link: HostLink) -> Offloading | None:
         """None if it offloads nothing."""
         stages = {stage.index: size for stage in plan.stages if (size := stage.offloaded_bytes_per_microbatch)}
-        if not stages or not plan.loading_horizon or plan.host_link is None:
+        if not stages or not plan.loading_horizon:
             return None
-        return cls(plan.loading_horizon, stages, plan.host_link)
+        return cls(plan.loading_horizon, stages, link)
 
 
 class HostCopies:

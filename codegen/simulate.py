@@ -180,7 +180,8 @@ def simulate_plan(plan: Plan, channels: Sequence[Channel], schedule: Schedule) -
 
 def simulate_step(plan: Plan, links: Sequence[Transfer], schedule: Schedule) -> Timeline:
     """The same with what the stages pass to each other, and with the copies of what the plan offloads."""
-    costs, offloading = Costs.of_plan(plan), Offloading.of(plan)
+    costs, link = Costs.of_plan(plan), plan.host_link
+    offloading = None if link is None else Offloading.of(plan, link)
     plain = simulate(schedule, links, costs)
     if offloading is None:
         return plain

@@ -42,6 +42,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -289,3 +290,18 @@ def _sum_by(labels: IntArray, values: Sequence[int], num_labels: int) -> IntArra
     sums = np.zeros(num_labels, dtype=np.int64)
     np.add.at(sums, labels, np.asarray(values, dtype=np.int64))
     return sums
+
+
+def heaviest_path(dag: nx.DiGraph[int], costs: FloatArray) -> list[int]:
+    """The units on the path whose costs sum to most."""
+    own = costs.tolist()
+    weight: dict[int, float] = {}
+    previous: dict[int, int] = {}
+    for unit in nx.lexicographical_topological_sort(dag):
+        before = max(sorted(dag.predecessors(unit)), key=lambda other: weight[other], default=-1)
+        weight[unit] = own[unit] + weight.get(before, 0.0)
+        previous[unit] = before
+    path = [max(weight, key=lambda unit: weight[unit])]
+    while previous[path[-1]] >= 0:
+        path.append(previous[path[-1]])
+    return path[::-1]

@@ -46,9 +46,10 @@ from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner.costs.cost import CostModel, NodeTimes, deferred_time, weight_time
 from smpc.partitioner.costs.device import Device
 from smpc.partitioner.graph.plan import Objective, Plan, ScheduleSummary, SharedParameter, Stage
-from smpc.partitioner.graph.recompute import active_regions, depths
+from smpc.partitioner.graph.recompute import ActiveRegions, active_regions, depths
 from smpc.partitioner.graph.trace_graph import (
     Crossing,
+    Graph,
     check_stages,
     condense,
     find_crossing,
@@ -109,15 +110,7 @@ def solve_partition(
         raise PartitionError(f"expected a memory limit of at least 1 byte, found {memory_limit}")
     analysis = _analysed(analyse(trace, cost_model or CostModel(), times, recompute), num_stages)
     scale = Scale.of(analysis.units, in_flight, memory_weight, speeds)
-    chain = chain_problem(analysis.graph, analysis.clusters, analysis.recomputable, analysis.units, scale, in_flight)
-    contiguous = solve_chain(chain, num_stages, TOLERANCE)
-    bound = math.inf
-    if prove:
-        bound = lower_bound(
-            analysis.graph, analysis.clusters, analysis.units, scale, in_flight, reached=contiguous.optimum
-        )
-    if contiguous.optimum <= bound * _MOST_ABOVE < contiguous.bottleneck:
-        contiguous = solve_chain(chain, num_stages, bound * _MOST_ABOVE / contiguous.optimum - 1.0)
+    contiguous, bound = _best_contiguous(analysis, scale, in_flight, prove)
     limit = max(limits, default=memory_limit or 0)
 
     def make(stage_of: Sequence[int], solver: str, note: str) -> Plan:
@@ -147,6 +140,20 @@ def _analysed(analysis: Analysis, num_stages: int) -> Analysis:
             f"{analysis.graph.trace.model_class}: lower the pipeline parallel degree"
         )
     return keep_regions_whole(analysis, num_stages)
+
+
+def _best_contiguous(
+    analysis: Analysis, scale: Scale, in_flight: Sequence[int], prove: bool
+) -> tuple[ChainSolution, float]:
+    """The best contiguous cut whatever its peaks, and what no cut can be better than; inf where nothing is proven."""
+    graph, clusters, units = analysis.graph, analysis.clusters, analysis.units
+    chain = chain_problem(graph, clusters, analysis.recomputable, units, scale, in_flight)
+    contiguous, bound = solve_chain(chain, len(in_flight), TOLERANCE), math.inf
+    if prove:
+        bound = lower_bound(graph, clusters, units, scale, in_flight, reached=contiguous.optimum)
+    if contiguous.optimum <= bound * _MOST_ABOVE < contiguous.bottleneck:
+        contiguous = solve_chain(chain, len(in_flight), bound * _MOST_ABOVE / contiguous.optimum - 1.0)
+    return contiguous, bound
 
 
 def _unlimited(
@@ -270,26 +277,8 @@ def _plan_of_stages(
     costs = stage_costs(analysis.units, scale, in_flight, stage_of.tolist()).tolist()
     ranks = tuple(range(num_stages)) if placement is None else tuple(placement)
     nodes, trace = graph.trace.nodes, graph.trace
-    number_of_holders = Counter(i for found in crossing.state for i in found if trace.state[i].is_parameter)
     split = None if _is_away(resident, in_flight) else split  # what is away counts as if backwards had one part
-    before_backward = in_flight if split is None else [use.before_backward for use in split]
-    uses = [
-        StageUse(
-            s,
-            tuple(sorted((*graph.compute[stage_of == s].tolist(), *crossing.recomputed[s]))),
-            crossing.state[s],
-            tuple(before_backward),
-            ranks,
-            max(schedule.num_microbatches, in_flight[s]),
-            s == num_stages - 1,
-            s == ranks.index(0),
-            {i: number for i, number in number_of_holders.items() if number > 1},
-            active.by_stage[s],
-            None if resident is None else resident[s],
-            None if split is None else split[s],
-        )
-        for s in range(num_stages)
-    ]
+    uses = _stage_uses(graph, stage_of, crossing, active, ranks, in_flight, schedule.num_microbatches, resident, split)
     made = (_plan_stage(analysis, stage_of, crossing, use, ranks[use.index], costs[use.index]) for use in uses)
     stages = tuple(replace(stage, num_in_flight=in_flight[stage.index]) for stage in made)
     shared = tuple(
@@ -312,6 +301,40 @@ def _plan_of_stages(
         notes=analysis.checkpoints.notes,
         split_checkpoints=active.split,
     )
+
+
+def _stage_uses(
+    graph: Graph,
+    stage_of: IntArray,
+    crossing: Crossing,
+    active: ActiveRegions,
+    ranks: tuple[int, ...],
+    in_flight: Sequence[int],
+    num_microbatches: int,
+    resident: Sequence[Resident] | None,
+    split: Sequence[SplitUse] | None,
+) -> list[StageUse]:
+    """By stage, what it runs and holds."""
+    state = graph.trace.state
+    number_of_holders = Counter(i for found in crossing.state for i in found if state[i].is_parameter)
+    before_backward = in_flight if split is None else [use.before_backward for use in split]
+    return [
+        StageUse(
+            s,
+            tuple(sorted((*graph.compute[stage_of == s].tolist(), *crossing.recomputed[s]))),
+            crossing.state[s],
+            tuple(before_backward),
+            ranks,
+            max(num_microbatches, in_flight[s]),
+            s == len(ranks) - 1,
+            s == ranks.index(0),
+            {i: number for i, number in number_of_holders.items() if number > 1},
+            active.by_stage[s],
+            None if resident is None else resident[s],
+            None if split is None else split[s],
+        )
+        for s in range(len(ranks))
+    ]
 
 
 def _plan_stage(

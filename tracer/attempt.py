@@ -23,9 +23,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from smpc.errors import SmpcError, TraceError
-from smpc.tracer.effects.conversions import watching_conversions
 from smpc.tracer.effects.randomness import ModuleGenerators, kept
 from smpc.tracer.effects.torch_calls import tensors_in, uncompiled
+from smpc.tracer.effects.watch import watching_conversions
 from smpc.tracer.environment.frozen import AnyTensor, Frozen, freeze
 from smpc.tracer.environment.guarded import Guard, Names
 from smpc.tracer.environment.outside_reads import PARALLEL, OutsideRead

@@ -4,7 +4,7 @@
 
 Every run is planned as `smpc compile` plans it (its trace, layouts, cut and schedule, memory weight 0), and its step is what
 `smpc.compile.step` says. The figures, their sources and how each is counted are in rows.toml; the constants of the devices are from
-datasheets and public measurements of kernels (`smpc.partitioner.costs.description`); which effects the model has was decided after a
+datasheets and public measurements of kernels (`smpc.partitioner.costs.device`); which effects the model has was decided after a
 first comparison with these rows (docs/design/decisions.md, 49). Printed are both
 times, their ratio, and where the predicted time goes; at the end the median of the ratios and the rank correlation (Spearman). With
 --check the exit status is 1 if a ratio is not within 0.8 to 1.25, the median not within 5% of 1, or the correlation below 0.97.

@@ -1,1 +1,1 @@
-"""The named schedules, one family a file; `smpc.codegen.schedule` finds them by name."""
+"""The schedules, one family a file; `smpc.codegen.schedules.named` finds them by name."""

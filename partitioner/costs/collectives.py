@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 
-from smpc.partitioner.costs.description import Device, Group, at
+from smpc.partitioner.costs.device import Device, Group, at
 
 
 class Kind(StrEnum):

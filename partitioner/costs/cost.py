@@ -10,7 +10,7 @@
 
 Views move no bytes and take no time, or what was measured of them. What an operation keeps for its backward beside inputs and output (the
 mask of a dropout, the log-probabilities of a loss) is written and read as well. How fast products, attention and copies are is the device's
-affair (`smpc.partitioner.costs.description`), and how long ranks take to exchange what they have that of
+affair (`smpc.partitioner.costs.device`), and how long ranks take to exchange what they have that of
 `smpc.partitioner.costs.collectives`.
 
 State: a trained parameter has a gradient and optimizer state, by the name of the optimizer (`smpc.partitioner.costs.optimizers`).
@@ -52,7 +52,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from smpc.partitioner.costs.collectives import sent_time
-from smpc.partitioner.costs.description import H100, Device, Group, Kernels
+from smpc.partitioner.costs.device import H100, Device, Group, Kernels
 from smpc.partitioner.costs.optimizers import ADAM, Optimizer
 from smpc.partitioner.problem import FloatArray, IntArray, whole_times
 from smpc.tracer.ir import Node, NodeKind, Region, StateSpec, Trace

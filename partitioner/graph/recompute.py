@@ -39,7 +39,7 @@ from smpc.tracer.regions import group_size, matching_regions
 
 
 @dataclass(frozen=True, slots=True)
-class Requested:
+class RequestedRegions:
     """Regions to compute again, outer ones first, and warnings about those that cannot be."""
 
     regions: tuple[Region, ...] = ()
@@ -47,20 +47,20 @@ class Requested:
 
 
 @dataclass(frozen=True, slots=True)
-class Active:
+class ActiveRegions:
     """Regions of every stage, outer ones first, and those that no stage has whole, as (name, stages)."""
 
     by_stage: tuple[tuple[Region, ...], ...]
     split: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def requested_regions(trace: Trace, patterns: Sequence[str] = ()) -> Requested:
+def requested_regions(trace: Trace, patterns: Sequence[str] = ()) -> RequestedRegions:
     """The regions that the model and the patterns ask for. ConfigError for a pattern that matches nothing."""
     wanted = tuple(patterns)
     return trace.remembered((requested_regions, wanted), lambda: _requested_regions(trace, wanted))
 
 
-def _requested_regions(trace: Trace, patterns: tuple[str, ...]) -> Requested:
+def _requested_regions(trace: Trace, patterns: tuple[str, ...]) -> RequestedRegions:
     """The regions that the model or patterns ask to compute again, and notes on those that cannot be."""
     found, notes = [], []
     last_write: dict[int, int] = {}
@@ -88,7 +88,7 @@ def _requested_regions(trace: Trace, patterns: tuple[str, ...]) -> Requested:
             )
         else:
             found.append(region)
-    return Requested(tuple(found), tuple(dict.fromkeys(notes)))
+    return RequestedRegions(tuple(found), tuple(dict.fromkeys(notes)))
 
 
 def _generators(trace: Trace, region: Region) -> list[str]:
@@ -135,7 +135,7 @@ def with_regions(graph: Graph, regions: Sequence[Region]) -> Graph:
 
 def active_regions(
     graph: Graph, regions: Sequence[Region], stage_of: IntArray, recomputed: Sequence[Sequence[int]]
-) -> Active:
+) -> ActiveRegions:
     """The regions of each stage. `stage_of` is by rank; `recomputed`: by stage, positions of other stages' nodes that it runs too."""
     found: list[list[Region]] = [[] for _ in recomputed]
     split: dict[str, tuple[int, ...]] = {}
@@ -147,7 +147,7 @@ def active_regions(
             found[whole[0]].append(region)
         elif owners:
             split.setdefault(region.name, tuple(sorted(owners)))
-    return Active(tuple(_grouped_regions(found[stage]) for stage in range(len(found))), tuple(split.items()))
+    return ActiveRegions(tuple(_grouped_regions(found[stage]) for stage in range(len(found))), tuple(split.items()))
 
 
 def _owners(graph: Graph, region: Region, stage_of: IntArray) -> dict[int, frozenset[int]]:

@@ -29,7 +29,7 @@ import networkx as nx
 import numpy as np
 
 from smpc.partitioner.costs.cost import CostModel, NodeTimes, node_times
-from smpc.partitioner.graph.recompute import Requested, depths, find_recomputable, requested_regions, with_regions
+from smpc.partitioner.graph.recompute import RequestedRegions, depths, find_recomputable, requested_regions, with_regions
 from smpc.partitioner.graph.trace_graph import Clusters, Graph, build_graph, condense, find_clusters
 from smpc.partitioner.memory.peak import state_bytes
 from smpc.partitioner.problem import FloatArray, IntArray, Scale, SharedItem, Units, check_total, stage_costs
@@ -237,7 +237,7 @@ class Analysis:
     recomputable: dict[int, tuple[int, ...]]
     units: Units  # one for each compute node, by rank
     cost_model: CostModel
-    checkpoints: Requested
+    checkpoints: RequestedRegions
 
 
 def analyse(
@@ -254,7 +254,7 @@ def analyse(
     return Analysis(graph, clusters, times, once, recomputable, units, cost_model, requested)
 
 
-def _index(trace: Trace, recompute: tuple[str, ...]) -> tuple[Requested, Graph, Clusters]:
+def _index(trace: Trace, recompute: tuple[str, ...]) -> tuple[RequestedRegions, Graph, Clusters]:
     """The part that depends on no cost."""
     _check_bytes(trace)
     requested = requested_regions(trace, recompute)

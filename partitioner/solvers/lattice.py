@@ -39,7 +39,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from smpc.partitioner.problem import FloatArray, IntArray, Scale, Units, own_costs, stage_costs
+from smpc.partitioner.problem import FloatArray, IntArray, Scale, Units, heaviest_path, own_costs, stage_costs
 
 _EXACT = 300  # with at most so many prefixes, all that can be reached are kept
 _MAX_PREFIXES = 30000
@@ -194,21 +194,6 @@ def _waits(dag: nx.DiGraph[int], order: Sequence[int], path: Sequence[int]) -> d
     for unit in reversed(order):
         needed[unit] = place.get(unit, min((needed[other] for other in dag.successors(unit)), default=len(path)))
     return {unit: 0.0 if unit in place else float(needed[unit] - ready[unit]) for unit in order}
-
-
-def heaviest_path(dag: nx.DiGraph[int], costs: FloatArray) -> list[int]:
-    """The units on the path whose costs sum to most."""
-    own = costs.tolist()
-    weight: dict[int, float] = {}
-    previous: dict[int, int] = {}
-    for unit in nx.lexicographical_topological_sort(dag):
-        before = max(sorted(dag.predecessors(unit)), key=lambda other: weight[other], default=-1)
-        weight[unit] = own[unit] + weight.get(before, 0.0)
-        previous[unit] = before
-    path = [max(weight, key=lambda unit: weight[unit])]
-    while previous[path[-1]] >= 0:
-        path.append(previous[path[-1]])
-    return path[::-1]
 
 
 def _lattice(units: Units, dag: nx.DiGraph[int], order: list[int], kept: list[int], most: int) -> Lattice | None:

@@ -11,7 +11,8 @@ import torch
 import zoo
 
 from smpc.codegen.program import Op, weight
-from smpc.codegen.schedules.choice import Choice, choose, to_csv
+from smpc.codegen.schedules.csv_file import to_csv
+from smpc.codegen.schedules.named import Choice, choose
 from smpc.codegen.simulate import Costs, chain
 from smpc.compile import compile_model, compile_plan
 from smpc.executor.split_backward import intercept

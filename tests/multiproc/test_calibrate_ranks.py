@@ -8,7 +8,7 @@ import sys
 import pytest
 import warm
 
-from smpc.partitioner.costs.device import find_device
+from smpc.partitioner.costs.device_file import find_device
 
 SMPC = [sys.executable, "-P", "-c", "import sys; from smpc.cli import main; sys.exit(main())"]
 

@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from smpc.codegen.schedules.choice import choose, to_csv
+from smpc.codegen.schedules.csv_file import to_csv
+from smpc.codegen.schedules.named import choose
 from smpc.codegen.simulate import Costs, chain
 
 MICROBATCHES, WIDTH = 8, 6

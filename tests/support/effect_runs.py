@@ -10,7 +10,7 @@ from effect_base import WIDTH
 from effect_models import EffectModel, random_names
 from random_plans import contiguous
 
-from smpc.codegen.schedules.choice import Choice
+from smpc.codegen.schedules.named import Choice
 from smpc.compile import Compilation, compile_plan
 from smpc.errors import PartitionError, TraceError
 from smpc.partitioner.graph.plan import ScheduleSummary

@@ -5,7 +5,7 @@ import random
 import networkx as nx
 import numpy as np
 
-from smpc.codegen.schedules.choice import Choice
+from smpc.codegen.schedules.named import Choice
 from smpc.compile import Compilation, compile_plan
 from smpc.partitioner.graph.plan import ScheduleSummary
 from smpc.partitioner.graph.trace_graph import build_graph, check_assignment, condense, find_clusters

@@ -16,6 +16,13 @@ gave only if it reads then what it has read while it was recorded. These are tol
     F.linear(x, self.list[0].weight)                        in `forward` of a module that the weight does not belong to
 
 A call for which this holds is not made again by a stage; its nodes are, with the tensors that they have read.
+
+`watching_conversions`: conversions of a module's tensors in forward, `self.router = self.router.to(torch.float32)`, `.half()`, `.cuda()`.
+
+parameters, buffers that are so already    they stay as they are, and nothing is recorded; their types are guarded
+others                                     refused, wherever: plain PyTorch would give a parameter other memory, and the optimizer another
+                                           type; a buffer would have another type in the next step, on the rank of its stage alone
+buffers that forward has computed          converted as by torch, which is recorded
 """
 
 from __future__ import annotations
@@ -37,6 +44,16 @@ from smpc.tracer.operations.opaque import Run, WholeCall
 from smpc.tracer.recording.nodes import OpenCall
 from smpc.tracer.recording.untraceable import current_line
 from smpc.tracer.state.fakes import FakeState
+
+if TYPE_CHECKING:
+    from smpc.tracer.recording.recorder import Recorder
+
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from smpc.tracer.effects.differentiation import CONVERT
+from smpc.tracer.effects.torch_calls import version_of
 
 if TYPE_CHECKING:
     from smpc.tracer.recording.recorder import Recorder
@@ -150,7 +167,7 @@ class Watch:
         self._keeping: list[int] = []  # storages of state that autograd keeps for the call that is being recorded
         self._kept: dict[int, dict[str, str]] = {}  # storage -> nodes, each with where it is
         self._overwritten: dict[int, str] = {}
-        self.converted: dict[int, None] = {}  # ids of modules, see `smpc.tracer.effects.conversions`
+        self.converted: dict[int, None] = {}  # ids of modules, see `smpc.tracer.effects.watch`
 
     @contextmanager
     def active(self, mode: FakeTensorMode) -> Iterator[None]:
@@ -396,3 +413,47 @@ def differentiated(nodes: Sequence[Node], outputs: Sequence[str]) -> frozenset[s
         found.add(node.name)
         pending += [*node.inputs, *writers.get(node.name, ())]
     return frozenset(found)
+
+
+_Convert = Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def watching_conversions(recorder: Recorder) -> Iterator[None]:
+    """In this context the model's modules are converted as a trace can hold it; others as by torch."""
+    original, thread = nn.Module._apply, threading.get_ident()
+
+    def apply(module: nn.Module, fn: _Convert, recurse: bool = True) -> Any:
+        is_own = id(module) in recorder.modules and threading.get_ident() == thread
+        if not is_own or torch.__future__.get_overwrite_module_params_on_conversion():
+            return original(module, fn, recurse)  # type: ignore[no-untyped-call]
+        for child in module.children() if recurse else ():
+            child._apply(fn)  # type: ignore[no-untyped-call]
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                recorder.watch.converted[id(module)] = None
+                _check_converted(recorder, parameter, fn)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) in recorder.state.names:
+                _check_converted(recorder, buffer, fn)
+            elif buffer is not None:
+                module._buffers[name] = fn(buffer)
+        return module
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
+def _check_converted(recorder: Recorder, tensor: Tensor, fn: _Convert) -> None:
+    """Raises TraceError unless the conversion of a parameter or buffer is the tensor as it was."""
+    version = version_of(tensor)
+    with torch.no_grad():
+        found = fn(tensor)
+    if found is tensor and version_of(tensor) == version:
+        return
+    before, after = (f"{value.dtype} on {value.device.type}" for value in (tensor, found))
+    change = f"from {before} to {after}" if before != after else "in other memory, or with other values"
+    recorder.watch.refuse_everywhere(f"forward converts {recorder.known(tensor)} {change}", CONVERT)

@@ -16,7 +16,7 @@ import torch
 from smpc.calibration.measure import calibrate
 from smpc.calibration.ranks import Ranks
 from smpc.errors import ConfigError
-from smpc.partitioner.costs.description import Curve, Device, Wire
+from smpc.partitioner.costs.device import Curve, Device, Wire
 
 
 def to_toml(device: Device, source: str) -> str:

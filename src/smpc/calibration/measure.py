@@ -13,7 +13,7 @@ from smpc.calibration.operations import Rates, measure, rates, repeated, views
 from smpc.calibration.programs import measure_programs
 from smpc.calibration.ranks import Ranks
 from smpc.calibration.wires import Wires, assumed, measure_host, measure_wires
-from smpc.partitioner.costs.description import ALL, Curve, Device, Kernels
+from smpc.partitioner.costs.device import ALL, Curve, Device, Kernels
 
 _MEASURED = 0.65  # of the time is for operations
 _PROGRAMS = 0.15  # and that part for what programs do beside them

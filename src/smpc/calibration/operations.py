@@ -27,7 +27,7 @@ import torch
 from smpc.calibration.probes import Probe, probes
 from smpc.calibration.ranks import Ranks
 from smpc.partitioner.costs.cost import NodeTimes, Work, work_of
-from smpc.partitioner.costs.description import Curve
+from smpc.partitioner.costs.device import Curve
 from smpc.partitioner.costs.timing import Stopwatch
 from smpc.tracer import record
 from smpc.tracer.ir import Trace

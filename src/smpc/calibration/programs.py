@@ -32,7 +32,7 @@ from smpc.executor.split_backward.intercept import Deferral
 from smpc.executor.split_backward.pending import Pending
 from smpc.executor.transport.loopback import loopback_transports
 from smpc.partitioner.costs.cost import deferred_of, name_of
-from smpc.partitioner.costs.description import Curve
+from smpc.partitioner.costs.device import Curve
 from smpc.runtime import Runtime
 from smpc.sample_inputs import Inputs
 from smpc.sharding import Keep, Sharded, ShardingOptions, Unit, find_units, shard

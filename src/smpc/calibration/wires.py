@@ -27,7 +27,7 @@ from smpc.executor.collectives import TensorGroup, all_reduce
 from smpc.executor.measure.link_measurement import measure_wire
 from smpc.executor.transport import GlooTransport, NcclTransport, Transport
 from smpc.partitioner.costs.collectives import IN_OPERATIONS, Kind
-from smpc.partitioner.costs.description import Curve, Wire
+from smpc.partitioner.costs.device import Curve, Wire
 
 _SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)  # float32 elements
 _COPIED = 1 << 22  # float32 elements of a copy to the host

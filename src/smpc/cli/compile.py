@@ -230,7 +230,7 @@ def _check_counts(counts: dict[str, int], world_size: int | None) -> None:
 def _check_names(target: str, settings: Config, given: dict[str, Any]) -> None:
     """Raise ConfigError for what is wrong whatever the model is, before torch is imported, which takes seconds."""
     from smpc.config.numbers import parse_bytes
-    from smpc.partitioner.costs.device import find_devices
+    from smpc.partitioner.costs.device_file import find_devices
     from smpc.partitioner.costs.optimizers import find_optimizer
 
     wrong = [
@@ -253,7 +253,7 @@ def _for_search(
     target: str, auto: bool, world_size: int | None, given: dict[str, Any], others: dict[str, bool]
 ) -> dict[str, Any]:
     """The arguments of the search. ConfigError for options that do not go together, and unknown devices, before anything takes long."""
-    from smpc.partitioner.costs.device import find_device
+    from smpc.partitioner.costs.device_file import find_device
 
     devices = given.get("device", ["h100"])
     if len(devices) > 1:

@@ -17,15 +17,14 @@ from functools import cached_property
 
 from smpc.codegen.offload import resident, split_uses
 from smpc.codegen.program import Channel, Schedule, peaks
-from smpc.codegen.schedule import SCHEDULES
-from smpc.codegen.schedules.choice import Choice
+from smpc.codegen.schedules.named import SCHEDULES, Choice
 from smpc.codegen.simulate import Costs, Transfer, chain
 from smpc.compile.options import PipelineOptions
 from smpc.compile.result import Compilation, Traced
 from smpc.config.numbers import at_least
 from smpc.errors import MemoryLimitError, PartitionError
 from smpc.partitioner.costs.cost import CostModel
-from smpc.partitioner.costs.description import Device
+from smpc.partitioner.costs.device import Device
 from smpc.partitioner.costs.timing import parameter_times
 from smpc.partitioner.graph.plan import HostLink, Plan, ScheduleSummary
 from smpc.partitioner.heterogeneous import on_devices, solve_mixed

@@ -15,7 +15,7 @@ from smpc.config.numbers import MAX_RANKS
 from smpc.config.planner import CONTEXT_LAYOUTS, CONTEXT_METHODS, PlannerKeys
 
 if TYPE_CHECKING:
-    from smpc.partitioner.costs.description import Device
+    from smpc.partitioner.costs.device import Device
     from smpc.partitioner.manual import ManualPartition
 
 

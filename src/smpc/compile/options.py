@@ -22,7 +22,7 @@ from smpc.codegen.rewrite.context_parallel.methods import AUTO, METHODS
 from smpc.codegen.rewrite.context_parallel.rewrite import LAYOUTS, ContextTrace, collectives_of
 from smpc.codegen.rewrite.expert_parallel import ExpertTrace
 from smpc.codegen.rewrite.tensor_parallel.rewrite import ShardedTrace
-from smpc.codegen.schedules.choice import Choice, choose
+from smpc.codegen.schedules.named import Choice, choose
 from smpc.compile.keys import CompilationKeys
 from smpc.config import KEYS, Config
 from smpc.config.key import keys_of
@@ -32,8 +32,8 @@ from smpc.errors import ConfigError, SmpcError
 from smpc.kernels.setting import faults_of
 from smpc.mesh import Axis, Mesh
 from smpc.partitioner.costs.cost import CostModel, NodeTimes, times_with_collectives
-from smpc.partitioner.costs.description import Device, Group
-from smpc.partitioner.costs.device import find_devices
+from smpc.partitioner.costs.device import Device, Group
+from smpc.partitioner.costs.device_file import find_devices
 from smpc.partitioner.costs.optimizers import Optimizer, find_optimizer
 from smpc.tracer.ir import Trace
 

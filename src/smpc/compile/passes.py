@@ -36,7 +36,7 @@ from smpc.codegen.rewrite.tensor_parallel.rewrite import RING, rewrite
 from smpc.codegen.rewrite.tensor_parallel.strategy import Facts
 from smpc.codegen.rewrite.tensor_parallel.styles import StylePlan, choose_by_plan, find_plan
 from smpc.codegen.ring import prove_ring
-from smpc.codegen.schedule import evaluation
+from smpc.codegen.schedules.named import evaluation
 from smpc.codegen.simulate import simulate_plan
 from smpc.codegen.split import plan_channels, split
 from smpc.codegen.verify import verify_programs

@@ -44,7 +44,7 @@ from smpc.compile.result import Traced
 from smpc.mesh import Axis, Mesh
 from smpc.partitioner.costs.collectives import Kind, collective_time
 from smpc.partitioner.costs.cost import collective_times, useful_times
-from smpc.partitioner.costs.description import Device, Group, Kernels
+from smpc.partitioner.costs.device import Device, Group, Kernels
 from smpc.partitioner.graph.plan import Plan, Stage
 from smpc.partitioner.graph.recompute import depths, requested_regions
 from smpc.tracer.ir import NodeKind, Trace

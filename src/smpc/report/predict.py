@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from smpc.codegen.offload import split_uses
-from smpc.codegen.schedules.choice import Choice, choose
+from smpc.codegen.schedules.named import Choice, choose
 from smpc.codegen.simulate import Costs, Timeline, Transfer, chain, simulate_step
 from smpc.config.numbers import MAX_MICROBATCHES, shown
 from smpc.errors import ConfigError

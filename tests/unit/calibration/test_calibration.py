@@ -23,8 +23,8 @@ from smpc.cli import main
 from smpc.errors import ConfigError
 from smpc.partitioner.costs.collectives import IN_OPERATIONS, Kind, collective_time, sent_time
 from smpc.partitioner.costs.cost import CostModel, NodeTimes, node_times, work_of
-from smpc.partitioner.costs.description import Device, Group, Kernels, Wire
-from smpc.partitioner.costs.device import find_device
+from smpc.partitioner.costs.device import Device, Group, Kernels, Wire
+from smpc.partitioner.costs.device_file import find_device
 from smpc.tracer import record
 
 ALONE = Ranks(0, 1, 1, torch.device("cpu"))

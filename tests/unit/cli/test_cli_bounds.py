@@ -17,7 +17,7 @@ from locations import REPOSITORY
 from smpc.cli import main
 from smpc.cli import target as huggingface
 from smpc.cli.terminal import clear_lines
-from smpc.codegen.schedules import choice
+from smpc.codegen.schedules import csv_file
 from smpc.config import files, numbers
 from smpc.config.files import output_violation, parse_json, parse_toml, read_text
 from smpc.config.numbers import MAX_MICROBATCHES, size_violation
@@ -353,6 +353,6 @@ def test_the_documented_bounds_are_those_that_hold():
     )
     sizes = (numbers.MAX_INPUT_BYTES, numbers.MAX_MICROBATCH_BYTES, numbers.MAX_MASK_BYTES)
     sizes = [f"{size >> 30} GiB" for size in sizes]
-    sizes += [f"{size >> 20} MiB" for size in (files.MAX_FILE_BYTES, files.MAX_PLAN_BYTES, choice.MAX_CSV_BYTES)]
+    sizes += [f"{size >> 20} MiB" for size in (files.MAX_FILE_BYTES, files.MAX_PLAN_BYTES, csv_file.MAX_CSV_BYTES)]
     for bound in (*(f"{number:,}" for number in whole), *sizes):
         assert bound in table

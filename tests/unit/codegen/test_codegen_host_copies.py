@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from smpc.codegen.offload import HostCopies, Offloading, insert_offloads
 from smpc.codegen.program import Action, Op
-from smpc.codegen.schedule import interleaved, simple
+from smpc.codegen.schedules.named import interleaved, simple
 from smpc.codegen.schedules.zero_bubble import zb_h1
 from smpc.codegen.simulate import Costs, Transfer, _Simulation, chain
 from smpc.partitioner.graph.plan import HostLink

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from smpc.codegen.lower import lower
 from smpc.codegen.program import Action, Op
-from smpc.codegen.schedule import SCHEDULES, evaluation, in_flight
+from smpc.codegen.schedules.named import SCHEDULES, evaluation, in_flight
 from smpc.codegen.verify import Expectation, verify
 from smpc.errors import ScheduleError
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from smpc.codegen.offload import insert_offloads, resident, split_uses
 from smpc.codegen.program import Action, Instruction, Op, peaks
-from smpc.codegen.schedule import interleaved, simple
+from smpc.codegen.schedules.named import interleaved, simple
 from smpc.codegen.schedules.zero_bubble import zb_h1, zb_v
 from smpc.codegen.verify import verify_programs
 from smpc.compile import compile_model

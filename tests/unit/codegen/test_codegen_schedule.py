@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smpc.codegen.program import Action, backward, forward
-from smpc.codegen.schedule import SCHEDULES, evaluation, in_flight, scheduler, table
+from smpc.codegen.schedules.named import SCHEDULES, evaluation, in_flight, scheduler, table
 from smpc.errors import ConfigError, ScheduleError
 
 TABLES = {

@@ -3,7 +3,8 @@
 import pytest
 
 from smpc.codegen.program import peaks
-from smpc.codegen.schedules.choice import NAMES, Choice, choose, to_csv
+from smpc.codegen.schedules.csv_file import to_csv
+from smpc.codegen.schedules.named import NAMES, Choice, choose
 from smpc.codegen.simulate import Costs, chain, simulate
 from smpc.config import SCHEDULES
 from smpc.errors import ConfigError, ScheduleError

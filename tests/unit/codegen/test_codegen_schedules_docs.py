@@ -4,8 +4,7 @@ import re
 
 from locations import REPOSITORY
 
-from smpc.codegen.schedule import table
-from smpc.codegen.schedules.choice import NAMES, choose
+from smpc.codegen.schedules.named import NAMES, choose, table
 from smpc.codegen.simulate import Costs, chain
 
 DOCS = REPOSITORY / "docs" / "schedules.md"

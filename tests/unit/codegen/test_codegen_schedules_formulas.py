@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from smpc.codegen.program import rank_peaks
-from smpc.codegen.schedules.choice import choose
+from smpc.codegen.schedules.named import choose
 from smpc.codegen.simulate import Costs, chain, simulate
 
 # name -> pieces per rank; 1 - busy / (p makespan); most pieces in flight on rank r

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smpc.codegen.program import backward, forward, peaks, split_backwards, weight
-from smpc.codegen.schedule import interleaved_1f1b, loop_placement, table
+from smpc.codegen.schedules.named import interleaved_1f1b, loop_placement, table
 from smpc.codegen.schedules.zero_bubble import v_placement, zb_h1, zb_h2, zb_v
 from smpc.codegen.simulate import Costs, chain, simulate
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from smpc.codegen.lower import lower
 from smpc.codegen.program import peaks, rank_peaks
-from smpc.codegen.schedule import interleaved_1f1b, loop_placement
-from smpc.codegen.schedules.choice import passes
+from smpc.codegen.schedules.named import interleaved_1f1b, loop_placement, passes
 from smpc.codegen.schedules.search import search
 from smpc.codegen.schedules.zero_bubble import v_placement, zb_h1, zb_h2, zb_v
 from smpc.codegen.simulate import Costs, Transfer, chain, simulate

@@ -4,7 +4,7 @@ import pytest
 from codegen_cases import channel
 
 from smpc.codegen.program import Action, backward, forward, weight
-from smpc.codegen.schedule import SCHEDULES, evaluation
+from smpc.codegen.schedules.named import SCHEDULES, evaluation
 from smpc.codegen.simulate import Costs, Timeline, Transfer, chain, simulate, timeline_text
 from smpc.errors import ScheduleError
 from smpc.tracer.ir import TensorSpec

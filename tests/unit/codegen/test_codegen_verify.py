@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from smpc.codegen.lower import lower
 from smpc.codegen.program import Instruction, Op, RankProgram, StageCode
-from smpc.codegen.schedule import SCHEDULES, evaluation
+from smpc.codegen.schedules.named import SCHEDULES, evaluation
 from smpc.codegen.verify import Expectation, verify, verify_programs
 from smpc.errors import ScheduleError
 

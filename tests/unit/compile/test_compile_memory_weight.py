@@ -11,7 +11,7 @@ from torch import nn
 
 import smpc
 from smpc.cli.app import main
-from smpc.partitioner.costs.device import find_device
+from smpc.partitioner.costs.device_file import find_device
 
 SETTINGS = {"pipeline_parallel_degree": 2, "microbatches": 4}
 TABLE = 40_000

@@ -22,7 +22,7 @@ from smpc.compile.search.space import HORIZONS
 from smpc.compile.step import Around, step_parts
 from smpc.config import Config
 from smpc.errors import MemoryLimitError
-from smpc.partitioner.costs.device import find_device
+from smpc.partitioner.costs.device_file import find_device
 from smpc.partitioner.graph.plan import Plan
 from smpc.partitioner.solve import rank_peaks
 from smpc.report.perfetto import perfetto_json

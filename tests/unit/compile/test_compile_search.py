@@ -33,8 +33,8 @@ from smpc.config import Config
 from smpc.errors import ConfigError, MemoryLimitError, PartitionError
 from smpc.mesh import Axis
 from smpc.partitioner.costs.cost import node_times, times_with_collectives
-from smpc.partitioner.costs.description import Group
-from smpc.partitioner.costs.device import Device, Wire, find_device
+from smpc.partitioner.costs.device import Device, Group, Wire
+from smpc.partitioner.costs.device_file import find_device
 from smpc.partitioner.costs.optimizers import find_optimizer
 from smpc.partitioner.solve import rank_peaks
 from smpc.tracer import record

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import smpc
-from smpc.codegen.schedules.choice import choose
+from smpc.codegen.schedules.named import choose
 from smpc.codegen.simulate import Costs, chain, simulate
 from smpc.compile.search.estimate import balanced
 from smpc.compile.search.searcher import _Searcher

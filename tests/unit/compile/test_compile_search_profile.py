@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from smpc.codegen.schedules.choice import choose
+from smpc.codegen.schedules.named import choose
 from smpc.compile.search.forecast import Forecast
 from smpc.compile.search.plans import Plans
 from smpc.compile.search.profile import in_flight, placement
 from smpc.compile.search.space import Setting, Tried, shapes, ways
 from smpc.compile.search.workloads import Load, Workloads
 from smpc.compile.step import Sharding
-from smpc.partitioner.costs.device import find_device
+from smpc.partitioner.costs.device_file import find_device
 from smpc.partitioner.solve import rank_peaks
 from smpc.sample_inputs import as_inputs
 

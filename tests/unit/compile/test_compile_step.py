@@ -14,7 +14,7 @@ from smpc.compile import PipelineOptions, Traced, plan_trace
 from smpc.compile.passes import Sharing, rewrite_trace
 from smpc.compile.step import BUCKET_BYTES, Around, Sharding, step_parts
 from smpc.partitioner.costs.cost import collective_times
-from smpc.partitioner.costs.description import Device, Group, Kernels, Wire
+from smpc.partitioner.costs.device import Device, Group, Kernels, Wire
 from smpc.tracer import record
 
 INFINITE = float("inf")

@@ -14,7 +14,7 @@ from locations import REPOSITORY
 from smpc.cli import main
 from smpc.config import Config
 from smpc.partitioner import Instance
-from smpc.partitioner.costs.device import find_devices
+from smpc.partitioner.costs.device_file import find_devices
 
 BLOCKS = [block for page in PAGES for block in all_blocks(page)]
 COMMANDS = sorted({command for block in BLOCKS if block.language == "sh" for command in commands(block)})

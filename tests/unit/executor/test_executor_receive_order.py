@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from smpc.codegen.lower import lower
 from smpc.codegen.program import Op, RankProgram, backward, forward
-from smpc.codegen.schedule import evaluation, interleaved
-from smpc.codegen.schedules.choice import NAMES, choose
+from smpc.codegen.schedules.named import NAMES, choose, evaluation, interleaved
 from smpc.codegen.simulate import Costs, chain
 from smpc.executor.program.receive_order import posting_points
 

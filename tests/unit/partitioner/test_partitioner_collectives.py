@@ -8,8 +8,7 @@ import pytest
 
 from smpc.mesh import Axis, Mesh
 from smpc.partitioner.costs.collectives import Kind, collective_time, least_time, sent_time
-from smpc.partitioner.costs.description import Device, Group, Wire
-from smpc.partitioner.costs.device import DEVICES, H100
+from smpc.partitioner.costs.device import DEVICES, H100, Device, Group, Wire
 
 DEVICE = Device("d", {"float32": 1e12}, 1e12, 10**9, 4, Wire(100.0, 1.0, 1.0, 0.1), Wire(10.0, 5.0, 1.0, 0.5))
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from smpc.compile import PipelineOptions, Traced, compile_plan, plan_trace
 from smpc.errors import ConfigError, MemoryLimitError, PartitionError
-from smpc.partitioner.costs.device import Device, Wire, find_device, find_devices
+from smpc.partitioner.costs.device import Device, Wire
+from smpc.partitioner.costs.device_file import find_device, find_devices
 from smpc.partitioner.graph.plan import Plan
 from smpc.partitioner.manual import ManualPartition
 from smpc.report.tables import stage_table

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from smpc.partitioner.costs.cost import CostModel, attention_flops, is_attention, name_of, node_times, product_of
-from smpc.partitioner.costs.description import Kernels
-from smpc.partitioner.costs.device import find_device
+from smpc.partitioner.costs.device import Kernels
+from smpc.partitioner.costs.device_file import find_device
 from smpc.tracer import record
 
 A100 = find_device("a100")

@@ -19,7 +19,7 @@ from smpc.errors import ConfigError, PartitionError
 from smpc.executor.program.interpreter import DEFAULT_WINDOW
 from smpc.partitioner import solve as limit_module
 from smpc.partitioner.costs.cost import CostModel
-from smpc.partitioner.costs.device import find_device
+from smpc.partitioner.costs.device_file import find_device
 from smpc.partitioner.costs.optimizers import ADAM, find_optimizer
 from smpc.partitioner.graph.plan import ScheduleSummary
 from smpc.partitioner.memory.peak import RECEIVE_WINDOW, Resident

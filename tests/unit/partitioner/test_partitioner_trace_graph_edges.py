@@ -6,7 +6,7 @@ import pytest
 
 from smpc.errors import PartitionError
 from smpc.partitioner.costs.cost import CostModel
-from smpc.partitioner.costs.device import find_device
+from smpc.partitioner.costs.device_file import find_device
 from smpc.partitioner.graph.plan import INPUTS
 from smpc.partitioner.graph.trace_graph import check_assignment
 from smpc.partitioner.solve import plan_from_assignment

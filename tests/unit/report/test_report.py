@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from smpc.codegen.schedule import interleaved, simple
+from smpc.codegen.schedules.named import interleaved, simple
 from smpc.codegen.simulate import Costs, chain, simulate
 from smpc.partitioner.graph.plan import Edge, Objective, Plan, ScheduleSummary, SharedParameter, Stage
 from smpc.report import (

@@ -11,7 +11,7 @@ from torch import nn
 import smpc
 from smpc.compile.search import Verdict
 from smpc.config import Config
-from smpc.partitioner.costs.device import find_device
+from smpc.partitioner.costs.device_file import find_device
 from smpc.report.search import search_summary, search_table
 
 LONG = "input_layernorm + post_attention_layernorm"

@@ -28,7 +28,7 @@ from smpc.compile.search.space import Candidate
 from smpc.compile.step import BUCKET_BYTES, Sharding
 from smpc.partitioner.costs.collectives import Kind, collective_time, least_time
 from smpc.partitioner.costs.cost import CostModel, NodeTimes, is_attention, node_times, weight_times
-from smpc.partitioner.costs.description import Device, Group, Wire
+from smpc.partitioner.costs.device import Device, Group, Wire
 from smpc.partitioner.graph.recompute import requested_regions
 from smpc.partitioner.memory.peak import distinct_state
 from smpc.partitioner.problem import FloatArray, Scale

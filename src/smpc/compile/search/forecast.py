@@ -44,7 +44,7 @@ from smpc.errors import ConfigError, PartitionError
 from smpc.mesh import Axis
 from smpc.partitioner.costs.collectives import bandwidth, sent_time
 from smpc.partitioner.costs.cost import node_times
-from smpc.partitioner.costs.description import Group
+from smpc.partitioner.costs.device import Group
 from smpc.partitioner.graph.recompute import requested_regions
 from smpc.tracer.ir import Trace
 

@@ -26,7 +26,7 @@ from smpc.compile.search.space import (
 from smpc.compile.search.workloads import Load, Workloads
 from smpc.compile.step import Around, StepParts, step_parts
 from smpc.mesh import Axis
-from smpc.partitioner.costs.description import Group
+from smpc.partitioner.costs.device import Group
 from smpc.partitioner.graph.plan import Plan
 from smpc.partitioner.solve import rank_peaks
 

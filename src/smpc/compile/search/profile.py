@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from smpc.codegen.offload import split_uses
-from smpc.codegen.schedules.choice import choose
+from smpc.codegen.schedules.named import choose
 from smpc.codegen.simulate import Costs, chain
 from smpc.compile.step import Sharding
 from smpc.partitioner.graph.trace_graph import Graph

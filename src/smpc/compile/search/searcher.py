@@ -62,8 +62,8 @@ from smpc.compile.search.space import (
 from smpc.compile.search.workloads import Load, Workloads
 from smpc.config.numbers import parse_bytes
 from smpc.errors import CodegenError, ConfigError, MemoryLimitError, PartitionError
-from smpc.partitioner.costs.description import Device
-from smpc.partitioner.costs.device import find_device
+from smpc.partitioner.costs.device import Device
+from smpc.partitioner.costs.device_file import find_device
 from smpc.partitioner.costs.optimizers import find_optimizer
 from smpc.partitioner.graph.plan import Plan
 from smpc.partitioner.solve import rank_peaks, with_bound

@@ -27,7 +27,7 @@ from smpc.config.numbers import MAX_PIPELINE_RANKS, size_violation
 from smpc.errors import ConfigError
 from smpc.experts.structure import find_experts
 from smpc.mesh import Axis, Mesh
-from smpc.partitioner.costs.description import Device, Group, Wire
+from smpc.partitioner.costs.device import Device, Group, Wire
 from smpc.tracer.ir import ModuleCall, Trace
 
 # name -> stages of a rank that are tried

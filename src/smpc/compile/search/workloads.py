@@ -25,7 +25,7 @@ from smpc.compile.search.space import Shape
 from smpc.errors import ConfigError, SmpcError
 from smpc.mesh import Axis, Mesh
 from smpc.partitioner.costs.cost import Collective, CostModel, NodeTimes, node_times, times_with_collectives
-from smpc.partitioner.costs.description import Device, Group
+from smpc.partitioner.costs.device import Device, Group
 from smpc.sample_inputs import Inputs, first_microbatch
 from smpc.tracer.ir import Trace
 from smpc.tracer.record import record

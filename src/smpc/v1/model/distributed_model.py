@@ -45,8 +45,7 @@ from smpc.v1.model.checks import (
 )
 from smpc.v1.model.names import TensorParallelModel
 from smpc.v1.model.observed import ObservedModel, held_tensors, make_observer
-from smpc.v1.model.replicated import Replicated
-from smpc.v1.model.replication import Replication
+from smpc.v1.model.replication import Replicated, Replication
 from smpc.v1.model.stateful import ShownModel, StateExchange
 from smpc.v1.session.connections import make_control, make_state_control, make_transport
 from smpc.v1.session.precision import Precision, cast_module, half_dtype

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from smpc.v1.model.checks import check_cut
-from smpc.v1.model.replicated import Replicated
+from smpc.v1.model.replication import Replicated
 from smpc.v1.steps.context import StepContext
 from smpc.v1.steps.pipeline import Pipeline
 

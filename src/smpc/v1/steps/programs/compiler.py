@@ -35,7 +35,8 @@ from smpc.executor.measure.link_measurement import measure_wire
 from smpc.executor.transport import Transport
 from smpc.mesh import Axis
 from smpc.partitioner.costs.cost import NodeTimes, Workspace
-from smpc.partitioner.costs.device import DEVICES, find_device
+from smpc.partitioner.costs.device import DEVICES
+from smpc.partitioner.costs.device_file import find_device
 from smpc.partitioner.costs.optimizers import Optimizer, find_optimizer
 from smpc.partitioner.graph.plan import Plan, plan_warnings
 from smpc.sample_inputs import Inputs

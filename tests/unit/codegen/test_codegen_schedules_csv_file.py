@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smpc.codegen.program import Action
-from smpc.codegen.schedules.choice import choose, parse_csv, read_csv, to_csv
+from smpc.codegen.schedules.csv_file import parse_csv, read_csv, to_csv
+from smpc.codegen.schedules.named import choose
 from smpc.codegen.simulate import Costs, chain
 from smpc.errors import ConfigError
 
